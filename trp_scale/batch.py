@@ -1,0 +1,74 @@
+"""The things that travel between the parts: a batch of rows, the losses of its tasks, what a step did."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+
+@dataclass(kw_only=True)
+class Batch:
+    """Rows of one micro-batch.
+
+    Attributes:
+        fields: model inputs and labels by name; each tensor's first dimension is rows, [R, ...].
+        keys: row keys, [R] int64, stable names of the rows in their data set.
+        start: position of the first row in its source's global order.
+        epoch: epoch of the first row.
+        corrupt: keys of blocks that could not be read; their rows carry no elements (all label weights are 0).
+        fetch_seconds: time the loader spent to make this batch, in seconds.
+    """
+
+    fields: dict[str, Tensor]
+    keys: Tensor
+    start: int
+    epoch: int = 0
+    corrupt: list[str] = field(default_factory=list)
+    fetch_seconds: float = 0.0
+
+    def __getitem__(self, name: str) -> Tensor:
+        return self.fields[name]
+
+    @property
+    def rows(self) -> int:
+        return int(self.keys.shape[0])
+
+    def to(self, device: torch.device) -> Batch:
+        """The same batch with its fields on `device`; keys stay on the host."""
+        if device.type == "cpu":
+            return self
+        return replace(self, fields={name: value.to(device, non_blocking=True) for name, value in self.fields.items()})
+
+    def pin_memory(self) -> Batch:
+        """Called by torch's DataLoader when the device is a GPU."""
+        return replace(self, fields={name: value.pin_memory() for name, value in self.fields.items()})
+
+
+@dataclass(kw_only=True)
+class TaskLosses:
+    """Loss sums and element counts of every task: never means, so that they add over micro-batches and ranks.
+
+    Attributes:
+        sums: [T] float64, sum over the elements of each task; carries the graph.
+        counts: [T] float64, number of elements.
+    """
+
+    sums: Tensor
+    counts: Tensor
+
+
+@dataclass(kw_only=True)
+class StepStats:
+    """What the engine did at the end of a step.
+
+    Attributes:
+        applied: False when the step was skipped on all ranks because of a loss or gradient that is not finite.
+        grad_norm: norm of the gradient of the whole model before clipping.
+        lr: learning rate of the step.
+    """
+
+    applied: bool
+    grad_norm: float
+    lr: float

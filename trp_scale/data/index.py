@@ -1,0 +1,119 @@
+"""The index of a shard and the description of a data set: small JSON files beside the tars.
+
+    DATASET/
+      dataset.json                 what was made, from what, and the counts
+      tokenizer/                   Hugging Face tokenizer directory
+      shards/text-000000.tar       WebDataset tar; one sample = one block of rows
+      shards/text-000000.index.json
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+INDEX_FORMAT = 1
+
+
+class DataError(ValueError):
+    """Stored data is missing, damaged or of another format; the message names the file and the place."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Member:
+    """One member file of a block inside its tar.
+
+    Attributes:
+        offset: first byte of the member's content in the tar.
+        length: bytes of content.
+        crc32: zlib.crc32 of the content.
+    """
+
+    offset: int
+    length: int
+    crc32: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """One WebDataset sample: rows stored together.
+
+    Attributes:
+        key: the sample's key in the tar, unique in the data set.
+        rows: number of rows.
+        members: by suffix without the leading dot, e.g. "tokens.npy".
+    """
+
+    key: str
+    rows: int
+    members: dict[str, Member]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardIndex:
+    """All blocks of one tar, in the order they are stored. `shard` is the tar's file name, `size` its bytes."""
+
+    shard: str
+    size: int
+    blocks: list[Block]
+
+
+def index_path(shard: Path) -> Path:
+    """text-000000.tar -> text-000000.index.json"""
+    return shard.with_suffix(".index.json")
+
+
+def write_index(shard: Path, index: ShardIndex) -> None:
+    """Write the index beside its tar: to a temporary name first, then renamed."""
+    document = {"format": INDEX_FORMAT, **asdict(index)}
+    write_json(index_path(shard), document)
+
+
+def read_index(shard: Path) -> ShardIndex:
+    """Read the index beside `shard`.
+
+    Raises:
+        DataError: the index is missing, not JSON, or of another format.
+    """
+    path = index_path(shard)
+    document = read_json(path)
+    if document.get("format") != INDEX_FORMAT:
+        raise DataError(f"{path}: format {document.get('format')!r} found, {INDEX_FORMAT} expected; shard the data again")
+    try:
+        blocks = [
+            Block(
+                key=block["key"],
+                rows=block["rows"],
+                members={suffix: Member(**member) for suffix, member in block["members"].items()},
+            )
+            for block in document["blocks"]
+        ]
+        return ShardIndex(shard=document["shard"], size=document["size"], blocks=blocks)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{path}: not a shard index ({type(error).__name__}: {error})") from error
+
+
+def write_json(path: Path, document: dict[str, object]) -> None:
+    """Write sorted, indented JSON so that the file never exists half-written under its name."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(json.dumps(document, indent=1, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
+    temporary.replace(path)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read a JSON object.
+
+    Raises:
+        DataError: the file is missing or is not a JSON object.
+    """
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise DataError(f"{path}: not found") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: not JSON ({error})") from error
+    if not isinstance(document, dict):
+        raise DataError(f"{path}: a JSON object expected, {type(document).__name__} found")
+    return document
