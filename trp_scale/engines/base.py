@@ -1,0 +1,117 @@
+"""The engine: who holds parameters, shards, precision and the optimizer. The loop and the hooks know only this.
+
+An engine receives losses whose gradients *add up* to the gradient of the global batch: every micro-batch's loss is
+already divided by the global counts. Whatever the library behind it divides by (ranks, accumulation steps), the engine
+multiplies back, so that the same losses give the same step on every engine (design.md, invariant 1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from trp_scale.batch import StepStats
+from trp_scale.distributed.groups import Group
+
+STATE_NAMES = ("exp_avg", "exp_avg_sq")
+"""Optimizer moments that are part of a checkpoint, beside the weights."""
+
+
+class EngineError(RuntimeError):
+    """The engine cannot do what is asked; the message says what to change."""
+
+
+@dataclass(kw_only=True)
+class Piece:
+    """The part of one parameter that this rank holds: a range of the parameter, flattened row by row.
+
+    Attributes:
+        name: parameter name without any wrapper's prefix.
+        shape: shape of the whole parameter.
+        start: first element of the range in the flattened parameter.
+        tensors: "weight" and, once the optimizer has state, "exp_avg" and "exp_avg_sq": flat fp32 views of what the engine
+            itself uses, [stop - start]; writing into them changes the engine.
+        owner: exactly one rank owns each element; pieces that are replicas of another rank's have owner False.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    start: int
+    tensors: dict[str, Tensor]
+    owner: bool = True
+
+    @property
+    def stop(self) -> int:
+        return self.start + int(self.tensors["weight"].numel())
+
+
+class Engine(Protocol):
+    """What a training step needs. All ranks call every method together."""
+
+    name: str
+    """plain, fsdp or deepspeed."""
+    zero_stage: int | None
+    """ZeRO stage, None where the word does not apply."""
+    module: nn.Module
+    """The model, as this engine wraps it; call the engine itself for a forward pass."""
+    device: torch.device
+    data_group: Group
+    """Ranks that split the batch."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Forward pass in the run's precision."""
+        ...
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        """Add the gradient of `loss` (this micro-batch's share of the global loss). `last`: the window ends here."""
+        ...
+
+    def check_gradients(self) -> float:
+        """Norm of the global gradient, reduced and unscaled; after the last backward. Not finite: the step must be skipped."""
+        ...
+
+    def step(self, lr: float) -> StepStats:
+        """Clip, update with learning rate `lr`, clear gradients."""
+        ...
+
+    def skip(self, lr: float) -> StepStats:
+        """Drop the gradients; weights and moments stay."""
+        ...
+
+    def train(self, mode: bool) -> None:
+        """Dropout on or off."""
+        ...
+
+    def pieces(self) -> Iterator[Piece]:
+        """This rank's part of the weights and moments, in the same order on every call."""
+        ...
+
+    def create_optimizer_state(self) -> None:
+        """Make the optimizer's moments exist (zeros) before the first step, so that pieces() can be written into."""
+        ...
+
+    def after_load(self, optimizer_steps: int) -> None:
+        """Call after writing into pieces(): carry master weights into what the forward reads, set the optimizer's step."""
+        ...
+
+    def optimizer_steps(self) -> int:
+        """Updates applied so far (skipped steps do not count)."""
+        ...
+
+    def extra_state(self) -> Mapping[str, float]:
+        """Small state of the engine's own, e.g. a loss scale; empty where there is none."""
+        ...
+
+    def load_extra_state(self, state: Mapping[str, float]) -> None: ...
+
+    def full_weights(self) -> dict[str, Tensor]:
+        """All weights, whole, on the CPU in fp32, on rank 0 (empty elsewhere). For export and comparison, not for speed."""
+        ...
+
+    def close(self) -> None:
+        """Release what the library holds. Process groups are destroyed by the environment that made them."""
+        ...

@@ -1,0 +1,135 @@
+"""The hook: a method plugged into the loop. The loop calls these points, in this order, and knows no method by name.
+
+    hooks.before_step(ctx)                counts of the global batch are known; nothing has run yet
+    for micro in window:
+        batch = hooks.batch(ctx, micro)   a hook may change what the model sees
+        losses = objective(engine, batch)
+        engine.backward(hooks.total(ctx, losses))
+    hooks.gradients(ctx, engine)          reduced, unscaled, unclipped: hooks only read
+    engine.step or engine.skip
+    hooks.after_step(ctx, stats)          hooks commit here, only if stats.applied
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trp_scale.batch import Batch, StepStats, TaskLosses
+from trp_scale.engines.base import Engine
+
+
+@dataclass(kw_only=True)
+class StepContext:
+    """What a step knows.
+
+    Attributes:
+        step: number of the step, from 0.
+        window: this rank's micro-batches.
+        counts: [T] float64, elements of each task in the global batch, on the engine's device.
+        present: [T] bool on the host, counts > 0.
+        engine: the engine.
+        losses_of: reseeds dropout and runs the objective on one micro-batch: the same call twice gives the same losses.
+        weights: [T] float64, weight of each task's mean loss in this step; written by the balancer.
+        sums: [T] float64, loss sums of the global batch; None until the last micro-batch is through.
+    """
+
+    step: int
+    window: Sequence[Batch]
+    counts: Tensor
+    present: Tensor
+    engine: Engine
+    losses_of: Callable[[Batch], TaskLosses]
+    weights: Tensor | None = None
+    sums: Tensor | None = None
+    notes: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def data_group(self) -> Any:
+        return self.engine.data_group
+
+    def means(self, sums: Tensor) -> Tensor:
+        """[T] loss of each task over the global batch; 0 where the task is absent (never used there)."""
+        return torch.where(self.counts > 0, sums / self.counts.clamp(min=1), torch.zeros_like(sums))
+
+
+class Hook:
+    """Base of all hooks: every point does nothing."""
+
+    name: str = ""
+
+    def before_step(self, ctx: StepContext) -> None:
+        """Before any forward pass of the step."""
+
+    def batch(self, ctx: StepContext, micro: Batch) -> Batch:
+        """What the model sees in place of `micro`; must be the same for the same call."""
+        return micro
+
+    def gradients(self, ctx: StepContext) -> None:
+        """After the last backward: gradients may be read, not changed."""
+
+    def after_step(self, ctx: StepContext, stats: StepStats) -> None:
+        """After the update or the skip; commit the hook's own state only if stats.applied."""
+
+    def metrics(self) -> Mapping[str, Any]:
+        """JSON values for this step's line in metrics.jsonl, under the hook's name; asked for on logged steps only."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """State for the checkpoint: nested dicts of JSON values and tensors, the same on every rank."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what state_dict gave."""
+
+
+class Balancer(Hook):
+    """The hook that turns task losses into the one loss: exactly one per run."""
+
+    def total(self, ctx: StepContext, losses: TaskLosses) -> Tensor:
+        """sum_t w_t * S_t / n_t of one micro-batch, n_t of the global batch."""
+        raise NotImplementedError(f"{type(self).__name__} does not say how it totals task losses")
+
+
+class Hooks:
+    """All hooks of a run, called in order; one of them is the balancer."""
+
+    def __init__(self, balancer: Balancer, others: Sequence[Hook] = ()) -> None:
+        self.balancer = balancer
+        self.all: tuple[Hook, ...] = (*others, balancer)
+
+    def before_step(self, ctx: StepContext) -> None:
+        for hook in self.all:
+            hook.before_step(ctx)
+
+    def batch(self, ctx: StepContext, micro: Batch) -> Batch:
+        for hook in self.all:
+            micro = hook.batch(ctx, micro)
+        return micro
+
+    def total(self, ctx: StepContext, losses: TaskLosses) -> Tensor:
+        return self.balancer.total(ctx, losses)
+
+    def gradients(self, ctx: StepContext) -> None:
+        for hook in self.all:
+            hook.gradients(ctx)
+
+    def after_step(self, ctx: StepContext, stats: StepStats) -> None:
+        for hook in self.all:
+            hook.after_step(ctx, stats)
+
+    def metrics(self) -> dict[str, Mapping[str, Any]]:
+        return {hook.name: values for hook in self.all if (values := hook.metrics())}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {hook.name: hook.state_dict() for hook in self.all}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if set(state) != {hook.name for hook in self.all}:
+            raise ValueError(f"checkpoint holds the hooks {sorted(state)}, this run has {sorted(h.name for h in self.all)}")
+        for hook in self.all:
+            hook.load_state_dict(state[hook.name])
