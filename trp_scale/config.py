@@ -10,6 +10,14 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 
+class RefusedError(ValueError):
+    """A setting, file or environment that a run cannot start with.
+
+    The message is for the user: where, what was found, what is allowed. The command line shows it without a traceback
+    and exits with status 2.
+    """
+
+
 @dataclass(kw_only=True)
 class ModelConfig:
     """The encoder. Defaults are BERT-base (TRP 001, Table 4)."""
