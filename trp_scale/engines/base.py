@@ -14,7 +14,6 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from trp_scale.batch import StepStats
 from trp_scale.distributed.groups import Group
 
 STATE_NAMES = ("exp_avg", "exp_avg_sq")
@@ -70,15 +69,18 @@ class Engine(Protocol):
         """Add the gradient of `loss` (this micro-batch's share of the global loss). `last`: the window ends here."""
         ...
 
-    def check_gradients(self) -> float:
-        """Norm of the global gradient, reduced and unscaled; after the last backward. Not finite: the step must be skipped."""
+    def check_gradients(self) -> Tensor:
+        """Norm of the global gradient, reduced and unscaled, 0-dimensional, the same on all ranks; after the last backward.
+
+        Not finite: the step must be skipped. It stays on the device; the loop reads it together with the loss.
+        """
         ...
 
-    def step(self, lr: float) -> StepStats:
+    def step(self, lr: float) -> None:
         """Clip, update with learning rate `lr`, clear gradients."""
         ...
 
-    def skip(self, lr: float) -> StepStats:
+    def skip(self) -> None:
         """Drop the gradients; weights and moments stay."""
         ...
 

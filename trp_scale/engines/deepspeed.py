@@ -1,0 +1,128 @@
+"""DeepSpeed ZeRO 0-3 behind the engine protocol. What of DeepSpeed bites, and how it is held, is said where it is done."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.runtime.zero.config import ZeroStageEnum
+from torch import Tensor, nn
+
+from trp_scale.config import Config
+from trp_scale.distributed.groups import Group
+from trp_scale.engines.base import EngineError, Piece
+from trp_scale.engines.optimizer import build_optimizer, set_learning_rate
+from trp_scale.engines.zero_layout import LAYOUTS, ZeroLayout
+
+
+class DeepSpeedEngine:
+    """DeepSpeed with our optimizer, our finite check and our checkpoints.
+
+    Args:
+        module: the model, on the CPU.
+        config: settings of the run.
+        device: where to train.
+        data_group: ranks that split the batch: all ranks of DeepSpeed's process group.
+        document: DeepSpeed's configuration, resolved (no "auto" left).
+    """
+
+    name = "deepspeed"
+
+    def __init__(
+        self, module: nn.Module, config: Config, *, device: torch.device, data_group: Group, document: dict[str, Any]
+    ) -> None:
+        if config.training.precision == "fp16" and device.type == "cpu":
+            raise EngineError("--training.precision fp16 needs a GPU; use bf16")
+        self.config = config
+        self.device = device
+        self.data_group = data_group
+        self.engine, _, _, _ = deepspeed.initialize(
+            model=module, optimizer=build_optimizer(module, config.optimizer), config=document, dist_init_required=False
+        )
+        self.zero_stage: int | None = int(ZeroStageEnum(self.engine.zero_optimization_stage()))
+        if self.zero_stage == 0 and self.engine.optimizer is not self.engine.basic_optimizer:
+            raise EngineError("ZeRO stage 0 with bf16 or fp16 weights is not supported; use torch_autocast or stage 1")
+        self.layout: ZeroLayout = LAYOUTS[self.zero_stage](
+            self.engine.module, self.engine.optimizer, rank=data_group.rank, world=data_group.size
+        )
+        self._steps = 0
+
+    @property
+    def module(self) -> nn.Module:
+        return self.engine.module  # type: ignore[no-any-return]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.engine(*args, **kwargs)
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        self.engine.set_gradient_accumulation_boundary(last)
+        # DeepSpeed averages over ranks ("sum" is refused on stage 3) and would divide by the accumulation steps.
+        self.engine.backward(loss * self.data_group.size, scale_wrt_gas=False)
+
+    def _loss_scale(self) -> float:
+        return float(self.engine.optimizer.loss_scale) if self.engine.fp16_enabled() else 1.0
+
+    def check_gradients(self) -> Tensor:
+        gradients = self.layout.gradients()
+        squares = torch.zeros((), dtype=torch.float64, device=self.device)
+        if gradients:
+            norms = torch._foreach_norm(gradients)
+            squares = torch.stack([norm.double().square() for norm in norms]).sum().to(self.device)
+        return self.data_group.sum(squares).sqrt() / self._loss_scale()
+
+    def step(self, lr: float) -> None:
+        set_learning_rate(self.layout.torch_optimizer, lr)
+        self.engine.step()
+        self._steps += 1
+
+    def skip(self) -> None:
+        if self.engine.fp16_enabled():
+            self.engine.step()  # DeepSpeed sees the overflow itself, drops the step and lowers its loss scale
+            return
+        self.layout.clear_gradients()
+        self.engine.zero_grad()
+
+    def train(self, mode: bool) -> None:
+        self.engine.train(mode)
+
+    def pieces(self) -> Iterator[Piece]:
+        return self.layout.pieces()
+
+    def create_optimizer_state(self) -> None:
+        self.layout.create_state()
+
+    def after_load(self, optimizer_steps: int) -> None:
+        self._steps = optimizer_steps
+        self.layout.set_steps(optimizer_steps)
+        self.layout.publish_weights()
+
+    def optimizer_steps(self) -> int:
+        return self._steps
+
+    def extra_state(self) -> Mapping[str, float]:
+        return {"loss_scale": self._loss_scale()} if self.engine.fp16_enabled() else {}
+
+    def load_extra_state(self, state: Mapping[str, float]) -> None:
+        if self.engine.fp16_enabled() and "loss_scale" in state:
+            self.engine.optimizer.loss_scaler.cur_scale = state["loss_scale"]
+
+    def full_weights(self) -> dict[str, Tensor]:
+        """Assembled from all ranks' master pieces."""
+        mine = [
+            (piece.name, piece.shape, piece.start, piece.tensors["weight"].detach().float().cpu())
+            for piece in self.pieces()
+            if piece.owner
+        ]
+        gathered = self.data_group.gather_objects(mine)
+        if self.data_group.rank != 0:
+            return {}
+        weights: dict[str, Tensor] = {}
+        for name, shape, start, flat in (piece for pieces in gathered for piece in pieces):
+            whole = weights.setdefault(name, torch.empty(shape))
+            whole.view(-1)[start : start + flat.numel()] = flat
+        return weights
+
+    def close(self) -> None:
+        self.engine.destroy()

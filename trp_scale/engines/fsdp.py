@@ -1,0 +1,51 @@
+"""FSDP2 (torch's fully_shard): weights, gradients and moments sharded by rows over the data ranks."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+
+from trp_scale.engines.base import EngineError
+from trp_scale.engines.plain import PlainEngine
+
+
+class FsdpEngine(PlainEngine):
+    """Each block of `module.layers` is a unit of its own, the rest one more; gradients are reduced once per window."""
+
+    name = "fsdp"
+    module: FSDPModule  # type: ignore[assignment]
+
+    def place(self, module: nn.Module) -> nn.Module:
+        if not torch.distributed.is_initialized():
+            raise EngineError("--engine fsdp needs a process group: start with torchrun or deepspeed")
+        module = module.to(self.device)
+        mesh = init_device_mesh(self.device.type, (self.data_group.size,), mesh_dim_names=("data",))
+        # No mixed-precision policy: forwards read the fp32 shards under autocast, so that a hook's perturbation is exact.
+        for layer in module.layers:  # type: ignore[union-attr, attr-defined]
+            fully_shard(layer, mesh=mesh)
+        # The embeddings stay gathered from the forward on: the prediction head uses them again at its end.
+        return fully_shard(module, mesh=mesh, reshard_after_forward=False)
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        self.module.set_requires_gradient_sync(last)
+        # FSDP2 averages over the ranks (its divide factor cannot be set on gloo); the loss is a share of a global sum.
+        (loss * self.data_group.size).backward()
+
+    def local(self, tensor: Tensor) -> Tensor:
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+    def start_of(self, parameter: Tensor) -> int:
+        rows = -(-parameter.shape[0] // self.data_group.size)  # torch.chunk's rule, which FSDP2 shards by
+        row_numel = parameter.numel() // max(parameter.shape[0], 1)
+        return min(self.data_group.rank * rows, parameter.shape[0]) * row_numel
+
+    def full_weights(self) -> dict[str, Tensor]:
+        weights = {}
+        for name, parameter in self.module.named_parameters():  # type: ignore[attr-defined]
+            full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter  # collective
+            if self.data_group.rank == 0:
+                weights[name] = full.detach().float().cpu().clone()
+        return weights

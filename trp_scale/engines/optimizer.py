@@ -1,0 +1,45 @@
+"""The optimizer of a run: AdamW with decay groups, or plain gradient descent."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from trp_scale.config import OptimizerConfig
+
+
+def decay_groups(parameters: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict[str, Any]]:
+    """Two groups: matrices with `weight_decay`, biases and norms (one-dimensional) without."""
+    matrices: list[nn.Parameter] = []
+    vectors: list[nn.Parameter] = []
+    for _, parameter in parameters:
+        (matrices if parameter.ndim >= 2 else vectors).append(parameter)
+    return [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+
+
+def build_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
+    """AdamW in one fused kernel per tensor list, or SGD without momentum or decay."""
+    groups = decay_groups(module.named_parameters(), config.weight_decay)
+    if config.kind == "sgd":
+        for group in groups:
+            group["weight_decay"] = 0.0
+        return torch.optim.SGD(groups, lr=config.lr)
+    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
+
+
+def empty_adamw_state(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The state fused AdamW makes at its first step, before that step."""
+    return {
+        "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+        "exp_avg": torch.zeros_like(parameter),
+        "exp_avg_sq": torch.zeros_like(parameter),
+    }
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
+    """The same learning rate in all groups."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr

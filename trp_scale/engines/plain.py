@@ -1,0 +1,123 @@
+"""One process, whole weights: the reference that every other engine is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trp_scale.config import Config
+from trp_scale.distributed.groups import ALONE, Group
+from trp_scale.engines.base import STATE_NAMES, EngineError, Piece
+from trp_scale.engines.optimizer import build_optimizer, empty_adamw_state, set_learning_rate
+
+
+class PlainEngine:
+    """Weights, gradients and moments are torch's own; FSDP2 differs only in where they lie.
+
+    Args:
+        module: the model, on the CPU.
+        config: settings of the run.
+        device: where to train.
+        data_group: must be a group of one.
+    """
+
+    name = "plain"
+    zero_stage: int | None = None
+
+    def __init__(self, module: nn.Module, config: Config, *, device: torch.device, data_group: Group = ALONE) -> None:
+        if config.training.precision == "fp16":
+            raise EngineError("--training.precision fp16 needs --ds_config (DeepSpeed's loss scaler) and a GPU; use bf16")
+        self.config = config
+        self.device = device
+        self.data_group = data_group
+        self.module = self.place(module)
+        self.optimizer = build_optimizer(self.module, config.optimizer)
+        self.forward_module: Any = torch.compile(self.module) if config.training.compile else self.module
+        self._norm = torch.zeros(())
+        self._steps = 0
+
+    def place(self, module: nn.Module) -> nn.Module:
+        """Move the model to the device; FSDP2 shards it here."""
+        if self.data_group.size != 1:
+            raise EngineError(f"the plain engine runs on one rank, {self.data_group.size} found; use --engine fsdp")
+        return module.to(self.device)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        # fp32 parameters under autocast rather than a bf16 copy: the same arithmetic on every engine.
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.training.precision == "bf16"):
+            return self.forward_module(*args, **kwargs)
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        loss.backward()
+
+    def local(self, tensor: Tensor) -> Tensor:
+        """This rank's part of a tensor the library holds."""
+        return tensor
+
+    def start_of(self, parameter: Tensor) -> int:
+        """First element of this rank's part in the flattened parameter."""
+        return 0
+
+    def _gradients(self) -> list[Tensor]:
+        return [self.local(p.grad) for p in self.module.parameters() if p.grad is not None]
+
+    def check_gradients(self) -> Tensor:
+        norms = torch._foreach_norm(self._gradients())
+        squares = torch.stack([norm.double().square() for norm in norms]).sum()
+        self._norm = self.data_group.sum(squares).sqrt()
+        return self._norm
+
+    def step(self, lr: float) -> None:
+        if self.config.optimizer.clipping > 0:
+            factor = (self.config.optimizer.clipping / (self._norm + 1e-6)).clamp(max=1.0)
+            torch._foreach_mul_(self._gradients(), factor.float())
+        set_learning_rate(self.optimizer, lr)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self._steps += 1
+
+    def skip(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def train(self, mode: bool) -> None:
+        self.module.train(mode)
+
+    def pieces(self) -> Iterator[Piece]:
+        for name, parameter in self.module.named_parameters():
+            flat = self.local(parameter.detach()).reshape(-1)
+            state = self.optimizer.state.get(parameter, {})
+            moments = {key: self.local(state[key]).reshape(-1) for key in STATE_NAMES if key in state}
+            yield Piece(
+                name=name,
+                shape=tuple(parameter.shape),
+                start=self.start_of(parameter),
+                tensors={"weight": flat, **moments},
+            )
+
+    def create_optimizer_state(self) -> None:
+        if isinstance(self.optimizer, torch.optim.AdamW):
+            for parameter in self.module.parameters():
+                self.optimizer.state[parameter] = empty_adamw_state(parameter)
+
+    def after_load(self, optimizer_steps: int) -> None:
+        self._steps = optimizer_steps
+        for state in self.optimizer.state.values():
+            state["step"].fill_(optimizer_steps)
+
+    def optimizer_steps(self) -> int:
+        return self._steps
+
+    def extra_state(self) -> Mapping[str, float]:
+        return {}
+
+    def load_extra_state(self, state: Mapping[str, float]) -> None:
+        """Nothing of its own; a loss scale of another engine's checkpoint has no meaning here."""
+
+    def full_weights(self) -> dict[str, Tensor]:
+        return {name: parameter.detach().float().cpu().clone() for name, parameter in self.module.named_parameters()}
+
+    def close(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)

@@ -1,0 +1,207 @@
+"""Where DeepSpeed keeps weights, moments and gradients at each ZeRO stage, seen as pieces of parameters.
+
+DeepSpeed's public getters gather whole tensors, or exist only on stage 3, or only after the first step; a checkpoint and
+a gradient norm need the local part, always. These classes read the documented fragment mapping (stages 1, 2) and the
+partition tables (stage 3) directly. They were checked against deepspeed 0.19.8.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trp_scale.engines.base import STATE_NAMES, Piece
+from trp_scale.engines.optimizer import empty_adamw_state
+
+
+class ZeroLayout(ABC):
+    """One ZeRO stage's bookkeeping.
+
+    Args:
+        module: the model as given to DeepSpeed.
+        optimizer: `engine.optimizer`: torch's own on stage 0, DeepSpeed's wrapper above.
+        rank: place in the data group.
+        world: size of the data group.
+    """
+
+    def __init__(self, module: nn.Module, optimizer: Any, *, rank: int, world: int) -> None:
+        self.module = module
+        self.optimizer = optimizer
+        self.rank = rank
+        self.world = world
+
+    @property
+    def torch_optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer that holds the moments."""
+        return self.optimizer.optimizer  # type: ignore[no-any-return]
+
+    @abstractmethod
+    def flat_weights(self) -> list[Tensor]:
+        """The tensors the torch optimizer updates."""
+
+    @abstractmethod
+    def pieces(self) -> Iterator[Piece]:
+        """This rank's pieces; see Engine.pieces."""
+
+    @abstractmethod
+    def gradients(self) -> list[Tensor]:
+        """This rank's part of the reduced gradient; the parts of all ranks are disjoint and together whole."""
+
+    @abstractmethod
+    def clear_gradients(self) -> None:
+        """Forget the window's gradients."""
+
+    @abstractmethod
+    def publish_weights(self) -> None:
+        """Carry master weights into what the next forward reads, on all ranks."""
+
+    def create_state(self) -> None:
+        """Moments as AdamW makes them at its first step."""
+        if isinstance(self.torch_optimizer, torch.optim.AdamW):
+            for weights in self.flat_weights():
+                self.torch_optimizer.state[weights] = empty_adamw_state(weights.detach())
+
+    def set_steps(self, steps: int) -> None:
+        """Step count of the bias correction."""
+        for state in self.torch_optimizer.state.values():
+            if "step" in state:
+                state["step"].fill_(steps)
+
+
+class WholeLayout(ZeroLayout):
+    """Stage 0: every rank holds everything; each owns an equal range of every tensor, so that all ranks write."""
+
+    @property
+    def torch_optimizer(self) -> torch.optim.Optimizer:
+        return self.optimizer  # type: ignore[no-any-return]
+
+    def flat_weights(self) -> list[Tensor]:
+        return list(self.module.parameters())
+
+    def pieces(self) -> Iterator[Piece]:
+        for name, parameter in self.module.named_parameters():
+            state = self.optimizer.state.get(parameter, {})
+            whole = {"weight": parameter.detach(), **{key: state[key] for key in STATE_NAMES if key in state}}
+            share = -(-parameter.numel() // self.world)
+            for owner in range(self.world):
+                start, stop = min(owner * share, parameter.numel()), min((owner + 1) * share, parameter.numel())
+                tensors = {key: tensor.reshape(-1)[start:stop] for key, tensor in whole.items()}
+                yield Piece(
+                    name=name, shape=tuple(parameter.shape), start=start, tensors=tensors, owner=owner == self.rank
+                )
+
+    def gradients(self) -> list[Tensor]:
+        # All ranks hold the same reduced gradient; rank 0 speaks for all, so that sums over ranks count it once.
+        if self.rank != 0:
+            return []
+        return [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
+
+    def clear_gradients(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def publish_weights(self) -> None:
+        """The weights themselves were written."""
+
+
+class FlatLayout(ZeroLayout):
+    """Stages 1 and 2: a rank holds a range of the concatenation of each optimizer group."""
+
+    def flat_weights(self) -> list[Tensor]:
+        return list(self.optimizer.single_partition_of_fp32_groups)
+
+    def pieces(self) -> Iterator[Piece]:
+        for name, parameter in self.module.named_parameters():
+            fragment = parameter._hp_mapping  # type: ignore[attr-defined]
+            if fragment is None:  # no element of this parameter lies on this rank
+                continue
+            moments = fragment.optim_fragment or {}
+            yield Piece(
+                name=name,
+                shape=tuple(parameter.shape),
+                start=int(fragment.lp_fragment_address.start),
+                tensors={
+                    "weight": fragment.hp_fragment.detach(),
+                    **{key: moments[key] for key in STATE_NAMES if key in moments},
+                },
+            )
+
+    def gradients(self) -> list[Tensor]:
+        if self.optimizer.cpu_offload:
+            return [weights.grad for weights in self.flat_weights() if weights.grad is not None]
+        return [tensor for group in self.optimizer.averaged_gradients.values() for tensor in group or []]
+
+    def clear_gradients(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        for group in self.optimizer.averaged_gradients:
+            self.optimizer.averaged_gradients[group] = None
+            self.optimizer.all_grad_tensors[group] = None
+        if self.optimizer.cpu_offload:
+            self.optimizer.reset_cpu_buffers()
+            for weights in self.flat_weights():
+                if weights.grad is not None:
+                    weights.grad.zero_()
+
+    def create_state(self) -> None:
+        super().create_state()
+        if isinstance(self.torch_optimizer, torch.optim.AdamW):
+            self.optimizer._lazy_init_hp_params_optimizer_state()
+
+    def publish_weights(self) -> None:
+        self.optimizer.update_lp_params()
+
+
+class PartitionedLayout(ZeroLayout):
+    """Stage 3: every parameter is flattened and cut into equal ranges, the last one padded."""
+
+    def flat_weights(self) -> list[Tensor]:
+        return list(self.optimizer.fp32_partitioned_groups_flat)
+
+    def _valid(self, parameter: Any) -> tuple[int, int]:
+        """First element and number of elements of this rank's range, padding left out."""
+        size = int(parameter.ds_tensor.ds_numel)
+        start = min(self.rank * size, int(parameter.ds_numel))
+        return start, min(size, int(parameter.ds_numel) - start)
+
+    def pieces(self) -> Iterator[Piece]:
+        for name, parameter in self.module.named_parameters():
+            group, offset, _ = self.optimizer.grad_position[self.optimizer.get_param_id(parameter)]
+            flat = self.optimizer.fp32_partitioned_groups_flat[group]
+            state = self.torch_optimizer.state.get(flat, {})
+            start, length = self._valid(parameter)
+            whole = {"weight": flat.detach(), **{key: state[key] for key in STATE_NAMES if key in state}}
+            yield Piece(
+                name=name,
+                shape=tuple(parameter.ds_shape),  # type: ignore[attr-defined]
+                start=start,
+                tensors={key: tensor.narrow(0, offset, length) for key, tensor in whole.items()},
+            )
+
+    def gradients(self) -> list[Tensor]:
+        if self.optimizer.offload_optimizer:
+            return [weights.grad for weights in self.flat_weights() if weights.grad is not None]
+        return [
+            gradient.reshape(-1)[: self._valid(parameter)[1]]
+            for group, parameters in enumerate(self.optimizer.fp16_groups)
+            for gradient, parameter in zip(self.optimizer.averaged_gradients[group], parameters, strict=True)
+        ]
+
+    def clear_gradients(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.optimizer.offload_optimizer:
+            self.optimizer.reset_cpu_buffers()
+        else:
+            self.optimizer.averaged_gradients = {}
+
+    def publish_weights(self) -> None:
+        for group in range(len(self.optimizer.fp16_groups)):
+            self.optimizer._reassign_or_swap_out_partitioned_parameters(group)
+        if persistent := self.optimizer.persistent_parameters:
+            persistent[0].all_gather(persistent)
+        self.optimizer.invalidate_secondary_tensor()
+
+
+LAYOUTS: dict[int, type[ZeroLayout]] = {0: WholeLayout, 1: FlatLayout, 2: FlatLayout, 3: PartitionedLayout}

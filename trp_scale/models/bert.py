@@ -1,0 +1,177 @@
+"""BERT for pre-training: transformers' encoder with heads that look only at the masked positions.
+
+transformers' own heads send every position through the transform and the vocabulary; 85 % of that work is thrown away.
+Parameter names are those of transformers' `BertForPreTraining`, so that weights go both ways unchanged.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import BertConfig, BertModel
+
+from trp_scale.config import ModelConfig
+from trp_scale.models.initialise import initialise
+
+VOCABULARY_MULTIPLE = 64
+"""The vocabulary is padded to a multiple of this, so that its matrix products fill the hardware's tiles."""
+
+
+def padded_vocabulary(vocab_size: int) -> int:
+    """Smallest multiple of VOCABULARY_MULTIPLE that holds `vocab_size`."""
+    return -(-vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
+
+
+def bert_config(model: ModelConfig, vocab_size: int, **changes: Any) -> BertConfig:
+    """transformers' configuration of our encoder."""
+    values: dict[str, Any] = {
+        "vocab_size": vocab_size,
+        "hidden_size": model.hidden_size,
+        "num_hidden_layers": model.layers,
+        "num_attention_heads": model.heads,
+        "intermediate_size": model.intermediate_size,
+        "hidden_dropout_prob": model.dropout,
+        "attention_probs_dropout_prob": model.dropout,
+        "max_position_embeddings": model.max_positions,
+        "initializer_range": model.initializer_range,
+        "layer_norm_eps": model.layer_norm_eps,
+    }
+    return BertConfig(**(values | changes))
+
+
+@dataclass(kw_only=True)
+class BertOutput:
+    """What the objective needs.
+
+    Attributes:
+        prediction_logits: [R, M, V_padded], rows beyond the vocabulary are -inf.
+        next_sentence_logits: [R, 2], index 0 = the second sentence follows the first (transformers' convention).
+    """
+
+    prediction_logits: Tensor
+    next_sentence_logits: Tensor
+
+
+class PredictionTransform(nn.Module):
+    """dense, GELU, layer norm: the last layer all masked-word tasks share."""
+
+    def __init__(self, hidden_size: int, eps: float) -> None:
+        super().__init__()
+        self.dense = nn.Linear(hidden_size, hidden_size)
+        self.LayerNorm = nn.LayerNorm(hidden_size, eps=eps)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.LayerNorm(F.gelu(self.dense(hidden)))  # type: ignore[no-any-return]
+
+
+class PredictionHead(nn.Module):
+    """Logits over the padded vocabulary with the word embeddings as weights."""
+
+    out_of_vocabulary: Tensor
+
+    def __init__(self, hidden_size: int, eps: float, vocab_size: int) -> None:
+        super().__init__()
+        padded = padded_vocabulary(vocab_size)
+        self.transform = PredictionTransform(hidden_size, eps)
+        self.bias = nn.Parameter(torch.zeros(padded))
+        # -inf on the padding rows rather than a slice of the logits: a slice would copy the largest tensor of the model.
+        mask = torch.zeros(padded)
+        mask[vocab_size:] = -torch.inf
+        self.register_buffer("out_of_vocabulary", mask, persistent=False)
+
+    def forward(self, hidden: Tensor, embeddings: Tensor) -> Tensor:
+        return F.linear(self.transform(hidden), embeddings, self.bias + self.out_of_vocabulary)
+
+
+class PretrainingHeads(nn.Module):
+    """Masked-word and next-sentence heads, named as in transformers."""
+
+    def __init__(self, hidden_size: int, eps: float, vocab_size: int) -> None:
+        super().__init__()
+        self.predictions = PredictionHead(hidden_size, eps, vocab_size)
+        self.seq_relationship = nn.Linear(hidden_size, 2)
+
+
+class BertForMaskedPositions(nn.Module):
+    """BERT with masked-word prediction at given positions and next-sentence prediction.
+
+    Args:
+        model: sizes.
+        vocab_size: true size of the vocabulary; rows beyond it, up to a multiple of 64, never take part in the softmax.
+        seed: initial weights follow from it and from each tensor's name.
+    """
+
+    def __init__(self, model: ModelConfig, *, vocab_size: int, seed: int) -> None:
+        super().__init__()
+        self.config = bert_config(model, vocab_size)
+        padded = bert_config(model, padded_vocabulary(vocab_size), attn_implementation="sdpa")
+        self.bert = BertModel(padded)
+        self.cls = PretrainingHeads(model.hidden_size, model.layer_norm_eps, vocab_size)
+        initialise(self, seed=seed, std=model.initializer_range)
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The repeated blocks, each a unit of sharding."""
+        return self.bert.encoder.layer  # type: ignore[no-any-return]
+
+    def forward(self, tokens: Tensor, token_types: Tensor, attention_mask: Tensor, masked_positions: Tensor) -> BertOutput:
+        """Predict the masked words and whether the second sentence follows.
+
+        Args:
+            tokens: [R, L] int64.
+            token_types: [R, L] int64, 0 for the first sentence, 1 for the second.
+            attention_mask: [R, L] bool, True at real tokens.
+            masked_positions: [R, M] int64; unused slots may hold any valid position.
+        """
+        # A 4-dimensional mask is taken as it is; from a 2-dimensional one transformers looks whether it is all ones,
+        # which would wait for the GPU at every step.
+        encoded = self.bert(
+            input_ids=tokens,
+            token_type_ids=token_types,
+            attention_mask=attention_mask[:, None, None, :].expand(-1, 1, tokens.shape[1], -1),  # [R, 1, L, L]
+        )
+        hidden = encoded.last_hidden_state  # [R, L, D]
+        index = masked_positions.unsqueeze(-1).expand(-1, -1, hidden.shape[-1])
+        selected = hidden.gather(1, index)  # [R, M, D]
+        return BertOutput(
+            prediction_logits=self.cls.predictions(selected, self.bert.embeddings.word_embeddings.weight),
+            next_sentence_logits=self.cls.seq_relationship(encoded.pooler_output),
+        )
+
+    @torch.no_grad()
+    def load_transformers(self, state: dict[str, Tensor]) -> None:
+        """Take the weights of a transformers `BertForPreTraining.state_dict()`; padding rows become zero.
+
+        Raises:
+            ValueError: names that are missing, unexpected or of another shape.
+        """
+        own = dict(self.named_parameters())
+        ignored = {"cls.predictions.decoder.weight", "cls.predictions.decoder.bias", "bert.embeddings.position_ids"}
+        given = {name: tensor for name, tensor in state.items() if name not in ignored}
+        if missing := sorted(set(own) - set(given)):
+            raise ValueError(f"weights for {missing} are missing")
+        if unexpected := sorted(set(given) - set(own)):
+            raise ValueError(f"weights for {unexpected} have no place in this model")
+        for name, parameter in own.items():
+            tensor = given[name]
+            cut = parameter[: tensor.shape[0]] if name in PADDED_PARAMETERS else parameter
+            if cut.shape != tensor.shape or (name in PADDED_PARAMETERS and tensor.shape[0] != self.config.vocab_size):
+                raise ValueError(f"{name}: shape {tuple(tensor.shape)} given, {tuple(cut.shape)} expected")
+            parameter.zero_() if name in PADDED_PARAMETERS else None
+            cut.copy_(tensor)
+
+
+PADDED_PARAMETERS = ("bert.embeddings.word_embeddings.weight", "cls.predictions.bias")
+"""Parameters whose first dimension is the padded vocabulary."""
+
+
+def to_transformers(weights: dict[str, Tensor], vocab_size: int) -> dict[str, Tensor]:
+    """State dict for transformers' `BertForPreTraining`: padding rows cut, tied tensors named twice."""
+    state = {name: tensor[:vocab_size] if name in PADDED_PARAMETERS else tensor for name, tensor in weights.items()}
+    state["cls.predictions.decoder.weight"] = state["bert.embeddings.word_embeddings.weight"]
+    state["cls.predictions.decoder.bias"] = state["cls.predictions.bias"]
+    return state

@@ -1,0 +1,76 @@
+"""PoS-BERT's objective: masked words in nine part-of-speech groups, and next-sentence prediction (TRP 4.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trp_scale.batch import Batch, TaskLosses
+from trp_scale.config import ObjectiveConfig
+from trp_scale.models.bert import BertOutput
+
+NEXT_SENTENCE = "next_sentence"
+
+
+class PosMaskedLanguageModelling:
+    """Losses of T tasks: the groups in their stored order (the last is `other`), then next-sentence prediction.
+
+    `other` words (12-14 % of English words) follow `objective.other`: outside the balance with their natural share
+    n_other / n of the masked words, without loss, never masked (then their count is 0), or a tenth balanced task.
+    Next-sentence prediction follows `objective.next_sentence`.
+
+    Args:
+        config: settings.
+        groups: names of the groups as numbered in the shards; the last one is `other`.
+    """
+
+    def __init__(self, config: ObjectiveConfig, groups: Sequence[str]) -> None:
+        self.config = config
+        self.tasks: tuple[str, ...] = (*groups, NEXT_SENTENCE)
+        self.other = len(groups) - 1
+        self.next_sentence = len(groups)
+        self.balanced: tuple[int, ...] = tuple(range(self.other))
+        if config.other == "task":
+            self.balanced += (self.other,)
+        if config.next_sentence == "inside":
+            self.balanced += (self.next_sentence,)
+
+    def count(self, batch: Batch) -> Tensor:
+        """[T] float64; elements without a loss (`exclude`, `off`) count too, they only get no weight."""
+        words = torch.bincount(
+            batch["label_groups"].flatten(), weights=batch["label_weights"].flatten().double(), minlength=self.other + 1
+        )
+        rows = batch["row_weights"].double().sum().reshape(1)
+        if self.config.next_sentence == "off":
+            rows = torch.zeros_like(rows)
+        return torch.cat([words, rows])  # [T]
+
+    def outside_weights(self, counts: Tensor) -> Tensor:
+        """[T] float64: n_other / n for `other: outside`, next_sentence_weight for `next_sentence: outside`, else 0."""
+        weights = torch.zeros_like(counts)
+        if self.config.other == "outside":
+            words = counts[: self.next_sentence].sum()
+            weights[self.other] = counts[self.other] / words.clamp(min=1)
+        if self.config.next_sentence == "outside":
+            weights[self.next_sentence] = self.config.next_sentence_weight
+        return weights
+
+    def __call__(self, forward: Callable[..., BertOutput], batch: Batch) -> TaskLosses:
+        """Sums of the cross-entropies of each task, in nats, and their counts.
+
+        The sums are taken in float64: they are compared and divided across ranks, and T numbers cost nothing.
+        """
+        output = forward(batch["tokens"], batch["token_types"], batch["attention_mask"], batch["masked_positions"])
+        words = F.cross_entropy(
+            output.prediction_logits.flatten(0, 1).float(), batch["labels"].flatten(), reduction="none"
+        )  # [R * M]
+        weighted = words.double() * batch["label_weights"].flatten().double()
+        one_hot = F.one_hot(batch["label_groups"].flatten(), self.other + 1).double()  # [R * M, groups]
+        rows = F.cross_entropy(output.next_sentence_logits.float(), batch["next_sentence"], reduction="none")  # [R]
+        if self.config.next_sentence == "off":
+            rows = rows * 0.0  # the head still takes part in the graph: ZeRO-3 keeps the last gradient of one that does not
+        rows_sum = (rows.double() * batch["row_weights"].double()).sum().reshape(1)
+        return TaskLosses(sums=torch.cat([weighted @ one_hot, rows_sum]), counts=self.count(batch))
