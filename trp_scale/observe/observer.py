@@ -1,0 +1,191 @@
+"""The one thing the loop talks to about its progress; on other ranks than 0 it does nothing."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from trp_scale.config import Config
+from trp_scale.observe.history import read_history, worst
+from trp_scale.observe.metrics import MetricsWriter, finite
+from trp_scale.observe.progress import Display, open_display
+from trp_scale.observe.records import RunInfo, StepRecord
+from trp_scale.observe.report import REPORT_FILE, SUMMARY_FILE, report, report_table
+from trp_scale.observe.sinks import Sink, open_sinks
+from trp_scale.observe.throughput import peak_flops, peak_memory_bytes
+
+
+class Observer:
+    """Writes metrics, shows progress, and ends with the report. Makes no collective call.
+
+    Args:
+        run_dir: the run directory; must exist or be creatable.
+        config: the run's settings (`logging`, `validation`, `training.steps`, `training.precision` are read).
+        tasks: names of the objective's tasks, in order.
+        info: what does not change during the run.
+        enabled: True on rank 0; elsewhere every method does nothing.
+    """
+
+    def __init__(
+        self, run_dir: Path, config: Config, tasks: tuple[str, ...], info: RunInfo, enabled: bool = True
+    ) -> None:
+        self.run_dir = Path(run_dir)
+        self.config = config
+        self.tasks = tasks
+        self.info = info
+        self.enabled = enabled
+        self.peak_flops = peak_flops(info.device_name, config.training.precision)
+        self._began = time.monotonic()
+        self._seconds: list[float] = []
+        self._waits: list[float] = []
+        self._held: dict[str, Any] | None = None
+        self._first = True
+        self._summary: dict[str, Any] | None = None
+        if enabled:
+            self._writer = MetricsWriter(self.run_dir)
+            self._sinks: list[Sink] = open_sinks(self.run_dir, config, info)
+            self._display: Display = open_display(config, info, self.run_dir)
+
+    def wants(self, step: int) -> bool:
+        """Whether this step gets a line: each `logging.every`, the first of this process, the last, validated ones."""
+        every, last = self.config.logging.every, self.config.training.steps
+        return self._first or step % max(1, every) == 0 or step >= last or self._validated(step)
+
+    def step(self, record: StepRecord) -> None:
+        """Take note of a step; call it for each one. Writes a line when `wants` says so or the step was skipped.
+
+        The line of a step that is validated is written together with its validation: call `validation` next, and write
+        the checkpoint of that step after it.
+        """
+        if not self.enabled:
+            return
+        self._write_held()
+        self._seconds.append(record.step_seconds)
+        self._waits.append(record.data_wait_seconds)
+        logged = self.wants(record.step) or not record.applied
+        self._first = False
+        speed = self.info.positions_per_step / max(statistics.fmean(self._seconds), 1e-9)
+        losses = {name: task.loss for name, task in record.tasks.items()}
+        self._display.update(record, speed, worst(losses, self.info.outside_tasks))
+        if not record.applied:
+            self.message(
+                f"step {record.step} skipped: loss {record.loss:g} or gradient norm {record.grad_norm:g} is not finite"
+            )
+        if logged:
+            self._held = self._line(record, speed)
+            self._seconds, self._waits = [], []
+            if not self._validated(record.step):
+                self._write_held()
+
+    def validation(self, step: int, losses: Mapping[str, Any]) -> None:
+        """Losses over the held-out split after `step`: {"loss": total, "tasks": {name: {"loss", "count"}}}."""
+        if not self.enabled:
+            return
+        if self._held is not None and self._held["step"] == step:
+            self._held["validation"] = dict(losses)
+            self._write_held()
+        else:
+            self._write({"step": step, "validation": dict(losses)})
+        total = losses.get("loss")
+        self.message(f"step {step}: validation loss {total:.4f}" if total is not None else f"step {step}: validated")
+
+    def message(self, text: str) -> None:
+        """Print a line above the live display."""
+        if self.enabled:
+            self._display.message(text)
+
+    def close(self, reason: str) -> dict[str, Any]:
+        """End the display, write summary.json and report.txt, print the report. A second call does nothing.
+
+        Args:
+            reason: why the run ends: "finished", "SIGTERM", "max_hours", an error's text.
+
+        Returns:
+            the contents of summary.json; empty on other ranks than 0.
+        """
+        if not self.enabled:
+            return {}
+        if self._summary is not None:
+            return self._summary
+        self._write_held()
+        self._writer.close()
+        self._display.close()
+        self._summary = self._summarise(reason)
+        text = json.dumps(self._summary, indent=2, allow_nan=False) + "\n"
+        (self.run_dir / SUMMARY_FILE).write_text(text, encoding="utf-8")
+        (self.run_dir / REPORT_FILE).write_text(report(self.run_dir), encoding="utf-8")
+        for sink in self._sinks:
+            sink.close(self._summary)
+        self._display.show(report_table(self.run_dir))
+        return self._summary
+
+    def _validated(self, step: int) -> bool:
+        every = self.config.validation.every
+        return every > 0 and (step % every == 0 or step >= self.config.training.steps)
+
+    def _line(self, record: StepRecord, speed: float) -> dict[str, Any]:
+        missing = [name for name in self.tasks if name not in record.tasks]
+        if missing:
+            raise ValueError(
+                f"step {record.step}: tasks {missing} are not listed; absent ones come with count 0, loss None"
+            )
+        seconds = statistics.fmean(self._seconds)
+        utilisation = None
+        if self.peak_flops and self.info.flops_per_step:
+            utilisation = self.info.flops_per_step / (max(seconds, 1e-9) * self.peak_flops * self.info.devices)
+        line: dict[str, Any] = {
+            "step": record.step,
+            "loss": record.loss,
+            "lr": record.lr,
+            "grad_norm": record.grad_norm,
+            "tasks": {name: asdict(record.tasks[name]) for name in self.tasks},
+            "outside_tasks": list(self.info.outside_tasks),
+            "step_seconds": seconds,
+            "data_wait_seconds": statistics.fmean(self._waits),
+            "tokens_per_second": speed,
+            "model_flops": self.info.flops_per_step or None,
+            "model_flops_utilisation": utilisation,
+            "peak_memory_bytes": peak_memory_bytes(on_gpu=self.info.device_name != "cpu"),
+            "applied": record.applied,
+        }
+        taken = sorted(set(line) & set(record.hooks))
+        if taken:
+            raise ValueError(f"hook names {taken} are fields of a line of metrics: rename the hooks")
+        return line | {name: dict(values) for name, values in record.hooks.items()}
+
+    def _write_held(self) -> None:
+        if self._held is not None:
+            line, self._held = self._held, None
+            self._write(line)
+
+    def _write(self, line: Mapping[str, Any]) -> None:
+        self._writer.write(line)
+        for sink in self._sinks:
+            sink.write(line)
+
+    def _summarise(self, reason: str) -> dict[str, Any]:
+        history = read_history(self.run_dir)
+        summary = {
+            "exit_reason": reason,
+            "steps": history.last_step,
+            "start_step": self.info.start_step,
+            "wall_seconds": time.monotonic() - self._began,
+            "tokens": history.last_step * self.info.positions_per_step,
+            "step_seconds": history.step_seconds,
+            "tokens_per_second": history.tokens_per_second,
+            "model_flops_utilisation": history.model_flops_utilisation,
+            "peak_memory_bytes": history.peak_memory_bytes,
+            "skipped_steps": history.skipped_steps,
+            "loss": history.loss_end,
+            "worst_task": history.worst_task,
+            "tasks": {name: asdict(task) for name, task in history.tasks.items()},
+            "validation": history.validation,
+            "description": self.info.description,
+        }
+        cleaned: dict[str, Any] = finite(summary)
+        return cleaned

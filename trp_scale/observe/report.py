@@ -1,0 +1,101 @@
+"""The table at the end of a run, made from its run directory alone."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from trp_scale.observe.history import END_LINES, RunHistory, read_history
+
+SUMMARY_FILE = "summary.json"
+REPORT_FILE = "report.txt"
+REPORT_WIDTH = 100
+
+
+def number(value: float | None, digits: int = 4, sign: bool = False) -> str:
+    """A number for the table, "-" where there is none."""
+    if value is None:
+        return "-"
+    return f"{value:+.{digits}f}" if sign else f"{value:.{digits}f}"
+
+
+def read_summary(run_dir: Path) -> Mapping[str, Any]:
+    """summary.json of a run that ended, empty for one that is running or was killed."""
+    path = Path(run_dir) / SUMMARY_FILE
+    if not path.exists():
+        return {}
+    summary: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    return summary
+
+
+def task_table(history: RunHistory) -> Table:
+    """One row a task, the worst marked."""
+    caption = (
+        f"start: first logged step with the task; end and weight: mean over the last {END_LINES} logged steps "
+        "(losses weighted by counts); elements: in those steps"
+    )
+    validation = (history.validation or {}).get("tasks", {})
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=caption, caption_justify="left")
+    table.add_column("task", no_wrap=True)
+    for name in ("start", "end", "change", "weight", "elements", *(["validation"] if validation else [])):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("")
+    for name, task in history.tasks.items():
+        is_worst = name == history.worst_task
+        cells = [name, number(task.start), number(task.end), number(task.change, sign=True)]
+        cells += [number(task.weight), f"{task.count:,}"]
+        cells += [number(validation.get(name, {}).get("loss"))] if validation else []
+        table.add_row(*cells, "worst" if is_worst else "", style="bold red" if is_worst else None)
+    return table
+
+
+def report_lines(run_dir: Path, history: RunHistory, summary: Mapping[str, Any]) -> list[str]:
+    """The sentences under the table."""
+    ended = summary.get("exit_reason", "no summary.json: still running, or killed")
+    lines = [f"steps {history.last_step} ({ended})"]
+    lines.append(f"loss {number(history.loss_start)} -> {number(history.loss_end)}")
+    if history.validation is not None:
+        lines.append(f"validation loss {number(history.validation.get('loss'))} at step {history.validation_step}")
+    if history.worst_task is not None:
+        task = history.tasks[history.worst_task]
+        lines.append(f"worst task {history.worst_task}: loss {number(task.end)}, weight {number(task.weight)}")
+    if history.tokens_per_second is not None:
+        speed = f"{history.tokens_per_second:,.0f} tokens/s over all ranks (median; padding included)"
+        if history.model_flops_utilisation is not None:
+            speed += f", {history.model_flops_utilisation:.1%} of the devices' bf16 peak"
+        lines.append(speed)
+    lines.append(f"peak memory of rank 0: {history.peak_memory_bytes / 2**20:,.0f} MiB")
+    if history.skipped_steps:
+        lines.append(f"skipped steps (loss or gradient not finite): {history.skipped_steps}")
+    lines.append(f"run directory: {run_dir}")
+    return lines
+
+
+def report_table(run_dir: Path) -> RenderableType:
+    """The report as something rich prints. Raises what `read_metrics` raises."""
+    history, summary = read_history(run_dir), read_summary(run_dir)
+    head = ": ".join(part for part in ("Pre-training report", str(summary.get("description", ""))) if part)
+    # Text, not markup: a path or a task name may hold square brackets.
+    lines = [Text(line) for line in report_lines(Path(run_dir), history, summary)]
+    return Group(Text(head, style="bold"), task_table(history), *lines)
+
+
+def report(run_dir: Path) -> str:
+    """The report as plain text, from metrics.jsonl and, when the run has ended, summary.json.
+
+    Raises:
+        FileNotFoundError: no metrics.jsonl there.
+        ValueError: a line of it is not a JSON object.
+    """
+    console = Console(file=io.StringIO(), width=REPORT_WIDTH, color_system=None, force_terminal=False)
+    with console.capture() as capture:
+        console.print(report_table(run_dir))
+    return "\n".join(line.rstrip() for line in capture.get().splitlines()) + "\n"

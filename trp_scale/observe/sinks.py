@@ -1,0 +1,112 @@
+"""Weights & Biases and TensorBoard: imported only when asked for; metrics.jsonl stays the truth."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, Protocol
+
+from trp_scale.config import Config
+from trp_scale.observe.records import RunInfo
+
+WANDB_ID_FILE = "wandb_id.txt"
+
+
+class MissingExtraError(ImportError):
+    """A package that an extra of trp-scale installs is asked for and is not there."""
+
+
+class Sink(Protocol):
+    """Somewhere else the lines of metrics go."""
+
+    def write(self, line: Mapping[str, Any]) -> None: ...
+
+    def close(self, summary: Mapping[str, Any]) -> None: ...
+
+
+def flatten(line: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
+    """Numbers of a nested line by path, {"tasks/verb/loss": 2.1}; text, lists and absent values are left out."""
+    flat: dict[str, float] = {}
+    for name, value in line.items():
+        if isinstance(value, Mapping):
+            flat.update(flatten(value, f"{prefix}{name}/"))
+        elif isinstance(value, (bool, int, float)):
+            flat[prefix + name] = float(value)
+    return flat
+
+
+def require(package: str, extra: str, flag: str) -> None:
+    """Raise `MissingExtraError` with the command that installs what `flag` needs."""
+    if find_spec(package) is None:
+        raise MissingExtraError(
+            f"{flag} needs the package {package}, which is not installed: "
+            f"pip install 'trp-scale[{extra}]', or leave {flag} out"
+        )
+
+
+class WandbSink:
+    """Weights & Biases. The id is kept in the run directory, so that a resumed run goes on in the same curve."""
+
+    def __init__(self, run_dir: Path, config: Config) -> None:
+        require("wandb", "wandb", "--logging.wandb")
+        import wandb
+
+        id_file = run_dir / WANDB_ID_FILE
+        if not id_file.exists():
+            id_file.write_text(secrets.token_hex(4) + "\n", encoding="utf-8")
+        self._run = wandb.init(
+            project=config.logging.wandb_project,
+            name=run_dir.name,
+            id=id_file.read_text(encoding="utf-8").strip(),
+            resume="allow",
+            dir=str(run_dir),
+            config=asdict(config),
+        )
+        # Our own step as the x axis: W&B's counter refuses to go back, and a resume repeats steps after its checkpoint.
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        self._run.log(flatten(line))
+
+    def close(self, summary: Mapping[str, Any]) -> None:
+        self._run.summary.update(flatten(summary, "summary/"))
+        self._run.finish()
+
+
+class TensorBoardSink:
+    """TensorBoard event files in `run_dir`/tensorboard."""
+
+    def __init__(self, run_dir: Path, start_step: int) -> None:
+        require("tensorboard", "tensorboard", "--logging.tensorboard")
+        from torch.utils.tensorboard.writer import SummaryWriter
+
+        # purge_step hides what a killed run wrote after the checkpoint that this one starts from.
+        self._writer: Any = SummaryWriter(  # type: ignore[no-untyped-call]
+            log_dir=str(run_dir / "tensorboard"), purge_step=start_step + 1 if start_step else None
+        )
+
+    def write(self, line: Mapping[str, Any]) -> None:
+        for name, value in flatten(line).items():
+            if name != "step":
+                self._writer.add_scalar(name, value, global_step=line["step"])
+
+    def close(self, summary: Mapping[str, Any]) -> None:
+        self._writer.close()
+
+
+def open_sinks(run_dir: Path, config: Config, info: RunInfo) -> list[Sink]:
+    """The sinks that `logging.wandb` and `logging.tensorboard` ask for.
+
+    Raises:
+        MissingExtraError: the package is not installed.
+    """
+    sinks: list[Sink] = []
+    if config.logging.wandb:
+        sinks.append(WandbSink(run_dir, config))
+    if config.logging.tensorboard:
+        sinks.append(TensorBoardSink(run_dir, info.start_step))
+    return sinks
