@@ -1,0 +1,128 @@
+"""Checks of settings against each other; every message names the flag to change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trp_scale.config import Config, RefusedError
+
+
+def check(config: Config) -> None:
+    """Refuse settings that no run can have, all of them in one message.
+
+    Raises:
+        RefusedError: naming each flag, the value found and the values allowed.
+    """
+    problems = [*_ranges(config), *_relations(config)]
+    if problems:
+        listed = "\n".join(f"  {problem}" for problem in problems)
+        raise RefusedError(f"{len(problems)} setting(s) cannot be used:\n{listed}")
+
+
+def cautions(config: Config) -> list[str]:
+    """What a user should know of settings that are allowed but are rarely meant; for the log."""
+    found: list[str] = []
+    optimizer, balancer, steps = config.optimizer, config.balancer, config.training.steps
+    if optimizer.warmup_steps >= steps and optimizer.schedule != "constant":
+        found.append(
+            f"--optimizer.warmup_steps {optimizer.warmup_steps} is not below --training.steps {steps}: "
+            f"the learning rate never reaches --optimizer.lr {optimizer.lr:g}"
+        )
+    if balancer.kind == "minimax" and balancer.estimate == "micro":
+        found.append(
+            "--balancer.estimate micro takes the softmax of each micro-batch alone: a wrong estimate of TRP eq. 7, "
+            "kept as a baseline; exact and lagged use the losses of the global batch"
+        )
+    if balancer.reference and balancer.scale != "reference":
+        found.append(f"--balancer.reference is given but --balancer.scale is {balancer.scale}: it has no effect")
+    return found
+
+
+def check_engine(config: Config, engine: str, *, gpu: bool) -> None:
+    """Refuse a precision that the chosen engine or machine does not have.
+
+    Raises:
+        RefusedError: fp16 without DeepSpeed or without a GPU.
+    """
+    if config.training.precision != "fp16":
+        return
+    if engine != "deepspeed":
+        raise RefusedError(
+            f"--training.precision fp16 needs DeepSpeed's loss scaler, --engine is {engine}; "
+            "allowed: bf16, fp32, or --ds_config FILE"
+        )
+    if not gpu:
+        raise RefusedError("--training.precision fp16 needs a GPU, this machine shows none; allowed: bf16, fp32")
+
+
+def _ranges(config: Config) -> Iterator[str]:
+    at_least = {
+        "model": {"layers": 1, "hidden_size": 1, "heads": 1, "intermediate_size": 1, "max_positions": 8},
+        "objective": {"next_sentence_weight": 0},
+        "data": {"workers": 0, "prefetch": 1, "blocks_per_group": 1, "max_corrupt_blocks": 0},
+        "masking": {"limit": 0, "maskings": 0},
+        "batch": {"global_size": 1, "micro_size": 1},
+        "training": {"steps": 1, "seed": 0, "max_hours": 0, "max_skipped_steps": 0},
+        "optimizer": {"weight_decay": 0, "warmup_steps": 0, "min_lr": 0, "clipping": 0},
+        "balancer": {"alpha": 0, "min_count": 0},
+        "validation": {"every": 0},
+        "checkpoint": {"every": 0, "keep": 0},
+        "logging": {"every": 1},
+    }
+    above_zero = {
+        "model": ["initializer_range", "layer_norm_eps"],
+        "masking": ["ratio"],
+        "optimizer": ["lr", "eps"],
+        "balancer": ["radius", "lipschitz", "bound"],
+    }
+    below_one = {
+        "model": ["dropout"],
+        "data": ["validation_fraction"],
+        "masking": ["ratio"],
+        "optimizer": ["beta1", "beta2"],
+        "balancer": ["loss_ema"],
+    }
+    for section, limits in at_least.items():
+        for name, limit in limits.items():
+            value = getattr(getattr(config, section), name)
+            if not limit <= value < float("inf"):
+                yield f"--{section}.{name} is {value}, allowed: {limit} or more"
+    for section, names in above_zero.items():
+        for name in names:
+            value = getattr(getattr(config, section), name)
+            if not 0 < value < float("inf"):
+                yield f"--{section}.{name} is {value}, allowed: more than 0"
+    for section, names in below_one.items():
+        for name in names:
+            value = getattr(getattr(config, section), name)
+            if not 0 <= value < 1:
+                yield f"--{section}.{name} is {value}, allowed: from 0 to below 1"
+
+
+def _relations(config: Config) -> Iterator[str]:
+    model, batch, optimizer, balancer = config.model, config.batch, config.optimizer, config.balancer
+    if model.heads > 0 and model.hidden_size % model.heads:
+        allowed = [heads for heads in range(1, model.hidden_size + 1) if model.hidden_size % heads == 0]
+        near = sorted(sorted(allowed, key=lambda heads: abs(heads - model.heads))[:4])
+        yield (
+            f"--model.heads is {model.heads} and does not divide --model.hidden_size {model.hidden_size}; "
+            f"allowed, for example: {', '.join(map(str, near))}"
+        )
+    if batch.micro_size > 0 and batch.global_size % batch.micro_size:
+        allowed = [size for size in range(1, batch.global_size + 1) if batch.global_size % size == 0]
+        near = sorted(sorted(allowed, key=lambda size: abs(size - batch.micro_size))[:4])
+        yield (
+            f"--batch.micro_size is {batch.micro_size} and does not divide --batch.global_size {batch.global_size}; "
+            f"allowed, for example: {', '.join(map(str, near))}"
+        )
+    if not config.data.path:
+        yield "--data.path is empty; allowed: the directory with dataset.json that data_tools/shard_text.py wrote"
+    if optimizer.min_lr > optimizer.lr:
+        yield f"--optimizer.min_lr is {optimizer.min_lr}, allowed: at most --optimizer.lr {optimizer.lr}"
+    if config.validation.every and not config.data.validation_fraction:
+        yield (
+            f"--validation.every is {config.validation.every} but --data.validation_fraction is 0: nothing is held "
+            "out; allowed: --validation.every 0, or a fraction such as 0.01"
+        )
+    if balancer.scale == "reference" and not balancer.reference:
+        yield "--balancer.scale is reference but --balancer.reference is empty; allowed: each task's, verb 2.1 noun 3.0 ..."

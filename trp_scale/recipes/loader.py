@@ -1,0 +1,178 @@
+"""Recipes: YAML files with the settings of a run, and their way to `Config` and back.
+
+Every key is a field of `trp_scale.config`; what a file leaves out keeps the field's default. Values are read by the
+rules of YAML 1.2, in which `2e-4` is a number and `off` is a word.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin, get_type_hints
+
+import yaml
+
+from trp_scale.config import Config, RefusedError
+
+RECIPES = Path(__file__).parent
+
+
+class _Yaml12Loader(yaml.SafeLoader):
+    """PyYAML reads YAML 1.1: `2e-4` would be text, `off` would be False, and of two equal keys the last would win."""
+
+    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 - replaces PyYAML's own table
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]  # type: ignore[no-untyped-call]
+        repeated = [key for key in keys if keys.count(key) > 1]
+        if repeated:
+            raise yaml.constructor.ConstructorError(None, None, f"key {repeated[0]!r} is given twice", node.start_mark)
+        return super().construct_mapping(node, deep=deep)  # type: ignore[no-any-return]
+
+
+for _tag, _pattern, _first in (
+    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("int", r"[-+]?[0-9][0-9_]*", "-+0123456789"),
+    ("float", r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9]*)?)([eE][-+]?[0-9]+)?", "-+.0123456789"),
+):
+    _Yaml12Loader.add_implicit_resolver(  # type: ignore[no-untyped-call]
+        f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), list(_first)
+    )
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """"; did you mean X?" for the known name most like `name`, or nothing when none is like it."""
+    found = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)
+    return f"; did you mean {found[0]}?" if found else ""
+
+
+def known_recipes() -> list[str]:
+    """Names of the recipes that come with the package."""
+    return sorted(path.stem for path in RECIPES.glob("*.yaml"))
+
+
+def load_recipe(name_or_path: str | Path) -> Config:
+    """Read a recipe by its name (`pos_bert_base`) or by the path of a YAML file.
+
+    Raises:
+        RefusedError: no such recipe, a file that is not YAML, unknown keys (with the nearest known one) or values of a
+            wrong type; everything that is wrong in one message.
+    """
+    path = _recipe_path(str(name_or_path))
+    try:
+        document = yaml.load(path.read_text(encoding="utf-8"), Loader=_Yaml12Loader)
+    except OSError as error:
+        raise RefusedError(f"--recipe {name_or_path}: cannot read {path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError, ValueError) as error:
+        raise RefusedError(f"{path} is not a YAML file: {error}") from error
+    return from_dict({} if document is None else document, source=str(path))
+
+
+def _recipe_path(name_or_path: str) -> Path:
+    path = Path(name_or_path)
+    if path.suffix in (".yaml", ".yml") or len(path.parts) > 1:
+        if path.is_file():
+            return path
+        raise RefusedError(f"--recipe {name_or_path}: there is no such file{nearest(path.stem, known_recipes())}")
+    if name_or_path in known_recipes():
+        return RECIPES / f"{name_or_path}.yaml"
+    raise RefusedError(
+        f"--recipe {name_or_path}: unknown recipe{nearest(name_or_path, known_recipes())}\n"
+        f"Known: {', '.join(known_recipes())}; or give the path of a .yaml file."
+    )
+
+
+def to_dict(config: Config) -> dict[str, Any]:
+    """`config` as plain dictionaries, numbers and strings, every field written out."""
+    return dataclasses.asdict(config)
+
+
+def dump(config: Config) -> str:
+    """`config` as YAML, every field written out; `load_recipe` reads it back to an equal `Config`."""
+    return yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True)
+
+
+def from_dict(document: Mapping[str, Any], source: str = "settings") -> Config:
+    """The `Config` that `document` describes; fields it leaves out keep their defaults.
+
+    Args:
+        document: sections of fields, as `to_dict` gives.
+        source: named in error messages.
+
+    Raises:
+        RefusedError: unknown keys and wrong types, all of them, each with its path.
+    """
+    problems: list[str] = []
+    config = _build(Config, document, "", problems)
+    if problems:
+        listed = "\n".join(f"  {problem}" for problem in problems)
+        raise RefusedError(f"{source} has {len(problems)} wrong setting(s):\n{listed}")
+    assert isinstance(config, Config)
+    return config
+
+
+def _build(kind: type[Any], document: object, path: str, problems: list[str]) -> Any:
+    """One dataclass from a mapping; what is wrong is added to `problems` and left at its default."""
+    if not isinstance(document, Mapping):
+        allowed = ", ".join(field.name for field in dataclasses.fields(kind))
+        problems.append(f"{path or 'the file'}: {document!r} is no section; allowed: keys {allowed}")
+        return kind()
+    types = get_type_hints(kind)
+    values: dict[str, Any] = {}
+    for key, value in document.items():
+        where = f"{path}.{key}" if path else str(key)
+        if key not in types:
+            problems.append(f"{where}: unknown key{_suggestion(str(key), path, types)}")
+        elif dataclasses.is_dataclass(types[key]):
+            values[key] = _build(types[key], value, where, problems)  # type: ignore[arg-type]
+        else:
+            try:
+                values[key] = _value(types[key], value)
+            except TypeError as error:
+                problems.append(f"{where}: {value!r} is {type(value).__name__}, allowed: {error}")
+    return kind(**values)
+
+
+def _suggestion(key: str, path: str, siblings: Iterable[str]) -> str:
+    """The nearest key of the same section, else the section that has a field of this very name."""
+    close = nearest(key, siblings)
+    if close and path:
+        return close.replace("did you mean ", f"did you mean {path}.")
+    return close or nearest_field(key)
+
+
+def nearest_field(name: str) -> str:
+    """Like `nearest`, over the last parts of all `section.field` names."""
+    fields = [
+        f"{section.name}.{field.name}"
+        for section in dataclasses.fields(Config)
+        for field in dataclasses.fields(get_type_hints(Config)[section.name])
+    ]
+    same = [field for field in fields if field.split(".")[1] == name.split(".")[-1]]
+    return f"; did you mean {' or '.join(same)}?" if same else nearest(name, fields)
+
+
+def _value(kind: Any, value: object) -> object:
+    """`value` as the type `kind`; raises TypeError with what is allowed."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if get_origin(kind) is Literal:
+        allowed = get_args(kind)
+        text = str(value) if number else value  # `total: 1` in YAML is meant as the choice "1"
+        if isinstance(text, str) and text in allowed:
+            return text
+        raise TypeError(f"one of {', '.join(allowed)}")
+    if get_origin(kind) is dict:
+        if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
+            raise TypeError("names with numbers")
+        return {key: _value(get_args(kind)[1], item) for key, item in value.items()}
+    if kind is float and number:
+        return float(value)  # type: ignore[arg-type]
+    if kind is int and number and float(value).is_integer():  # type: ignore[arg-type]
+        return int(value)  # type: ignore[call-overload]
+    if kind in (bool, str) and isinstance(value, kind):
+        return value
+    raise TypeError({float: "a number", int: "a whole number", bool: "true or false", str: "text"}[kind])
