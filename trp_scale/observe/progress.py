@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import time
 from datetime import timedelta
@@ -99,6 +100,8 @@ class LiveDisplay:
         self._latest: tuple[StepRecord, float, str | None] | None = None
         self._live = Live(get_renderable=self._draw, console=self._console, refresh_per_second=4, transient=True)
         self._live.start()
+        # A run that ends in an error without close() would leave the terminal without a cursor.
+        atexit.register(self._live.stop)
 
     def update(self, record: StepRecord, tokens_per_second: float, worst_task: str | None) -> None:
         # The thread of rich draws what is current: a fast run pays for a store here, not for a redraw.
@@ -115,6 +118,7 @@ class LiveDisplay:
 
     def close(self) -> None:
         self._live.stop()
+        atexit.unregister(self._live.stop)
 
     def _draw(self) -> RenderableType:
         if self._latest is None:

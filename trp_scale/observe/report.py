@@ -43,7 +43,7 @@ def task_table(history: RunHistory) -> Table:
         "(losses weighted by counts); elements: in those steps"
     )
     validation = (history.validation or {}).get("tasks", {})
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, caption=caption, caption_justify="left")
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, caption=caption, caption_justify="left")
     table.add_column("task", no_wrap=True)
     for name in ("start", "end", "change", "weight", "elements", *(["validation"] if validation else [])):
         table.add_column(name, justify="right", no_wrap=True)
