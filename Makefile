@@ -1,0 +1,59 @@
+# make pretrain   set up, build a small corpus, pre-train a small PoS-BERT on two ranks
+# make test       set up, run all tests
+# make setup | lint | types | clean
+#
+# PYTHON=python3.12 chooses the interpreter, RANKS=4 the ranks of `make pretrain`.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DELETE_ON_ERROR:
+.PHONY: help setup pretrain test lint types clean
+
+PYTHON ?= python3
+RANKS ?= 2
+VENV := .venv
+BIN := $(CURDIR)/$(VENV)/bin
+# The stamp exists only when the whole installation went through; .installing marks one that began and did not end.
+INSTALLED := $(VENV)/.installed
+INSTALLING := $(VENV)/.installing
+EXTRAS := wandb,tensorboard,datasets,test
+CORPUS := data/embedded/dataset.json
+
+# ninja and the deepspeed launcher's children are looked up here.
+export PATH := $(BIN):$(PATH)
+CORES := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
+THREADS := $(shell echo $$(( $(CORES) > $(RANKS) ? $(CORES) / $(RANKS) : 1 )))
+
+help:
+	@sed -n 's/^# //p' Makefile | head -n 4
+
+setup: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit(sys.version_info < (3, 10) and f"$(PYTHON) is Python {v}; trp-scale needs 3.10 or newer: make PYTHON=python3.12 setup")'
+	@if [ -e $(INSTALLING) ]; then echo "the last installation did not finish: starting again in an empty $(VENV)"; rm -rf $(VENV); fi
+	@mkdir -p $(VENV) && rm -f $(INSTALLED) && touch $(INSTALLING)
+	$(PYTHON) -m venv $(VENV) || { echo "no virtual environment could be made; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
+	@rm -f $(INSTALLING) && touch $(INSTALLED)
+
+# Order-only: a newer installation does not make the corpus old.
+$(CORPUS): | $(INSTALLED)
+	$(BIN)/python data_tools/shard_text.py --embedded --output data/embedded --length 128 --vocab_size 8192 --rows_per_block 64 --processes 2
+
+pretrain: $(INSTALLED) $(CORPUS)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$(THREADS)} $(BIN)/deepspeed --num_gpus $(RANKS) launch/pretrain.py --ds_config ds_configs/zero2.json --recipe pos_bert_tiny
+
+test: $(INSTALLED)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest
+
+lint: $(INSTALLED)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: $(INSTALLED)
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	@echo "kept: data/ and runs/"
