@@ -84,7 +84,9 @@ def parse(argv: Sequence[str], *, prog: str = "trp-scale pretrain", quiet: bool 
     if not flag.recipe and not asks_help:
         misspelt = difflib.get_close_matches("--recipe", argv, n=1)
         hint = f" (is {misspelt[0]} meant for it?)" if misspelt else ""
-        raise RefusedError(f"--recipe is missing{hint}; allowed: {', '.join(known_recipes())}, or a path to a .yaml file")
+        raise RefusedError(
+            f"--recipe is missing{hint}; allowed: {', '.join(known_recipes())}, or a path to a .yaml file"
+        )
     config = load_recipe(flag.recipe) if flag.recipe else Config()
     arguments = tyro.cli(
         Arguments,

@@ -125,4 +125,4 @@ def _relations(config: Config) -> Iterator[str]:
             "out; allowed: --validation.every 0, or a fraction such as 0.01"
         )
     if balancer.scale == "reference" and not balancer.reference:
-        yield "--balancer.scale is reference but --balancer.reference is empty; allowed: each task's, verb 2.1 noun 3.0 ..."
+        yield "--balancer.scale is reference but --balancer.reference is empty; allowed, for example: verb 2.1 noun 3"

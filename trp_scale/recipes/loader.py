@@ -45,7 +45,7 @@ for _tag, _pattern, _first in (
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """"; did you mean X?" for the known name most like `name`, or nothing when none is like it."""
+    """The words "; did you mean X?" for the known name most like `name`, or nothing when none is like it."""
     found = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)
     return f"; did you mean {found[0]}?" if found else ""
 

@@ -1,0 +1,145 @@
+"""The processes of a run: process group, device, and what happens when one rank fails."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+import traceback
+from datetime import timedelta
+from types import TracebackType
+
+import torch
+import torch.distributed as dist
+
+from trp_scale.config import RefusedError
+from trp_scale.distributed.groups import Group
+from trp_scale.distributed.launchers import RankInfo, discover
+
+__all__ = ["Environment", "RankInfo", "discover"]
+
+FIRST_WORD_SECONDS = 3.0
+"""How long the other ranks leave rank 0 to say why the run is refused; by then its launcher has ended them."""
+
+
+class Environment:
+    """Context of a run: makes the process group and picks the device on entry, destroys the group on exit.
+
+    When the body raises on one rank of several, that rank prints its error with its number and leaves the process at
+    once with status 1 (2 for a RefusedError, printed without a traceback): the others sit in a collective that will
+    never complete, so waiting for them would hang; the launcher ends them when it sees the status, and over gloo they
+    see a closed connection.
+
+    Attributes:
+        info: place in the world, and the launcher.
+        device: cuda:N with a GPU, else cpu.
+        world: all ranks.
+        data: ranks that split the batch (all of them).
+    """
+
+    def __init__(self, info: RankInfo | None = None, *, timeout_minutes: float = 30.0, use_gpu: bool = True) -> None:
+        self.info = discover(os.environ) if info is None else info
+        self.timeout = timedelta(minutes=timeout_minutes)
+        self.device = _device(self.info) if use_gpu and torch.cuda.is_available() else torch.device("cpu")
+        self.world = Group("world", self.info.rank, self.info.world)
+        self.data = Group("data", self.info.rank, self.info.world)
+        self._owns_process_group = False
+        self._local_rank_before: str | None = None
+
+    def __enter__(self) -> Environment:
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
+        elif "OMP_NUM_THREADS" not in os.environ:
+            # Every rank would otherwise take all cores; two ranks on two cores then run at less than half speed.
+            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // self.info.local_world))
+        if self.info.launcher != "single":
+            self.ensure_process_group()
+        return self
+
+    def ensure_process_group(self) -> None:
+        """Make torch's default process group if there is none; DeepSpeed and FSDP2 need one even for one rank."""
+        if dist.is_initialized():
+            return
+        # DeepSpeed takes its device's number from LOCAL_RANK, which srun and a single process do not have.
+        self._local_rank_before = os.environ.get("LOCAL_RANK")
+        os.environ["LOCAL_RANK"] = str(self.info.local_rank if self.device.index is None else self.device.index)
+        info, on_gpu = self.info, self.device.type == "cuda"
+        options = {"device_id": self.device} if on_gpu else {}
+        store = dist.TCPStore(  # type: ignore[attr-defined]
+            info.master_addr,
+            info.master_port,
+            info.world,
+            # torchrun's agent has opened the store already; otherwise it is rank 0's to open.
+            is_master=info.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
+            timeout=self.timeout,
+        )
+        dist.init_process_group(
+            # Small vectors that the host reads are reduced by gloo on a GPU machine too: no wait for the GPU.
+            "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+            store=dist.PrefixStore(f"trp_scale/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store),  # type: ignore[attr-defined]
+            rank=info.rank,
+            world_size=info.world,
+            timeout=self.timeout,
+            **options,  # type: ignore[arg-type]
+        )
+        self._owns_process_group = True
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        clean_exit = isinstance(error, SystemExit) and error.code in (None, 0)
+        if error is not None and not clean_exit and self.info.world > 1:
+            self._leave_at_once(error)
+        if not self._owns_process_group:
+            return
+        self._owns_process_group = False
+        if self._local_rank_before is None:
+            os.environ.pop("LOCAL_RANK", None)
+        else:
+            os.environ["LOCAL_RANK"] = self._local_rank_before
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+    def _leave_at_once(self, error: BaseException) -> None:
+        status = 1
+        if isinstance(error, RefusedError):
+            status = 2
+            report_refusal(error, self.info)
+        elif isinstance(error, SystemExit):
+            status = error.code if isinstance(error.code, int) else 1
+        else:
+            report_failure(error, self.info)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        # Not sys.exit: the interpreter's shutdown would wait for threads and groups that wait for the other ranks.
+        os._exit(status)
+
+
+def report_refusal(error: Exception, info: RankInfo) -> None:
+    """Print why the run is refused: rank 0 at once, the others only if they outlive it, so that it is said once."""
+    if info.rank == 0:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return
+    time.sleep(FIRST_WORD_SECONDS)
+    print(f"[rank {info.rank} on {socket.gethostname()}] error: {error}", file=sys.stderr, flush=True)
+
+
+def report_failure(error: BaseException, info: RankInfo) -> None:
+    """Print the traceback with the rank before each line: several ranks write to one terminal."""
+    lines = "".join(traceback.format_exception(error)).rstrip().splitlines()
+    prefix = f"[rank {info.rank} on {socket.gethostname()}] "
+    print("\n".join(prefix + line for line in lines), file=sys.stderr, flush=True)
+
+
+def _device(info: RankInfo) -> torch.device:
+    """GPU number local_rank; a task that SLURM bound to one GPU sees only that one, as number 0."""
+    visible = torch.cuda.device_count()
+    if info.local_world <= visible:
+        return torch.device("cuda", info.local_rank)
+    if visible == 1 and info.launcher == "slurm":
+        return torch.device("cuda", 0)
+    raise RefusedError(
+        f"{info.local_world} processes on {socket.gethostname()} but {visible} GPU(s) visible "
+        f"(CUDA_VISIBLE_DEVICES={os.environ.get('CUDA_VISIBLE_DEVICES', 'not set')}); allowed: one process per GPU"
+    )

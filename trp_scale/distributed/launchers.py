@@ -1,0 +1,180 @@
+"""Which launcher started this process and its place in the world: the one place that reads their variables."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+from trp_scale.config import RefusedError
+
+Launcher = Literal["single", "torchrun", "deepspeed", "slurm", "variables"]
+
+_SPECIAL_STEPS = 0xFFFFFFF0  # SLURM numbers the batch script and interactive shells from here on: no parallel steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankInfo:
+    """This process's place among the ranks.
+
+    Attributes:
+        rank: 0 ... world - 1.
+        world: number of processes.
+        local_rank: place on this node.
+        local_world: processes on this node.
+        master_addr: host of rank 0.
+        master_port: port of the rendezvous; 0 = any free one (a world of one).
+        launcher: single, torchrun, deepspeed, slurm (srun), or variables (RANK and WORLD_SIZE set by hand).
+    """
+
+    rank: int = 0
+    world: int = 1
+    local_rank: int = 0
+    local_world: int = 1
+    master_addr: str = "127.0.0.1"
+    master_port: int = 0
+    launcher: Launcher = "single"
+
+
+def discover(environ: Mapping[str, str]) -> RankInfo:
+    """Read rank and world from the variables that torchrun, deepspeed or srun sets.
+
+    Raises:
+        RefusedError: variables that are missing or no numbers, or two launchers at once; the message says what to do.
+    """
+    started = _launched_by_variables(environ)
+    step = _slurm_step(environ)
+    if started is None and step is None:
+        _refuse_mpirun(environ)
+        return RankInfo()
+    if started is None:
+        assert step is not None
+        return step
+    if step is not None:
+        _refuse_two_launchers(environ, started, step)
+        if step.local_world > 1:  # a wrapper under srun that copies SLURM's numbers into RANK and WORLD_SIZE
+            return RankInfo(**{**vars(step), "master_addr": started.master_addr, "master_port": started.master_port})
+    return started
+
+
+def _launched_by_variables(environ: Mapping[str, str]) -> RankInfo | None:
+    """torchrun, deepspeed, or RANK and WORLD_SIZE set by hand; None when RANK is not set."""
+    if "RANK" not in environ and "WORLD_SIZE" not in environ:
+        return None
+    by_torchrun, by_deepspeed = "TORCHELASTIC_RUN_ID" in environ, "CROSS_SIZE" in environ
+    if by_torchrun and by_deepspeed:
+        raise RefusedError(
+            "two launchers at once: the variables of torchrun (TORCHELASTIC_RUN_ID) and of deepspeed (CROSS_SIZE) are "
+            "both set; start the run with one of them"
+        )
+    missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in environ]
+    if missing:
+        raise RefusedError(
+            f"of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, {' and '.join(missing)} is not set; allowed: all four "
+            "(torchrun and deepspeed set them), or none for a single process (unset RANK WORLD_SIZE)"
+        )
+    rank, world = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
+    local_rank = _number(environ, "LOCAL_RANK") if "LOCAL_RANK" in environ else 0
+    local_world = next((name for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE") if name in environ), None)
+    info = RankInfo(
+        rank=rank,
+        world=world,
+        local_rank=local_rank,
+        local_world=_number(environ, local_world) if local_world else local_rank + 1,  # set by hand: what is known
+        master_addr=environ["MASTER_ADDR"],
+        master_port=_number(environ, "MASTER_PORT"),
+        launcher="torchrun" if by_torchrun else "deepspeed" if by_deepspeed else "variables",
+    )
+    return _checked(info)
+
+
+def _slurm_step(environ: Mapping[str, str]) -> RankInfo | None:
+    """The place srun gave this process; None outside srun (in a batch script or in no job at all)."""
+    if "SLURM_STEP_ID" not in environ or "SLURM_PROCID" not in environ:
+        return None
+    step = _number(environ, "SLURM_STEP_ID")
+    if step >= _SPECIAL_STEPS:
+        return None
+    world = _number(environ, "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in environ else "SLURM_NTASKS")
+    nodes = environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or environ.get("SLURM_NODELIST", "")
+    if world > 1 and not nodes and "MASTER_ADDR" not in environ:
+        raise RefusedError("srun set no SLURM_STEP_NODELIST; set MASTER_ADDR to the host of rank 0")
+    # Two steps of one job, or two jobs on one node, get ports of their own; below the range that systems hand out.
+    port = 12000 + (_number(environ, "SLURM_JOB_ID") + step) % 20000 if "SLURM_JOB_ID" in environ else 12000
+    info = RankInfo(
+        rank=_number(environ, "SLURM_PROCID"),
+        world=world,
+        local_rank=_number(environ, "SLURM_LOCALID"),
+        local_world=_tasks_on_this_node(environ, world),
+        master_addr=environ.get("MASTER_ADDR") or (first_host(nodes) if nodes else "127.0.0.1"),
+        master_port=_number(environ, "MASTER_PORT") if environ.get("MASTER_PORT") else port,
+        launcher="slurm",
+    )
+    return _checked(info)
+
+
+def first_host(nodelist: str) -> str:
+    """First host of SLURM's notation: `node[007-012,020],login1` -> `node007`; needs no scontrol."""
+    first = re.match(r"(?:\[[^\]]*\]|[^,\[\]])+", nodelist)
+    if first is None:
+        raise RefusedError(f"cannot read the node list {nodelist!r} that SLURM set; set MASTER_ADDR to rank 0's host")
+    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first.group())
+
+
+def _tasks_on_this_node(environ: Mapping[str, str], world: int) -> int:
+    """From SLURM's run-length list, as `4(x2),1`: 4 tasks on each of two nodes, then 1."""
+    listed = environ.get("SLURM_STEP_TASKS_PER_NODE") or environ.get("SLURM_TASKS_PER_NODE")
+    if not listed:
+        return world if environ.get("SLURM_NNODES", "1") == "1" else 1
+    counts: list[int] = []
+    for part in listed.split(","):
+        match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())
+        if match is None:
+            raise RefusedError(f"SLURM_STEP_TASKS_PER_NODE is {listed!r}; expected the form 4(x2),1")
+        counts += [int(match[1])] * int(match[2] or 1)
+    node = _number(environ, "SLURM_NODEID") if "SLURM_NODEID" in environ else 0
+    return counts[node] if node < len(counts) else counts[0]
+
+
+def _refuse_two_launchers(environ: Mapping[str, str], started: RankInfo, step: RankInfo) -> None:
+    """torchrun or deepspeed under srun is right with one task per node, and wrong when srun starts several."""
+    if step.world == 1:
+        return
+    place = (started.rank, started.world)
+    if started.launcher == "variables" and place == (step.rank, step.world):
+        return
+    nodes = environ.get("GROUP_WORLD_SIZE" if started.launcher == "torchrun" else "CROSS_SIZE", "?")
+    if step.local_world == 1 and nodes == str(step.world):
+        return
+    by_launcher = f"{started.launcher} with one srun task per node (and --nnodes $SLURM_NNODES)"
+    raise RefusedError(
+        f"two launchers at once: srun started {step.world} tasks ({step.local_world} on this node) and this process is "
+        f"its task {step.rank}, but RANK {started.rank} of WORLD_SIZE {started.world} is set by {started.launcher}; "
+        "use one of them: srun alone with one task per GPU and no RANK or WORLD_SIZE set"
+        + ("" if started.launcher == "variables" else f", or {by_launcher}")
+    )
+
+
+def _refuse_mpirun(environ: Mapping[str, str]) -> None:
+    world = environ.get("OMPI_COMM_WORLD_SIZE", "1")
+    if world != "1":
+        raise RefusedError(
+            f"mpirun started {world} processes, which would each train alone; start it with torchrun, deepspeed or "
+            "srun, or set RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT for each process"
+        )
+
+
+def _number(environ: Mapping[str, str], name: str) -> int:
+    value = environ.get(name)
+    if value is None or not value.isdecimal():
+        found = "not set" if value is None else repr(value)
+        raise RefusedError(f"the environment variable {name} is {found}; allowed: a whole number, 0 or more")
+    return int(value)
+
+
+def _checked(info: RankInfo) -> RankInfo:
+    for name, place, size in (("rank", info.rank, info.world), ("local rank", info.local_rank, info.local_world)):
+        if not 0 <= place < size:
+            raise RefusedError(f"{name} {place} of {size} processes ({info.launcher}); allowed: 0 to {size - 1}")
+    return info
