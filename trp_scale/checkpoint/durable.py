@@ -1,0 +1,39 @@
+"""Writing that survives a crash: data reaches the disk before a name points to it."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trp_scale.checkpoint.errors import CheckpointError
+
+
+def sync_directory(directory: Path) -> None:
+    """Flush the directory's entries: without it a renamed file can be gone after a power cut."""
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_json(path: Path, document: Mapping[str, Any]) -> None:
+    """Write indented JSON under a hidden name, flush it, rename it.
+
+    Raises:
+        CheckpointError: the document holds something that is not a JSON value.
+    """
+    try:
+        text = json.dumps(document, indent=1, ensure_ascii=False)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{path}: {error}; only JSON values may be stored here") from error
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    sync_directory(path.parent)

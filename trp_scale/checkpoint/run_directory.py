@@ -1,0 +1,125 @@
+"""The checkpoints of a run directory: names, which are complete, which are kept."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from trp_scale.checkpoint.document import read_document
+from trp_scale.checkpoint.durable import sync_directory
+from trp_scale.checkpoint.errors import CheckpointError
+from trp_scale.checkpoint.tensor_file import wrong_size
+
+CHECKPOINTS = "checkpoints"
+_FINAL = re.compile(r"^step_(\d{8,})$")
+_LEFTOVER = re.compile(r"^\.step_\d{8,}\.(tmp|old)$")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Found:
+    """Result of a search: the checkpoint taken, if any, and a sentence for each newer one that was passed over."""
+
+    path: Path | None
+    warnings: tuple[str, ...] = ()
+
+
+def checkpoint_path(run_dir: Path, step: int) -> Path:
+    """RUN/checkpoints/step_00000123"""
+    return run_dir / CHECKPOINTS / f"step_{step:08d}"
+
+
+def temporary_path(run_dir: Path, step: int) -> Path:
+    """Where a checkpoint is written before it is renamed: RUN/checkpoints/.step_00000123.tmp"""
+    return run_dir / CHECKPOINTS / f".step_{step:08d}.tmp"
+
+
+def checkpoints(run_dir: Path) -> list[tuple[int, Path]]:
+    """(step, directory) of all checkpoints under their final names, complete or not, oldest first."""
+    directory = run_dir / CHECKPOINTS
+    if not directory.is_dir():
+        return []
+    named = ((match, path) for path in directory.iterdir() if (match := _FINAL.match(path.name)) and path.is_dir())
+    return sorted((int(match[1]), path) for match, path in named)
+
+
+def incompleteness(path: Path) -> str | None:
+    """None when checkpoint.json can be read and every file it lists is there with its size; else what is wrong."""
+    try:
+        document = read_document(path)
+    except CheckpointError as error:
+        return str(error)
+    return next((problem for entry in document.files if (problem := wrong_size(path, entry))), None)
+
+
+def newest_complete(run_dir: Path) -> Found:
+    """The newest checkpoint that is complete; newer ones that are not are named in the warnings."""
+    warnings: list[str] = []
+    for _, path in reversed(checkpoints(run_dir)):
+        problem = incompleteness(path)
+        if problem is None:
+            return Found(path=path, warnings=tuple(warnings))
+        warnings.append(f"{path} is not complete and is passed over: {problem}")
+    return Found(path=None, warnings=tuple(warnings))
+
+
+def remove_leftovers(run_dir: Path) -> list[Path]:
+    """Remove what a killed process left half-written or half-removed; at start-up and before each save, on one rank."""
+    directory = run_dir / CHECKPOINTS
+    if not directory.is_dir():
+        return []
+    leftovers = [path for path in directory.iterdir() if _LEFTOVER.match(path.name)]
+    for path in leftovers:
+        shutil.rmtree(path)
+    return leftovers
+
+
+def publish(temporary: Path, final: Path) -> None:
+    """Give a finished directory its name, taking the place of an older one of that name."""
+    replaced = final.with_name(f".{final.name}.old")
+    if final.exists():
+        final.rename(replaced)
+    temporary.rename(final)
+    sync_directory(final.parent)
+    if replaced.exists():
+        shutil.rmtree(replaced)
+
+
+def retain(run_dir: Path, written: Path, keep: int) -> list[Path]:
+    """Keep `written` and the newest complete ones before it, `keep` in all; remove the rest of those before it.
+
+    Later steps are not touched: they can only be there when the run was taken back to an earlier step, and then
+    set_aside_later has moved them. keep = 0 keeps everything.
+    """
+    if keep == 0:
+        return []
+    step = next(step for step, path in checkpoints(run_dir) if path.name == written.name)
+    before = [path for earlier, path in checkpoints(run_dir) if earlier < step]
+    complete = [path for path in before if incompleteness(path) is None]
+    kept = complete[len(complete) - (keep - 1) :] if keep > 1 else []
+    removed = [path for path in before if path not in kept]
+    for path in removed:
+        hidden = path.with_name(f".{path.name}.old")
+        path.rename(hidden)  # half-removed, it must not look like a checkpoint
+        shutil.rmtree(hidden)
+    return removed
+
+
+def set_aside_later(run_dir: Path, step: int) -> list[Path]:
+    """Rename checkpoints later than `step`, from which a run goes on, to set_aside_step_...: `auto` must not take them.
+
+    Returns:
+        the new names.
+    """
+    moved: list[Path] = []
+    for later, path in checkpoints(run_dir):
+        if later > step:
+            target = path.with_name(f"set_aside_{path.name}")
+            number = 1
+            while target.exists():
+                number += 1
+                target = path.with_name(f"set_aside_{path.name}_{number}")
+            path.rename(target)
+            moved.append(target)
+    return moved
