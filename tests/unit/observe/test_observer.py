@@ -1,0 +1,186 @@
+"""The run directory that an observer leaves behind."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.observe.small_run import record
+from trp_scale.config import Config
+from trp_scale.observe import Observer, RunInfo, TaskRecord, report
+
+
+def lines_of(run_dir: Path) -> list[dict[str, Any]]:
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is not JSON")
+
+    text = (run_dir / "metrics.jsonl").read_text(encoding="utf-8")
+    return [json.loads(line, parse_constant=refuse) for line in text.splitlines()]
+
+
+def test_a_line_has_every_field_and_is_there_at_once(start: Callable[..., Observer], tmp_path: Path) -> None:
+    observer = start()
+    observer.step(record(1, hooks={"minimax": {"effective_elements": 7.5}}))
+    (line,) = lines_of(tmp_path / "run")
+    assert line["step"] == 1
+    assert line["loss"] == pytest.approx(4.9)
+    assert (line["lr"], line["grad_norm"], line["applied"]) == (1e-3, 1.0, True)
+    assert line["tasks"]["verb"] == {"loss": pytest.approx(3.9), "weight": 0.25, "count": 10}
+    assert (line["step_seconds"], line["data_wait_seconds"]) == (0.5, 0.1)
+    assert line["tokens_per_second"] == pytest.approx(2000)
+    assert line["model_flops"] == 2e9
+    assert line["model_flops_utilisation"] is None
+    assert line["peak_memory_bytes"] > 10**6
+    assert line["minimax"] == {"effective_elements": 7.5}
+
+
+def test_skipped_steps_are_strict_json_and_always_logged(
+    start: Callable[..., Observer], config: Config, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config.logging.every = 10
+    observer = start()
+    observer.step(record(1))
+    broken = {name: TaskRecord(loss=math.nan, weight=math.inf, count=1) for name in ("noun", "verb", "other")}
+    observer.step(record(2, loss=math.nan, grad_norm=math.inf, applied=False, tasks=broken))
+    observer.step(record(3))
+    first, second = lines_of(tmp_path / "run")
+    assert (first["step"], second["step"]) == (1, 2)
+    assert second["loss"] is None
+    assert second["grad_norm"] is None
+    assert second["tasks"]["noun"] == {"loss": None, "weight": None, "count": 1}
+    assert second["applied"] is False
+    assert observer.close("finished")["skipped_steps"] == 1
+    assert "step 2 skipped: loss nan or gradient norm inf" in capsys.readouterr().out
+
+
+def test_absent_tasks_are_listed_and_forgotten_ones_refused(start: Callable[..., Observer], tmp_path: Path) -> None:
+    observer = start()
+    tasks = dict(record(1).tasks)
+    observer.step(record(1, tasks=tasks | {"verb": TaskRecord(loss=None, weight=0.0, count=0)}))
+    assert lines_of(tmp_path / "run")[0]["tasks"]["verb"] == {"loss": None, "weight": 0.0, "count": 0}
+    with pytest.raises(ValueError, match=r"step 2.*'verb'"):
+        observer.step(record(2, tasks={"noun": tasks["noun"], "other": tasks["other"]}))
+
+
+def test_times_are_means_over_the_steps_of_a_line(
+    start: Callable[..., Observer], config: Config, tmp_path: Path
+) -> None:
+    config.logging.every = 4
+    observer = start()
+    for step in range(1, 9):
+        assert observer.wants(step) is (step in (1, 4, 8))
+        observer.step(record(step, step_seconds=float(step)))
+    assert [line["step"] for line in lines_of(tmp_path / "run")] == [1, 4, 8]
+    assert [line["step_seconds"] for line in lines_of(tmp_path / "run")] == [1.0, 3.0, 6.5]
+
+
+def test_validation_is_part_of_its_step(start: Callable[..., Observer], config: Config, tmp_path: Path) -> None:
+    config.validation.every = 2
+    config.logging.every = 100
+    observer = start()
+    losses = {"loss": 3.0, "tasks": {"noun": {"loss": 3.5, "count": 100}}}
+    for step in (1, 2, 3):
+        observer.step(record(step))
+        if step == 2:
+            observer.validation(step, losses)
+    lines = lines_of(tmp_path / "run")
+    assert [line["step"] for line in lines] == [1, 2]
+    assert lines[1]["validation"] == losses
+    assert lines[1]["loss"] == pytest.approx(4.8)
+    assert observer.close("finished")["validation"] == losses
+    assert "validation loss 3.0000 at step 2" in report(tmp_path / "run")
+
+
+def test_a_validation_that_never_came_loses_no_line(
+    start: Callable[..., Observer], config: Config, tmp_path: Path
+) -> None:
+    config.validation.every = 1
+    observer = start()
+    observer.step(record(1))
+    observer.step(record(2))
+    observer.close("SIGTERM")
+    assert [line["step"] for line in lines_of(tmp_path / "run")] == [1, 2]
+
+
+def test_a_resumed_run_appends_after_a_torn_line(start: Callable[..., Observer], tmp_path: Path) -> None:
+    start().step(record(1))
+    with (tmp_path / "run" / "metrics.jsonl").open("a", encoding="utf-8") as file:
+        file.write('{"step": 2, "los')
+    start().step(record(2))
+    assert [line["step"] for line in lines_of(tmp_path / "run")] == [1, 2]
+
+
+def test_summary_and_report(start: Callable[..., Observer], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    observer = start()
+    for step in range(1, 21):
+        noun = TaskRecord(loss=6.0 if step <= 15 else 2.0, weight=0.75, count=10 if step <= 15 else 70)
+        tasks = dict(record(step).tasks) | {"noun": noun}
+        observer.step(record(step, tasks=tasks, step_seconds=0.5 if step < 20 else 50.0))
+    summary = observer.close("finished")
+    assert observer.close("again") == summary
+    assert json.loads((tmp_path / "run" / "summary.json").read_text(encoding="utf-8")) == summary
+    # The last ten steps: five with 10 elements at 6.0, five with 70 at 2.0; a mean of means would be 4.0.
+    assert summary["tasks"]["noun"] == {"start": 6.0, "end": pytest.approx(2.5), "weight": 0.75, "count": 400}
+    assert summary["tasks"]["verb"]["end"] == pytest.approx(sum(4.0 - 0.1 * step for step in range(11, 21)) / 10)
+    assert summary["worst_task"] == "noun"
+    assert (summary["steps"], summary["tokens"], summary["exit_reason"]) == (20, 20_000, "finished")
+    assert summary["tokens_per_second"] == pytest.approx(2000), "one slow step does not change a median"
+    text = (tmp_path / "run" / "report.txt").read_text(encoding="utf-8")
+    assert text == report(tmp_path / "run")
+    printed = capsys.readouterr().out
+    for part in ("noun", "6.0000", "2.5000", "-3.5000", "worst", "2,000 tokens/s", str(tmp_path / "run")):
+        assert part in text.replace("\n", "")
+    assert "Pre-training report" in printed
+    (marked,) = [line for line in text.splitlines() if line.endswith(" worst")]
+    assert marked.split()[0] == "noun"
+
+
+def test_a_killed_run_has_a_report(start: Callable[..., Observer], tmp_path: Path) -> None:
+    start().step(record(1))
+    text = report(tmp_path / "run")
+    assert "steps 1 (no summary.json: still running, or killed)" in text
+
+
+def test_a_resumed_run_s_report_starts_at_the_first_step(
+    start: Callable[..., Observer], info: RunInfo, tmp_path: Path
+) -> None:
+    observer = start()
+    for step in range(1, 6):
+        observer.step(record(step))
+    observer.close("SIGTERM")
+    info.start_step = 5
+    observer = start()
+    for step in range(6, 21):
+        observer.step(record(step))
+    assert observer.close("finished")["tasks"]["verb"]["start"] == pytest.approx(3.9)
+
+
+def test_other_ranks_do_nothing(start: Callable[..., Observer], tmp_path: Path, config: Config) -> None:
+    config.logging.tensorboard = True
+    observer = start(enabled=False)
+    observer.step(record(1))
+    observer.validation(1, {"loss": 1.0})
+    observer.message("hello")
+    assert observer.close("finished") == {}
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_hook_cannot_take_a_field_s_name(start: Callable[..., Observer]) -> None:
+    with pytest.raises(ValueError, match="'loss'"):
+        start().step(record(1, hooks={"loss": {"value": 1.0}}))
+
+
+def test_a_directory_without_metrics_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=str(tmp_path)):
+        report(tmp_path)
+
+
+def test_a_broken_line_is_named(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\nnot json\n{"step": 3}\n', encoding="utf-8")
+    with pytest.raises(ValueError, match="line 2 is not JSON"):
+        report(tmp_path)

@@ -1,0 +1,91 @@
+"""Live display on a terminal, plain lines elsewhere."""
+
+from __future__ import annotations
+
+import io
+import re
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from tests.unit.observe.small_run import record
+from trp_scale.config import Config
+from trp_scale.observe import RunInfo, TaskRecord
+from trp_scale.observe.progress import LiveDisplay, PlainDisplay, open_display
+
+
+def terminal(width: int = 100) -> Console:
+    return Console(file=io.StringIO(), force_terminal=True, width=width, height=40, color_system=None)
+
+
+def output(console: Console) -> str:
+    assert isinstance(console.file, io.StringIO)
+    return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", console.file.getvalue())
+
+
+def test_plain_lines_come_every_ten_seconds_and_at_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    console = Console(file=io.StringIO(), force_terminal=False, width=80)
+    now = [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    display = PlainDisplay(20, 0, console=console)
+    for step in range(1, 21):
+        now[0] += 3.0
+        display.update(record(step), 2000.0, "noun")
+    shown = [int(found) for found in re.findall(r"^step (\d+)/20", output(console), flags=re.MULTILINE)]
+    assert shown == [1, 5, 9, 13, 17, 20]
+    first = output(console).splitlines()[0]
+    assert "loss 4.9000" in first
+    assert "worst noun 5.9000" in first
+    assert "2,000 tokens/s" in first
+    assert "left 0:00:57" in first
+
+
+def test_messages_of_a_log_are_not_broken_or_read_as_markup() -> None:
+    console = Console(file=io.StringIO(), force_terminal=False, width=80)
+    text = "[bold]block[/bold] " + "x" * 200
+    PlainDisplay(20, 0, console=console).message(text)
+    assert output(console) == text + "\n"
+
+
+def test_live_display_shows_tasks_speed_and_steps(info: RunInfo) -> None:
+    console = terminal()
+    display = LiveDisplay(20, info, console)
+    absent = dict(record(7).tasks) | {"verb": TaskRecord(loss=None, weight=0.0, count=0)}
+    display.update(record(7, tasks=absent), 2000.0, "noun")
+    display.message("block b7 could not be read")
+    display.close()
+    text = output(console)
+    for part in ("7/20", "loss 4.3000", "worst noun 5.3000", "2,000 tokens/s", "0.7500", "block b7 could not be read"):
+        assert part in text
+    assert re.search(r"^verb +- ", text, flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize(("wish", "live"), [("live", True), ("plain", False), ("off", False), ("", False)])
+def test_the_variable_overrides_the_terminal(
+    wish: str, live: bool, config: Config, info: RunInfo, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TRP_SCALE_PROGRESS", wish)
+    display = open_display(config, info, Path("run"))
+    try:
+        assert isinstance(display, LiveDisplay) is live
+    finally:
+        display.close()
+
+
+def test_logging_progress_false_leaves_messages(
+    config: Config, info: RunInfo, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config.logging.progress = False
+    display = open_display(config, info, Path("run"))
+    display.update(record(1), 2000.0, "noun")
+    display.message("stopped")
+    printed = capsys.readouterr().out
+    assert "step 1/" not in printed
+    assert "stopped" in printed
+
+
+def test_a_wrong_variable_is_refused(config: Config, info: RunInfo, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRP_SCALE_PROGRESS", "fancy")
+    with pytest.raises(ValueError, match="TRP_SCALE_PROGRESS is 'fancy'; allowed: live, plain, off"):
+        open_display(config, info, Path("run"))

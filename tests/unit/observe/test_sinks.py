@@ -1,0 +1,71 @@
+"""W&B offline, TensorBoard, and what happens when they are not installed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from tests.unit.observe.small_run import record
+from trp_scale.config import Config
+from trp_scale.observe import Observer, RunInfo
+from trp_scale.observe.sinks import MissingExtraError, flatten
+
+
+def test_nested_lines_become_paths() -> None:
+    line = {"step": 3, "applied": True, "tasks": {"verb": {"loss": None, "weight": 0.5}}, "outside_tasks": ["other"]}
+    assert flatten(line) == {"step": 3.0, "applied": 1.0, "tasks/verb/weight": 0.5}
+
+
+def test_tensorboard_has_every_step_once_after_a_resume(
+    start: Callable[..., Observer], config: Config, info: RunInfo, tmp_path: Path
+) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config.logging.tensorboard = True
+    observer = start()
+    for step in (1, 2, 3):
+        observer.step(record(step))
+    observer.close("killed")
+    info.start_step = 2
+    observer = start()
+    for step in (3, 4):
+        observer.step(record(step))
+    observer.close("finished")
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("tasks/noun/loss")] == [1, 2, 3, 4]
+    assert events.Scalars("loss")[-1].value == pytest.approx(4.6)
+
+
+def test_wandb_offline_keeps_its_id(
+    start: Callable[..., Observer], config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    config.logging.wandb = True
+    ids = []
+    for _ in range(2):
+        observer = start()
+        observer.step(record(1))
+        observer.close("finished")
+        ids.append((tmp_path / "run" / "wandb_id.txt").read_text(encoding="utf-8").strip())
+    assert ids[0] == ids[1]
+    stored = sorted((tmp_path / "run" / "wandb").glob(f"offline-run-*-{ids[0]}/run-{ids[0]}.wandb"))
+    assert stored
+    content = b"".join(path.read_bytes() for path in stored)
+    assert b"noun" in content
+    assert b"weight" in content
+
+
+@pytest.mark.parametrize("extra", ["wandb", "tensorboard"])
+def test_a_missing_extra_is_named_with_its_command(
+    start: Callable[..., Observer], config: Config, extra: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trp_scale.observe.sinks.find_spec", lambda name: None)
+    setattr(config.logging, extra, True)
+    with pytest.raises(MissingExtraError, match=rf"--logging\.{extra} .*pip install 'trp-scale\[{extra}\]'"):
+        start()

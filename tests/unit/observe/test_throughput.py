@@ -1,0 +1,77 @@
+"""FLOPs against counted multiply-adds and published figures; device peaks; memory."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import BertConfig, BertForPreTraining
+
+from trp_scale.config import ModelConfig
+from trp_scale.observe.throughput import StepTimer, bert_step_flops, peak_flops, peak_memory_bytes
+
+
+@pytest.mark.parametrize(
+    ("length", "predicted", "train_gigaflops"),
+    [(128, 128, 85.5), (128, 19, 69.8), (512, 77, 301.0)],
+    ids=["128, all positions", "128, masked positions", "512, masked positions"],
+)
+def test_bert_base(length: int, predicted: int, train_gigaflops: float) -> None:
+    """BERT-base with 30522 pieces, forward x 3: 28.5, 23.3 and 100.3 GFLOP forward."""
+    flops = bert_step_flops(ModelConfig(), rows=1, length=length, predicted=predicted, vocabulary=30522)
+    assert flops / 1e9 == pytest.approx(train_gigaflops, rel=0.01)
+
+
+def test_forward_agrees_with_what_torch_counts() -> None:
+    """Any feed-forward width, and all positions to the vocabulary, as transformers' BERT computes them."""
+    model = ModelConfig(layers=2, hidden_size=64, heads=4, intermediate_size=160, max_positions=48)
+    peer = BertForPreTraining(
+        BertConfig(
+            vocab_size=320,
+            hidden_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            intermediate_size=160,
+            max_position_embeddings=48,
+            attn_implementation="eager",
+        )
+    ).eval()
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        peer(torch.ones(3, 48, dtype=torch.long))
+    ours = bert_step_flops(model, rows=3, length=48, predicted=48, vocabulary=320)
+    assert ours / 3 == pytest.approx(counter.get_total_flops(), rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("name", "teraflops"),
+    [
+        ("NVIDIA A100-SXM4-80GB", 312),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA H200", 989),
+        ("NVIDIA A10", 125),
+        ("NVIDIA L4", 121),
+        ("NVIDIA L40S", 362),
+    ],
+)
+def test_peaks(name: str, teraflops: float) -> None:
+    assert peak_flops(name, "bf16") == teraflops * 1e12
+
+
+@pytest.mark.parametrize(("name", "precision"), [("cpu", "bf16"), ("NVIDIA A10G", "bf16"), ("NVIDIA H200", "fp32")])
+def test_unknown_peaks(name: str, precision: str) -> None:
+    assert peak_flops(name, precision) is None
+
+
+def test_peak_memory_grows_with_what_is_used() -> None:
+    before = peak_memory_bytes(on_gpu=False)
+    block = torch.ones(before // 8 + 2**25)  # fp32: half of what was used so far, and 128 MiB
+    assert peak_memory_bytes(on_gpu=False) > before + 2**26
+    assert block.sum() == len(block)
+
+
+def test_timer_measures_from_lap_to_lap(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter([10.0, 10.5, 12.5])
+    monkeypatch.setattr("time.perf_counter", lambda: next(now))
+    timer = StepTimer()
+    assert [timer.lap(), timer.lap()] == [0.5, 2.0]
