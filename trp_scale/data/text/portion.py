@@ -1,0 +1,226 @@
+"""One portion of the corpus -> one shard with its index and its report."""
+
+from __future__ import annotations
+
+import io
+import os
+import tarfile
+import zlib
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from trp_scale.data.groups import GROUP_BITS, GROUPS, OTHER
+from trp_scale.data.index import Block, Member, ShardIndex, write_index, write_json
+from trp_scale.data.text.annotate import Annotated, Annotator
+from trp_scale.data.text.corpus import Portion
+from trp_scale.data.text.documents import Document, ReadSettings, read_portion
+from trp_scale.data.text.rows import RowPacker, fill_rows, pad_sentence_ends
+from trp_scale.data.text.sentences import SentenceSplitter
+
+MAX_LISTED = 1000
+"""Skipped documents that are listed by place, in a shard's report and in dataset.json; all are counted."""
+
+BATCH_SENTENCES = 2000
+"""Sentences that are tagged and tokenized together."""
+
+
+@dataclass(kw_only=True)
+class PortionReport:
+    """What was made of a portion; added up into dataset.json."""
+
+    documents: int = 0
+    sentences: int = 0
+    words: int = 0
+    pieces: int = 0
+    unknown_pieces: int = 0
+    rows: int = 0
+    words_per_group: list[int] = field(default_factory=lambda: [0] * len(GROUPS))
+    pieces_per_group: list[int] = field(default_factory=lambda: [0] * len(GROUPS))
+    skipped: dict[str, int] = field(default_factory=dict)
+    skipped_places: list[list[str]] = field(default_factory=list)
+
+    def add(self, other: PortionReport) -> None:
+        """Add the counts of another portion."""
+        for name in ("documents", "sentences", "words", "pieces", "unknown_pieces", "rows"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for name in ("words_per_group", "pieces_per_group"):
+            mine, theirs = getattr(self, name), getattr(other, name)
+            setattr(self, name, [a + b for a, b in zip(mine, theirs, strict=True)])
+        self.skipped = dict(Counter(self.skipped) + Counter(other.skipped))
+        self.skipped_places = (self.skipped_places + other.skipped_places)[:MAX_LISTED]
+
+    def skip(self, reason: str, place: str) -> None:
+        """Count a document that cannot be used, and list it while there is room."""
+        self.skipped[reason] = self.skipped.get(reason, 0) + 1
+        if len(self.skipped_places) < MAX_LISTED:
+            self.skipped_places.append([reason, place])
+
+
+@dataclass(frozen=True, kw_only=True)
+class RowSettings:
+    """The form of the stored rows."""
+
+    row_length: int
+    rows_per_block: int
+    pad: int
+    unknown: int
+    token_dtype: str
+
+
+class PortionWriter:
+    """Turns documents into rows and writes them in blocks to an open shard."""
+
+    def __init__(self, stream: IO[bytes], stem: str, annotator: Annotator, settings: RowSettings) -> None:
+        from webdataset.writer import TarWriter  # imports torch: only processes that write shards pay for it
+
+        # Fixed owner, mode and time: the bytes depend on the rows alone.
+        self._tar = TarWriter(
+            stream, user="trp", group="trp", mode=0o444, mtime=0, encoder=False, compress=False
+        )
+        self._stem = stem
+        self._annotator = annotator
+        self._settings = settings
+        self._splitter = SentenceSplitter()
+        self._packer = RowPacker(settings.row_length)
+        self._tokens: list[NDArray[np.uint32]] = []
+        self._tags: list[NDArray[np.uint8]] = []
+        self.checksums: dict[str, int] = {}
+        self.block_rows: dict[str, int] = {}
+        self.report = PortionReport()
+
+    def add_document(self, document: Document) -> None:
+        """Add one document, a bounded number of sentences at a time."""
+        report = self.report
+        before = report.pieces
+        batch: list[str] = []
+        for sentence in self._splitter.split(document.text):
+            batch.append(sentence)
+            if len(batch) == BATCH_SENTENCES:
+                self._add_sentences(batch)
+                batch = []
+        self._add_sentences(batch)
+        self._packer.end_document()
+        if report.pieces == before:
+            report.skip("empty", document.place())
+        else:
+            report.documents += 1
+        while len(self._packer.lengths) >= self._settings.rows_per_block:
+            self._write_block(self._settings.rows_per_block)
+
+    def finish(self) -> None:
+        """Write the last block and the end of the tar."""
+        if self._packer.lengths:
+            self._write_block(len(self._packer.lengths))
+        self._tar.close()
+
+    def _add_sentences(self, sentences: list[str]) -> None:
+        if not sentences:
+            return
+        annotated: Annotated = self._annotator.annotate(sentences)
+        start = 0
+        for length in annotated.lengths:
+            starts = annotated.tags[start : start + length] > GROUP_BITS if length > self._settings.row_length else None
+            self._packer.add_sentence(length, starts)
+            start += length
+        self._tokens.append(annotated.tokens)
+        self._tags.append(annotated.tags)
+        report = self.report
+        report.sentences += sum(1 for length in annotated.lengths if length)
+        report.words += int(annotated.words_per_group.sum())
+        report.pieces += len(annotated.tokens)
+        report.unknown_pieces += int((annotated.tokens == self._settings.unknown).sum())
+        pieces_per_group = np.bincount(annotated.tags & GROUP_BITS, minlength=len(GROUPS))
+        report.words_per_group = (annotated.words_per_group + report.words_per_group).tolist()
+        report.pieces_per_group = (pieces_per_group + report.pieces_per_group).tolist()
+
+    def _write_block(self, rows: int) -> None:
+        """Write the first `rows` finished rows as one sample."""
+        settings = self._settings
+        lengths, ends = self._packer.take(rows)
+        count = int(lengths.sum())
+        tokens, tags = np.concatenate(self._tokens), np.concatenate(self._tags)  # [P]
+        self._tokens, self._tags = [tokens[count:]], [tags[count:]]
+        token_rows = fill_rows(tokens[:count].astype(settings.token_dtype), lengths, settings.row_length, settings.pad)
+        members = {
+            "tokens.npy": _npy_bytes(token_rows),  # [R, row_length]
+            "tags.npy": _npy_bytes(fill_rows(tags[:count], lengths, settings.row_length, OTHER)),  # [R, row_length]
+            "sentences.npy": _npy_bytes(pad_sentence_ends(ends)),  # [R, S]
+        }
+        key = f"{self._stem}-{len(self.block_rows):05d}"
+        self._tar.write({"__key__": key, **members})
+        self.block_rows[key] = rows
+        self.report.rows += rows
+        self.checksums.update((f"{key}.{suffix}", zlib.crc32(content)) for suffix, content in members.items())
+
+
+def write_portion(
+    portion: Portion,
+    directory: Path,
+    annotator: Annotator,
+    read: ReadSettings,
+    rows: RowSettings,
+    advance: Callable[[int, int, int], None],
+) -> PortionReport:
+    """Make the shard of a portion: the tar, then its report, then its index; each appears under its name when whole.
+
+    Args:
+        directory: the data set.
+        advance: called as the work goes on with (documents, words, characters) since the last call.
+    """
+    stem = shard_stem(portion.number)
+    shard = directory / "shards" / f"{stem}.tar"
+    temporary = shard.with_name(f".{shard.name}.{os.getpid()}.tmp")
+    with temporary.open("wb") as stream:
+        writer = PortionWriter(stream, stem, annotator, rows)
+        report = writer.report
+        for document in read_portion(portion, read):
+            if not isinstance(document, Document):
+                report.skip(document.reason, document.place)
+                continue
+            words = report.words
+            writer.add_document(document)
+            advance(1, report.words - words, len(document.text))
+        writer.finish()
+        stream.flush()
+        os.fsync(stream.fileno())
+    index = _index(temporary, shard.name, writer)
+    temporary.replace(shard)
+    write_json(report_path(directory, portion.number), dict(vars(report)))
+    write_index(shard, index)
+    return report
+
+
+def shard_stem(number: int) -> str:
+    """0 -> text-000000"""
+    return f"text-{number:06d}"
+
+
+def report_path(directory: Path, number: int) -> Path:
+    """Where the report of a finished portion lies until the data set is finished."""
+    return directory / "progress" / f"{shard_stem(number)}.json"
+
+
+def _index(tar: Path, name: str, writer: PortionWriter) -> ShardIndex:
+    """Read the places of the members back from the tar that was written."""
+    members: dict[str, dict[str, Member]] = {key: {} for key in writer.block_rows}
+    with tarfile.open(tar, "r:") as archive:
+        for entry in archive:
+            key, _, suffix = entry.name.partition(".")
+            members[key][suffix] = Member(
+                offset=entry.offset_data, length=entry.size, crc32=writer.checksums[entry.name]
+            )
+    blocks = [Block(key=key, rows=rows, members=members[key]) for key, rows in writer.block_rows.items()]
+    return ShardIndex(shard=name, size=tar.stat().st_size, blocks=blocks)
+
+
+def _npy_bytes(array: NDArray[Any]) -> bytes:
+    """The array as a .npy file of version 1.0, which can be memory-mapped."""
+    stream = io.BytesIO()
+    np.lib.format.write_array(stream, np.ascontiguousarray(array), version=(1, 0), allow_pickle=False)
+    return stream.getvalue()

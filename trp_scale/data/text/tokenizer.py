@@ -1,0 +1,139 @@
+"""The tokenizer of a data set: trained here, or a given Hugging Face directory; stored beside the shards."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+
+from trp_scale.data.index import DataError, write_json
+
+SPECIAL_TOKENS = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
+"""Roles that pre-training needs, and what a tokenizer trained here calls them."""
+
+
+def train_word_piece(texts: Iterator[str], vocab_size: int, lowercase: bool) -> Tokenizer:
+    """Train WordPiece with BERT's normalization. The same texts give the same vocabulary, numbers included.
+
+    The trainer numbers continuing letters in the order of a hash table, which changes from run to run, so the
+    vocabulary is numbered again: special tokens, single characters, then longer pieces, each sorted.
+    """
+    tokenizer = _bert_pipeline(Tokenizer(models.WordPiece(unk_token=SPECIAL_TOKENS["unk"])), lowercase)
+    trainer = trainers.WordPieceTrainer(
+        vocab_size=vocab_size, special_tokens=list(SPECIAL_TOKENS.values()), show_progress=False
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    special = list(SPECIAL_TOKENS.values())
+    pieces = sorted(set(tokenizer.get_vocab()) - set(special), key=lambda piece: (len(piece.removeprefix("##")), piece))
+    vocabulary = {piece: number for number, piece in enumerate(special + pieces)}
+    model = models.WordPiece(vocabulary, unk_token=SPECIAL_TOKENS["unk"], max_input_chars_per_word=100)
+    numbered = _bert_pipeline(Tokenizer(model), lowercase)
+    numbered.add_special_tokens(special)
+    return numbered
+
+
+def _bert_pipeline(tokenizer: Tokenizer, lowercase: bool) -> Tokenizer:
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.decoder = decoders.WordPiece(prefix="##")
+    return tokenizer
+
+
+def save_trained(tokenizer: Tokenizer, directory: Path, lowercase: bool, length: int) -> None:
+    """Write a Hugging Face directory (tokenizer.json, tokenizer_config.json, vocab.txt) under its final name at once."""
+    temporary = _empty_temporary(directory)
+    names = SPECIAL_TOKENS
+    cls_id, sep_id = tokenizer.token_to_id(names["cls"]), tokenizer.token_to_id(names["sep"])
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{names['cls']} $A {names['sep']}",
+        pair=f"{names['cls']} $A {names['sep']} $B:1 {names['sep']}:1",
+        special_tokens=[(names["cls"], cls_id), (names["sep"], sep_id)],
+    )
+    tokenizer.save(str(temporary / "tokenizer.json"))
+    vocabulary = sorted(tokenizer.get_vocab(), key=tokenizer.token_to_id)
+    (temporary / "vocab.txt").write_text("".join(f"{piece}\n" for piece in vocabulary), encoding="utf-8")
+    write_json(
+        temporary / "tokenizer_config.json",
+        {
+            "tokenizer_class": "BertTokenizer",
+            "do_lower_case": lowercase,
+            "model_max_length": length,
+            **{f"{role}_token": token for role, token in names.items()},
+        },
+    )
+    temporary.replace(directory)
+
+
+def save_given(source: Path, directory: Path) -> None:
+    """Copy a Hugging Face tokenizer directory in the form this transformers writes, under its final name at once.
+
+    Raises:
+        DataError: transformers cannot load it, or it has no fast (Rust) form.
+    """
+    from transformers import AutoTokenizer
+
+    if not source.is_dir():
+        raise DataError(f"--tokenizer {source}: not a directory")
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(source), local_files_only=True)
+    except (OSError, ValueError, KeyError) as error:
+        raise DataError(f"--tokenizer {source}: transformers cannot load it ({error})") from error
+    if not getattr(tokenizer, "is_fast", False):
+        raise DataError(f"--tokenizer {source}: only tokenizers with a tokenizer.json (fast ones) give character offsets")
+    temporary = _empty_temporary(directory)
+    tokenizer.save_pretrained(str(temporary))
+    temporary.replace(directory)
+
+
+def _empty_temporary(directory: Path) -> Path:
+    temporary = directory.with_name(f".{directory.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    return temporary
+
+
+def load_for_sharding(directory: Path) -> Tokenizer:
+    """The tokenizer of a data set as sharding needs it: no truncation, no padding, and text that spells a special
+    token ("[MASK]") stays text, so that no stored piece is special but the unknown one."""
+    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    tokenizer.encode_special_tokens = True
+    return tokenizer
+
+
+def special_tokens(directory: Path) -> tuple[dict[str, int], list[int]]:
+    """Numbers of the special tokens of a saved tokenizer.
+
+    Returns:
+        The number of each role in SPECIAL_TOKENS, and all numbers that are special (sorted).
+
+    Raises:
+        DataError: a role has no token.
+    """
+    tokenizer = load_for_sharding(directory)
+    config = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8"))
+    roles: dict[str, int] = {}
+    for role in SPECIAL_TOKENS:
+        token = config.get(f"{role}_token")
+        content = token.get("content") if isinstance(token, dict) else token
+        number = tokenizer.token_to_id(content) if isinstance(content, str) else None
+        if number is None:
+            raise DataError(f"{directory}: the tokenizer has no {role} token; pre-training needs {list(SPECIAL_TOKENS)}")
+        roles[role] = number
+    marked = {number for number, added in tokenizer.get_added_tokens_decoder().items() if added.special}
+    return roles, sorted(marked | set(roles.values()))
+
+
+def is_bert_word_piece(tokenizer: Tokenizer) -> bool:
+    """Whether pieces depend on nothing beyond white space: BERT's normalizer and pre-tokenizer over WordPiece."""
+    if any(not added.special for added in tokenizer.get_added_tokens_decoder().values()):
+        return False
+    return (
+        isinstance(tokenizer.model, models.WordPiece)
+        and isinstance(tokenizer.normalizer, normalizers.BertNormalizer)
+        and isinstance(tokenizer.pre_tokenizer, pre_tokenizers.BertPreTokenizer)
+    )
