@@ -1,0 +1,219 @@
+"""Fills in a DeepSpeed configuration from the recipe and refuses what contradicts it.
+
+Batch sizes, clipping, precision, optimizer and schedule are stated once, in the recipe. DeepSpeed's file says how the
+states are sharded; whatever else it repeats must agree. Pure functions on the parsed JSON; DeepSpeed is not imported.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from trp_scale.config import Config, RefusedError
+from trp_scale.engines.ds_blocks import AUTO, optimizer_differences, same, scheduler_differences
+from trp_scale.engines.ds_keys import DEEPSPEED_AUTO, TOP_LEVEL, ZERO
+from trp_scale.recipes.loader import nearest
+
+Document = dict[str, Any]
+
+
+def read(path: Path) -> Document:
+    """Parse the JSON file of --ds_config.
+
+    Raises:
+        RefusedError: it cannot be read, is no JSON object, or has a key twice.
+    """
+
+    def unique(pairs: list[tuple[str, Any]]) -> Document:
+        keys = [key for key, _ in pairs]
+        repeated = sorted({key for key in keys if keys.count(key) > 1})
+        if repeated:
+            raise ValueError(f"key {repeated[0]!r} is given twice")
+        return dict(pairs)
+
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"), object_pairs_hook=unique)
+    except OSError as error:
+        raise RefusedError(f"--ds_config {path}: {error.strerror}") from error
+    except ValueError as error:
+        raise RefusedError(f"--ds_config {path} is not JSON: {error}") from error
+    if not isinstance(document, dict):
+        raise RefusedError(f"--ds_config {path} is a {type(document).__name__}; allowed: a JSON object")
+    return document
+
+
+def resolve(document: Mapping[str, Any], config: Config, *, world: int, accumulation: int, path: str) -> Document:
+    """The configuration to give to DeepSpeed: every "auto" filled in, nothing left to a silent default of DeepSpeed's.
+
+    Args:
+        document: the parsed file; not changed.
+        config: settings of the run.
+        world: number of ranks that split the batch.
+        accumulation: micro-batches per step on each rank.
+        path: of the file, for messages.
+
+    Raises:
+        RefusedError: unknown keys, an "auto" whose value is not known here, contradictions with the recipe: all of
+            them, each with its path and both values.
+    """
+    resolved = copy.deepcopy(dict(document))
+    problems = [*_wrong_shape(resolved)]
+    if not problems:  # what follows looks into the blocks
+        problems += [*_blocks(resolved, config)]
+        problems += [*_stated_once(resolved, config, world, accumulation)]
+        problems += [*_precision(resolved, config)]
+        problems += [*_zero(resolved, config)]
+        problems += [*_left_over(resolved)]
+    if problems:
+        listed = "\n".join(f"  {problem}" for problem in problems)
+        raise RefusedError(f"{path} cannot be used with this recipe ({len(problems)} reason(s)):\n{listed}")
+    return resolved
+
+
+def zero_stage(document: Mapping[str, Any]) -> int:
+    """ZeRO stage of a resolved configuration."""
+    return int(document.get("zero_optimization", {}).get("stage", 0))
+
+
+def _wrong_shape(document: Document) -> Iterator[str]:
+    for key in document:
+        if key not in TOP_LEVEL:
+            yield f"{key}: unknown or not supported{nearest(key, TOP_LEVEL)}"
+    for name in ("zero_optimization", "bf16", "fp16", "torch_autocast", "data_types"):
+        if not isinstance(document.get(name, {}), dict):
+            yield f"{name} is {document[name]!r}; allowed: a block"
+    zero = document.get("zero_optimization", {})
+    for key in zero if isinstance(zero, dict) else ():
+        if key not in ZERO:
+            close = nearest(key, ZERO).replace("did you mean ", "did you mean zero_optimization.")
+            yield f"zero_optimization.{key}: unknown or not supported{close}"
+        elif key.startswith("offload_") and not isinstance(zero[key] or {}, dict):
+            yield f"zero_optimization.{key} is {zero[key]!r}; allowed: a block"
+    stage = zero.get("stage", 0) if isinstance(zero, dict) else 0
+    if isinstance(stage, bool) or stage not in (0, 1, 2, 3):
+        yield f"zero_optimization.stage is {stage!r}; allowed: 0, 1, 2, 3"
+
+
+def _blocks(document: Document, config: Config) -> Iterator[str]:
+    """The optimizer and the schedule are ours. DeepSpeed would ignore an optimizer block beside an optimizer object
+    without a word, so a block is compared, and then removed."""
+    if "optimizer" in document:
+        yield from optimizer_differences(document.pop("optimizer"), config)
+    if "scheduler" in document:
+        yield from scheduler_differences(document.pop("scheduler"), config)
+
+
+def _stated_once(document: Document, config: Config, world: int, accumulation: int) -> Iterator[str]:
+    batch = config.batch
+    derived = (
+        f"{batch.global_size} / ({batch.micro_size} x {world} ranks), from --batch.global_size and --batch.micro_size"
+    )
+    stated: dict[str, tuple[object, str]] = {
+        "train_batch_size": (batch.global_size, "--batch.global_size"),
+        "train_micro_batch_size_per_gpu": (batch.micro_size, "--batch.micro_size"),
+        "gradient_accumulation_steps": (accumulation, derived),
+        # Written even when it is off: DeepSpeed clips at 1.0 when the file says nothing.
+        "gradient_clipping": (config.optimizer.clipping, "--optimizer.clipping"),
+    }
+    for name, (value, flag) in stated.items():
+        yield from _agree(document, name, value, name, f"the recipe says {value!r} ({flag})")
+    # The loop's losses are shares of the global loss; the engine undoes a mean over ranks and nothing else.
+    for name, value in (
+        ("gradient_allreduce_op", "mean"),
+        ("prescale_gradients", False),
+        ("gradient_predivide_factor", 1.0),
+    ):
+        if name in document:
+            yield from _agree(document, name, value, name, f"only {value!r} is allowed: the engine counts on it")
+    document["zero_allow_untested_optimizer"] = True  # torch's AdamW; DeepSpeed's list knows only its own
+    if document.get("steps_per_print") == AUTO:
+        del document["steps_per_print"]  # metrics.jsonl has every figure that DeepSpeed would print
+
+
+def _precision(document: Document, config: Config) -> Iterator[str]:
+    """One of fp32, torch_autocast, bf16 and fp16 is on; the others are written out as off."""
+    precision, stage = config.training.precision, document.get("zero_optimization", {}).get("stage", 0)
+    # At stage 0 DeepSpeed's bf16 keeps no fp32 master weights, and with fp32 accumulation it stops: autocast instead.
+    autocast = precision == "bf16" and (
+        document.get("torch_autocast", {}).get("enabled") in (AUTO, True)
+        or (stage == 0 and document.get("bf16", {}).get("enabled", AUTO) == AUTO)
+    )
+    enabled = {"torch_autocast": autocast, "bf16": precision == "bf16" and not autocast, "fp16": precision == "fp16"}
+    for name, on in enabled.items():
+        if on or name in document:
+            block = document.setdefault(name, {})
+            reason = f"the recipe says {precision} (--training.precision)"
+            if autocast and name == "bf16":
+                reason = "torch_autocast is enabled, and only one of them can be"
+            yield from _agree(block, "enabled", on, f"{name}.enabled", reason)
+    if autocast:
+        block = document["torch_autocast"]
+        yield from _agree(
+            block, "dtype", "bfloat16", "torch_autocast.dtype", "the recipe says bf16 (--training.precision)"
+        )
+    elif document.get("torch_autocast", {}).get("dtype") == AUTO:
+        del document["torch_autocast"]["dtype"]
+    if enabled["bf16"] and stage == 0:
+        yield (
+            "bf16.enabled is true at zero_optimization.stage 0, where DeepSpeed keeps no fp32 master weights; allowed: "
+            '"auto" (autocast is used), or stage 1, 2 or 3'
+        )
+    for block_name in ("bf16", "fp16"):
+        name = f"{block_name}_master_weights_and_grads"
+        if document.get(block_name, {}).get(name):
+            yield f"{block_name}.{name} is true; allowed: false (master weights are fp32, see --training.precision)"
+    if document.get("data_types", {}).get("grad_accum_dtype") == AUTO:
+        # fp32 sums over micro-batches; stage 1 with bf16 weights would switch to another optimizer class for it.
+        low = {"bf16": "bf16", "fp16": "fp16"}[precision] if enabled["bf16"] or enabled["fp16"] else "fp32"
+        document["data_types"]["grad_accum_dtype"] = low if stage < 2 else "fp32"
+
+
+def _zero(document: Document, config: Config) -> Iterator[str]:
+    zero = document.setdefault("zero_optimization", {"stage": 0})
+    zero.setdefault("stage", 0)
+    block_weights = 12 * config.model.hidden_size**2  # the weights of one transformer block
+    sizes = {
+        # One block at a time: large enough for the network, and no more memory than a layer in flight.
+        "reduce_bucket_size": block_weights,
+        "allgather_bucket_size": block_weights,
+        "stage3_prefetch_bucket_size": block_weights,
+        # Gathered weights are let go unless the very next block needs them; DeepSpeed's 1e9 keeps all of an encoder.
+        "stage3_max_reuse_distance": block_weights,
+        "stage3_max_live_parameters": 4 * block_weights,
+        # Biases and norms stay on every rank: they are many, and nothing in size.
+        "stage3_param_persistence_threshold": 10 * config.model.hidden_size,
+    }
+    for name, value in sizes.items():
+        if zero.get(name) == AUTO:
+            zero[name] = value
+    for name in ("offload_optimizer", "offload_param"):
+        device = (zero.get(name) or {}).get("device", "none")
+        if device not in ("none", "cpu"):
+            yield f"zero_optimization.{name}.device is {device!r}; allowed: none, cpu (checkpoints read host memory)"
+        elif device == "cpu" and name == "offload_optimizer":
+            # Otherwise DeepSpeed refuses any optimizer but its own C++ one, which it would have to compile here.
+            document["zero_force_ds_cpu_optimizer"] = False
+
+
+def _agree(block: Document, name: str, value: object, path: str, reason: str) -> Iterator[str]:
+    """Fill in `value` where the block says "auto" or nothing; a different value is a problem."""
+    found = block.get(name, AUTO)
+    if found != AUTO and not same(found, value):
+        yield f"{path} is {json.dumps(found)}, {reason}"
+        return
+    block[name] = value
+
+
+def _left_over(value: object, path: str = "") -> Iterator[str]:
+    """Paths at which the word "auto" is left: DeepSpeed would take some default of its own there."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _left_over(item, f"{path}.{key}" if path else key)
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _left_over(item, f"{path}.{index}")
+    elif value == AUTO and path not in DEEPSPEED_AUTO:
+        yield f'{path} is "auto", and its value is not known here; write a value'
