@@ -1,0 +1,163 @@
+"""Which part may import which, what is imported only when asked for, and that nothing unpickles."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "trp_scale"
+
+LAYERS: tuple[tuple[str, ...], ...] = (
+    ("config", "batch"),
+    ("distributed",),
+    ("models", "data", "observe"),
+    ("objectives",),
+    ("engines",),
+    ("hooks",),
+    ("training", "checkpoint"),
+    ("evaluation", "cli"),
+)
+"""A part imports itself and parts above it in this list, nothing below and nothing beside it."""
+
+BESIDE = {("batch", "config"), ("training", "checkpoint"), ("cli", "evaluation")}
+"""(importer, imported) of one layer that are allowed: in one direction only."""
+
+RECIPES_ARE_READ_BY = {"training", "checkpoint", "evaluation", "cli"}
+
+ONLY_WHEN_ASKED = ("wandb", "tensorboard", "datasets", "deepspeed")
+
+PICKLING_MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
+
+
+def allowed(importer: str, imported: str) -> bool:
+    """Whether the part `importer` may import the part `imported`."""
+    if importer == imported or (importer, imported) in BESIDE:
+        return True
+    if importer == "recipes":
+        return imported == "config"
+    if imported == "recipes":
+        return importer in RECIPES_ARE_READ_BY
+    level = {part: number for number, layer in enumerate(LAYERS) for part in layer}
+    return level[imported] < level[importer]
+
+
+def modules(tree: ast.Module, package: tuple[str, ...]) -> Iterator[tuple[int, str]]:
+    """(line, full module name) of every import in a file, wherever it stands; relative ones are made absolute."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else ()
+            base = ".".join([*above, *([node.module] if node.module else [])])
+            # `from trp_scale import engines` names a part in its list of names.
+            yield from ((node.lineno, f"{base}.{alias.name}" if base == "trp_scale" else base) for alias in node.names)
+
+
+def wrong_imports(source: str, path: Path) -> list[str]:
+    """The imports of one file of the package (`path` relative to the root) that go against the direction."""
+    parts = path.with_suffix("").parts
+    if len(parts) < 2 or parts[1] == "__init__":
+        return []
+    found = []
+    for line, module in modules(ast.parse(source), parts[:-1]):
+        names = module.split(".")
+        if names[0] in ("launch", "data_tools", "benchmarks", "tests"):
+            found.append(f"{path}:{line}: the package imports {module}")
+        elif names[0] == "trp_scale" and len(names) > 1 and not allowed(parts[1], names[1]):
+            found.append(f"{path}:{line}: {parts[1]} imports {names[1]}")
+    return found
+
+
+def unpickling(source: str, path: Path) -> list[str]:
+    """The places of one file that could run what a file on disk says."""
+    tree = ast.parse(source)
+    found = [
+        f"{path}:{line}: imports {module}"
+        for line, module in modules(tree, ())
+        if module.split(".")[0] in PICKLING_MODULES
+    ]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and node.module in ("torch", "torch.serialization"):
+            found += [f"{path}:{node.lineno}: torch.{a.name}" for a in node.names if a.name in ("load", "save")]
+        if isinstance(node, ast.Attribute) and ast.unparse(node) in ("torch.load", "torch.save"):
+            found.append(f"{path}:{node.lineno}: {ast.unparse(node)}")
+        if isinstance(node, ast.keyword) and node.arg == "allow_pickle" and ast.unparse(node.value) != "False":
+            found.append(f"{path}:{node.value.lineno}: allow_pickle={ast.unparse(node.value)}")
+    return found
+
+
+def sources(*folders: Path) -> list[tuple[str, Path]]:
+    files = [path for folder in folders for path in sorted(folder.rglob("*.py"))]
+    return [(path.read_text(encoding="utf-8"), path.relative_to(ROOT)) for path in files]
+
+
+def test_imports_go_one_way() -> None:
+    found = [wrong for source, path in sources(PACKAGE) for wrong in wrong_imports(source, path)]
+    assert not found, "\n".join(found)
+
+
+def test_every_part_has_its_layer() -> None:
+    parts = {path.stem for path in PACKAGE.iterdir() if path.suffix == ".py" or (path / "__init__.py").exists()}
+    assert parts - {"__init__", "recipes"} <= {part for layer in LAYERS for part in layer}
+
+
+@pytest.mark.parametrize(
+    ("path", "source"),
+    [
+        ("trp_scale/models/bert.py", "from trp_scale.engines.base import Engine"),
+        ("trp_scale/models/bert.py", "from trp_scale import hooks"),
+        ("trp_scale/models/bert.py", "from ..data import index"),
+        ("trp_scale/data/order.py", "def f():\n    import trp_scale.training.loop"),
+        ("trp_scale/config.py", "import trp_scale.batch"),
+        ("trp_scale/recipes/loader.py", "from trp_scale.batch import Batch"),
+        ("trp_scale/engines/plain.py", "from trp_scale.recipes.loader import dump"),
+        ("trp_scale/checkpoint/format.py", "from trp_scale.training.loop import Trainer"),
+        ("trp_scale/cli.py", "import launch.pretrain"),
+    ],
+)
+def test_a_wrong_import_is_seen(path: str, source: str) -> None:
+    assert len(wrong_imports(source, Path(path))) == 1
+
+
+def test_nothing_unpickles() -> None:
+    folders = (PACKAGE, ROOT / "launch", ROOT / "data_tools", ROOT / "benchmarks")
+    found = [wrong for source, path in sources(*folders) for wrong in unpickling(source, path)]
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import pickle",
+        "from dill import loads",
+        "import torch\ntorch.load('weights.pt', weights_only=True)",
+        "from torch import load",
+        "load = torch.load",
+        "numpy.load(path, allow_pickle=True)",
+        "numpy.load(path, allow_pickle=flag)",
+    ],
+)
+def test_unpickling_is_seen(source: str) -> None:
+    assert len(unpickling(source, Path("trp_scale/data/tar.py"))) == 1
+
+
+def test_extras_and_deepspeed_are_imported_only_when_asked() -> None:
+    """Import every module but the DeepSpeed engine's own in a fresh interpreter, then look at what came along."""
+    names = [
+        ".".join(path.with_suffix("").parts).removesuffix(".__init__")
+        for _, path in sources(PACKAGE)
+        if path.parts[-2:] != ("engines", "deepspeed.py")
+    ]
+    code = (
+        f"import importlib, sys\nfor name in {names!r}: importlib.import_module(name)\n"
+        f"found = [name for name in {ONLY_WHEN_ASKED!r} if name in sys.modules]\n"
+        "sys.exit(f'imported without being asked for: {found}' if found else 0)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr[-3000:]
