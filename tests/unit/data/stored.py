@@ -1,0 +1,123 @@
+"""A small stored text data set for tests, written with the standard library alone: random pieces, real structure."""
+
+from __future__ import annotations
+
+import io
+import tarfile
+import zlib
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from trp_scale.config import Config
+from trp_scale.data.groups import GROUPS, WORD_START
+from trp_scale.data.index import Block, Member, ShardIndex, write_index, write_json
+
+SPECIAL = {"pad": 0, "unk": 1, "cls": 2, "sep": 3, "mask": 4}
+VOCABULARY = 60
+
+
+def draw_rows(
+    rows: int, width: int, generator: np.random.Generator, shortest: int = 1
+) -> tuple[npt.NDArray[np.uint16], npt.NDArray[np.uint8], npt.NDArray[np.uint16]]:
+    """Rows of random words of 1 to 3 pieces in sentences of 1 to 6 words: tokens, tags, sentence ends."""
+    tokens = np.zeros((rows, width), dtype=np.uint16)
+    tags = np.zeros((rows, width), dtype=np.uint8)
+    ends = np.zeros((rows, width), dtype=np.uint16)
+    for row in range(rows):
+        pieces = int(generator.integers(shortest, width + 1))
+        tokens[row, :pieces] = generator.integers(5, VOCABULARY, pieces)
+        stops, words, place = [], 0, 0
+        while place < pieces:
+            length = min(int(generator.integers(1, 4)), pieces - place)
+            tags[row, place : place + length] = generator.integers(0, len(GROUPS))
+            tags[row, place] |= WORD_START
+            place, words = place + length, words + 1
+            if words >= generator.integers(1, 7):
+                stops.append(place)
+                words = 0
+        if not stops or stops[-1] < pieces:
+            stops.append(pieces)
+        ends[row, : len(stops)] = stops
+        ends[row, len(stops) :] = pieces
+    return tokens, tags, ends
+
+
+def npy(array: npt.NDArray[np.generic]) -> bytes:
+    """The content of a .npy file."""
+    stream = io.BytesIO()
+    np.lib.format.write_array(stream, array, allow_pickle=False)
+    return stream.getvalue()
+
+
+def write_shard(path: Path, blocks: dict[str, dict[str, bytes]], rows: dict[str, int]) -> None:
+    """A tar with its index: `blocks` maps a key to its members' contents by suffix."""
+    entries = []
+    with tarfile.open(path, "w") as tar:
+        for key, members in blocks.items():
+            placed = {}
+            for suffix, content in members.items():
+                header = tarfile.TarInfo(f"{key}.{suffix}")
+                header.size = len(content)
+                offset = tar.offset + 512
+                tar.addfile(header, io.BytesIO(content))
+                placed[suffix] = Member(offset=offset, length=len(content), crc32=zlib.crc32(content))
+            entries.append(Block(key=key, rows=rows[key], members=placed))
+    write_index(path, ShardIndex(shard=path.name, size=path.stat().st_size, blocks=entries))
+
+
+def write_dataset(
+    directory: Path,
+    *,
+    block_rows: list[list[int]],
+    length: int = 24,
+    seed: int = 0,
+    shortest: int = 1,
+    **changes: object,
+) -> Path:
+    """A data set with one shard per list in `block_rows`, which holds the rows of its blocks."""
+    generator = np.random.default_rng(seed)
+    shards = directory / "shards"
+    shards.mkdir(parents=True)
+    names = []
+    for number, counts in enumerate(block_rows):
+        names.append(f"text-{number:06d}.tar")
+        blocks, rows = {}, {}
+        for place, count in enumerate(counts):
+            key = f"text-{number:06d}-{place:06d}"
+            tokens, tags, ends = draw_rows(count, length - 3, generator, shortest)
+            blocks[key] = {"tokens.npy": npy(tokens), "tags.npy": npy(tags), "sentences.npy": npy(ends)}
+            rows[key] = count
+        write_shard(shards / names[-1], blocks, rows)
+    document: dict[str, object] = {
+        "format": 1,
+        "kind": "text",
+        "length": length,
+        "row_length": length - 3,
+        "vocab_size": VOCABULARY,
+        "special_tokens": SPECIAL,
+        "special_token_ids": sorted(SPECIAL.values()),
+        "token_dtype": "uint16",
+        "groups": list(GROUPS),
+        "rows": sum(map(sum, block_rows)),
+        "blocks": sum(map(len, block_rows)),
+        "shards": names,
+    }
+    write_json(directory / "dataset.json", {**document, **changes})
+    return directory
+
+
+def config_for(path: Path | str, **sections: dict[str, object]) -> Config:
+    """A run on `path` in this process, global batch 12 in micro-batches of 3; `sections` change fields by section."""
+    config = Config()
+    config.data.path = str(path)
+    config.data.workers = 0
+    config.data.validation_fraction = 0.0
+    config.data.blocks_per_group = 3
+    config.batch.global_size, config.batch.micro_size = 12, 3
+    for section, fields in sections.items():
+        for name, value in fields.items():
+            assert hasattr(getattr(config, section), name), f"no setting {section}.{name}"
+            setattr(getattr(config, section), name, value)
+    return config

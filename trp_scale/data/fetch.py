@@ -1,0 +1,161 @@
+"""Fetching micro-batches by position, in this process or in workers: torch's DataLoader around a plan and a builder."""
+
+from __future__ import annotations
+
+import multiprocessing
+import multiprocessing.connection
+import multiprocessing.context
+import multiprocessing.resource_tracker
+import os
+import signal
+import threading
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from multiprocessing import forkserver
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+from trp_scale.batch import Batch
+from trp_scale.data.plan import Addresses, Plan
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+"""Signals that ask a run to stop. Process groups get them as a whole; only the training process may act on them."""
+
+
+class BatchBuilder(Protocol):
+    """Knows what a block holds and how rows become a Batch; knows nothing of order, cursors and workers."""
+
+    def build(self, addresses: Addresses, start: int) -> Batch: ...
+
+
+@dataclass(frozen=True)
+class Packed:
+    """A batch with all its tensors in one buffer: a worker then hands over one piece of shared memory, not ten.
+
+    Attributes:
+        buffer: bytes of all tensors, each aligned to 8.
+        layout: name, type, shape and first byte of each; the last one is the keys.
+        batch: the batch without tensors.
+    """
+
+    buffer: Tensor
+    layout: list[tuple[str, torch.dtype, tuple[int, ...], int]]
+    batch: Batch
+
+    def pin_memory(self) -> Packed:
+        """Called by torch's DataLoader when the device is a GPU."""
+        return Packed(self.buffer.pin_memory(), self.layout, self.batch)
+
+    def unpack(self) -> Batch:
+        """The batch; its tensors are views of the buffer."""
+        tensors = {
+            name: self.buffer[first : first + dtype.itemsize * int(np.prod(shape))].view(dtype).view(shape)
+            for name, dtype, shape, first in self.layout
+        }
+        self.batch.keys = tensors.pop("keys")
+        self.batch.fields = tensors
+        return self.batch
+
+
+def pack(batch: Batch) -> Packed:
+    """Copy the tensors of a batch into one buffer."""
+    tensors = {**batch.fields, "keys": batch.keys}
+    layout, size = [], 0
+    for name, tensor in tensors.items():
+        layout.append((name, tensor.dtype, tuple(tensor.shape), size))
+        size += -(-tensor.nbytes // 8) * 8
+    packed = Packed(
+        torch.empty(size, dtype=torch.uint8), layout, Batch(fields={}, keys=torch.empty(0), start=batch.start)
+    )
+    for name, dtype, shape, first in layout:
+        end = first + tensors[name].nbytes
+        packed.buffer[first:end].view(dtype).view(shape).copy_(tensors[name])
+    packed.batch.epoch, packed.batch.corrupt = batch.epoch, batch.corrupt
+    packed.batch.fetch_seconds = batch.fetch_seconds
+    return packed
+
+
+class Fetcher(Dataset[Batch]):
+    """The map-style data set behind DataLoader: a range of positions in, a batch out. Opens files lazily."""
+
+    def __init__(self, plan: Plan, builder: BatchBuilder) -> None:
+        self._plan, self._builder = plan, builder
+
+    def __getitem__(self, position: int) -> Batch:
+        return self.__getitems__(range(position, position + 1))
+
+    def __getitems__(self, positions: range) -> Batch:
+        """One micro-batch; DataLoader calls this with what the batch sampler yields."""
+        addresses = self._plan.locate(np.arange(positions.start, positions.stop, dtype=np.int64))
+        return self._builder.build(addresses, positions.start)
+
+
+def micro_batches(
+    fetcher: Fetcher, sampler: Iterable[range], *, workers: int, prefetch: int, pin_memory: bool
+) -> DataLoader[Batch]:
+    """A loader of the ranges that `sampler` yields, in their order.
+
+    Workers are forked from a server process, not from this one: forking a process that runs torch's, gloo's and CUDA's
+    threads can deadlock in the child. The server has imported torch once, so a worker starts in milliseconds after it.
+    """
+    context = None
+    if workers:
+        start_worker_server()
+        context = multiprocessing.get_context("forkserver")
+    return DataLoader(
+        fetcher,
+        batch_sampler=sampler,  # type: ignore[arg-type]  # ranges stand for lists of positions
+        num_workers=workers,
+        prefetch_factor=prefetch if workers else None,
+        persistent_workers=workers > 0,
+        pin_memory=pin_memory,
+        collate_fn=pack if workers else _unchanged,  # type: ignore[arg-type]  # the fetcher makes whole batches
+        worker_init_fn=prepare_worker if workers else None,
+        multiprocessing_context=context,
+        generator=torch.Generator(),  # the default would draw from, and so move, the global generator
+    )
+
+
+def received(loader: DataLoader[Batch]) -> Iterator[Batch]:
+    """The loader's batches, unpacked."""
+    for item in loader:
+        yield item.unpack() if isinstance(item, Packed) else item
+
+
+def start_worker_server() -> None:
+    """Start the process that workers are forked from, if it does not run yet; returns before it is ready.
+
+    It inherits a signal mask with STOP_SIGNALS blocked, and so does every worker: a signal to the whole process group
+    reaches the training process only, which decides with all ranks.
+    """
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["trp_scale.data.text_batch", __name__])
+    multiprocessing.resource_tracker.ensure_running()  # else started below, where it would unblock the signals again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def prepare_worker(_: int) -> None:
+    """First thing in a worker: one thread, deaf to STOP_SIGNALS, gone when the training process is gone."""
+    torch.set_num_threads(1)
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+
+
+def _exit_with_parent() -> None:
+    """Torch watches the parent's process id, which here is the server's, and the server waits for its workers."""
+    parent = multiprocessing.parent_process()
+    if parent is not None:
+        multiprocessing.connection.wait([parent.sentinel])
+        os._exit(1)
+
+
+def _unchanged(batch: Batch) -> Batch:
+    return batch

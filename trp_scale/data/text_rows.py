@@ -1,0 +1,131 @@
+"""Stored text rows and their partners, read for one micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from trp_scale.data.groups import GROUP_BITS, GROUPS
+from trp_scale.data.hashing import Integers
+from trp_scale.data.index import DataError
+from trp_scale.data.shard_reader import ShardReader
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextRows:
+    """Rows as stored; P pieces a row, S sentence ends.
+
+    Attributes:
+        tokens: [N, P] int64.
+        tags: [N, P] uint8.
+        ends: [N, S] int64, end offsets of sentences, ascending; padded with the row's number of pieces.
+        pieces: [N] number of pieces, 0 for a row that is not there or cannot be read.
+        own: [R] line of each address's own row in the arrays above.
+        partner: [R] line of its partner.
+        readable: [R] whether both could be read and hold allowed values.
+        corrupt: keys of blocks in which something was wrong.
+    """
+
+    tokens: Integers
+    tags: npt.NDArray[np.uint8]
+    ends: Integers
+    pieces: Integers
+    own: Integers
+    partner: Integers
+    readable: npt.NDArray[np.bool_]
+    corrupt: list[str]
+
+
+class TextRowReader:
+    """Reads rows of several data sets.
+
+    Args:
+        readers: one per data set.
+        names: their names in the mixture, put before the keys of corrupt blocks.
+        row_length: P.
+        vocab_size: token ids must be below it.
+    """
+
+    def __init__(
+        self, *, readers: Sequence[ShardReader], names: Sequence[str], row_length: int, vocab_size: int
+    ) -> None:
+        self._readers, self._names = readers, names
+        self._row_length, self._vocab_size = row_length, vocab_size
+
+    def read(self, member: Integers, block: Integers, own: Integers, partner: Integers) -> TextRows:
+        """Rows `own` and `partner` of each block, all [R].
+
+        One gather per block and member file: lines come sorted by block, `TextRows.own` and `.partner` say where.
+        """
+        count = len(own)
+        block_code = np.tile(member << 40 | block, 2)  # [2R]
+        wanted = np.concatenate([own, partner])
+        order = np.argsort(block_code, kind="stable")
+        codes, rows = block_code[order], wanted[order]
+        bounds = [0, *(np.flatnonzero(np.diff(codes)) + 1).tolist(), 2 * count] if count else [0]
+        spans = list(pairwise(bounds))
+        blocks = [self._open(int(codes[first])) for first, _ in spans]
+        sentences = max((opened[2].shape[1] for opened in blocks if opened is not None), default=1)
+
+        tokens = np.zeros((2 * count, self._row_length), dtype=np.int64)
+        tags = np.zeros((2 * count, self._row_length), dtype=np.uint8)
+        ends = np.zeros((2 * count, sentences), dtype=np.int64)
+        for (first, last), opened in zip(spans, blocks, strict=True):
+            if opened is None:
+                continue
+            lines = rows[first:last]
+            tokens[first:last] = opened[0][lines]
+            tags[first:last] = opened[1][lines]
+            stored = opened[2][lines]  # [lines, S of this block]
+            ends[first:last, : stored.shape[1]] = stored
+            ends[first:last, stored.shape[1] :] = stored[:, -1:]
+
+        good = self._check(tokens, tags, ends)
+        for (first, last), opened in zip(spans, blocks, strict=True):
+            if opened is None:
+                good[first:last] = False
+        if not good.all():
+            ends[~good] = 0
+        line = np.empty(2 * count, dtype=np.int64)
+        line[order] = np.arange(2 * count)
+        return TextRows(
+            tokens=tokens,
+            tags=tags,
+            ends=ends,
+            pieces=ends[:, -1],
+            own=line[:count],
+            partner=line[count:],
+            readable=good[line[:count]] & good[line[count:]],
+            corrupt=sorted(self._key(code) for code in np.unique(codes[~good]).tolist()),
+        )
+
+    def _open(self, code: int) -> tuple[npt.NDArray[Any], ...] | None:
+        """Arrays of a block; None where it cannot be read: the batch names it, the training loop limits them."""
+        try:
+            tokens, tags, sentences = self._readers[code >> 40].arrays(code & ((1 << 40) - 1))
+        except DataError:
+            return None
+        width = (self._row_length,)
+        if tokens.shape[1:] != width or tags.shape[1:] != width or sentences.ndim != 2 or sentences.shape[1] == 0:
+            return None
+        return (tokens, tags, sentences) if all(a.dtype.kind == "u" for a in (tokens, tags, sentences)) else None
+
+    def _check(self, tokens: Integers, tags: npt.NDArray[np.uint8], ends: Integers) -> npt.NDArray[np.bool_]:
+        """Which lines hold allowed values, [N]: a wrong id would fault in the embedding, on a GPU for good."""
+        if tokens.size == 0:
+            return np.ones(len(tokens), dtype=np.bool_)
+        good = tokens.max(axis=1) < self._vocab_size
+        good &= (tags & GROUP_BITS).max(axis=1) < len(GROUPS)
+        good &= ends[:, -1] <= self._row_length
+        good &= (ends[:, 1:] >= ends[:, :-1]).all(axis=1)
+        return np.asarray(good, dtype=np.bool_)
+
+    def _key(self, code: int) -> str:
+        name = self._names[code >> 40]
+        key = self._readers[code >> 40].table.keys[code & ((1 << 40) - 1)]
+        return f"{name}/{key}" if name else key
