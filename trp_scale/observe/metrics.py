@@ -9,6 +9,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+from trp_scale.config import RefusedError
+
 METRICS_FILE = "metrics.jsonl"
 
 LONGEST_LINE = 1 << 24
@@ -69,12 +71,12 @@ def read_metrics(run_dir: Path) -> Iterator[dict[str, Any]]:
     """The lines of a run's metrics.jsonl, oldest first; a torn last line is left out.
 
     Raises:
-        FileNotFoundError: the directory holds no metrics.jsonl.
+        RefusedError: the directory holds no metrics.jsonl.
         ValueError: a whole line is not a JSON object, with its number.
     """
     path = Path(run_dir) / METRICS_FILE
     if not path.exists():
-        raise FileNotFoundError(f"{path} does not exist: {run_dir} is not a run directory, or the run made no step")
+        raise RefusedError(f"{path} does not exist: {run_dir} is not a run directory, or the run made no step")
     with path.open(encoding="utf-8") as file:
         for number, text in enumerate(file, start=1):
             if not text.endswith("\n"):

@@ -16,7 +16,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from trp_scale.config import Config
+from trp_scale.config import Config, RefusedError
 from trp_scale.observe.records import RunInfo, StepRecord
 
 PROGRESS_VARIABLE = "TRP_SCALE_PROGRESS"
@@ -146,11 +146,11 @@ def open_display(config: Config, info: RunInfo, run_dir: Path) -> Display:
     """The display that fits the terminal, `logging.progress` and TRP_SCALE_PROGRESS.
 
     Raises:
-        ValueError: TRP_SCALE_PROGRESS is none of live, plain, off.
+        RefusedError: TRP_SCALE_PROGRESS is none of live, plain, off.
     """
     wish = os.environ.get(PROGRESS_VARIABLE, "")
     if wish not in ("", "live", "plain", "off"):
-        raise ValueError(
+        raise RefusedError(
             f"{PROGRESS_VARIABLE} is {wish!r}; allowed: live, plain, off, or unset to choose by the terminal"
         )
     console = Console(force_terminal=True if wish == "live" else None)

@@ -92,7 +92,7 @@ def report(run_dir: Path) -> str:
     """The report as plain text, from metrics.jsonl and, when the run has ended, summary.json.
 
     Raises:
-        FileNotFoundError: no metrics.jsonl there.
+        RefusedError: no metrics.jsonl there.
         ValueError: a line of it is not a JSON object.
     """
     console = Console(file=io.StringIO(), width=REPORT_WIDTH, color_system=None, force_terminal=False)

@@ -9,14 +9,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
-from trp_scale.config import Config
+from trp_scale.config import Config, RefusedError
 from trp_scale.observe.records import RunInfo
 
 WANDB_ID_FILE = "wandb_id.txt"
-
-
-class MissingExtraError(ImportError):
-    """A package that an extra of trp-scale installs is asked for and is not there."""
 
 
 class Sink(Protocol):
@@ -39,9 +35,9 @@ def flatten(line: Mapping[str, Any], prefix: str = "") -> dict[str, float]:
 
 
 def require(package: str, extra: str, flag: str) -> None:
-    """Raise `MissingExtraError` with the command that installs what `flag` needs."""
+    """Raise `RefusedError` with the command that installs what `flag` needs."""
     if find_spec(package) is None:
-        raise MissingExtraError(
+        raise RefusedError(
             f"{flag} needs the package {package}, which is not installed: "
             f"pip install 'trp-scale[{extra}]', or leave {flag} out"
         )
@@ -102,7 +98,7 @@ def open_sinks(run_dir: Path, config: Config, info: RunInfo) -> list[Sink]:
     """The sinks that `logging.wandb` and `logging.tensorboard` ask for.
 
     Raises:
-        MissingExtraError: the package is not installed.
+        RefusedError: the package is not installed.
     """
     sinks: list[Sink] = []
     if config.logging.wandb:

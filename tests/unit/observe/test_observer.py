@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.unit.observe.small_run import record
-from trp_scale.config import Config
+from trp_scale.config import Config, RefusedError
 from trp_scale.observe import Observer, RunInfo, TaskRecord, report
 
 
@@ -176,7 +176,7 @@ def test_a_hook_cannot_take_a_field_s_name(start: Callable[..., Observer]) -> No
 
 
 def test_a_directory_without_metrics_is_named(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=str(tmp_path)):
+    with pytest.raises(RefusedError, match=str(tmp_path)):
         report(tmp_path)
 
 

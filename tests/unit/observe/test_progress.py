@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from tests.unit.observe.small_run import record
-from trp_scale.config import Config
+from trp_scale.config import Config, RefusedError
 from trp_scale.observe import RunInfo, TaskRecord
 from trp_scale.observe.progress import LiveDisplay, PlainDisplay, open_display
 
@@ -87,5 +87,5 @@ def test_logging_progress_false_leaves_messages(
 
 def test_a_wrong_variable_is_refused(config: Config, info: RunInfo, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRP_SCALE_PROGRESS", "fancy")
-    with pytest.raises(ValueError, match="TRP_SCALE_PROGRESS is 'fancy'; allowed: live, plain, off"):
+    with pytest.raises(RefusedError, match="TRP_SCALE_PROGRESS is 'fancy'; allowed: live, plain, off"):
         open_display(config, info, Path("run"))

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from tests.unit.observe.small_run import record
-from trp_scale.config import Config
+from trp_scale.config import Config, RefusedError
 from trp_scale.observe import Observer, RunInfo
-from trp_scale.observe.sinks import MissingExtraError, flatten
+from trp_scale.observe.sinks import flatten
 
 
 def test_nested_lines_become_paths() -> None:
@@ -67,5 +67,5 @@ def test_a_missing_extra_is_named_with_its_command(
 ) -> None:
     monkeypatch.setattr("trp_scale.observe.sinks.find_spec", lambda name: None)
     setattr(config.logging, extra, True)
-    with pytest.raises(MissingExtraError, match=rf"--logging\.{extra} .*pip install 'trp-scale\[{extra}\]'"):
+    with pytest.raises(RefusedError, match=rf"--logging\.{extra} .*pip install 'trp-scale\[{extra}\]'"):
         start()

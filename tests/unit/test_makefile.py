@@ -1,0 +1,106 @@
+"""`make setup`: only a finished installation counts as one. A stand-in for Python plays venv and pip."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+STAND_IN = """#!/bin/sh
+# Plays python -c, python -m venv DIR and python -m pip install, noting each; pip fails while the file `broken` exists.
+case "$1 $2" in
+    -c*) exec "$REAL_PYTHON" "$@" ;;
+    "-m venv") echo venv >> calls; mkdir -p "$3/bin"; cp "$0" "$3/bin/python" ;;
+    "-m pip") echo pip >> calls; touch .venv/half_a_package; if [ -e broken ]; then exit 1; fi ;;
+esac
+"""
+
+
+@pytest.fixture
+def project(tmp_path: Path) -> Path:
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        shutil.copy(ROOT / name, tmp_path / name)
+    python = tmp_path / "python"
+    python.write_text(STAND_IN, encoding="utf-8")
+    python.chmod(0o755)
+    return tmp_path
+
+
+def setup(project: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["make", "setup", f"PYTHON={project / 'python'}"],
+        cwd=project,
+        env={"PATH": os.environ["PATH"], "REAL_PYTHON": sys.executable},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+
+
+def calls(project: Path) -> list[str]:
+    return (project / "calls").read_text(encoding="utf-8").split()
+
+
+def test_a_finished_installation_is_not_repeated(project: Path) -> None:
+    for _ in range(2):
+        assert setup(project).returncode == 0
+    assert calls(project) == ["venv", "pip"]
+
+
+def test_an_unfinished_one_starts_again_from_nothing(project: Path) -> None:
+    (project / "broken").touch()
+    assert setup(project).returncode != 0
+    assert not (project / ".venv" / ".installed").exists()
+    (project / ".venv" / "left_over").touch()
+    (project / "broken").unlink()
+    result = setup(project)
+    assert result.returncode == 0
+    assert "did not finish" in result.stdout
+    assert not (project / ".venv" / "left_over").exists()
+    assert calls(project) == ["venv", "pip"] * 2
+
+
+@pytest.mark.parametrize("changed", ["constraints.txt", "pyproject.toml"])
+def test_new_pins_are_installed(project: Path, changed: str) -> None:
+    assert setup(project).returncode == 0
+    stamp = (project / ".venv" / ".installed").stat().st_mtime
+    os.utime(project / changed, (stamp + 10, stamp + 10))
+    assert setup(project).returncode == 0
+    assert calls(project) == ["venv", "pip"] * 2
+
+
+def test_an_old_python_is_refused(project: Path) -> None:
+    old = STAND_IN.replace('exec "$REAL_PYTHON" "$@"', "echo python is 3.8 >&2; exit 1")
+    (project / "python").write_text(old, encoding="utf-8")
+    result = setup(project)
+    assert result.returncode != 0
+    assert not (project / "calls").exists()
+
+
+def test_the_version_check_names_the_version_and_the_remedy() -> None:
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    (line,) = [line for line in makefile.splitlines() if "sys.version_info < (3, 10)" in line]
+    code = line.split("-c '")[1].rstrip("'").replace("$(PYTHON)", "python3")
+    pretend = "import sys; sys.version_info = (3, 9, 1); sys.version = '3.9.1 (x)'; "
+    old = subprocess.run([sys.executable, "-c", pretend + code], capture_output=True, text=True, timeout=60)
+    assert old.returncode == 1
+    assert "python3 is Python 3.9.1; trp-scale needs 3.10 or newer" in old.stderr
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_constraints_are_names_and_versions_only() -> None:
+    lines = (ROOT / "constraints.txt").read_text(encoding="utf-8").splitlines()
+    pins = [line for line in lines if not line.startswith("#")]
+    assert len(pins) > 100
+    for pin in pins:
+        requirement, _, marker = pin.partition(" ; ")
+        name, version = requirement.split("==")
+        assert name.replace("-", "").replace("_", "").replace(".", "").isalnum(), pin
+        assert all(part.isalnum() for part in version.split(".")), pin
+        assert marker in ("", 'python_version < "3.11"', 'python_version >= "3.11"'), pin
