@@ -89,7 +89,7 @@ class Environment:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         clean_exit = isinstance(error, SystemExit) and error.code in (None, 0)
-        if error is not None and not clean_exit and self.info.world > 1:
+        if error is not None and not clean_exit and self.info.world > 1 and self._owns_process_group:
             self._leave_at_once(error)
         if not self._owns_process_group:
             return

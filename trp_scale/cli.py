@@ -1,0 +1,105 @@
+"""The command `trp-scale`: pretrain and export. Every command is imported only when it is asked for."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from trp_scale.config import RefusedError
+
+USAGE = """usage: trp-scale COMMAND ...
+
+  pretrain   pre-train from a recipe, on one process, FSDP2 or DeepSpeed
+  export     write a run's weights as a directory that other libraries load
+
+trp-scale COMMAND --help explains the flags of a command.
+"""
+
+FIRST_WORD_SECONDS = 3.0
+"""How long the other ranks leave rank 0 to say what is wrong with the command; its launcher then ends them."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit status: 2 for a mistake of the user's, shown as one message."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    commands: dict[str, Callable[[Sequence[str]], int]] = {"pretrain": _pretrain, "export": _export}
+    if not arguments or arguments[0] in ("-h", "--help"):
+        print(USAGE, end="")
+        return 0 if arguments else 2
+    name, rest = arguments[0], arguments[1:]
+    if name not in commands:
+        print(f"error: {name!r} is no command of trp-scale; allowed: {', '.join(commands)}", file=sys.stderr)
+        return 2
+    return run(lambda: commands[name](rest))
+
+
+def run(command: Callable[[], int]) -> int:
+    """Run a command and show a refusal as one message without a traceback; of several ranks, rank 0 speaks."""
+    try:
+        return command()
+    except RefusedError as error:
+        _let_rank_0_speak_first()
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 2
+
+
+def pretrain(argv: Sequence[str]) -> int:
+    """`trp-scale pretrain`, and launch/pretrain.py under python, torchrun, deepspeed and srun."""
+    return run(lambda: _pretrain(argv))
+
+
+def _pretrain(argv: Sequence[str]) -> int:
+    from trp_scale.recipes.arguments import parse
+
+    try:
+        arguments = parse(argv, quiet=not _speaks())
+    except SystemExit as error:
+        if error.code:
+            _let_rank_0_speak_first()
+        raise
+    from trp_scale.training.pretrain import pretrain as train
+
+    return int(train(arguments) or 0)
+
+
+@dataclass(kw_only=True)
+class ExportArguments:
+    """Write a run's weights as a directory that other libraries load."""
+
+    run: Annotated[Path, tyro.conf.arg(metavar="DIR")]
+    """Run directory (its newest complete checkpoint is taken), or a checkpoint in it."""
+    output: Annotated[Path, tyro.conf.arg(metavar="DIR")]
+    """Directory to write; it must not exist, or be empty."""
+    to: Literal["hf"] = "hf"
+    """hf: for transformers' BertForPreTraining.from_pretrained."""
+
+
+def _export(argv: Sequence[str]) -> int:
+    arguments = tyro.cli(ExportArguments, prog="trp-scale export", args=argv, use_underscores=True)
+    from trp_scale.checkpoint.export import export_hf
+
+    checkpoint = export_hf(arguments.run, arguments.output)
+    print(f"{checkpoint} -> {arguments.output}")
+    return 0
+
+
+def _speaks() -> bool:
+    """Whether this process speaks for all ranks; a lenient reading, before the environment is checked."""
+    return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
+
+
+def _let_rank_0_speak_first() -> None:
+    """All ranks read the same command; when rank 0 stops for it too, the launcher ends this one while it waits."""
+    if not _speaks():
+        time.sleep(FIRST_WORD_SECONDS)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,178 @@
+"""The run directory: everything one run leaves behind.
+
+runs/pos_bert_tiny-20260101-120000/
+  config.yaml        every setting, resolved
+  environment.json   versions, git commit, machines, engine, launcher, command line; of each start
+  tokenizer/         copy of the data set's tokenizer
+  metrics.jsonl summary.json report.txt    written by trp_scale.observe
+  checkpoints/step_00000123/               written by trp_scale.checkpoint
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import trp_scale
+from trp_scale.config import Config, RefusedError
+from trp_scale.distributed.environment import RankInfo
+from trp_scale.distributed.groups import Group
+from trp_scale.recipes.arguments import Arguments
+from trp_scale.recipes.loader import dump
+
+CONFIG_FILE = "config.yaml"
+ENVIRONMENT_FILE = "environment.json"
+TOKENIZER = "tokenizer"
+_PACKAGES = (
+    "torch",
+    "deepspeed",
+    "transformers",
+    "tokenizers",
+    "webdataset",
+    "nltk",
+    "textblob",
+    "safetensors",
+    "numpy",
+    "trp-scale",
+)
+
+
+def create_run_directory(arguments: Arguments, world: Group) -> Path:
+    """Decide the run directory on rank 0 (--run_dir, or a new one under runs/), make it, and tell all ranks.
+
+    Raises:
+        RefusedError: on every rank, when rank 0 cannot make it.
+    """
+    problem, path = None, Path()
+    if world.rank == 0:
+        path = arguments.run_dir or _unused(Path("runs"), arguments.recipe_name(), datetime.now())
+        path = path.absolute()
+        try:
+            path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            problem = f"--run_dir {path} cannot be made: {error.strerror}"
+    problem, path = world.broadcast_object((problem, path))
+    if problem is not None:
+        raise RefusedError(problem)
+    return path
+
+
+def write_config(run_dir: Path, config: Config, world: Group) -> None:
+    """Write config.yaml on rank 0. After the checks of a resume: it replaces the last start's."""
+    if world.rank == 0:
+        _replace(run_dir / CONFIG_FILE, dump(config))
+
+
+def write_environment(
+    run_dir: Path, info: RankInfo, world: Group, *, device: torch.device, engine: str, zero_stage: int | None
+) -> dict[str, Any]:
+    """Write environment.json: how this start was made, and under `earlier` the starts before it.
+
+    All ranks call it: hosts and devices are gathered.
+
+    Returns:
+        what was written, the same on every rank.
+    """
+    machines = world.gather_objects((socket.gethostname(), _device_name(device)))
+    found: dict[str, Any] = {}
+    if world.rank == 0:
+        found = {
+            "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "command": list(sys.orig_argv),
+            "directory": str(Path.cwd()),
+            "engine": engine,
+            "zero_stage": zero_stage,
+            "world_size": info.world,
+            "launcher": info.launcher,
+            "hosts": list(dict.fromkeys(host for host, _ in machines)),
+            "devices": [name for _, name in machines],
+            "python": platform.python_version(),
+            "platform": platform.platform(),
+            "cuda": torch.version.cuda if device.type == "cuda" else None,
+            "threads_per_rank": torch.get_num_threads(),
+            "versions": {package: _version(package) for package in _PACKAGES},
+            "git": git_state(Path(trp_scale.__file__).resolve().parent),
+        }
+        found["earlier"] = _earlier(run_dir / ENVIRONMENT_FILE)
+        _replace(run_dir / ENVIRONMENT_FILE, json.dumps(found, indent=2) + "\n")
+    return world.broadcast_object(found)
+
+
+def copy_tokenizer(run_dir: Path, source: Path, world: Group) -> None:
+    """Copy the data set's tokenizer on rank 0, so that the run directory can be exported and moved on its own."""
+    target = run_dir / TOKENIZER
+    if world.rank != 0 or target.exists():
+        return
+    temporary = run_dir / f".{TOKENIZER}.tmp"
+    shutil.rmtree(temporary, ignore_errors=True)
+    shutil.copytree(source, temporary)
+    temporary.rename(target)
+
+
+def git_state(directory: Path) -> dict[str, Any] | None:
+    """Commit of the checkout that holds `directory`, and whether it has changes; None when it is in no checkout."""
+
+    def git(*arguments: str) -> str | None:
+        try:
+            done = subprocess.run(
+                ["git", "-C", str(directory), *arguments], capture_output=True, text=True, timeout=20, check=True
+            )
+        except (OSError, subprocess.SubprocessError):  # no git, or no checkout: the same answer
+            return None
+        return done.stdout.strip()
+
+    # An installed package may lie in a virtual environment inside somebody's checkout: only tracked files count.
+    if not git("ls-files", "--", "__init__.py"):
+        return None
+    return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "--untracked-files=no"))}
+
+
+def _unused(parent: Path, recipe: str, now: datetime) -> Path:
+    """runs/<recipe>-<date>-<time>; two runs of one second get a number, so that neither continues the other."""
+    name = f"{recipe}-{now:%Y%m%d-%H%M%S}"
+    candidates = [parent / name, *(parent / f"{name}-{number}" for number in range(2, 1000))]
+    return next(path for path in candidates if not path.exists())
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:  # an optional one, or the checkout is not installed
+        return None
+
+
+def _device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"cpu ({platform.machine()}, {os.cpu_count()} cores)"
+
+
+def _earlier(path: Path) -> list[dict[str, Any]]:
+    """The starts before this one, oldest first."""
+    try:
+        last = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return []
+    except ValueError as error:
+        raise RefusedError(
+            f"{path} is not JSON ({error}); move it away to go on without the record of the starts before"
+        ) from error
+    return [*last.pop("earlier", []), last]
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write under a temporary name, then rename: a reader sees the old file or the new one, whole."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
