@@ -9,7 +9,7 @@ from pathlib import Path
 
 from trp_scale.checkpoint.document import DOCUMENT_NAME
 from trp_scale.checkpoint.durable import sync_directory
-from trp_scale.checkpoint.run_directory import incompleteness, newest_complete
+from trp_scale.checkpoint.run_directory import incompleteness, newest_complete, remove_leftovers
 from trp_scale.config import RefusedError
 
 
@@ -29,6 +29,8 @@ class Selection:
 def select(run_dir: Path, resume: str) -> Selection:
     """Decide what to start from; on one rank, whose answer the others take (agreement.on_rank_zero).
 
+    What a killed process left half-written in run_dir is removed first; another run's directory is only read.
+
     Args:
         resume: "auto" = the newest complete checkpoint of run_dir, or a fresh start where there is none;
             "never" = a fresh start in an empty directory; else the path of a checkpoint or of a run directory.
@@ -38,6 +40,7 @@ def select(run_dir: Path, resume: str) -> Selection:
     if resume == "never":
         return _fresh(run_dir)
     if resume == "auto":
+        remove_leftovers(run_dir)
         found = newest_complete(run_dir)
         if found.path is not None:
             return Selection(checkpoint=found.path, notices=(*found.warnings, f"resuming from {found.path}"))

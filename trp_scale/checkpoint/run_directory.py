@@ -14,7 +14,7 @@ from trp_scale.checkpoint.tensor_file import wrong_size
 
 CHECKPOINTS = "checkpoints"
 _FINAL = re.compile(r"^step_(\d{8,})$")
-_LEFTOVER = re.compile(r"^\.step_\d{8,}\.(tmp|old)$")
+_LEFTOVER = re.compile(r"^\.(step_\d{8,})\.(tmp|old|replaced)$")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,20 +64,25 @@ def newest_complete(run_dir: Path) -> Found:
     return Found(path=None, warnings=tuple(warnings))
 
 
-def remove_leftovers(run_dir: Path) -> list[Path]:
-    """Remove what a killed process left half-written or half-removed; at start-up and before each save, on one rank."""
+def remove_leftovers(run_dir: Path) -> None:
+    """Remove what a killed process left half-written or half-removed; at start-up and before each save, on one rank.
+
+    A checkpoint that was about to be replaced by a new one of the same step gets its name back if the new one has not.
+    """
     directory = run_dir / CHECKPOINTS
     if not directory.is_dir():
-        return []
-    leftovers = [path for path in directory.iterdir() if _LEFTOVER.match(path.name)]
-    for path in leftovers:
-        shutil.rmtree(path)
-    return leftovers
+        return
+    for path in list(directory.iterdir()):
+        leftover = _LEFTOVER.match(path.name)
+        if leftover and leftover[2] == "replaced" and not path.with_name(leftover[1]).exists():
+            path.rename(path.with_name(leftover[1]))
+        elif leftover:
+            shutil.rmtree(path)
 
 
 def publish(temporary: Path, final: Path) -> None:
     """Give a finished directory its name, taking the place of an older one of that name."""
-    replaced = final.with_name(f".{final.name}.old")
+    replaced = final.with_name(f".{final.name}.replaced")
     if final.exists():
         final.rename(replaced)
     temporary.rename(final)

@@ -1,0 +1,125 @@
+"""An exported checkpoint is transformers' model, number for number."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+from tokenizers.models import WordPiece
+from tokenizers.pre_tokenizers import Whitespace
+from transformers import AutoTokenizer, BertForPreTraining, PreTrainedTokenizerFast
+
+from tests.unit.checkpoint.fake_engine import FakeEngine, save_step
+from trp_scale.checkpoint.errors import CheckpointError
+from trp_scale.checkpoint.export import export_hf
+from trp_scale.config import Config, ModelConfig, RefusedError
+from trp_scale.models.bert import BertForMaskedPositions, bert_config
+
+VOCABULARY = 90
+MODEL = ModelConfig(layers=2, hidden_size=32, heads=4, intermediate_size=48, max_positions=16, dropout=0.0)
+WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"word{number}" for number in range(VOCABULARY - 5))]
+
+
+def write_run(run_dir: Path, weights: dict[str, torch.Tensor], **extra: Any) -> Path:
+    """A run directory with these weights in two pieces each, and a tokenizer."""
+    backend = Tokenizer(WordPiece({word: number for number, word in enumerate(WORDS)}, unk_token="[UNK]"))
+    backend.pre_tokenizer = Whitespace()
+    special = {"unk_token": "[UNK]", "pad_token": "[PAD]", "mask_token": "[MASK]"}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, **special)
+    tokenizer.save_pretrained(run_dir / "tokenizer")
+    split = {name: [(0, 7, 0), (7, tensor.numel(), 0)] for name, tensor in weights.items() if tensor.numel() > 7}
+    split |= {name: [(0, tensor.numel(), 0)] for name, tensor in weights.items() if tensor.numel() <= 7}
+    engine = FakeEngine(0, split, {"weight": weights}, steps=0)
+    config = asdict(Config(model=MODEL))
+    return save_step(run_dir, 4, engine=engine, config=config, extra={"vocab_size": VOCABULARY} | extra)
+
+
+def our_weights() -> dict[str, torch.Tensor]:
+    """As a run stores them: 128 rows of vocabulary, of which 90 count, the rest poisoned."""
+    weights = {name: tensor.detach() for name, tensor in our_model().named_parameters()}
+    generator = torch.Generator().manual_seed(3)
+    weights = {name: tensor + 0.1 * torch.randn(tensor.shape, generator=generator) for name, tensor in weights.items()}
+    weights["bert.embeddings.word_embeddings.weight"][VOCABULARY:] = torch.nan
+    weights["cls.predictions.bias"][VOCABULARY:] = torch.nan
+    return weights
+
+
+def our_model() -> BertForMaskedPositions:
+    return BertForMaskedPositions(MODEL, vocab_size=VOCABULARY, seed=1)
+
+
+def test_transformers_loads_it_and_computes_the_same(tmp_path: Path) -> None:
+    weights = our_weights()
+    checkpoint = write_run(tmp_path / "run", weights)
+    assert export_hf(tmp_path / "run", tmp_path / "hf") == checkpoint
+    model, report = BertForPreTraining.from_pretrained(tmp_path / "hf", output_loading_info=True)
+    assert not any(report.values()), report
+    # The reference takes its tensors directly, by name, and never sees a file.
+    reference = BertForPreTraining(bert_config(MODEL, VOCABULARY))
+    with torch.no_grad():
+        for name, parameter in reference.named_parameters():
+            parameter.copy_(weights[name][: parameter.shape[0]])
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(0, VOCABULARY, (3, 12), generator=generator)
+    labels = {"labels": tokens.roll(1), "next_sentence_label": torch.tensor([0, 1, 1])}
+    with torch.no_grad():
+        found, expected = model.eval()(input_ids=tokens, **labels), reference.eval()(input_ids=tokens, **labels)
+    assert found.prediction_logits.shape == (3, 12, VOCABULARY)
+    for name in ("loss", "prediction_logits", "seq_relationship_logits"):
+        assert torch.equal(found[name], expected[name]), name
+    assert model.config.architectures == ["BertForPreTraining"]
+    assert model.dtype == torch.float32
+
+
+def test_the_tokenizer_comes_along(tmp_path: Path) -> None:
+    checkpoint = write_run(tmp_path / "run", our_weights())
+    export_hf(checkpoint, tmp_path / "hf")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert len(tokenizer) == VOCABULARY
+    assert tokenizer("word3 [MASK]", add_special_tokens=False)["input_ids"] == [8, 4]
+
+
+def test_a_tokenizer_elsewhere_is_found_by_its_name(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", our_weights(), data_tokenizer=str(tmp_path / "data"))
+    (tmp_path / "run" / "tokenizer").rename(tmp_path / "data")
+    export_hf(tmp_path / "run", tmp_path / "hf")
+    assert (tmp_path / "hf" / "tokenizer.json").exists()
+    (tmp_path / "data").rename(tmp_path / "gone")
+    with pytest.raises(RefusedError, match=f"no tokenizer at .*run/tokenizer or {tmp_path}/data"):
+        export_hf(tmp_path / "run", tmp_path / "again")
+    assert not (tmp_path / "again").exists()
+
+
+def test_a_directory_that_is_not_empty_is_left_alone(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", our_weights())
+    (tmp_path / "hf").mkdir()
+    export_hf(tmp_path / "run", tmp_path / "hf")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()}
+    with pytest.raises(RefusedError, match="not an empty directory"):
+        export_hf(tmp_path / "run", tmp_path / "hf")
+    assert {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()} == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "run"]
+
+
+def test_weights_that_are_not_of_this_model_are_refused(tmp_path: Path) -> None:
+    weights = our_weights()
+    del weights["cls.seq_relationship.bias"]
+    weights["adapter.weight"] = torch.ones(3)
+    write_run(tmp_path / "run", weights)
+    with pytest.raises(CheckpointError) as caught:
+        export_hf(tmp_path / "run", tmp_path / "hf")
+    assert "cls.seq_relationship.bias" in str(caught.value)
+    assert "adapter.weight" in str(caught.value)
+    assert not (tmp_path / "hf").exists()
+
+
+def test_nothing_to_export(tmp_path: Path) -> None:
+    with pytest.raises(RefusedError, match="nothing to export"):
+        export_hf(tmp_path, tmp_path / "hf")
+    write_run(tmp_path / "run", our_weights(), vocab_size=None)
+    with pytest.raises(CheckpointError, match="vocab_size is None"):
+        export_hf(tmp_path / "run", tmp_path / "hf")

@@ -1,0 +1,202 @@
+"""From where a run goes on, what it may change, and what stays of its metrics."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.checkpoint.fake_engine import save_step
+from trp_scale.checkpoint.resume import CutMetrics, cut_metrics, select
+from trp_scale.checkpoint.resume_rules import MAY_CHANGE, check_settings, may_change
+from trp_scale.config import Config, RefusedError
+
+PRESENT = asdict(Config())
+ALLOWED = {
+    "batch.micro_size",
+    "training.steps",
+    "training.max_hours",
+    "training.max_skipped_steps",
+    "training.compile",
+    "training.deterministic",
+    "data.workers",
+    "data.prefetch",
+    "data.verify",
+    "data.max_corrupt_blocks",
+    "validation.every",
+    "checkpoint.every",
+    "checkpoint.keep",
+    "logging.every",
+    "logging.progress",
+    "logging.wandb",
+    "logging.wandb_project",
+    "logging.tensorboard",
+}
+
+
+def all_fields() -> list[str]:
+    return [f"{section}.{field}" for section, values in PRESENT.items() for field in values]
+
+
+def changed(*names: str) -> dict[str, Any]:
+    """The default settings with other values in these fields."""
+    settings = asdict(Config())
+    for name in names:
+        section, field = name.split(".")
+        settings[section][field] = "another value"
+    return settings
+
+
+@pytest.mark.parametrize("field", all_fields())
+def test_exactly_the_listed_settings_may_change(field: str) -> None:
+    stored = changed(field)
+    assert may_change(field) == (field in ALLOWED)
+    if field in ALLOWED:
+        (notice,) = check_settings(stored, PRESENT)
+        assert notice.startswith(f"{field}: checkpoint another value, now ")
+        return
+    with pytest.raises(RefusedError) as caught:
+        check_settings(stored, PRESENT)
+    assert f"{field}: checkpoint another value, now " in str(caught.value)
+
+
+def test_every_rule_names_a_setting_that_exists() -> None:
+    known = set(all_fields()) | {f"{section.name}.*" for section in fields(Config())}
+    assert set(MAY_CHANGE) <= known
+
+
+def test_all_refused_settings_are_listed_with_both_values_and_what_may_change() -> None:
+    stored = asdict(Config())
+    stored["optimizer"]["lr"] = 0.5
+    stored["batch"] = {"global_size": 8, "micro_size": 4}
+    stored["training"]["seed"] = 3
+    with pytest.raises(RefusedError) as caught:
+        check_settings(stored, PRESENT)
+    message = str(caught.value)
+    assert "optimizer.lr: checkpoint 0.5, now 0.0002" in message
+    assert "batch.global_size: checkpoint 8, now 256" in message
+    assert "training.seed: checkpoint 3, now 0" in message
+    assert "micro_size: checkpoint" not in message
+    assert all(rule in message for rule in MAY_CHANGE)
+
+
+def test_a_setting_newer_than_the_checkpoint_had_its_default() -> None:
+    stored = asdict(Config())
+    del stored["masking"]["unit"]
+    assert check_settings(stored, PRESENT) == []
+    present = asdict(Config())
+    present["masking"]["unit"] = "word"
+    with pytest.raises(RefusedError, match=r"masking\.unit: checkpoint piece, now word"):
+        check_settings(stored, present)
+
+
+def test_a_setting_that_no_longer_exists_is_refused() -> None:
+    stored = asdict(Config())
+    stored["masking"]["gone"] = 3
+    with pytest.raises(RefusedError, match=r"masking\.gone: checkpoint 3, now absent"):
+        check_settings(stored, PRESENT)
+
+
+def test_another_length_is_allowed_and_its_consequence_told() -> None:
+    stored = asdict(Config())
+    stored["training"]["steps"] = 10
+    (notice,) = check_settings(stored, PRESENT)
+    change = "training.steps: checkpoint 10, now 1000000"
+    assert notice == f"{change} (the linear schedule of the learning rate now ends there)"
+    constant = asdict(Config())
+    constant["optimizer"]["schedule"] = stored["optimizer"]["schedule"] = "constant"
+    assert check_settings(stored, constant) == [change]
+
+
+def test_data_may_move_but_not_change() -> None:
+    moved = changed("data.path")
+    assert len(check_settings(moved, PRESENT, stored_digest="a", present_digest="a")) == 1
+    with pytest.raises(RefusedError, match="content of the data set: checkpoint a, now b"):
+        check_settings(PRESENT, PRESENT, stored_digest="a", present_digest="b")
+    with pytest.raises(RefusedError, match=r"data\.path"):
+        check_settings(moved, PRESENT, stored_digest=None, present_digest=None)
+    with pytest.raises(RefusedError, match="content of the data set: checkpoint unknown, now b"):
+        check_settings(PRESENT, PRESENT, stored_digest=None, present_digest="b")
+
+
+def test_settings_are_compared_as_json_gives_them_back() -> None:
+    stored = json.loads(json.dumps(PRESENT))
+    stored["balancer"]["reference"] = {"verb": 1.0}
+    assert check_settings(stored, PRESENT | {"balancer": PRESENT["balancer"] | {"reference": {"verb": 1}}}) == []
+
+
+def test_never_refuses_a_directory_that_is_not_empty(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    assert select(run_dir, "never").checkpoint is None
+    (run_dir / "checkpoints").mkdir(parents=True)
+    (run_dir / ".hidden").touch()
+    assert select(run_dir, "never").checkpoint is None
+    (run_dir / "config.yaml").touch()
+    with pytest.raises(RefusedError, match=r"not empty \(it holds config.yaml\)"):
+        select(run_dir, "never")
+    for number in range(10):
+        (run_dir / f"file{number}").touch()
+    with pytest.raises(RefusedError, match="file6 and 3 more"):
+        select(run_dir, "never")
+
+
+def test_auto_takes_the_newest_complete_one_or_starts_fresh(tmp_path: Path) -> None:
+    fresh = select(tmp_path, "auto")
+    assert fresh.checkpoint is None
+    assert "starting from step 0" in fresh.notices[-1]
+    older, newer = save_step(tmp_path, 1), save_step(tmp_path, 2)
+    assert select(tmp_path, "auto").checkpoint == newer
+    (newer / "hooks.safetensors").unlink()
+    (tmp_path / "checkpoints" / ".step_00000003.tmp").mkdir()
+    selection = select(tmp_path, "auto")
+    assert selection.checkpoint == older
+    assert str(newer) in selection.notices[0]
+    assert str(older) in selection.notices[1]
+    assert not (tmp_path / "checkpoints" / ".step_00000003.tmp").exists()
+
+
+def test_a_path_is_a_checkpoint_or_a_run(tmp_path: Path) -> None:
+    other, run_dir = tmp_path / "other", tmp_path / "run"
+    older, newer = save_step(other, 1), save_step(other, 2)
+    (other / "checkpoints" / ".step_00000003.tmp").mkdir()
+    assert select(run_dir, str(other)).checkpoint == newer
+    assert select(run_dir, str(older)).checkpoint == older
+    assert (other / "checkpoints" / ".step_00000003.tmp").exists(), "another run may be writing there now"
+    (newer / "rank-00000.safetensors").unlink()
+    with pytest.raises(RefusedError, match=r"not complete: .*rank-00000\.safetensors: missing"):
+        select(run_dir, str(newer))
+    with pytest.raises(RefusedError, match="no such directory"):
+        select(run_dir, str(tmp_path / "nowhere"))
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(RefusedError, match="there is no checkpoint in it"):
+        select(run_dir, str(tmp_path / "empty"))
+
+
+def test_metrics_are_cut_back_byte_for_byte(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    lines = [f'{{"step": {step},   "loss": 0.{step}}}\n'.encode() for step in (1, 2, 3, 4)]
+    path.write_bytes(b"".join(lines) + b'{"step": 5, "lo')
+    assert cut_metrics(path, 2) == CutMetrics(kept=2, later=2, damaged=1)
+    assert path.read_bytes() == lines[0] + lines[1]
+    assert cut_metrics(path, 2) == CutMetrics(kept=2, later=0, damaged=0)
+    assert cut_metrics(path, 0) == CutMetrics(kept=0, later=2, damaged=0)
+    assert path.read_bytes() == b""
+    assert [entry.name for entry in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+@pytest.mark.parametrize(
+    "torn", [b'{"step": 2}', b"\x00\x00\x00\n", b'{"loss": 1}\n', b"[2]\n", b"\xff\xfe\n", b'{"step": "2"}\n']
+)
+def test_a_record_that_is_not_whole_is_dropped(tmp_path: Path, torn: bytes) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n' + torn)
+    assert cut_metrics(path, 9) == CutMetrics(kept=1, later=0, damaged=1)
+    assert path.read_bytes() == b'{"step": 1}\n'
+
+
+def test_no_metrics_yet(tmp_path: Path) -> None:
+    assert cut_metrics(tmp_path / "metrics.jsonl", 5) == CutMetrics(kept=0, later=0, damaged=0)
+    assert list(tmp_path.iterdir()) == []
