@@ -66,9 +66,15 @@ class StepStats:
     Attributes:
         applied: False when the step was skipped on all ranks because of a loss or gradient that is not finite.
         grad_norm: norm of the gradient of the whole model before clipping.
+        loss: total loss of the global batch.
         lr: learning rate of the step.
+        task_losses: mean loss of each task over the global batch; 0 where the task is absent.
+        task_weights: weight of each of those means in the total loss.
     """
 
     applied: bool
     grad_norm: float
+    loss: float
     lr: float
+    task_losses: tuple[float, ...] = ()
+    task_weights: tuple[float, ...] = ()

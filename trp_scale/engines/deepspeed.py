@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import deepspeed
 import torch
 from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils import logger as deepspeed_logger
 from torch import Tensor, nn
 
 from trp_scale.config import Config
@@ -15,6 +17,11 @@ from trp_scale.distributed.groups import Group
 from trp_scale.engines.base import EngineError, Piece
 from trp_scale.engines.optimizer import build_optimizer, set_learning_rate
 from trp_scale.engines.zero_layout import LAYOUTS, ZeroLayout
+
+
+# Built by a C compiler at the first start, for a minute, on machines without a GPU; only inference calls it.
+deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+deepspeed_logger.setLevel(logging.WARNING)  # it prints some 60 lines a rank at start
 
 
 class DeepSpeedEngine:

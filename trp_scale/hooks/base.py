@@ -13,13 +13,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from trp_scale.batch import Batch, StepStats, TaskLosses
+from trp_scale.distributed.groups import Group
 from trp_scale.engines.base import Engine
 
 
@@ -31,7 +32,6 @@ class StepContext:
         step: number of the step, from 0.
         window: this rank's micro-batches.
         counts: [T] float64, elements of each task in the global batch, on the engine's device.
-        present: [T] bool on the host, counts > 0.
         engine: the engine.
         losses_of: reseeds dropout and runs the objective on one micro-batch: the same call twice gives the same losses.
         weights: [T] float64, weight of each task's mean loss in this step; written by the balancer.
@@ -41,15 +41,14 @@ class StepContext:
     step: int
     window: Sequence[Batch]
     counts: Tensor
-    present: Tensor
     engine: Engine
     losses_of: Callable[[Batch], TaskLosses]
     weights: Tensor | None = None
     sums: Tensor | None = None
-    notes: dict[str, float] = field(default_factory=dict)
 
     @property
-    def data_group(self) -> Any:
+    def data_group(self) -> Group:
+        """Ranks whose windows make up the global batch."""
         return self.engine.data_group
 
     def means(self, sums: Tensor) -> Tensor:

@@ -6,8 +6,7 @@ Parameter names are those of transformers' `BertForPreTraining`, so that weights
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -43,9 +42,8 @@ def bert_config(model: ModelConfig, vocab_size: int, **changes: Any) -> BertConf
     return BertConfig(**(values | changes))
 
 
-@dataclass(kw_only=True)
-class BertOutput:
-    """What the objective needs.
+class BertOutput(NamedTuple):
+    """What the objective needs; a tuple, because ZeRO-3 looks for the tensors of an output to hang its hooks on.
 
     Attributes:
         prediction_logits: [R, M, V_padded], rows beyond the vocabulary are -inf.

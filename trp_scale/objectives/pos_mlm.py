@@ -40,13 +40,17 @@ class PosMaskedLanguageModelling:
 
     def count(self, batch: Batch) -> Tensor:
         """[T] float64; elements without a loss (`exclude`, `off`) count too, they only get no weight."""
-        words = torch.bincount(
-            batch["label_groups"].flatten(), weights=batch["label_weights"].flatten().double(), minlength=self.other + 1
-        )
+        words = batch["label_weights"].flatten().double() @ self._membership(batch)  # [groups]
         rows = batch["row_weights"].double().sum().reshape(1)
         if self.config.next_sentence == "off":
             rows = torch.zeros_like(rows)
         return torch.cat([words, rows])  # [T]
+
+    def _membership(self, batch: Batch) -> Tensor:
+        """[R * M, groups] float64, 1 where a masked position belongs to a group; compared rather than counted with
+        bincount, which would wait for the GPU."""
+        groups = batch["label_groups"].flatten()
+        return (groups.unsqueeze(-1) == torch.arange(self.other + 1, device=groups.device)).double()
 
     def outside_weights(self, counts: Tensor) -> Tensor:
         """[T] float64: n_other / n for `other: outside`, next_sentence_weight for `next_sentence: outside`, else 0."""
@@ -68,9 +72,8 @@ class PosMaskedLanguageModelling:
             output.prediction_logits.flatten(0, 1).float(), batch["labels"].flatten(), reduction="none"
         )  # [R * M]
         weighted = words.double() * batch["label_weights"].flatten().double()
-        one_hot = F.one_hot(batch["label_groups"].flatten(), self.other + 1).double()  # [R * M, groups]
         rows = F.cross_entropy(output.next_sentence_logits.float(), batch["next_sentence"], reduction="none")  # [R]
         if self.config.next_sentence == "off":
             rows = rows * 0.0  # the head still takes part in the graph: ZeRO-3 keeps the last gradient of one that does not
         rows_sum = (rows.double() * batch["row_weights"].double()).sum().reshape(1)
-        return TaskLosses(sums=torch.cat([weighted @ one_hot, rows_sum]), counts=self.count(batch))
+        return TaskLosses(sums=torch.cat([weighted @ self._membership(batch), rows_sum]), counts=self.count(batch))

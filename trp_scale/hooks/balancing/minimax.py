@@ -63,6 +63,7 @@ class Minimax(TaskBalancer):
         self.first_losses = self.last_losses.clone()
         self._warned_at = -(10**9)
         self._micro_weights = torch.zeros(size, dtype=torch.float64, device=device)
+        self._seen_any = False
 
     def alpha(self, step: int) -> float:
         """Sharpness at a step."""
@@ -98,18 +99,19 @@ class Minimax(TaskBalancer):
     def balanced_weights(self, ctx: StepContext, losses: Tensor | None) -> Tensor:
         eligible = self.eligible(ctx.counts)
         if losses is None:  # lagged
-            known = ~self.last_losses.isnan()
-            mean = torch.where(known, self.last_losses, 0.0).sum() / known.sum().clamp(min=1)
-            # A task seen for the first time enters with the mean of the others: neither pushed nor held back.
-            return softmax_weights(self.scores(torch.where(known, self.last_losses, mean)), self._lagged_alpha(ctx), eligible)
+            return softmax_weights(self.scores(self._lagged_losses()), self._lagged_alpha(ctx), eligible)
         return softmax_weights(self.scores(self.smoothed(losses)), self.alpha(ctx.step), eligible)
 
-    def _lagged_alpha(self, ctx: StepContext) -> float:
-        # Before any loss is known all scores are equal, which a softmax makes uniform and a maximum would not.
-        seen = self._seen_any
-        return self.alpha(ctx.step) if seen else 0.0
+    def _lagged_losses(self) -> Tensor:
+        """[T] last losses; a task that comes for the first time enters with the mean of the others, neither pushed nor
+        held back."""
+        known = self.balanced & ~self.last_losses.isnan()
+        mean = torch.where(known, self.last_losses, 0.0).sum() / known.sum().clamp(min=1)
+        return torch.where(known, self.last_losses, mean)
 
-    _seen_any = False
+    def _lagged_alpha(self, ctx: StepContext) -> float:
+        # Before any loss is known the step is uniform, with the hard maximum too.
+        return self.alpha(ctx.step) if self._seen_any else 0.0
 
     def before_step(self, ctx: StepContext) -> None:
         self._last = ctx
@@ -145,9 +147,11 @@ class Minimax(TaskBalancer):
             self._micro_weights += weights / parts
         return (weights / losses.counts.clamp(min=1) * losses.sums).sum() / parts
 
-    def after_step(self, ctx: StepContext, stats: StepStats) -> None:
+    def gradients(self, ctx: StepContext) -> None:
         if self.config.estimate == "micro":
-            ctx.weights = ctx.data_group.sum(self._micro_weights)
+            ctx.weights = ctx.data_group.sum(self._micro_weights)  # what each task's loss counted on average
+
+    def after_step(self, ctx: StepContext, stats: StepStats) -> None:
         if not stats.applied or ctx.sums is None:
             return
         losses = torch.where(ctx.counts > 0, ctx.means(ctx.sums), torch.nan)

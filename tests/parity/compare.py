@@ -1,0 +1,48 @@
+"""How far two runs' weights are apart."""
+
+from __future__ import annotations
+
+import torch
+
+from tests.synthetic import Result
+
+RELATIVE = 1e-5
+"""Largest norm of the difference over the norm of the weights."""
+TRAVELLED = 1e-4
+"""Largest norm of the difference over the distance travelled since the start."""
+
+
+def without_gradient(name: str) -> bool:
+    """Key biases: softmax does not see them, so their gradient is rounding noise, which AdamW scales up to the
+    learning rate. They are compared under SGD only."""
+    return name.endswith("attention.self.key.bias")
+
+
+def distances(ours: Result, reference: Result, *, skip_key_biases: bool) -> dict[str, tuple[float, float]]:
+    """(relative, travelled) by tensor, and under "all" over everything compared."""
+    names = [name for name in reference.weights if not (skip_key_biases and without_gradient(name))]
+    assert set(ours.weights) == set(reference.weights)
+    difference = {name: (ours.weights[name] - reference.weights[name]).double() for name in names}
+    weight = {name: reference.weights[name].double() for name in names}
+    travel = {name: (reference.weights[name] - reference.initial[name]).double() for name in names}
+
+    def ratio(top: list[torch.Tensor], bottom: list[torch.Tensor]) -> float:
+        size = torch.cat([each.flatten() for each in bottom]).norm()
+        apart = torch.cat([each.flatten() for each in top]).norm()
+        return float(apart / size) if size > 0 else float(apart)
+
+    found = {name: (ratio([difference[name]], [weight[name]]), ratio([difference[name]], [travel[name]])) for name in names}
+    found["all"] = tuple(  # type: ignore[assignment]
+        ratio(list(difference.values()), list(bottom.values())) for bottom in (weight, travel)
+    )
+    return found
+
+
+def too_far(ours: Result, reference: Result, *, skip_key_biases: bool = True) -> list[str]:
+    """The tensors that are further apart than allowed, in words; empty when the runs agree."""
+    found = distances(ours, reference, skip_key_biases=skip_key_biases)
+    return [
+        f"{name}: {relative:.1e} of its norm, {travelled:.1e} of the distance travelled"
+        for name, (relative, travelled) in found.items()
+        if relative > RELATIVE or travelled > TRAVELLED
+    ]

@@ -1,0 +1,180 @@
+"""Small random batches with uneven task counts, made from positions alone, and a run over them on any engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from trp_scale.batch import Batch, StepStats
+from trp_scale.config import BalancerConfig, BatchConfig, Config, ModelConfig, ObjectiveConfig, OptimizerConfig, TrainingConfig
+from trp_scale.data.groups import GROUPS
+from trp_scale.distributed.groups import Group
+from trp_scale.engines.base import Engine
+from trp_scale.engines.build import build_engine
+from trp_scale.hooks.balancing import build_balancer
+from trp_scale.hooks.base import Hooks, StepContext
+from trp_scale.models.bert import BertForMaskedPositions
+from trp_scale.objectives.pos_mlm import PosMaskedLanguageModelling
+from trp_scale.training.agreement import StepAgreement
+from trp_scale.training.loop import Trainer
+
+VOCABULARY = 90
+LENGTH = 16
+MASKED = 4
+INTERJECTION = GROUPS.index("interjection")
+ADVERB = GROUPS.index("adverb")
+
+
+def row(position: int, absent: tuple[int, ...]) -> dict[str, Tensor]:
+    """One row: a function of its position. Groups are drawn unevenly; those in `absent` never."""
+    generator = torch.Generator().manual_seed(1000 + position)
+    share = torch.tensor([4.0, 6.0, 1.5, 1.0, 0.5, 0.5, 1.0, 0.3, 0.1, 2.0])
+    share[list(absent)] = 0.0
+    length = int(torch.randint(LENGTH // 2, LENGTH + 1, (), generator=generator))
+    valid = (torch.arange(MASKED) < int(torch.randint(1, MASKED + 1, (), generator=generator))).float()
+    return {
+        "tokens": torch.randint(0, VOCABULARY, (LENGTH,), generator=generator),
+        "token_types": (torch.arange(LENGTH) > length // 2).long(),
+        "attention_mask": torch.arange(LENGTH) < length,
+        "masked_positions": torch.randperm(length, generator=generator)[:MASKED].sort().values,
+        "labels": torch.randint(0, VOCABULARY, (MASKED,), generator=generator),
+        "label_groups": torch.multinomial(share, MASKED, replacement=True, generator=generator),
+        "label_weights": valid,
+        "next_sentence": torch.randint(0, 2, (), generator=generator),
+        "row_weights": torch.tensor(1.0),
+    }
+
+
+def batch(positions: range, absent: tuple[int, ...] = ()) -> Batch:
+    """Rows at `positions` as one micro-batch."""
+    rows = [row(position, absent) for position in positions]
+    fields = {name: torch.stack([each[name] for each in rows]) for name in rows[0]}
+    return Batch(fields=fields, keys=torch.tensor(list(positions)), start=positions[0])
+
+
+@dataclass
+class SyntheticSource:
+    """Serves the slices a real source would; `absent(step)` says which groups a whole global batch lacks."""
+
+    config: Config
+    group: Group
+    absent: Callable[[int], tuple[int, ...]] = lambda step: ()
+    cursor: int = 0
+    spoil: Callable[[int, int], bool] = lambda step, rank: False
+
+    def next_window(self) -> list[Batch]:
+        size, micro = self.config.batch.global_size, self.config.batch.micro_size
+        step = self.cursor // size
+        first = self.cursor + self.group.rank * size // self.group.size
+        last = first + size // self.group.size
+        self.cursor += size
+        return [batch(range(start, start + micro), self.absent(step)) for start in range(first, last, micro)]
+
+
+class SilentObserver:
+    """Takes no notes."""
+
+    enabled = False
+
+    def message(self, text: str) -> None: ...
+
+
+@dataclass(kw_only=True)
+class Layout:
+    """How a run is split. `stage`: ZeRO stage for deepspeed."""
+
+    engine: str = "plain"
+    stage: int | None = None
+    micro_size: int = 2
+    document: dict[str, Any] = field(default_factory=dict)
+
+
+def small_config(layout: Layout, **changes: Any) -> Config:
+    """A two-layer BERT at a full learning rate; `changes` are section dicts, such as balancer={"kind": "uniform"}."""
+    config = Config(
+        model=ModelConfig(layers=2, hidden_size=32, heads=2, intermediate_size=64, max_positions=LENGTH, dropout=0.0),
+        objective=ObjectiveConfig(),
+        batch=BatchConfig(global_size=8, micro_size=layout.micro_size),
+        training=TrainingConfig(steps=8, seed=3),
+        optimizer=OptimizerConfig(lr=1e-3, warmup_steps=0, schedule="constant"),
+        balancer=BalancerConfig(),
+    )
+    for section, values in changes.items():
+        for name, value in values.items():
+            if not hasattr(getattr(config, section), name):
+                raise AttributeError(f"{section}.{name} is no setting")
+            setattr(getattr(config, section), name, value)
+    return config
+
+
+def data_group() -> Group:
+    """All ranks of the process group, or this process alone."""
+    if dist.is_initialized():
+        return Group("data", rank=dist.get_rank(), size=dist.get_world_size())
+    return Group("data")
+
+
+def make_engine(layout: Layout, config: Config, group: Group) -> tuple[Engine, PosMaskedLanguageModelling]:
+    """The engine of a layout with the small model in it."""
+    module = BertForMaskedPositions(config.model, vocab_size=VOCABULARY, seed=config.training.seed)
+    document = {"zero_optimization": {"stage": layout.stage}, **layout.document} if layout.stage is not None else None
+    engine = build_engine(
+        layout.engine, module, config, device=torch.device("cpu"), data_group=group, ds_document=document
+    )
+    return engine, PosMaskedLanguageModelling(config.objective, GROUPS)
+
+
+@dataclass(kw_only=True)
+class Result:
+    """What a run gave. `weights` and `initial` are on rank 0 only; `steps` holds the stats of every step."""
+
+    weights: dict[str, Tensor]
+    initial: dict[str, Tensor]
+    steps: list[StepStats]
+    moved: bool
+
+
+class RecordingTrainer(Trainer):
+    """Keeps the stats of every step."""
+
+    def finish(self, ctx: StepContext) -> StepStats:
+        stats = super().finish(ctx)
+        self.__dict__.setdefault("history", []).append(stats)
+        return stats
+
+
+def trainer_for(layout: Layout, config: Config, **source: Any) -> RecordingTrainer:
+    """A trainer over synthetic rows."""
+    group = data_group()
+    engine, objective = make_engine(layout, config, group)
+    return RecordingTrainer(
+        config=config,
+        engine=engine,
+        objective=objective,
+        hooks=Hooks(build_balancer(config.balancer, objective, engine.device)),
+        source=SyntheticSource(config, group, **source),  # type: ignore[arg-type]
+        observer=SilentObserver(),  # type: ignore[arg-type]
+        agreement=StepAgreement(group, 0),
+        save=lambda: None,
+        validate=lambda: None,
+        stop_requested=lambda: None,
+    )
+
+
+def run(layout: Layout, changes: dict[str, Any], absent: Callable[[int], tuple[int, ...]] = lambda step: ()) -> Result:
+    """Train the small model; call on all ranks."""
+    config = small_config(layout, **changes)
+    trainer = trainer_for(layout, config, absent=absent)
+    initial = trainer.engine.full_weights()
+    trainer.run()
+    weights = trainer.engine.full_weights()
+    trainer.engine.close()
+    moved = any(not torch.equal(weights[name], initial[name]) for name in weights)
+    return Result(weights=weights, initial=initial, steps=trainer.__dict__.get("history", []), moved=moved)
+
+

@@ -1,0 +1,58 @@
+"""Chooses an engine by name; the only place that does. DeepSpeed is imported only when it is asked for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from trp_scale.config import Config
+from trp_scale.distributed.groups import Group
+from trp_scale.engines.base import Engine, EngineError
+from trp_scale.engines.plain import PlainEngine
+
+
+def build_engine(
+    name: str,
+    module: nn.Module,
+    config: Config,
+    *,
+    device: torch.device,
+    data_group: Group,
+    ds_document: dict[str, Any] | None = None,
+    ds_path: str = "",
+) -> Engine:
+    """The engine `name` holding `module`.
+
+    Args:
+        name: plain, fsdp or deepspeed.
+        module: the model, whole, on the CPU, the same on all ranks.
+        config: settings of the run.
+        device: where to train.
+        data_group: ranks that split the batch.
+        ds_document: DeepSpeed's configuration as read from its file, for deepspeed only; "auto"s are filled in here.
+        ds_path: where it was read from, for messages.
+
+    Raises:
+        EngineError: the engine cannot run here; the message says what to change.
+    """
+    if name == "plain":
+        return PlainEngine(module, config, device=device, data_group=data_group)
+    if name == "fsdp":
+        from trp_scale.engines.fsdp import FsdpEngine
+
+        return FsdpEngine(module, config, device=device, data_group=data_group)
+    if name == "deepspeed":
+        from trp_scale.data.partition import check_partition
+        from trp_scale.engines.deepspeed import DeepSpeedEngine
+        from trp_scale.engines.ds_config import resolve
+
+        if ds_document is None:
+            raise EngineError("--engine deepspeed needs --ds_config FILE, such as ds_configs/zero2.json")
+        accumulation = check_partition(config.batch.global_size, config.batch.micro_size, data_group.size)
+        document = resolve(
+            ds_document, config, world=data_group.size, accumulation=accumulation, path=ds_path or "--ds_config"
+        )
+        return DeepSpeedEngine(module, config, device=device, data_group=data_group, document=document)
+    raise EngineError(f"engine {name!r} is not known; plain, fsdp and deepspeed are")
