@@ -1,0 +1,131 @@
+"""Every command of the README exists: script, flags, values, make target. (Elsewhere the main ones are run.)"""
+
+from __future__ import annotations
+
+import functools
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from torch.distributed.run import get_args_parser
+
+from trp_scale.recipes.arguments import parse
+
+ROOT = Path(__file__).parents[2]
+README = ROOT / "README.md"
+PRETRAIN = "launch/pretrain.py"
+
+
+def bash_commands(text: str) -> list[list[str]]:
+    """The commands of all ```bash blocks, as words; comments, continuations and leading NAME=value are resolved."""
+    blocks = re.findall(r"^```bash\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    commands = [shlex.split(line, comments=True) for line in lines]
+    return [drop_assignments(words) for words in commands if words]
+
+
+def drop_assignments(words: list[str]) -> list[str]:
+    while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
+        words = words[1:]
+    return words
+
+
+COMMANDS = bash_commands(README.read_text(encoding="utf-8"))
+
+
+@functools.cache
+def help_of(*command: str) -> str:
+    """What a command prints for --help, in a wide window so that no flag is broken."""
+    environment = {"COLUMNS": "400", "PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
+    result = subprocess.run(
+        [*command, "--help"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert result.returncode == 0, f"{' '.join(command)} --help: {result.stderr[-2000:]}"
+    return result.stdout
+
+
+def check_flags(words: list[str], *command: str) -> None:
+    for flag in (word.split("=")[0] for word in words if word.startswith("--")):
+        assert re.search(rf"(?<![\w-]){re.escape(flag)}(?![\w.-])", help_of(*command)), f"{command[-1]} has no {flag}"
+
+
+def check_launcher(words: list[str]) -> None:
+    """What stands before launch/pretrain.py on the line of a launcher."""
+    launcher, *flags = words
+    if launcher == "torchrun":
+        get_args_parser().parse_args([*flags, PRETRAIN])
+    elif launcher == "deepspeed":
+        check_flags(flags, sys.executable, "-m", "deepspeed.launcher.runner")
+        for file in (flags[number + 1] for number, flag in enumerate(flags) if flag == "--hostfile"):
+            assert (ROOT / file).is_file(), file
+    else:
+        assert words == ["python"], f"unknown launcher {words}"
+
+
+def check_pretrain(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Through the parser that the run itself uses: flags, recipe, values, the DeepSpeed file."""
+    monkeypatch.chdir(ROOT)
+    parse(words)
+
+
+def check(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    program, *rest = words
+    if program == "make":
+        (phony,) = re.findall(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE)
+        assert set(rest) <= set(phony.split()), rest
+    elif program == "sbatch":
+        script = next(number for number, word in enumerate(rest) if word.endswith(".sbatch"))
+        assert (ROOT / rest[script]).is_file(), rest[script]
+        check_pretrain(rest[script + 1 :], monkeypatch)
+    elif PRETRAIN in words:
+        assert (ROOT / PRETRAIN).is_file()
+        place = words.index(PRETRAIN)
+        check_launcher(words[:place])
+        check_pretrain(words[place + 1 :], monkeypatch)
+    elif program == "trp-scale":
+        check_flags(rest, sys.executable, "-m", "trp_scale.cli", rest[0])
+    else:
+        assert program == "python", f"the README starts {program!r}, which this test does not know"
+        assert (ROOT / rest[0]).is_file(), rest[0]
+        check_flags(rest[1:], sys.executable, rest[0])
+
+
+def test_the_two_commands_are_there() -> None:
+    assert COMMANDS[:2] == [["make", "pretrain"], ["make", "test"]]
+
+
+@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
+def test_commands_exist(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    check(words, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "make pretraining",
+        "python launch/pretrain.py --recipe pos_bert_tinny",
+        "python launch/pretrain.py --recipe pos_bert_tiny --balancer.alfa 4",
+        "python launch/pretrain.py --recipe pos_bert_tiny --balancer.kind maximin",
+        "torchrun --ranks 2 launch/pretrain.py --recipe pos_bert_tiny",
+        "deepspeed launch/pretrain.py --ds_config ds_configs/zero9.json --recipe pos_bert_tiny",
+        "sbatch launch/slurm/train.sbatch --recipe pos_bert_tiny",
+        "python data_tools/shard.py --inputs a",
+        "python data_tools/shard_text.py --input a",
+        "trp-scale export --model a",
+        "bash launch/everything.sh",
+    ],
+)
+def test_a_wrong_command_is_seen(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises((AssertionError, ValueError, SystemExit, StopIteration)):
+        check(shlex.split(line), monkeypatch)
+
+
+def test_files_that_the_readme_names_exist() -> None:
+    text = README.read_text(encoding="utf-8")
+    names = set(re.findall(r"`((?:docs|launch|ds_configs|benchmarks|data_tools|\.ci|tests)/[\w./]*)`", text))
+    assert names
+    missing = [name for name in names | {"constraints.txt"} if not (ROOT / name).exists()]
+    assert not missing, missing
