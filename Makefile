@@ -33,7 +33,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit(sys.version_info < (3, 10) and f"$(PYTHON) is Python {v}; trp-scale needs 3.10 or newer: make PYTHON=python3.12 setup")'
 	@if [ -e $(INSTALLING) ]; then echo "the last installation did not finish: starting again in an empty $(VENV)"; rm -rf $(VENV); fi
 	@mkdir -p $(VENV) && rm -f $(INSTALLED) && touch $(INSTALLING)
-	$(PYTHON) -m venv $(VENV) || { echo "no virtual environment could be made; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
+	@echo "installing into $(VENV): about 6 GB, some minutes"
+	@$(PYTHON) -m venv $(VENV) || { echo "no virtual environment could be made; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
 	@rm -f $(INSTALLING) && touch $(INSTALLED)
 
