@@ -1,0 +1,222 @@
+"""A pre-training run from start to end: parts are made and joined here; the steps are in loop.py."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from trp_scale.checkpoint import manager
+from trp_scale.checkpoint.agreement import check_shared_directory, on_rank_zero
+from trp_scale.checkpoint.resume import cut_metrics, select
+from trp_scale.checkpoint.resume_rules import check_settings
+from trp_scale.config import Config
+from trp_scale.data.sources import Sources, open_sources
+from trp_scale.distributed.environment import Environment
+from trp_scale.distributed.stop import StopRequests
+from trp_scale.engines import ds_config
+from trp_scale.engines.base import Engine
+from trp_scale.engines.build import build_engine
+from trp_scale.hooks.balancing import build_balancer
+from trp_scale.hooks.base import Hooks
+from trp_scale.models.bert import BertForMaskedPositions
+from trp_scale.objectives.pos_mlm import PosMaskedLanguageModelling
+from trp_scale.observe.metrics import METRICS_FILE
+from trp_scale.observe.observer import Observer
+from trp_scale.observe.records import RunInfo
+from trp_scale.observe.throughput import bert_step_flops
+from trp_scale.recipes.arguments import Arguments
+from trp_scale.recipes.checks import cautions, check_engine
+from trp_scale.recipes.loader import to_dict
+from trp_scale.training import rundir
+from trp_scale.training.agreement import StepAgreement
+from trp_scale.training.loop import Trainer, TrainingState
+from trp_scale.training.validation import validate
+
+logger = logging.getLogger(__name__)
+
+EXIT_FINISHED = 0
+EXIT_SKIPPED = 3
+"""Too many steps were skipped: the run needs a person before it is started again."""
+
+
+def pretrain(arguments: Arguments) -> int:
+    """Run `trp-scale pretrain`; returns the exit status.
+
+    0: all steps done, or stopped when asked to, with a checkpoint to go on from. 3: stopped because more steps than
+    `training.max_skipped_steps` were not finite.
+    """
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    with Environment() as environment, contextlib.ExitStack() as stack:
+        engine_name = arguments.engine_for(environment.info.world)
+        check_engine(arguments.config, engine_name, gpu=environment.device.type == "cuda")
+        if engine_name != "plain":
+            environment.ensure_process_group()
+        run_dir = rundir.create_run_directory(arguments, environment.world)
+        check_shared_directory(run_dir, environment.world)
+        stop = stack.enter_context(
+            StopRequests(run_dir, rank=environment.info.rank, max_hours=arguments.config.training.max_hours)
+        )
+        run = Run(arguments, environment, run_dir, engine_name, stop.requested)
+        stack.callback(run.close)
+        return run.train()
+
+
+class Run:
+    """The parts of one run, joined.
+
+    Args:
+        arguments: the command line.
+        environment: ranks and device.
+        run_dir: made, and the same on all ranks.
+        engine_name: plain, fsdp or deepspeed.
+        stop_requested: why this rank wants to stop, or None.
+    """
+
+    def __init__(
+        self,
+        arguments: Arguments,
+        environment: Environment,
+        run_dir: Path,
+        engine_name: str,
+        stop_requested: Callable[[], str | None],
+    ) -> None:
+        self.config = config = arguments.config
+        self.environment = environment
+        self.run_dir = run_dir
+        self.world = environment.world
+        device = environment.device
+        torch.use_deterministic_algorithms(config.training.deterministic)
+        selection = on_rank_zero(self.world, f"looking into {run_dir}", lambda: select(run_dir, arguments.resume))
+        self.sources = open_sources(
+            config, rank=environment.data.rank, world=environment.data.size, device_type=device.type
+        )
+        self.world.require_equal(self.sources.digest(), f"the data set {config.data.path}")
+        module = BertForMaskedPositions(config.model, vocab_size=self.sources.meta.vocab_size, seed=config.training.seed)
+        self.objective = PosMaskedLanguageModelling(config.objective, self.sources.meta.groups)
+        document = ds_config.read(arguments.ds_config) if arguments.ds_config else None
+        self.engine: Engine = build_engine(
+            engine_name,
+            module,
+            config,
+            device=device,
+            data_group=environment.data,
+            ds_document=document,
+            ds_path=str(arguments.ds_config or ""),
+        )
+        self.hooks = Hooks(build_balancer(config.balancer, self.objective, device))
+        self.state = TrainingState()
+        self.agreement = StepAgreement(self.world, config.data.max_corrupt_blocks)
+        notices = list(selection.notices)
+        if selection.checkpoint is not None:
+            notices += self.resume(selection.checkpoint)
+        self._describe()
+        self.observer = Observer(
+            run_dir, config, self.objective.tasks, self._info(device), enabled=self.world.rank == 0
+        )
+        for notice in [*notices, *cautions(config)]:
+            self.observer.message(notice)
+        self.trainer = Trainer(
+            config=config,
+            engine=self.engine,
+            objective=self.objective,
+            hooks=self.hooks,
+            source=self.sources.train,
+            observer=self.observer,
+            agreement=self.agreement,
+            save=self.save,
+            validate=self.validate,
+            stop_requested=stop_requested,
+            state=self.state,
+        )
+
+    def train(self) -> int:
+        """The loop, then the report; returns the exit status."""
+        reason = self.trainer.run()
+        self.observer.close(reason)
+        return EXIT_SKIPPED if self.state.skipped > self.config.training.max_skipped_steps else EXIT_FINISHED
+
+    def resume(self, path: Path) -> list[str]:
+        """Take back a checkpoint; returns sentences for the log."""
+        loaded = manager.load(path, engine=self.engine, group=self.world)
+        notices = check_settings(
+            loaded.config,
+            to_dict(self.config),
+            stored_digest=loaded.extra.get("data_digest"),
+            present_digest=self.sources.digest(),
+        )
+        self.hooks.load_state_dict(loaded.hooks_state)
+        self.sources.train.seek(loaded.cursors["train"])
+        self.state.step = loaded.step
+        self.state.skipped = int(loaded.extra["skipped"])
+        self.agreement.corrupt = set(loaded.extra["corrupt"])
+        on_rank_zero(self.world, "cutting metrics.jsonl", lambda: cut_metrics(self.run_dir / METRICS_FILE, loaded.step))
+        return notices
+
+    def save(self) -> None:
+        """Write a checkpoint of the present step."""
+        manager.save(
+            self.run_dir,
+            step=self.state.step,
+            engine=self.engine,
+            hooks_state=self.hooks.state_dict(),
+            cursors={"train": self.sources.train.cursor},
+            config=to_dict(self.config),
+            group=self.world,
+            keep=self.config.checkpoint.keep,
+            extra={
+                "vocab_size": self.sources.meta.vocab_size,
+                "data_tokenizer": rundir.TOKENIZER,
+                "data_digest": self.sources.digest(),
+                "skipped": self.state.skipped,
+                "corrupt": sorted(self.agreement.corrupt),
+            },
+        )
+
+    def validate(self) -> None:
+        """Losses over the held-out rows, reported."""
+        losses = validate(self.engine, self.objective, self.sources.validation.windows())
+        self.observer.validation(self.state.step, losses)
+
+    def close(self) -> None:
+        """End workers and release the engine."""
+        self.sources.close()
+        self.engine.close()
+
+    def _describe(self) -> None:
+        """Write what the run directory says of the run itself; after the checks of a resume."""
+        rundir.write_config(self.run_dir, self.config, self.world)
+        rundir.copy_tokenizer(self.run_dir, Path(self.sources.meta.tokenizer_directories[0]), self.world)
+        rundir.write_environment(
+            self.run_dir,
+            self.environment.info,
+            self.world,
+            device=self.environment.device,
+            engine=self.engine.name,
+            zero_stage=self.engine.zero_stage,
+        )
+
+    def _info(self, device: torch.device) -> RunInfo:
+        config, meta = self.config, self.sources.meta
+        stage = "" if self.engine.zero_stage is None else f", ZeRO {self.engine.zero_stage}"
+        ranks = "1 rank" if self.world.size == 1 else f"{self.world.size} ranks"
+        balanced = {self.objective.tasks[place] for place in self.objective.balanced}
+        return RunInfo(
+            positions_per_step=config.batch.global_size * meta.length,
+            flops_per_step=bert_step_flops(
+                config.model,
+                rows=config.batch.global_size,
+                length=meta.length,
+                predicted=self.sources.limit,
+                vocabulary=meta.vocab_size,
+                next_sentence=config.objective.next_sentence != "off",
+            ),
+            devices=self.world.size,
+            device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
+            outside_tasks=tuple(task for task in self.objective.tasks if task not in balanced),
+            start_step=self.state.step,
+            description=f"{self.engine.name}{stage}, {ranks}, {config.training.precision}",
+        )

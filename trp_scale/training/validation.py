@@ -1,0 +1,42 @@
+"""Losses over the held-out rows: sums and counts over the whole split, so that they do not depend on the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from trp_scale.batch import Batch
+from trp_scale.engines.base import Engine
+from trp_scale.objectives.base import Objective
+
+
+@torch.no_grad()
+def validate(engine: Engine, objective: Objective, batches: Iterable[Batch]) -> dict[str, Any]:
+    """Mean loss of each task over the split, without dropout; all ranks call it with as many batches.
+
+    Returns:
+        {"loss": mean over the balanced tasks that occur, None if none does,
+         "worst_task": the balanced task with the largest loss,
+         "tasks": {name: {"loss": mean over its elements or None, "count": elements}}}
+    """
+    engine.train(False)
+    size = len(objective.tasks)
+    sums = torch.zeros(2, size, dtype=torch.float64, device=engine.device)
+    for batch in batches:
+        losses = objective(engine, batch.to(engine.device))
+        sums += torch.stack([losses.sums, losses.counts])
+    engine.train(True)
+    totals, counts = engine.data_group.sum(sums).tolist()
+    tasks = {
+        name: {"loss": total / count if count else None, "count": int(count)}
+        for name, total, count in zip(objective.tasks, totals, counts, strict=True)
+    }
+    balanced = {name: tasks[name]["loss"] for name in (objective.tasks[place] for place in objective.balanced)}
+    known = {name: loss for name, loss in balanced.items() if loss is not None}
+    return {
+        "loss": sum(known.values()) / len(known) if known else None,
+        "worst_task": max(known, key=lambda name: known[name]) if known else None,
+        "tasks": tasks,
+    }
