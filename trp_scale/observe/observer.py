@@ -44,7 +44,8 @@ class Observer:
         self._seconds: list[float] = []
         self._waits: list[float] = []
         self._held: dict[str, Any] | None = None
-        self._first = True
+        # Not the first step of a resumed run: its lines are those of a run that was never stopped.
+        self._first = info.start_step == 0
         self._summary: dict[str, Any] | None = None
         if enabled:
             self._writer = MetricsWriter(self.run_dir)
@@ -52,7 +53,7 @@ class Observer:
             self._display: Display = open_display(config, info, self.run_dir)
 
     def wants(self, step: int) -> bool:
-        """Whether this step gets a line: each `logging.every`, the first of this process, the last, validated ones."""
+        """Whether this step gets a line: each `logging.every`, the run's first and last, validated ones."""
         every, last = self.config.logging.every, self.config.training.steps
         return self._first or step % max(1, every) == 0 or step >= last or self._validated(step)
 

@@ -79,6 +79,17 @@ def test_times_are_means_over_the_steps_of_a_line(
     assert [line["step_seconds"] for line in lines_of(tmp_path / "run")] == [1.0, 3.0, 6.5]
 
 
+def test_a_resumed_run_logs_the_steps_that_an_uninterrupted_one_does(
+    start: Callable[..., Observer], config: Config, info: RunInfo, tmp_path: Path
+) -> None:
+    config.logging.every = 4
+    info.start_step = 6
+    observer = start()
+    for step in (7, 8, 9):
+        observer.step(record(step))
+    assert [line["step"] for line in lines_of(tmp_path / "run")] == [8]
+
+
 def test_validation_is_part_of_its_step(start: Callable[..., Observer], config: Config, tmp_path: Path) -> None:
     config.validation.every = 2
     config.logging.every = 100
