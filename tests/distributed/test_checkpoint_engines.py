@@ -1,0 +1,154 @@
+"""One run that changes its engine and its number of ranks at every checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.ranks import Ranks
+from tests.synthetic import Layout, RecordingTrainer, data_group, small_config, trainer_for
+from trp_scale.batch import StepStats
+from trp_scale.checkpoint.agreement import check_shared_directory, on_rank_zero, together
+from trp_scale.checkpoint.errors import CheckpointError
+from trp_scale.checkpoint.manager import load, save
+from trp_scale.checkpoint.stored_pieces import read_full_state
+from trp_scale.engines.base import STATE_NAMES
+
+STEPS = 2
+"""Steps on each layout."""
+PATHS = {
+    "through every engine": [
+        Layout(engine="plain"),
+        Layout(engine="deepspeed", stage=3),
+        Layout(engine="fsdp"),
+        Layout(engine="deepspeed", stage=2),
+        Layout(engine="deepspeed", stage=1),
+        Layout(engine="deepspeed", stage=0),
+        Layout(engine="plain"),
+    ],
+    "back again": [
+        Layout(engine="deepspeed", stage=0),
+        Layout(engine="deepspeed", stage=1),
+        Layout(engine="deepspeed", stage=2),
+        Layout(engine="fsdp"),
+        Layout(engine="deepspeed", stage=3),
+        Layout(engine="plain"),
+    ],
+}
+
+
+def write(trainer: RecordingTrainer, run_dir: Path) -> None:
+    save(
+        run_dir,
+        step=trainer.state.step,
+        engine=trainer.engine,
+        hooks_state=trainer.hooks.state_dict(),
+        cursors={"train": trainer.source.cursor},
+        config={},
+        group=data_group(),
+        keep=0,
+        extra={},
+    )
+
+
+def seen(stats: StepStats) -> dict[str, float]:
+    return {"loss": stats.loss, "grad_norm": stats.grad_norm, "lr": stats.lr}
+
+
+def uninterrupted(run_dir: Path, parts: int) -> list[dict[str, float]]:
+    """One plain process with a checkpoint each STEPS; returns what the first step after each of them saw."""
+    layout = Layout(engine="plain")
+    trainer = trainer_for(layout, small_config(layout, balancer={"estimate": "lagged"}))
+    trainer.engine.train(True)
+    for _ in range(parts):
+        for _ in range(STEPS):
+            trainer.train_step()
+        write(trainer, run_dir)
+    trainer.engine.close()
+    return [seen(stats) for stats in trainer.history[::STEPS]]
+
+
+def go_on(layout: Layout, checkpoint: Path | None, run_dir: Path, echo_dir: Path) -> dict[str, float]:
+    """Load, save at once into echo_dir, train STEPS, save into run_dir; returns what the first step saw."""
+    trainer = trainer_for(layout, small_config(layout, balancer={"estimate": "lagged"}))
+    if checkpoint is not None:
+        loaded = load(checkpoint, engine=trainer.engine, group=data_group())
+        assert trainer.engine.optimizer_steps() == loaded.optimizer_steps == loaded.step
+        trainer.state.step = loaded.step
+        trainer.source.cursor = loaded.cursors["train"]
+        trainer.hooks.load_state_dict(loaded.hooks_state)
+        write(trainer, echo_dir)
+    trainer.engine.train(True)
+    for _ in range(STEPS):
+        trainer.train_step()
+    write(trainer, run_dir)
+    trainer.engine.close()
+    return seen(trainer.history[0])
+
+
+def step_path(run_dir: Path, step: int) -> Path:
+    return run_dir / "checkpoints" / f"step_{step:08d}"
+
+
+def states(checkpoint: Path) -> dict[str, dict[str, Tensor]]:
+    return {state: read_full_state(checkpoint, state) for state in ("weight", *STATE_NAMES)}
+
+
+def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """Norm of the difference over the norm, all tensors together."""
+    difference = torch.stack([(found[name] - tensor).double().norm() for name, tensor in expected.items()]).norm()
+    return float(difference / torch.stack([tensor.double().norm() for tensor in expected.values()]).norm())
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_run_that_changes_its_engine_at_every_checkpoint(path: str, tmp_path: Path, two_ranks: Ranks) -> None:
+    reference = tmp_path / "reference"
+    expected = uninterrupted(reference, len(PATHS[path]))
+    checkpoint: Path | None = None
+    for number, layout in enumerate(PATHS[path]):
+        step, echo = STEPS * (number + 1), tmp_path / f"echo{number}"
+        arguments = (layout, checkpoint, tmp_path / "run", echo)
+        found = [go_on(*arguments)] if layout.engine == "plain" else two_ranks(go_on, *arguments)
+        where = f"{path}, {layout.engine} stage {layout.stage} at step {step}"
+        if checkpoint is not None:
+            stored, again = states(checkpoint), states(step_path(echo, step - STEPS))
+            for state, tensors in stored.items():
+                assert tensors.keys() == again[state].keys() != set(), where
+                for name, tensor in tensors.items():
+                    assert torch.equal(tensor, again[state][name]), f"{where}: {state} of {name} after loading"
+        for values in found:
+            assert values == pytest.approx(expected[number], rel=1e-5), where
+        checkpoint = step_path(tmp_path / "run", step)
+        present, wanted = states(checkpoint), states(step_path(reference, step))
+        for state in wanted:
+            assert distance(present[state], wanted[state]) < 1e-5, f"{where}: {state}"
+
+
+def failure_seen(failing: int, rank_zero_only: bool, run_dir: Path) -> str:
+    """The message that this rank saw when rank `failing` alone failed; empty if none."""
+    group, message = data_group(), ""
+
+    def action() -> int:
+        if group.rank == failing:
+            raise OSError(28, "No space left on device")
+        return group.rank
+
+    try:
+        (on_rank_zero if rank_zero_only else together)(group, "a try", action)
+    except CheckpointError as error:
+        message = str(error)
+    check_shared_directory(run_dir, group)  # the ranks still meet each other where they should
+    return message
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+@pytest.mark.parametrize("rank_zero_only", [False, True])
+def test_one_rank_s_failure_reaches_the_others(
+    failing: int, rank_zero_only: bool, tmp_path: Path, two_ranks: Ranks
+) -> None:
+    said = f"a try failed on 1 of 2 ranks: rank {failing}: OSError: [Errno 28] No space left on device"
+    heard = "" if rank_zero_only and failing == 1 else said  # rank 1 is never asked then
+    assert two_ranks(failure_seen, failing, rank_zero_only, tmp_path) == [heard] * 2
