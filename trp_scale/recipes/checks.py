@@ -117,7 +117,7 @@ def _relations(config: Config) -> Iterator[str]:
         )
     if not config.data.path:
         yield "--data.path is empty; allowed: the directory with dataset.json that data_tools/shard_text.py wrote"
-    if optimizer.min_lr > optimizer.lr:
+    if optimizer.min_lr > optimizer.lr > 0:
         yield f"--optimizer.min_lr is {optimizer.min_lr}, allowed: at most --optimizer.lr {optimizer.lr}"
     if config.validation.every and not config.data.validation_fraction:
         yield (

@@ -33,15 +33,21 @@ class _Yaml12Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)  # type: ignore[no-any-return]
 
 
+class _Yaml12Dumper(yaml.SafeDumper):
+    """Puts quotes around text that either version would read as something else, such as `1e-3` and `off`."""
+
+
+_FLOAT = r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9]*)?)([eE][-+]?[0-9]+)?"
 for _tag, _pattern, _first in (
     ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
     ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
     ("int", r"[-+]?[0-9][0-9_]*", "-+0123456789"),
-    ("float", r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9]*)?)([eE][-+]?[0-9]+)?", "-+.0123456789"),
+    ("float", _FLOAT, "-+.0123456789"),
 ):
-    _Yaml12Loader.add_implicit_resolver(  # type: ignore[no-untyped-call]
-        f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), list(_first)
-    )
+    for _class in (_Yaml12Loader, _Yaml12Dumper):
+        _class.add_implicit_resolver(  # type: ignore[attr-defined]
+            f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), list(_first)
+        )
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -93,7 +99,7 @@ def to_dict(config: Config) -> dict[str, Any]:
 
 def dump(config: Config) -> str:
     """`config` as YAML, every field written out; `load_recipe` reads it back to an equal `Config`."""
-    return yaml.safe_dump(to_dict(config), sort_keys=False, allow_unicode=True)
+    return yaml.dump(to_dict(config), Dumper=_Yaml12Dumper, sort_keys=False, allow_unicode=True)
 
 
 def from_dict(document: Mapping[str, Any], source: str = "settings") -> Config:
