@@ -93,6 +93,7 @@ class Annotator:
         if not new:
             return
         words = split_keys(new)
+        self._tagger.prepare([form for unit in words for form in unit.forms])
         self._characters += sum(map(len, new))
         if not self._by_unit:
             self._units.update((key, _Unit(unit, [], [])) for key, unit in zip(new, words, strict=True))

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import os
 import tarfile
 import zlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -88,6 +90,9 @@ class PortionWriter:
         self._settings = settings
         self._splitter = SentenceSplitter()
         self._packer = RowPacker(settings.row_length)
+        self._sentences: list[str] = []
+        self._ends: list[tuple[int, Document]] = []  # documents that end among the sentences, and where
+        self._document_pieces = 0
         self._tokens: list[NDArray[np.uint32]] = []
         self._tags: list[NDArray[np.uint8]] = []
         self.checksums: dict[str, int] = {}
@@ -95,41 +100,52 @@ class PortionWriter:
         self.report = PortionReport()
 
     def add_document(self, document: Document) -> None:
-        """Add one document, a bounded number of sentences at a time."""
-        report = self.report
-        before = report.pieces
-        batch: list[str] = []
+        """Add one document; sentences wait until there are enough to be worked on together."""
         for sentence in self._splitter.split(document.text):
-            batch.append(sentence)
-            if len(batch) == BATCH_SENTENCES:
-                self._add_sentences(batch)
-                batch = []
-        self._add_sentences(batch)
-        self._packer.end_document()
-        if report.pieces == before:
-            report.skip("empty", document.place())
-        else:
-            report.documents += 1
-        while len(self._packer.lengths) >= self._settings.rows_per_block:
-            self._write_block(self._settings.rows_per_block)
+            self._sentences.append(sentence)
+            if len(self._sentences) == BATCH_SENTENCES:
+                self._add_sentences()
+        self._ends.append((len(self._sentences), document))
 
     def finish(self) -> None:
         """Write the last block and the end of the tar."""
+        self._add_sentences()
         if self._packer.lengths:
             self._write_block(len(self._packer.lengths))
         self._tar.close()
 
-    def _add_sentences(self, sentences: list[str]) -> None:
-        if not sentences:
-            return
-        annotated: Annotated = self._annotator.annotate(sentences)
+    def _add_sentences(self) -> None:
+        """Tag, tokenize and pack the sentences that wait, and end the documents that end among them."""
+        annotated: Annotated = self._annotator.annotate(self._sentences)
         start = 0
-        for length in annotated.lengths:
-            starts = annotated.tags[start : start + length] > GROUP_BITS if length > self._settings.row_length else None
-            self._packer.add_sentence(length, starts)
-            start += length
+        ends = iter([*self._ends, (-1, None)])
+        end, document = next(ends)
+        for position in range(len(annotated.lengths) + 1):
+            while position == end and document is not None:
+                self._end_document(document)
+                end, document = next(ends)
+            if position < len(annotated.lengths):
+                length = annotated.lengths[position]
+                long = length > self._settings.row_length
+                self._packer.add_sentence(length, annotated.tags[start : start + length] > GROUP_BITS if long else None)
+                self._document_pieces += length
+                start += length
+        self._sentences, self._ends = [], []
         self._tokens.append(annotated.tokens)
         self._tags.append(annotated.tags)
+        self._count(annotated)
+        while len(self._packer.lengths) >= self._settings.rows_per_block:
+            self._write_block(self._settings.rows_per_block)
+
+    def _end_document(self, document: Document) -> None:
+        self._packer.end_document()
+        if self._document_pieces == 0:
+            self.report.skip("empty", document.place())
+        else:
+            self.report.documents += 1
+        self._document_pieces = 0
+
+    def _count(self, annotated: Annotated) -> None:
         report = self.report
         report.sentences += sum(1 for length in annotated.lengths if length)
         report.words += int(annotated.words_per_group.sum())
@@ -176,7 +192,7 @@ def write_portion(
     stem = shard_stem(portion.number)
     shard = directory / "shards" / f"{stem}.tar"
     temporary = shard.with_name(f".{shard.name}.{os.getpid()}.tmp")
-    with temporary.open("wb") as stream:
+    with temporary.open("wb") as stream, _no_collection():
         writer = PortionWriter(stream, stem, annotator, rows)
         report = writer.report
         for document in read_portion(portion, read):
@@ -194,6 +210,19 @@ def write_portion(
     write_json(report_path(directory, portion.number), dict(vars(report)))
     write_index(shard, index)
     return report
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Pause Python's cycle collector: sharding makes no cycles, and walking through the remembered units takes 15 % of
+    its time."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def shard_stem(number: int) -> str:

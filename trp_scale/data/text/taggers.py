@@ -23,6 +23,10 @@ class Tagger(Protocol):
 
     name: str
 
+    def prepare(self, words: list[str]) -> None:
+        """Words that may come: what can be worked out once is."""
+        ...
+
     def groups(self, words: list[str]) -> list[int]:
         """Group number of each word of one sentence."""
         ...
@@ -46,6 +50,9 @@ class NltkTagger:
         self._tagger = PerceptronTagger()
         self.name = f"nltk {nltk.__version__} {NLTK_DATA}"
 
+    def prepare(self, words: list[str]) -> None:
+        """Nothing: tags depend on the words around."""
+
     def groups(self, words: list[str]) -> list[int]:
         return [group_of(tag) for _, tag in self._tagger.tag(words)]
 
@@ -65,6 +72,18 @@ class TextBlobTagger:
         self._later: dict[str, int] = {}
         self.name = f"textblob {version('textblob')} PatternTagger"
 
+    def prepare(self, words: list[str]) -> None:
+        """Remember the groups of these words."""
+        if len(self._later) > MAX_REMEMBERED:
+            self._later.clear()
+            self._first.clear()
+        unknown = [word for word in dict.fromkeys(words) if word not in self._later]
+        # The leading word takes the place of the sentence's first one, which the lexicon treats differently.
+        tagged = self._parser.find_tags([".", *unknown])[1:]
+        if [word for word, _ in tagged] != unknown:
+            raise TaggerError(f"tagger textblob: it changed the words {unknown!r} to {[word for word, _ in tagged]!r}")
+        self._later.update((word, group_of(tag)) for word, tag in tagged)
+
     def groups(self, words: list[str]) -> list[int]:
         if not words:
             return []
@@ -72,24 +91,13 @@ class TextBlobTagger:
         try:
             groups = [later[word] for word in words]
         except KeyError:
-            self._remember(words)
+            self.prepare(words)
             groups = [later[word] for word in words]
         first = self._first.get(words[0])
         if first is None:
             first = self._first[words[0]] = group_of(self._parser.find_tags(words[:1])[0][1])
         groups[0] = first
         return groups
-
-    def _remember(self, words: list[str]) -> None:
-        if len(self._later) > MAX_REMEMBERED:
-            self._later.clear()
-            self._first.clear()
-        unknown = [word for word in words if word not in self._later]
-        # The leading word takes the place of the sentence's first one, which the lexicon treats differently.
-        tagged = self._parser.find_tags([".", *unknown])[1:]
-        if [word for word, _ in tagged] != unknown:
-            raise TaggerError(f"tagger textblob: it changed the words {unknown!r} to {[word for word, _ in tagged]!r}")
-        self._later.update((word, group_of(tag)) for word, tag in tagged)
 
 
 def nltk_data_present() -> bool:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from itertools import accumulate
 
 from nltk.tokenize.destructive import NLTKWordTokenizer
 
@@ -21,16 +22,17 @@ TAIL = "\n"
 FIRST = "\t"
 """Begins the key of a first unit that NLTK's rules see differently from the same unit later on."""
 
-_CLOSERS = "])}>\"'»”’"
+_CLOSERS = "])}>\"'»”’"  # noqa: RUF001
 _QUOTES = ("``", "''", '"')
+_OPENING, _CLOSING = {'"': "``"}, {'"': "''"}
 
 _CONTRACTED = {"cannot", "gimme", "gonna", "gotta", "lemme", "wanna"}
 # Common shapes whose words follow from NLTK's rules one by one; all else is given to NLTK.
 _PLAIN = re.compile(
-    r"(?P<open>[(\[]?\"?|[“‘])(?P<core>[A-Za-z]+(?:-[A-Za-z]+)*)(?P<clitic>'(?:s|S|m|M|d|D|ll|LL|re|RE|ve|VE)|)"
-    r"(?P<mark>[,;:?!]?)(?P<period>\.?)(?P<close>[\"”]?[)\]]?)",
+    r"([(\[]?\"?|[“‘])([A-Za-z]+(?:-[A-Za-z]+)*)('(?:s|S|m|M|d|D|ll|LL|re|RE|ve|VE)|)([,;:?!]?)([\"”]?[)\]]?)",  # noqa: RUF001
     re.ASCII,
 )
+_TAIL = re.compile(r"(\S*[^\s.])(\.[\])}>»”’]*\"?[\])}>»”’ ]*)\n")  # noqa: RUF001
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,41 +71,64 @@ def key_text(key: str) -> str:
 
 def split_keys(keys: list[str]) -> list[UnitWords]:
     """Words of many keys; plain shapes directly, the others in one call of NLTK's tokenizer for each 64 of them."""
-    found: list[UnitWords | None] = [_plain(key) for key in keys]
-    hard = [index for index, words in enumerate(found) if words is None]
-    inner = [index for index in hard if not keys[index].endswith(TAIL) and not keys[index].startswith(FIRST)]
-    for first in range(0, len(inner), 64):
-        group = inner[first : first + 64]
-        for index, words in zip(group, _split_units([keys[index] for index in group]), strict=True):
+    tails = {index: parts for index, key in enumerate(keys) if (parts := _tail_parts(key)) is not None}
+    found: list[UnitWords | None] = []
+    hard: list[int] = []
+    units: list[str] = []
+    for index, key in enumerate(keys):
+        unit = tails[index][0] if index in tails else key
+        words = _plain(unit) if unit[0] != FIRST and unit[-1] != TAIL else _split_edge(unit)
+        if words is None:
+            hard.append(index)
+            units.append(unit)
+        found.append(words)
+    for first in range(0, len(hard), 64):
+        for index, words in zip(hard[first : first + 64], _split_units(units[first : first + 64]), strict=True):
             found[index] = words
-    for index in hard:
-        if found[index] is None:
-            found[index] = _split_edge(keys[index])
+    for index, (_, end) in tails.items():
+        found[index] = _with_end(found[index], end)
     return [words for words in found if words is not None]
 
 
-def _plain(key: str) -> UnitWords | None:
+def _tail_parts(key: str) -> tuple[str, str] | None:
+    """A tail as a unit and what its final period splits off; None for what is not a tail or not of this shape.
+
+    NLTK sets the final period and the closing marks behind it apart before any other rule could join them to the unit.
+    """
+    if key[-1] != TAIL:
+        return None
+    match = _TAIL.fullmatch(key)
+    return (match[1], match[2]) if match is not None and len(match[1]) <= MAX_UNIT else None
+
+
+def _with_end(unit: UnitWords | None, end: str) -> UnitWords | None:
+    """The words of a unit and of the final period with its closing marks, each of which is a word."""
+    if unit is None:
+        return None
+    place = unit.ends[-1]
+    marks = [(place + offset, mark) for offset, mark in enumerate(end) if mark != " "]
+    return UnitWords(
+        unit.forms + tuple(_CLOSING.get(mark, mark) for _, mark in marks),
+        unit.starts + tuple(start for start, _ in marks),
+        unit.ends + tuple(start + 1 for start, _ in marks),
+    )
+
+
+def _plain(unit: str) -> UnitWords | None:
     """Words of a unit of a common shape, or None."""
-    text = key_text(key)
-    if len(text) > MAX_UNIT:
-        return UnitWords((text,), (0,), (len(text),))
-    match = _PLAIN.fullmatch(text)
-    if match is None or key.startswith(FIRST):
+    if (unit.isalpha() and unit.isascii() and unit.lower() not in _CONTRACTED) or len(unit) > MAX_UNIT:
+        return UnitWords((unit,), (0,), (len(unit),))
+    match = _PLAIN.fullmatch(unit)
+    if match is None:
         return None
-    core = match.group("core")
-    if core.lower() in _CONTRACTED or (match.group("mark") and match.group("period")):
+    opening, core, clitic, mark, close = match.groups()
+    if core.lower() in _CONTRACTED:
         return None
-    if match.group("period") and not key.endswith(TAIL):
-        return None
-    forms, starts, ends = [], [], []
-    for name, (start, end) in ((name, match.span(name)) for name in match.re.groupindex):
-        for single in range(start, end) if name in ("open", "close") else (start,) if end > start else ():
-            stop = single + 1 if name in ("open", "close") else end
-            word = text[single:stop]
-            forms.append(("``" if name == "open" else "''") if word == '"' else word)
-            starts.append(single)
-            ends.append(stop)
-    return UnitWords(tuple(forms), tuple(starts), tuple(ends))
+    forms = [_OPENING.get(character, character) for character in opening]
+    forms += [part for part in (core, clitic, mark) if part]
+    forms += [_CLOSING.get(character, character) for character in close]
+    ends = list(accumulate(1 if form in _QUOTES else len(form) for form in forms))
+    return UnitWords(tuple(forms), (0, *ends[:-1]), tuple(ends))
 
 
 _tokenizer = NLTKWordTokenizer()
@@ -144,7 +169,9 @@ def _align(tokens: list[str], position: int, text: str) -> tuple[int, UnitWords]
     Returns:
         The number of tokens used, and the words.
     """
-    forms, starts, ends = [], [], []
+    forms: list[str] = []
+    starts: list[int] = []
+    ends: list[int] = []
     place = 0
     while True:
         while place < len(text) and text[place].isspace():

@@ -1,0 +1,122 @@
+"""Words per CPU second of text sharding (reading to finished tar, one process) against the tagger alone.
+
+    python benchmarks/shard_text.py --tagger textblob --inputs books.jsonl --megabytes 5
+
+The tagger alone tags the same words of the same sentences through its library's public call. Rounds alternate, each
+sharding round starts with nothing remembered; training the tokenizer and loading libraries are left out of both.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+import tyro
+import webdataset.writer  # noqa: F401 - loaded here, so that it is not timed
+
+from trp_scale.data.text.annotate import Annotator
+from trp_scale.data.text.corpus import plan_corpus
+from trp_scale.data.text.documents import Document, ReadSettings, read_portion
+from trp_scale.data.text.embedded import embedded_documents
+from trp_scale.data.text.portion import RowSettings, write_portion
+from trp_scale.data.text.sentences import SentenceSplitter
+from trp_scale.data.text.taggers import make_tagger
+from trp_scale.data.text.tokenizer import load_for_sharding, save_trained, train_word_piece
+from trp_scale.data.text.words import split_keys, unit_keys
+
+READ = ReadSettings(text_field="text", split="train", one_document_per_file=True, max_line_bytes=8_000_000)
+
+
+@dataclass
+class Settings:
+    """Measure text sharding against the tagger alone."""
+
+    tagger: Literal["nltk", "textblob"] = "textblob"
+    """Tagger to measure."""
+    inputs: list[str] = field(default_factory=list)
+    """Text files or JSON lines; none = the embedded corpus."""
+    megabytes: float = 2.0
+    """Text that is used."""
+    rounds: int = 5
+    """Rounds of each; the medians are compared."""
+
+
+def documents(settings: Settings) -> Iterator[str]:
+    """The first megabytes of the input."""
+    left = settings.megabytes * 1e6
+    if settings.inputs:
+        portions = plan_corpus(settings.inputs, "auto", "train", True, 0).portions
+        found = (item.text for portion in portions for item in read_portion(portion, READ) if isinstance(item, Document))
+    else:
+        found = (text for _, text in embedded_documents())
+    for text in found:
+        if left <= 0:
+            return
+        yield text
+        left -= len(text)
+
+
+def tagger_alone(kind: str) -> Callable[[list[list[str]]], None]:
+    """The library's own call on the words of each sentence."""
+    if kind == "nltk":
+        from nltk.tag.perceptron import PerceptronTagger
+
+        perceptron = PerceptronTagger()
+        return lambda sentences: [perceptron.tag(words) for words in sentences] and None
+    from textblob.taggers import PatternTagger
+
+    pattern = PatternTagger()
+    return lambda sentences: [pattern.tag(" ".join(words), tokenize=False) for words in sentences] and None
+
+
+def cpu_seconds(work: Callable[[], object]) -> float:
+    start = time.process_time()
+    work()
+    return time.process_time() - start
+
+
+def main() -> None:
+    settings = tyro.cli(Settings, use_underscores=True)
+    texts = list(documents(settings))
+    sentences = [
+        [form for words in split_keys(unit_keys(sentence)) for form in words.forms]
+        for text in texts
+        for sentence in SentenceSplitter().split(text)
+    ]
+    total = sum(map(len, sentences))
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        for folder in ("shards", "progress"):
+            (directory / folder).mkdir()
+        source = directory / "input.jsonl"
+        source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
+        save_trained(train_word_piece(iter(texts), 8192, True), directory / "tokenizer", True, 128)
+        (portion,) = plan_corpus([str(source)], "jsonl", "train", True, 1 << 40).portions
+        tokenizer, tagger = load_for_sharding(directory / "tokenizer"), make_tagger(settings.tagger)
+        rows = RowSettings(row_length=125, rows_per_block=2048, pad=0, unknown=1, token_dtype="uint16")
+        alone = tagger_alone(settings.tagger)
+        alone(sentences[:10])  # loads the lexicon
+
+        def shard() -> None:
+            fresh = make_tagger("textblob") if settings.tagger == "textblob" else tagger
+            write_portion(portion, directory, Annotator(tokenizer, fresh), READ, rows, lambda *_: None)
+
+        times: dict[str, list[float]] = {"alone": [], "sharding": []}
+        for _ in range(settings.rounds):
+            times["alone"].append(cpu_seconds(lambda: alone(sentences)))
+            times["sharding"].append(cpu_seconds(shard))
+    rates = {kind: total / statistics.median(values) for kind, values in times.items()}
+    print(f"{settings.tagger}: {total:,} words, {settings.rounds} alternating rounds, medians, one process, CPU seconds")
+    print(f"  tagger alone    {rates['alone']:>10,.0f} words/s")
+    print(f"  whole sharding  {rates['sharding']:>10,.0f} words/s")
+    print(f"  ratio           {rates['sharding'] / rates['alone']:>10.2f}   (wanted: at least 0.60)")
+
+
+if __name__ == "__main__":
+    main()
