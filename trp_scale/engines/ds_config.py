@@ -12,10 +12,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from trp_scale.config import Config, RefusedError
+from trp_scale.config import Config, RefusedError, nearest
 from trp_scale.engines.ds_blocks import AUTO, optimizer_differences, same, scheduler_differences
 from trp_scale.engines.ds_keys import DEEPSPEED_AUTO, TOP_LEVEL, ZERO
-from trp_scale.recipes.loader import nearest
 
 Document = dict[str, Any]
 

@@ -7,7 +7,6 @@ rules of YAML 1.2, in which `2e-4` is a number and `off` is a word.
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import yaml
 
-from trp_scale.config import Config, RefusedError
+from trp_scale.config import Config, RefusedError, nearest
 
 RECIPES = Path(__file__).parent
 
@@ -48,12 +47,6 @@ for _tag, _pattern, _first in (
         _class.add_implicit_resolver(  # type: ignore[attr-defined]
             f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), list(_first)
         )
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """The words "; did you mean X?" for the known name most like `name`, or nothing when none is like it."""
-    found = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)
-    return f"; did you mean {found[0]}?" if found else ""
 
 
 def known_recipes() -> list[str]:

@@ -1,0 +1,93 @@
+"""Requests to stop: what is heard, and that the handlers are given back."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from trp_scale.distributed.stop import StopRequests
+
+
+class Clock:
+    """Seconds that pass only when they are told to."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Iterator[Clock]:
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)]
+    yield Clock()
+    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)] == before
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_is_a_request_and_no_more(clock: Clock, number: signal.Signals) -> None:
+    with StopRequests(clock=clock) as stop:
+        assert stop.requested() is None
+        os.kill(os.getpid(), number)
+        assert stop.requested() == number.name
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.requested() == number.name  # the first reason is the one that is logged
+
+
+def test_the_second_ctrl_c_is_immediate_unless_a_launcher_repeated_the_first(clock: Clock) -> None:
+    with StopRequests(clock=clock) as stop:
+        os.kill(os.getpid(), signal.SIGINT)
+        clock.now += 0.2
+        os.kill(os.getpid(), signal.SIGINT)
+        reason = stop.requested()
+        assert reason is not None
+        assert reason.startswith("Ctrl-C")
+        clock.now += 5
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_ctrl_c_after_a_sigterm_is_still_the_first(clock: Clock) -> None:
+    with StopRequests(clock=clock) as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        clock.now += 5
+        os.kill(os.getpid(), signal.SIGINT)
+        assert stop.requested() == "SIGTERM"
+
+
+def test_the_time_limit_counts_from_entry(clock: Clock) -> None:
+    stop = StopRequests(max_hours=0.5, clock=clock)
+    clock.now += 3600
+    with stop:
+        clock.now += 1799
+        assert stop.requested() is None
+        clock.now += 1
+        assert stop.requested() == "--training.max_hours 0.5 are over"
+
+
+def test_the_file_is_looked_for_once_a_second_and_taken_away(clock: Clock, tmp_path: Path) -> None:
+    with StopRequests(tmp_path, clock=clock) as stop:
+        assert stop.requested() is None
+        (tmp_path / "STOP").touch()
+        clock.now += 0.5
+        assert stop.requested() is None
+        clock.now += 0.6
+        assert stop.requested() == f"the file {tmp_path / 'STOP'}"
+    assert not (tmp_path / "STOP").exists()
+
+
+def test_only_rank_0_looks_for_the_file(clock: Clock, tmp_path: Path) -> None:
+    (tmp_path / "STOP").touch()
+    with StopRequests(tmp_path, rank=1, clock=clock) as stop:
+        assert stop.requested() is None
+    assert (tmp_path / "STOP").exists()
+
+
+def test_handlers_are_given_back_after_an_error(clock: Clock) -> None:
+    with pytest.raises(RuntimeError, match="broken"), StopRequests(clock=clock):
+        raise RuntimeError("broken")
