@@ -23,13 +23,13 @@ class TaskHistory:
     Attributes:
         start: loss in the first logged step that had the task; None if it never came.
         end: mean loss over the last END_LINES logged steps, weighted by counts; None if it did not come there.
-        weight: mean weight over the same steps.
+        weight: mean weight over those of the same steps that had the task; None if none had.
         count: its elements in those steps.
     """
 
     start: float | None
     end: float | None
-    weight: float
+    weight: float | None
     count: int
 
     @property
@@ -69,8 +69,8 @@ def task_history(name: str, start: float | None, lines: Iterable[Mapping[str, An
     seen = [entry for entry in entries if entry["loss"] is not None and entry["count"] > 0]
     count = sum(entry["count"] for entry in seen)
     end = sum(entry["loss"] * entry["count"] for entry in seen) / count if count else None
-    weights = [entry["weight"] for entry in entries if entry["weight"] is not None]
-    return TaskHistory(start=start, end=end, weight=statistics.fmean(weights) if weights else 0.0, count=count)
+    weights = [entry["weight"] for entry in seen if entry["weight"] is not None]
+    return TaskHistory(start=start, end=end, weight=statistics.fmean(weights) if weights else None, count=count)
 
 
 def read_history(run_dir: Path) -> RunHistory:

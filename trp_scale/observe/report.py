@@ -39,8 +39,8 @@ def read_summary(run_dir: Path) -> Mapping[str, Any]:
 def task_table(history: RunHistory) -> Table:
     """One row a task, the worst marked."""
     caption = (
-        f"start: first logged step with the task; end and weight: mean over the last {END_LINES} logged steps "
-        "(losses weighted by counts); elements: in those steps"
+        f"start: first logged step with the task; end and weight: mean over those of the last {END_LINES} logged steps "
+        "that had it (losses weighted by counts); elements: in those steps"
     )
     validation = (history.validation or {}).get("tasks", {})
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, caption=caption, caption_justify="left")

@@ -151,6 +151,19 @@ def test_summary_and_report(start: Callable[..., Observer], tmp_path: Path, caps
     assert marked.split()[0] == "noun"
 
 
+def test_a_rare_task_s_weight_is_of_the_steps_that_had_it(start: Callable[..., Observer], tmp_path: Path) -> None:
+    observer = start()
+    for step in range(1, 11):
+        present = TaskRecord(loss=7.0, weight=0.5, count=2)
+        verb = present if step == 5 else TaskRecord(loss=None, weight=0.0, count=0)
+        tasks = dict(record(step).tasks) | {"verb": verb, "other": TaskRecord(loss=None, weight=0.0, count=0)}
+        observer.step(record(step, tasks=tasks))
+    summary = observer.close("finished")
+    assert summary["tasks"]["verb"] == {"start": 7.0, "end": 7.0, "weight": 0.5, "count": 2}
+    assert summary["tasks"]["other"] == {"start": None, "end": None, "weight": None, "count": 0}
+    assert summary["worst_task"] == "verb"
+
+
 def test_a_killed_run_has_a_report(start: Callable[..., Observer], tmp_path: Path) -> None:
     start().step(record(1))
     text = report(tmp_path / "run")
