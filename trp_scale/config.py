@@ -98,7 +98,7 @@ class MaskingConfig:
     unit: Literal["piece", "word"] = "piece"
     """Draw single word pieces, or whole words."""
     sampling: Literal["uniform", "stratified"] = "uniform"
-    """stratified: positions are drawn systematically over the groups, which lowers the variance of each group's count."""
+    """stratified: positions are drawn systematically over the groups; each group's count then varies less."""
 
 
 @dataclass(kw_only=True)
@@ -162,11 +162,11 @@ class BalancerConfig:
     """How the losses of the tasks become one loss (algorithms.md, section 1)."""
 
     kind: Literal["uniform", "proportional", "minimax"] = "minimax"
-    """uniform: 1/T each. proportional: by number of elements (plain BERT). minimax: softmax of alpha x loss (TRP eq. 7)."""
+    """uniform: 1/T each. proportional: by number of elements (plain BERT). minimax: softmax of alpha x loss (eq. 7)."""
     alpha: float = 1.0
     """Sharpness of the softmax over task losses."""
     alpha_schedule: Literal["constant", "theorem", "hard"] = "constant"
-    """constant, the growing alpha of TRP Theorem 3.1 (needs radius, lipschitz, bound), or hard = the worst task alone."""
+    """constant, theorem = the growing alpha of TRP Theorem 3.1 (radius, lipschitz, bound), hard = the worst alone."""
     radius: float = 1.0
     """R0 of Theorem 3.1: distance from the start to the optimum."""
     lipschitz: float = 1.0
@@ -174,8 +174,8 @@ class BalancerConfig:
     bound: float = 1.0
     """B of Theorem 3.1: bound of the task losses."""
     estimate: Literal["exact", "lagged", "micro"] = "exact"
-    """exact: losses of this global batch (one more forward pass if there is accumulation). lagged: of the last step, free.
-    micro: of each micro-batch alone; wrong, kept as a labelled baseline."""
+    """exact: losses of this global batch (one more forward pass if there is accumulation). lagged: of the last step,
+    free. micro: of each micro-batch alone; wrong, kept as a labelled baseline."""
     scale: Literal["none", "initial", "reference"] = "none"
     """Losses enter the softmax as they are (paper), as L / L at the first step, or as L - reference."""
     reference: dict[str, float] = field(default_factory=dict)
