@@ -129,6 +129,7 @@ class Hooks:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         if set(state) != {hook.name for hook in self.all}:
-            raise ValueError(f"checkpoint holds the hooks {sorted(state)}, this run has {sorted(h.name for h in self.all)}")
+            own = sorted(hook.name for hook in self.all)
+            raise ValueError(f"checkpoint holds the hooks {sorted(state)}, this run has {own}")
         for hook in self.all:
             hook.load_state_dict(state[hook.name])

@@ -57,7 +57,8 @@ class Minimax(TaskBalancer):
         if unknown := sorted(set(config.reference) - set(objective.tasks)):
             raise ValueError(f"balancer.reference names {unknown}; the tasks are {list(objective.tasks)}")
         size = len(objective.tasks)
-        self.reference = torch.tensor([config.reference.get(t, 0.0) for t in objective.tasks], dtype=torch.float64).to(device)
+        reference = [config.reference.get(task, 0.0) for task in objective.tasks]
+        self.reference = torch.tensor(reference, dtype=torch.float64).to(device)
         # NaN marks a task that was never seen.
         self.last_losses = torch.full((size,), torch.nan, dtype=torch.float64, device=device)
         self.first_losses = self.last_losses.clone()
@@ -91,7 +92,7 @@ class Minimax(TaskBalancer):
         return torch.where(self.last_losses.isnan(), losses, keep * self.last_losses + (1 - keep) * losses)
 
     def eligible(self, counts: Tensor) -> Tensor:
-        """[T] bool: balanced, present, and with min_count elements; when min_count leaves none, all that are present."""
+        """[T] bool: balanced, present, with min_count elements; when min_count leaves none, all that are present."""
         present = self.balanced & (counts > 0)
         enough = present & (counts >= self.config.min_count)
         return torch.where(enough.any(), enough, present)
@@ -99,15 +100,16 @@ class Minimax(TaskBalancer):
     def balanced_weights(self, ctx: StepContext, losses: Tensor | None) -> Tensor:
         eligible = self.eligible(ctx.counts)
         if losses is None:  # lagged
-            return softmax_weights(self.scores(self._lagged_losses()), self._lagged_alpha(ctx), eligible)
+            return softmax_weights(self._lagged_scores(), self._lagged_alpha(ctx), eligible)
         return softmax_weights(self.scores(self.smoothed(losses)), self.alpha(ctx.step), eligible)
 
-    def _lagged_losses(self) -> Tensor:
-        """[T] last losses; a task that comes for the first time enters with the mean of the others, neither pushed nor
-        held back."""
+    def _lagged_scores(self) -> Tensor:
+        """[T] scores of the last losses; a task that comes for the first time enters with the mean of the others',
+        neither pushed nor held back."""
+        scores = self.scores(self.last_losses)
         known = self.balanced & ~self.last_losses.isnan()
-        mean = torch.where(known, self.last_losses, 0.0).sum() / known.sum().clamp(min=1)
-        return torch.where(known, self.last_losses, mean)
+        mean = torch.where(known, scores, 0.0).sum() / known.sum().clamp(min=1)
+        return torch.where(known, scores, mean)
 
     def _lagged_alpha(self, ctx: StepContext) -> float:
         # Before any loss is known the step is uniform, with the hard maximum too.
@@ -180,7 +182,7 @@ class Minimax(TaskBalancer):
         }
         if self.config.scale != "none":
             scaled = self.scores(self.last_losses).tolist()
-            values["scaled"] = {task: value for task, value in zip(self.objective.tasks, scaled, strict=True)}
+            values["scaled"] = dict(zip(self.objective.tasks, scaled, strict=True))
         return values
 
     def state_dict(self) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from trp_scale.hooks.base import StepContext
 
 
 class Uniform(TaskBalancer):
-    """1/T for every balanced task; with `total: 1` over the tasks present in the global batch, so that they sum to 1."""
+    """1/T for every balanced task; with `total: 1` over those present in the global batch, so that they sum to 1."""
 
     def balanced_weights(self, ctx: StepContext, losses: Tensor | None) -> Tensor:
         present = (self.balanced & (ctx.counts > 0)).double()
