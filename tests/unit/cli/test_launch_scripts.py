@@ -1,0 +1,116 @@
+"""The launch scripts, run with stand-ins for SLURM's and torch's programs that write down how they were called."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+LAUNCH = Path(__file__).parents[3] / "launch"
+
+
+@pytest.fixture
+def programs(tmp_path: Path) -> Path:
+    """A directory for stand-ins, first on PATH."""
+    (tmp_path / "bin").mkdir()
+    return tmp_path / "bin"
+
+
+def stand_in(programs: Path, name: str, script: str = "") -> None:
+    path = programs / name
+    path.write_text(f'#!/bin/bash\necho "{name} $*" >> "{programs.parent}/calls"\n{script}\n', encoding="utf-8")
+    path.chmod(0o755)
+
+
+def calls(programs: Path) -> list[str]:
+    path = programs.parent / "calls"
+    return path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+
+
+def environ(programs: Path, **variables: str) -> dict[str, str]:
+    kept = {
+        name: value for name, value in os.environ.items() if not name.startswith(("SLURM", "MASTER", "NODE", "RANK"))
+    }
+    return kept | {"PATH": f"{programs}:{os.environ['PATH']}"} | variables
+
+
+def torchrun(programs: Path, *argv: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    stand_in(programs, "torchrun")
+    return subprocess.run(
+        [str(LAUNCH / "torchrun.sh"), *argv],
+        env=environ(programs, **variables),
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+
+
+def test_torchrun_on_one_node(programs: Path) -> None:
+    torchrun(programs, "--recipe", "a b", RANKS_PER_NODE="2")
+    assert calls(programs) == [f"torchrun --standalone --nproc_per_node 2 {LAUNCH}/pretrain.py --recipe a b"]
+
+
+def test_torchrun_on_two_nodes(programs: Path) -> None:
+    torchrun(programs, NNODES="2", NODE_RANK="1", MASTER_ADDR="node1")
+    (call,) = calls(programs)
+    assert "--nnodes 2 --node_rank 1 --master_addr node1 --master_port 29500 --nproc_per_node gpu" in call
+
+
+def test_torchrun_on_two_nodes_says_what_is_missing(programs: Path) -> None:
+    done = torchrun(programs, NNODES="2", NODE_RANK="1")
+    assert done.returncode != 0
+    assert "set MASTER_ADDR to the first node" in done.stderr
+    assert calls(programs) == []
+
+
+def batch(programs: Path, srun: str) -> subprocess.Popen[str]:
+    stand_in(programs, "srun", srun)
+    stand_in(programs, "scontrol")
+    stand_in(programs, "scancel", f'touch "{programs.parent}/told"')
+    return subprocess.Popen(
+        [str(shutil.which("bash")), str(LAUNCH / "slurm" / "pretrain.sbatch"), "--recipe", "pos_bert_base"],
+        env=environ(programs, SLURM_JOB_ID="77", SLURM_CPUS_PER_TASK="4"),
+        text=True,
+    )
+
+
+def test_slurm_starts_one_step_and_passes_its_status_on(programs: Path) -> None:
+    assert batch(programs, "exit 3").wait(timeout=30) == 3
+    (call,) = calls(programs)
+    assert call.startswith("srun --kill-on-bad-exit=1 --cpus-per-task=4 python -u launch/pretrain.py --resume auto")
+    assert call.endswith("--run_dir runs/slurm-77 --recipe pos_bert_base")
+
+
+@pytest.mark.parametrize(("status", "requeued"), [(0, True), (1, False)])
+def test_slurm_requeues_after_the_run_has_stopped_well(programs: Path, status: int, requeued: bool) -> None:
+    # The step ends only when it is told to, a moment later, as a run that writes its checkpoint does.
+    told = programs.parent / "told"
+    process = batch(programs, f'while [[ ! -e "{told}" ]]; do sleep 0.05; done; sleep 0.3; exit {status}')
+    deadline = time.monotonic() + 20
+    while not calls(programs) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(timeout=30) == status
+    assert [call.split()[0] for call in calls(programs)] == ["srun", "scancel", *(["scontrol"] if requeued else [])]
+    assert "scancel --signal=USR1 77.0" in calls(programs)
+    assert not requeued or calls(programs)[-1] == "scontrol requeue 77"
+
+
+def test_a_run_that_ends_by_itself_is_not_requeued(programs: Path) -> None:
+    assert batch(programs, "exit 0").wait(timeout=30) == 0
+    assert [call.split()[0] for call in calls(programs)] == ["srun"]
+
+
+def test_the_scripts_have_no_mistake_that_shellcheck_finds() -> None:
+    shellcheck = shutil.which("shellcheck")
+    if shellcheck is None:
+        pytest.skip("shellcheck is not installed")
+    scripts = [LAUNCH / "torchrun.sh", LAUNCH / "slurm" / "pretrain.sbatch"]
+    done = subprocess.run([shellcheck, *map(str, scripts)], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout

@@ -1,0 +1,107 @@
+"""What a run directory says of its run."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+
+from trp_scale.config import RefusedError
+from trp_scale.distributed.environment import RankInfo
+from trp_scale.distributed.groups import ALONE
+from trp_scale.recipes.arguments import Arguments
+from trp_scale.recipes.loader import load_recipe
+from trp_scale.training import rundir
+
+CPU = torch.device("cpu")
+
+
+def test_the_name_has_the_recipe_and_the_time_and_is_never_taken_twice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    arguments = Arguments(recipe="somewhere/mine.yaml")
+    made = [rundir.create_run_directory(arguments, ALONE) for _ in range(3)]
+    assert len(set(made)) == 3
+    assert all(path.parent == tmp_path / "runs" and path.name.startswith("mine-20") for path in made)
+
+
+def test_a_given_directory_is_made_and_kept(tmp_path: Path) -> None:
+    arguments = Arguments(run_dir=tmp_path / "deep" / "run")
+    for _ in range(2):
+        assert rundir.create_run_directory(arguments, ALONE) == tmp_path / "deep" / "run"
+    assert (tmp_path / "deep" / "run").is_dir()
+
+
+def test_a_directory_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(RefusedError, match="file/run cannot be made: Not a directory"):
+        rundir.create_run_directory(Arguments(run_dir=tmp_path / "file" / "run"), ALONE)
+
+
+def test_config_yaml_is_a_recipe_with_every_setting(tmp_path: Path) -> None:
+    config = load_recipe("pos_bert_tiny")
+    config.training.steps = 7
+    rundir.write_config(tmp_path, config, ALONE)
+    assert load_recipe(tmp_path / "config.yaml") == config
+    config.training.steps = 9
+    rundir.write_config(tmp_path, config, ALONE)
+    assert load_recipe(tmp_path / "config.yaml").training.steps == 9
+    assert [path.name for path in tmp_path.iterdir()] == ["config.yaml"]
+
+
+def test_environment_json_says_how_each_start_was_made(tmp_path: Path) -> None:
+    for engine, stage in (("plain", None), ("deepspeed", 3), ("fsdp", None)):
+        info = RankInfo(launcher="torchrun")
+        returned = rundir.write_environment(tmp_path, info, ALONE, device=CPU, engine=engine, zero_stage=stage)
+        written = json.loads((tmp_path / "environment.json").read_text(encoding="utf-8"))
+        assert written == returned
+    assert (written["engine"], written["zero_stage"], written["world_size"]) == ("fsdp", None, 1)
+    assert written["launcher"] == "torchrun"
+    assert torch.__version__.startswith(written["versions"]["torch"])
+    assert written["devices"][0].startswith("cpu")
+    assert [(start["engine"], start["zero_stage"]) for start in written["earlier"]] == [
+        ("plain", None),
+        ("deepspeed", 3),
+    ]
+
+
+def test_a_damaged_environment_json_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "environment.json").write_text("{", encoding="utf-8")
+    with pytest.raises(RefusedError, match=r"environment\.json is not JSON"):
+        rundir.write_environment(tmp_path, RankInfo(), ALONE, device=CPU, engine="plain", zero_stage=None)
+
+
+def test_git_state_is_that_of_a_checkout_that_tracks_the_package(tmp_path: Path) -> None:
+    def git(*arguments: str) -> str:
+        identity = ["-c", "user.name=a", "-c", "user.email=a@b"]
+        command = ["git", "-C", str(tmp_path), *identity, *arguments]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+
+    assert rundir.git_state(tmp_path) is None
+    git("init")
+    package = tmp_path / "package"
+    package.mkdir()
+    (package / "__init__.py").write_text("a = 1\n", encoding="utf-8")
+    assert rundir.git_state(package) is None  # in somebody's checkout, but not part of it
+    git("add", ".")
+    git("commit", "-m", "first")
+    assert rundir.git_state(package) == {"commit": git("rev-parse", "HEAD"), "dirty": False}
+    (package / "__init__.py").write_text("a = 2\n", encoding="utf-8")
+    assert rundir.git_state(package) == {"commit": git("rev-parse", "HEAD"), "dirty": True}
+
+
+def test_the_tokenizer_is_copied_once_and_whole(tmp_path: Path) -> None:
+    source, run_dir = tmp_path / "tokenizer", tmp_path / "run"
+    source.mkdir()
+    run_dir.mkdir()
+    (source / "tokenizer.json").write_text("{}", encoding="utf-8")
+    (run_dir / ".tokenizer.tmp").mkdir()  # left by a killed run
+    (run_dir / ".tokenizer.tmp" / "half").touch()
+    for _ in range(2):
+        rundir.copy_tokenizer(run_dir, source, ALONE)
+    assert [path.name for path in (run_dir / "tokenizer").iterdir()] == ["tokenizer.json"]
+    assert not (run_dir / ".tokenizer.tmp").exists()
