@@ -26,7 +26,7 @@ class Parabolas:
     def losses(self, x: Tensor) -> Tensor:
         offset = (x - self.centres).unsqueeze(-1)  # [T, D, 1]
         losses: Tensor = offset.mT @ self.hessians @ offset / 2
-        return losses.flatten()  # [T]
+        return losses.reshape(TASKS)  # [T]
 
     def minimiser(self, mixture: Tensor) -> Tensor:
         """[D] where sum_t lambda_t f_t is least: a linear system."""

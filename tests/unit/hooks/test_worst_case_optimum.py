@@ -50,7 +50,7 @@ def test_the_root_between_the_two_parabolas_is_the_minimiser(a: float) -> None:
 def test_the_hard_maximum_reaches_it(a: float) -> None:
     found = settle(a, alpha_schedule="hard")
     assert found == pytest.approx(best_point(a), abs=4e-3)
-    assert problem(a).worst(torch.tensor([found])) == pytest.approx(a / (math.sqrt(a) + 1) ** 2, abs=2e-2)
+    assert problem(a).worst(torch.tensor([found])) == pytest.approx(a / (math.sqrt(a) + 1) ** 2, rel=0.05)
 
 
 @pytest.mark.parametrize("a", SHARPNESS)
@@ -58,7 +58,7 @@ def test_the_schedule_of_the_theorem_reaches_it(a: float) -> None:
     # On [0, 1]: losses of at most A, slopes of at most 2 A, and no start farther away than 1.
     found = settle(a, alpha_schedule="theorem", radius=1.0, lipschitz=2 * a, bound=a)
     assert found == pytest.approx(best_point(a), abs=5e-3)
-    assert problem(a).worst(torch.tensor([found])) == pytest.approx(a / (math.sqrt(a) + 1) ** 2, abs=2e-2)
+    assert problem(a).worst(torch.tensor([found])) == pytest.approx(a / (math.sqrt(a) + 1) ** 2, rel=0.05)
 
 
 def smoothed_minimiser(a: float, alpha: float) -> float:
