@@ -4,13 +4,35 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from trp_scale.checkpoint.errors import CheckpointError
+from trp_scale.checkpoint.errors import CheckpointError, RankError
+from trp_scale.config import RefusedError
 from trp_scale.distributed.groups import Group
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What one rank tells the others of its error.
+
+    Attributes:
+        refused: a traceback would say no more than the message.
+        complete: the message itself says where and what, so that it needs no rank and no action in front.
+    """
+
+    message: str
+    refused: bool
+    complete: bool
+
+    @classmethod
+    def of(cls, error: Exception) -> Failure:
+        if isinstance(error, RefusedError):
+            return cls(str(error), refused=True, complete=True)
+        return cls(f"{type(error).__name__}: {error}", refused=isinstance(error, OSError), complete=False)
 
 
 def together(group: Group, what: str, action: Callable[[], T]) -> list[T]:
@@ -19,7 +41,8 @@ def together(group: Group, what: str, action: Callable[[], T]) -> list[T]:
     Returns:
         the result of each rank, on every rank.
     Raises:
-        CheckpointError: on every rank, when it failed on any: names `what`, the ranks and their messages.
+        CheckpointError: on every rank, when it was refused on any (RefusedError, OSError).
+        RankError: on every rank, when any met another error: names `what`, the ranks and their messages.
     """
     result: T | None = None
     cause: Exception | None = None
@@ -27,20 +50,20 @@ def together(group: Group, what: str, action: Callable[[], T]) -> list[T]:
         result = action()
     except Exception as error:  # whatever it is, the other ranks must hear of it before this one leaves
         cause = error
-    gathered = group.gather_objects((None if cause is None else _message(cause), result))
-    failures = [f"rank {rank}: {failed}" for rank, (failed, _) in enumerate(gathered) if failed is not None]
+    gathered = group.gather_objects((None if cause is None else Failure.of(cause), result))
+    failures = {rank: failure for rank, (failure, _) in enumerate(gathered) if failure is not None}
     if failures:
-        listed = "; ".join(failures)
-        raise CheckpointError(f"{what} failed on {len(failures)} of {group.size} ranks: {listed}") from cause
+        messages = {failure.message for failure in failures.values()}
+        if len(messages) == 1 and all(failure.complete for failure in failures.values()):
+            raise CheckpointError(messages.pop()) from cause
+        kind = CheckpointError if all(failure.refused for failure in failures.values()) else RankError
+        listed = "; ".join(f"rank {rank}: {failure.message}" for rank, failure in failures.items())
+        raise kind(f"{what} failed on {len(failures)} of {group.size} ranks: {listed}") from cause
     return [value for _, value in gathered]  # type: ignore[misc]
 
 
-def _message(error: Exception) -> str:
-    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-
-
 def on_rank_zero(group: Group, what: str, action: Callable[[], T]) -> T:
-    """Run `action` on rank 0 only; every rank gets its result, or its error as a CheckpointError."""
+    """Run `action` on rank 0 only; every rank gets its result, or its error as `together` raises it."""
     return together(group, what, lambda: action() if group.rank == 0 else None)[0]  # type: ignore[return-value]
 
 

@@ -1,7 +1,13 @@
-"""The one error of this package."""
+"""The two errors of this package."""
 
 from __future__ import annotations
 
+from trp_scale.config import RefusedError
 
-class CheckpointError(RuntimeError):
-    """A checkpoint cannot be written, read or used; the message names the file or tensor and what was expected."""
+
+class CheckpointError(RefusedError):
+    """A checkpoint cannot be read or used; the message names the file or tensor and what was expected."""
+
+
+class RankError(RuntimeError):
+    """Something failed on at least one rank that is no mistake of the user's; raised on all ranks, naming those."""

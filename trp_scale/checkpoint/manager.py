@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from trp_scale.checkpoint.agreement import on_rank_zero, together
 from trp_scale.checkpoint.document import HOOKS_NAME, CheckpointDocument, read_document
-from trp_scale.checkpoint.errors import CheckpointError
+from trp_scale.checkpoint.errors import CheckpointError, RankError
 from trp_scale.checkpoint.format import (
     Part,
     StoredPart,
@@ -83,7 +83,7 @@ def save(
         extra: JSON values of the training loop; `vocab_size` and `data_tokenizer` are needed for an export,
             `data_digest` lets the data set move between runs.
     Raises:
-        CheckpointError: on every rank, when any of them failed; nothing is visible under the final name then.
+        RankError: on every rank, when any of them failed; nothing new is visible under the final name then.
     """
     final, temporary = checkpoint_path(run_dir, step), temporary_path(run_dir, step)
     facts = {
@@ -102,16 +102,16 @@ def save(
         remove_leftovers(run_dir)
         temporary.mkdir(parents=True)
 
-    on_rank_zero(group, f"preparing the checkpoint {final}", prepare)
     try:
+        on_rank_zero(group, f"preparing the checkpoint {final}", prepare)
         written = together(group, f"writing the checkpoint {final}", lambda: _write_rank(temporary, engine, group.rank))
         on_rank_zero(group, f"finishing {final}", lambda: _finish(temporary, written, hooks_state, facts))
         on_rank_zero(group, f"naming the checkpoint {final}", lambda: publish(temporary, final))
-    except CheckpointError:
+        on_rank_zero(group, f"{final} is written; removing older ones", lambda: retain(run_dir, final, keep))
+    except (CheckpointError, RankError) as error:
         if group.rank == 0:  # should this fail too, the error under way says more, and the next save removes the rest
             shutil.rmtree(temporary, ignore_errors=True)
-        raise
-    on_rank_zero(group, f"{final} is written; removing older ones", lambda: retain(run_dir, final, keep))
+        raise RankError(str(error)) from error
     return final
 
 

@@ -9,8 +9,14 @@ from pathlib import Path
 
 from trp_scale.checkpoint.document import DOCUMENT_NAME
 from trp_scale.checkpoint.durable import sync_directory
-from trp_scale.checkpoint.run_directory import incompleteness, newest_complete, remove_leftovers
+from trp_scale.checkpoint.run_directory import (
+    incompleteness,
+    newest_complete,
+    remove_leftovers,
+    set_aside_later,
+)
 from trp_scale.config import RefusedError
+from trp_scale.observe.metrics import METRICS_FILE
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +83,24 @@ def _given(path: Path) -> Selection:
         why = "; ".join(found.warnings) or "there is no checkpoint in it"
         raise RefusedError(f"--resume {path}: nothing to resume from: {why}")
     return Selection(checkpoint=found.path, notices=(*found.warnings, f"resuming from {found.path}"))
+
+
+def take_back(run_dir: Path, step: int) -> list[str]:
+    """Bring a run directory to `step`, from which the run goes on (0 = a fresh start); on one rank.
+
+    Later checkpoints are set aside, so that `--resume auto` never returns to what this start left behind, and
+    metrics.jsonl is cut back.
+
+    Returns:
+        sentences for the log.
+    """
+    notices = [f"a checkpoint of a later step was set aside as {path}" for path in set_aside_later(run_dir, step)]
+    cut = cut_metrics(run_dir / METRICS_FILE, step)
+    if cut.later:
+        notices.append(f"{METRICS_FILE}: records after step {step} were cut off: {cut.later}")
+    if cut.damaged:
+        notices.append(f"{METRICS_FILE}: records that were not whole were dropped: {cut.damaged}")
+    return notices
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tests.unit.checkpoint.fake_engine import save_step
-from trp_scale.checkpoint.resume import CutMetrics, cut_metrics, select
+from trp_scale.checkpoint.resume import CutMetrics, cut_metrics, select, take_back
 from trp_scale.checkpoint.resume_rules import MAY_CHANGE, check_settings, may_change
 from trp_scale.config import Config, RefusedError
 
@@ -195,6 +195,25 @@ def test_a_record_that_is_not_whole_is_dropped(tmp_path: Path, torn: bytes) -> N
     path.write_bytes(b'{"step": 1}\n' + torn)
     assert cut_metrics(path, 9) == CutMetrics(kept=1, later=0, damaged=1)
     assert path.read_bytes() == b'{"step": 1}\n'
+
+
+def test_a_run_taken_back_never_returns_to_what_it_left(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save_step(tmp_path, step)
+    (tmp_path / "checkpoints" / "step_00000003" / "checkpoint.json").unlink()
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
+    notices = take_back(tmp_path, 1)
+    assert len(notices) == 4
+    assert "set_aside_step_00000002" in notices[0]
+    assert "set_aside_step_00000003" in notices[1]
+    assert notices[2:] == [
+        "metrics.jsonl: records after step 1 were cut off: 2",
+        "metrics.jsonl: records that were not whole were dropped: 1",
+    ]
+    selection = select(tmp_path, "auto")
+    assert selection.checkpoint == tmp_path / "checkpoints" / "step_00000001"
+    assert len(selection.notices) == 1
+    assert take_back(tmp_path, 1) == []
 
 
 def test_no_metrics_yet(tmp_path: Path) -> None:

@@ -14,11 +14,12 @@ import pytest
 
 from tests.unit.checkpoint.fake_engine import on_ranks, save_step, whole_state
 from trp_scale.checkpoint import manager, run_directory, tensor_file
-from trp_scale.checkpoint.agreement import check_shared_directory
+from trp_scale.checkpoint.agreement import check_shared_directory, on_rank_zero, together
 from trp_scale.checkpoint.document import CheckpointDocument
-from trp_scale.checkpoint.errors import CheckpointError
+from trp_scale.checkpoint.errors import CheckpointError, RankError
 from trp_scale.checkpoint.run_directory import checkpoints, newest_complete, remove_leftovers, set_aside_later
 from trp_scale.checkpoint.stored_pieces import read_full_state
+from trp_scale.config import RefusedError
 from trp_scale.distributed.groups import Group
 
 ROOT = Path(__file__).parents[3]
@@ -214,3 +215,22 @@ def test_retention_leaves_no_half_removed_checkpoint_visible(tmp_path: Path, mon
         with pytest.raises(Killed):
             save_step(tmp_path, 2, keep=1)
     assert visible(tmp_path) == [2]
+
+
+def test_what_is_refused_keeps_its_words_and_what_is_not_keeps_its_kind() -> None:
+    def refuse() -> None:
+        raise RefusedError("--resume never, but ...")
+
+    def break_down() -> None:
+        raise KeyError("x")
+
+    def either(group: Group) -> None:
+        together(group, "a try", refuse if group.rank else break_down)
+
+    for error in on_ranks(2, lambda group: on_rank_zero(group, "a try", refuse)):
+        assert (type(error), str(error)) == (CheckpointError, "--resume never, but ...")
+    for error in on_ranks(2, lambda group: on_rank_zero(group, "a try", break_down)):
+        assert (type(error), str(error)) == (RankError, "a try failed on 1 of 2 ranks: rank 0: KeyError: 'x'")
+    for error in on_ranks(2, either):
+        assert type(error) is RankError
+        assert str(error).endswith("rank 0: KeyError: 'x'; rank 1: --resume never, but ...")

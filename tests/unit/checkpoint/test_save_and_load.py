@@ -23,7 +23,7 @@ from tests.unit.checkpoint.fake_engine import (
     save_step,
     whole_state,
 )
-from trp_scale.checkpoint.errors import CheckpointError
+from trp_scale.checkpoint.errors import CheckpointError, RankError
 from trp_scale.checkpoint.manager import load
 from trp_scale.checkpoint.run_directory import checkpoints
 from trp_scale.checkpoint.stored_pieces import read_full_state
@@ -98,7 +98,7 @@ def test_everything_beside_the_tensors_comes_back(tmp_path: Path) -> None:
     ],
 )
 def test_hook_state_that_would_come_back_changed_is_refused(tmp_path: Path, state: dict[str, Any], said: str) -> None:
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(RankError, match=said):
         save_step(tmp_path, 3, hooks_state=state)
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
@@ -141,7 +141,7 @@ def test_a_model_that_differs_is_refused_tensor_by_tensor(tmp_path: Path) -> Non
 )
 def test_an_engine_that_leaves_out_or_repeats_elements_cannot_save(tmp_path: Path, parts: Any, said: str) -> None:
     engine = FakeEngine(0, {**ONE, "bias": parts}, whole_state(0))
-    with pytest.raises(CheckpointError, match=said):
+    with pytest.raises(RankError, match=said):
         save_step(tmp_path, 1, engine=engine)
     assert checkpoints(tmp_path) == []
 
@@ -201,7 +201,7 @@ def test_the_failure_of_one_rank_is_the_failure_of_all(tmp_path: Path) -> None:
         return save_step(tmp_path, 2, engine=kind(group.rank, random_split(5, 3), whole_state(0)), group=group)
 
     for error in on_ranks(3, write):
-        assert isinstance(error, CheckpointError)
+        assert isinstance(error, RankError)
         assert "failed on 1 of 3 ranks: rank 1: OSError: [Errno 28] No space left on device" in str(error)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step_00000001"]
 
