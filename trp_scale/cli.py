@@ -13,6 +13,7 @@ from typing import Annotated, Literal
 import tyro
 
 from trp_scale.config import RefusedError
+from trp_scale.distributed.launchers import FIRST_WORD_SECONDS
 
 USAGE = """usage: trp-scale COMMAND ...
 
@@ -21,9 +22,6 @@ USAGE = """usage: trp-scale COMMAND ...
 
 trp-scale COMMAND --help explains the flags of a command.
 """
-
-FIRST_WORD_SECONDS = 3.0
-"""How long the other ranks leave rank 0 to say what is wrong with the command; its launcher then ends them."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -15,12 +15,9 @@ import torch.distributed as dist
 
 from trp_scale.config import RefusedError
 from trp_scale.distributed.groups import Group
-from trp_scale.distributed.launchers import RankInfo, discover
+from trp_scale.distributed.launchers import FIRST_WORD_SECONDS, RankInfo, discover
 
 __all__ = ["Environment", "RankInfo", "discover"]
-
-FIRST_WORD_SECONDS = 3.0
-"""How long the other ranks leave rank 0 to say why the run is refused; by then its launcher has ended them."""
 
 
 class Environment:

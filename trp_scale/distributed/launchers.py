@@ -11,6 +11,9 @@ from trp_scale.config import RefusedError
 
 Launcher = Literal["single", "torchrun", "deepspeed", "slurm", "variables"]
 
+FIRST_WORD_SECONDS = 3.0
+"""How long the other ranks leave rank 0 to say why the run is refused; by then its launcher has ended them."""
+
 _SPECIAL_STEPS = 0xFFFFFFF0  # SLURM numbers the batch script and interactive shells from here on: no parallel steps
 
 

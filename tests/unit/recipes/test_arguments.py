@@ -131,7 +131,8 @@ def test_help_explains_each_field_with_the_recipes_value(capsys: pytest.CaptureF
         for field in dataclasses.fields(get_type_hints(Config)[section.name]):
             assert f"--{section.name}.{field.name} " in text
     words = " ".join(text.replace("│", " ").split())
-    assert "Optimizer steps in all. (default: 300)" in words
+    steps = load_recipe("pos_bert_tiny").training.steps
+    assert f"Optimizer steps in all. (default: {steps})" in words
     assert "--run_dir DIR Directory for everything the run leaves behind" in words
 
 
