@@ -76,7 +76,7 @@ class PredictionHead(nn.Module):
         padded = padded_vocabulary(vocab_size)
         self.transform = PredictionTransform(hidden_size, eps)
         self.bias = nn.Parameter(torch.zeros(padded))
-        # -inf on the padding rows rather than a slice of the logits: a slice would copy the largest tensor of the model.
+        # -inf on the padding rows rather than a slice of the logits: a slice would copy the model's largest tensor.
         mask = torch.zeros(padded)
         mask[vocab_size:] = -torch.inf
         self.register_buffer("out_of_vocabulary", mask, persistent=False)
@@ -116,7 +116,9 @@ class BertForMaskedPositions(nn.Module):
         """The repeated blocks, each a unit of sharding."""
         return self.bert.encoder.layer  # type: ignore[no-any-return]
 
-    def forward(self, tokens: Tensor, token_types: Tensor, attention_mask: Tensor, masked_positions: Tensor) -> BertOutput:
+    def forward(
+        self, tokens: Tensor, token_types: Tensor, attention_mask: Tensor, masked_positions: Tensor
+    ) -> BertOutput:
         """Predict the masked words and whether the second sentence follows.
 
         Args:
@@ -154,13 +156,16 @@ class BertForMaskedPositions(nn.Module):
             raise ValueError(f"weights for {missing} are missing")
         if unexpected := sorted(set(given) - set(own)):
             raise ValueError(f"weights for {unexpected} have no place in this model")
-        for name, parameter in own.items():
-            tensor = given[name]
-            cut = parameter[: tensor.shape[0]] if name in PADDED_PARAMETERS else parameter
-            if cut.shape != tensor.shape or (name in PADDED_PARAMETERS and tensor.shape[0] != self.config.vocab_size):
-                raise ValueError(f"{name}: shape {tuple(tensor.shape)} given, {tuple(cut.shape)} expected")
-            parameter.zero_() if name in PADDED_PARAMETERS else None
-            cut.copy_(tensor)
+        places = {
+            name: parameter[: self.config.vocab_size] if name in PADDED_PARAMETERS else parameter
+            for name, parameter in own.items()
+        }
+        for name, place in places.items():  # all of them before the first is written
+            if place.shape != given[name].shape:
+                raise ValueError(f"{name}: shape {tuple(given[name].shape)} given, {tuple(place.shape)} expected")
+        for name, place in places.items():
+            own[name].zero_()
+            place.copy_(given[name])
 
 
 PADDED_PARAMETERS = ("bert.embeddings.word_embeddings.weight", "cls.predictions.bias")

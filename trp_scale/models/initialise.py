@@ -1,4 +1,4 @@
-"""Initial weights drawn from (seed, the tensor's name), so that sharded and unsharded models start equal (invariant 1)."""
+"""Initial weights from (seed, the tensor's name), so that sharded and unsharded models start equal (invariant 1)."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def initial_tensor(seed: int, name: str, shape: tuple[int, ...], std: float) -> 
 def initialise(module: nn.Module, *, seed: int, std: float) -> None:
     """BERT's initialisation: matrices normal with `std`, biases 0, norm weights 1.
 
-    Every parameter is written, whatever its module drew before. Embedding rows listed in a module's `zero_rows` are
-    set to zero (transformers zeroes the padding token's row).
+    Every parameter is written, whatever its module drew before. The row of an embedding's padding token is zero, as in
+    transformers.
     """
     for name, parameter in module.named_parameters():
         if parameter.ndim >= 2:

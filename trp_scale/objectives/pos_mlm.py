@@ -39,7 +39,7 @@ class PosMaskedLanguageModelling:
             self.balanced += (self.next_sentence,)
 
     def count(self, batch: Batch) -> Tensor:
-        """[T] float64; elements without a loss (`exclude`, `off`) count too, they only get no weight."""
+        """[T] float64; excluded words count too, they only get no weight; with next sentences off there are none."""
         words = batch["label_weights"].flatten().double() @ self._membership(batch)  # [groups]
         rows = batch["row_weights"].double().sum().reshape(1)
         if self.config.next_sentence == "off":
@@ -74,6 +74,7 @@ class PosMaskedLanguageModelling:
         weighted = words.double() * batch["label_weights"].flatten().double()
         rows = F.cross_entropy(output.next_sentence_logits.float(), batch["next_sentence"], reduction="none")  # [R]
         if self.config.next_sentence == "off":
-            rows = rows * 0.0  # the head still takes part in the graph: ZeRO-3 keeps the last gradient of one that does not
+            # The head still takes part in the graph: ZeRO-3 keeps the last gradient of a parameter that does not.
+            rows = rows * 0.0
         rows_sum = (rows.double() * batch["row_weights"].double()).sum().reshape(1)
         return TaskLosses(sums=torch.cat([weighted @ self._membership(batch), rows_sum]), counts=self.count(batch))

@@ -31,7 +31,7 @@ def objective_of(**settings: Any) -> PosMaskedLanguageModelling:
 
 def surprise(logits: Tensor, label: Tensor) -> float:
     """-log softmax(logits)[label] in float64."""
-    values = logits.double().tolist()
+    values: list[float] = logits.double().tolist()
     top = max(values)
     return top + math.log(sum(math.exp(value - top) for value in values)) - values[int(label)]
 

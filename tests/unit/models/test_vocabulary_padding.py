@@ -1,0 +1,59 @@
+"""Rows beyond the vocabulary: there for the hardware, without any influence."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from tests.unit.models.masked_rows import VOCABULARY, masked_rows, small_model
+from trp_scale.config import ObjectiveConfig
+from trp_scale.data.groups import GROUPS
+from trp_scale.models.bert import PADDED_PARAMETERS, BertForMaskedPositions
+from trp_scale.objectives.pos_mlm import PosMaskedLanguageModelling
+
+OBJECTIVE = PosMaskedLanguageModelling(ObjectiveConfig(), GROUPS)
+BATCH = masked_rows(7)
+
+
+def padded(model: BertForMaskedPositions) -> dict[str, nn.Parameter]:
+    return {name: parameter for name, parameter in model.named_parameters() if name in PADDED_PARAMETERS}
+
+
+def gradients(model: BertForMaskedPositions) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    OBJECTIVE(model, BATCH).sums.sum().backward()  # type: ignore[no-untyped-call]
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def test_the_parameters_of_the_vocabulary_have_padding_rows() -> None:
+    found = padded(small_model())
+    assert {name: parameter.shape[0] for name, parameter in found.items()} == dict.fromkeys(PADDED_PARAMETERS, 128)
+
+
+def test_their_probability_is_exactly_zero_and_the_rest_sums_to_one() -> None:
+    model = small_model()
+    with torch.no_grad():
+        out = model(BATCH["tokens"], BATCH["token_types"], BATCH["attention_mask"], BATCH["masked_positions"])
+    probability = out.prediction_logits.softmax(-1)
+    assert not probability[..., VOCABULARY:].any()
+    assert probability[..., :VOCABULARY].sum(-1).numpy() == pytest.approx(1.0, abs=1e-6)
+    assert (probability[..., :VOCABULARY] > 0).all()
+
+
+def test_they_get_no_gradient() -> None:
+    found = gradients(small_model())
+    for name in PADDED_PARAMETERS:
+        assert not found[name][VOCABULARY:].any(), name
+        assert found[name][:VOCABULARY].any(), name
+
+
+def test_their_weights_do_not_influence_the_loss_or_any_gradient() -> None:
+    model = small_model()
+    before, losses = gradients(model), OBJECTIVE(model, BATCH).sums
+    with torch.no_grad():
+        for parameter in padded(model).values():
+            parameter[VOCABULARY:] = 1e3
+    assert torch.equal(OBJECTIVE(model, BATCH).sums, losses)
+    after = gradients(model)
+    assert [name for name in before if not torch.equal(before[name], after[name])] == []
