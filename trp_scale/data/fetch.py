@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import multiprocessing.connection
-import multiprocessing.context
 import multiprocessing.resource_tracker
 import os
 import signal
@@ -12,6 +11,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing import forkserver
+from multiprocessing.process import BaseProcess
 from typing import Protocol
 
 import numpy as np
@@ -94,36 +94,51 @@ class Fetcher(Dataset[Batch]):
         return self._builder.build(addresses, positions.start)
 
 
-def micro_batches(
-    fetcher: Fetcher, sampler: Iterable[range], *, workers: int, prefetch: int, pin_memory: bool
-) -> DataLoader[Batch]:
-    """A loader of the ranges that `sampler` yields, in their order.
+class MicroBatches:
+    """The batches of the ranges that `sampler` yields, in their order, from workers or from this process.
 
     Workers are forked from a server process, not from this one: forking a process that runs torch's, gloo's and CUDA's
     threads can deadlock in the child. The server has imported torch once, so a worker starts in milliseconds after it.
+    (As with any start method but fork, a worker imports the main script again, which must guard what it runs.)
+    Workers start with the first batch, and stay for the next iteration if the sampler is iterated again.
     """
-    context = None
-    if workers:
-        start_worker_server()
-        context = multiprocessing.get_context("forkserver")
-    return DataLoader(
-        fetcher,
-        batch_sampler=sampler,  # type: ignore[arg-type]  # ranges stand for lists of positions
-        num_workers=workers,
-        prefetch_factor=prefetch if workers else None,
-        persistent_workers=workers > 0,
-        pin_memory=pin_memory,
-        collate_fn=pack if workers else _unchanged,  # type: ignore[arg-type]  # the fetcher makes whole batches
-        worker_init_fn=prepare_worker if workers else None,
-        multiprocessing_context=context,
-        generator=torch.Generator(),  # the default would draw from, and so move, the global generator
-    )
 
+    def __init__(
+        self, fetcher: Fetcher, sampler: Iterable[range], *, workers: int, prefetch: int, pin_memory: bool
+    ) -> None:
+        context = None
+        if workers:
+            start_worker_server()
+            context = multiprocessing.get_context("forkserver")
+        self._loader: DataLoader[Batch] | None = DataLoader(
+            fetcher,
+            batch_sampler=sampler,  # type: ignore[arg-type]  # ranges stand for lists of positions
+            num_workers=workers,
+            prefetch_factor=prefetch if workers else None,
+            persistent_workers=workers > 0,
+            pin_memory=pin_memory,
+            collate_fn=pack if workers else _unchanged,  # type: ignore[arg-type]  # the fetcher makes whole batches
+            worker_init_fn=prepare_worker if workers else None,
+            multiprocessing_context=context,
+            generator=torch.Generator(),  # the default would draw from, and so move, the global generator
+        )
+        self._workers: list[BaseProcess] = []
 
-def received(loader: DataLoader[Batch]) -> Iterator[Batch]:
-    """The loader's batches, unpacked."""
-    for item in loader:
-        yield item.unpack() if isinstance(item, Packed) else item
+    def __iter__(self) -> Iterator[Batch]:
+        assert self._loader is not None, "closed"
+        before = multiprocessing.active_children()
+        batches = iter(self._loader)
+        self._workers += [child for child in multiprocessing.active_children() if child not in before]
+        for item in batches:
+            yield item.unpack() if isinstance(item, Packed) else item
+
+    def close(self) -> None:
+        """End the workers. Drop iterators first: torch asks the workers to end when the last one goes."""
+        self._loader = None
+        for worker in self._workers:
+            if worker.is_alive():  # stuck, say in a read that does not return; it is deaf to the SIGTERM torch sends
+                worker.kill()
+        self._workers = []
 
 
 def start_worker_server() -> None:

@@ -21,9 +21,10 @@ from trp_scale.config import RefusedError
 Words = npt.NDArray[np.uint64]
 Integers = npt.NDArray[np.int64]
 
-_GAMMA = 0x9E3779B97F4A7C15
-_FIRST = 0xBF58476D1CE4E5B9
-_SECOND = 0x94D049BB133111EB
+_GAMMA = np.uint64(0x9E3779B97F4A7C15)
+_FIRST = np.uint64(0xBF58476D1CE4E5B9)
+_SECOND = np.uint64(0x94D049BB133111EB)
+_27, _30, _31, _32 = (np.uint64(shift) for shift in (27, 30, 31, 32))
 _MASK = (1 << 64) - 1
 
 PLACE_BITS = 24
@@ -32,20 +33,20 @@ PLACE_BITS = 24
 
 def mix(values: Words) -> Words:
     """splitmix64 of each word; `values` has at least one dimension and is not changed."""
-    words: Words = values + np.uint64(_GAMMA)  # unsigned: wraps
-    words ^= words >> np.uint64(30)
-    words *= np.uint64(_FIRST)
-    words ^= words >> np.uint64(27)
-    words *= np.uint64(_SECOND)
-    words ^= words >> np.uint64(31)
+    words: Words = values + _GAMMA  # unsigned: wraps
+    words ^= words >> _30
+    words *= _FIRST
+    words ^= words >> _27
+    words *= _SECOND
+    words ^= words >> _31
     return words
 
 
 def mix_integer(value: int) -> int:
     """`mix` of one Python integer."""
-    word = (value + _GAMMA) & _MASK
-    word = ((word ^ (word >> 30)) * _FIRST) & _MASK
-    word = ((word ^ (word >> 27)) * _SECOND) & _MASK
+    word = (value + int(_GAMMA)) & _MASK
+    word = ((word ^ (word >> 30)) * int(_FIRST)) & _MASK
+    word = ((word ^ (word >> 27)) * int(_SECOND)) & _MASK
     return word ^ (word >> 31)
 
 
@@ -64,7 +65,7 @@ def stream(seed: int, *parts: int | str) -> int:
 
 def below(words: Words, bound: Integers | int) -> Integers:
     """Integers in [0, bound) from the upper half of each word; bound < 2^31. Biased by less than bound / 2^32."""
-    upper: Integers = (words >> np.uint64(32)).astype(np.int64)
+    upper: Integers = (words >> _32).astype(np.int64)
     scaled: Integers = upper * bound
     return scaled >> 32
 

@@ -108,15 +108,16 @@ class Masker:
         positions.sort(axis=1)
         positions[~used] = 0
 
-        labels = np.take_along_axis(tokens, positions, axis=1)  # [R, M]
+        lines = np.arange(len(tokens))[:, None]
+        labels = tokens[lines, positions]  # [R, M]
         replaced = np.where(used, self._replace(labels, positions, states), labels)
         masked = tokens.copy()
-        np.put_along_axis(masked, positions, replaced, axis=1)  # unused slots put back what position 0 holds
+        masked[lines, positions] = replaced  # unused slots put back what position 0 holds
         return Masked(
             tokens=masked,
             positions=positions,
             labels=labels,
-            groups=np.where(used, np.take_along_axis(groups, positions, axis=1), OTHER).astype(np.int64),
+            groups=np.where(used, groups[lines, positions], OTHER).astype(np.int64),
             weights=used.astype(np.float32),
         )
 
@@ -137,7 +138,8 @@ class Masker:
         if self._settings.sampling == "stratified":
             starts = mix(states ^ _START)
             return _choose_stratified(words, groups, allowed, wanted, starts, self.limit)
-        keys = np.where(allowed, (words & ~_PLACE) | place, _NEVER)
+        keys = (words & ~_PLACE) | place
+        keys[~allowed] = _NEVER
         keys.sort(axis=1)
         return (keys[:, : self.limit] & _PLACE).astype(np.int64), wanted
 

@@ -80,8 +80,8 @@ class Mixture:
         self.cycle = math.lcm(*(share.denominator for share in shares))
         if self.cycle > LONGEST_CYCLE:
             raise RefusedError(
-                f"data.path: weights {', '.join(str(float(weight)) for weight in weights)} need a cycle of {self.cycle} "
-                f"rows, at most {LONGEST_CYCLE} allowed; write them with fewer decimals"
+                f"data.path: weights {', '.join(str(float(weight)) for weight in weights)} need a cycle of "
+                f"{self.cycle} rows, at most {LONGEST_CYCLE} allowed; write them with fewer decimals"
             )
         self.slots: Integers = np.array([int(share * self.cycle) for share in shares], dtype=np.int64)
         self._member_of_slot = np.repeat(np.arange(len(names)), self.slots)  # [cycle]

@@ -19,7 +19,7 @@ from typing import NamedTuple
 import numpy as np
 
 from trp_scale.config import RefusedError
-from trp_scale.data.hashing import Integers, Words, mix_integer, permutation, stream
+from trp_scale.data.hashing import Integers, Words, permutation, stream
 
 _GROUPS_KEPT = 4
 
@@ -94,7 +94,7 @@ class Order:
             counts = self._block_rows[blocks]
             block = np.repeat(blocks, counts)  # [rows of the group]
             row = np.arange(len(block)) - np.repeat(counts.cumsum() - counts, counts)
-            state = mix_integer(stream(self._seed, "order of rows", self._name, epoch))
+            state = stream(self._seed, "order of rows", self._name, epoch)
             shuffled = permutation(state, row_identities(self._identities[block], row))
             self._groups[epoch, group] = block[shuffled], row[shuffled]
             if len(self._groups) > _GROUPS_KEPT:

@@ -9,7 +9,7 @@ from typing import Literal, overload
 
 from trp_scale.batch import Batch
 from trp_scale.config import Config, RefusedError
-from trp_scale.data.fetch import BatchBuilder, Fetcher, micro_batches, received
+from trp_scale.data.fetch import BatchBuilder, Fetcher, MicroBatches, start_worker_server
 from trp_scale.data.mixture import parse_paths
 from trp_scale.data.partition import check_partition
 from trp_scale.data.plan import HeldOutPlan, Member, Plan, TrainPlan
@@ -40,6 +40,7 @@ class TrainSource:
         self._rank_size = config.batch.global_size // world
         self._rank = rank
         self._workers, self._prefetch, self._pin_memory = config.data.workers, config.data.prefetch, pin_memory
+        self._batches: MicroBatches | None = None
         self._stream: Iterator[Batch] | None = None
 
     def next_window(self) -> list[Batch]:
@@ -76,17 +77,20 @@ class TrainSource:
 
     def close(self) -> None:
         """End the workers; the next window starts new ones."""
-        self._stream = None  # DataLoader ends its workers when its iterator goes
+        self._stream = None
+        if self._batches is not None:
+            self._batches.close()
+            self._batches = None
 
     def _open(self) -> Iterator[Batch]:
-        loader = micro_batches(
+        self._batches = MicroBatches(
             self._fetcher,
             self._positions(self.cursor),
             workers=self._workers,
             prefetch=self._prefetch,
             pin_memory=self._pin_memory,
         )
-        return received(loader)
+        return iter(self._batches)
 
     def _positions(self, cursor: int) -> Iterator[range]:
         """Positions of this rank's micro-batches from `cursor` on, without end."""
@@ -114,9 +118,9 @@ class ValidationSource:
         self._positions = [
             range(first, first + micro) for first in (micro * (n * world + rank) for n in range(self.micro_batches))
         ]
-        self._loader = None
+        self._batches = None
         if plan is not None:
-            self._loader = micro_batches(
+            self._batches = MicroBatches(
                 Fetcher(plan, builder),
                 self._positions,
                 workers=min(1, config.data.workers),  # one is enough: a forward pass takes longer than a fetch
@@ -126,11 +130,12 @@ class ValidationSource:
 
     def windows(self) -> Iterator[Batch]:
         """This rank's micro-batches; the last ones are filled with rows of row_weights 0 and label_weights 0."""
-        return iter(()) if self._loader is None else received(self._loader)
+        return iter(()) if self._batches is None else iter(self._batches)
 
     def close(self) -> None:
-        """End the worker."""
-        self._loader = None
+        """End the worker; there are no more passes."""
+        if self._batches is not None:
+            self._batches.close()
 
 
 class Sources:
@@ -188,6 +193,8 @@ def open_sources(config: Config, *, rank: int, world: int, device_type: str = "c
         DataError: the data is missing, damaged or of another format, or the members of a mixture differ.
         RefusedError: settings that do not fit the data, the number of ranks, or each other.
     """
+    if config.data.workers > 0:
+        start_worker_server()  # first, so that its imports go on beside everything else
     paths = parse_paths(config.data.path)
     datasets = [open_text_dataset(path.path, path.name) for path in paths]
     meta = agree(datasets)

@@ -47,6 +47,7 @@ class TextBatchBuilder:
             readers=[ShardReader(dataset.blocks, verify=config.data.verify) for dataset in datasets],
             names=[dataset.name for dataset in datasets],
             row_length=meta.row_length,
+            token_dtype=meta.token_dtype,
             vocab_size=meta.vocab_size,
         )
         self._masker = Masker(
@@ -110,14 +111,16 @@ class TextBatchBuilder:
         in_first = (place >= 1) & (place < first_stop)  # [R, L]
         in_second = (place > first_stop) & (place < second_stop)
         pieces = in_first | in_second
-        source = place + np.where(
-            in_first, segments.first_start[:, None] - 1, segments.second_start[:, None] - first_stop - 1
-        )
-        source = np.where(pieces, source, 0)
-        tokens = np.where(pieces, rows.tokens.ravel()[source], self._pad)
+        first_shift = segments.first_start - 1  # [R] from a place in the sequence to one in the flat rows
+        second_shift = segments.second_start - segments.first_length - 2
+        source = place + first_shift[:, None] + in_second * (second_shift - first_shift)[:, None]  # [R, L]
+        source *= pieces  # products: several times faster than np.where
+        tokens = rows.tokens.ravel()[source].astype(np.int64)
+        tokens[~pieces] = self._pad
+        line = np.arange(len(tokens))
         tokens[:, 0] = self._cls
-        np.put_along_axis(tokens, first_stop, self._sep, axis=1)
-        np.put_along_axis(tokens, second_stop, self._sep, axis=1)
+        tokens[line, first_stop[:, 0]] = self._sep
+        tokens[line, second_stop[:, 0]] = self._sep
         tags = rows.tags.ravel()[source]
         attended = place <= second_stop
         token_types = ((place > first_stop) & attended).astype(np.int64)

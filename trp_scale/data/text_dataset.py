@@ -26,6 +26,7 @@ class TextMeta:
         length: pieces of a finished sequence, [CLS] and both [SEP] included.
         row_length: pieces stored per row, length - 3.
         vocab_size: number of token ids.
+        token_dtype: numpy type of stored tokens, uint16 or uint32.
         special_tokens: ids of pad, unk, cls, sep and mask.
         special_token_ids: ids that a random replacement never takes.
         groups: names of the groups in the tags.
@@ -36,6 +37,7 @@ class TextMeta:
     length: int
     row_length: int
     vocab_size: int
+    token_dtype: str
     special_tokens: dict[str, int]
     special_token_ids: tuple[int, ...]
     groups: tuple[str, ...]
@@ -78,6 +80,7 @@ def agree(datasets: list[TextDataset]) -> TextMeta:
             "length",
             "row_length",
             "vocab_size",
+            "token_dtype",
             "special_tokens",
             "special_token_ids",
             "groups",
@@ -100,7 +103,16 @@ def _read_meta(directory: Path, document: dict[str, Any]) -> TextMeta:
             raise DataError(
                 f"{path}: {field} {document.get(field)!r} found, {expected!r} expected; shard the data again"
             )
-    needed = ("length", "row_length", "vocab_size", "special_tokens", "special_token_ids", "groups", "shards")
+    needed = (
+        "length",
+        "row_length",
+        "vocab_size",
+        "token_dtype",
+        "special_tokens",
+        "special_token_ids",
+        "groups",
+        "shards",
+    )
     missing = [field for field in needed if field not in document]
     if missing:
         raise DataError(f"{path}: no field {missing[0]!r}; shard the data again")
@@ -118,6 +130,7 @@ def _read_meta(directory: Path, document: dict[str, Any]) -> TextMeta:
         length=document["length"],
         row_length=document["row_length"],
         vocab_size=document["vocab_size"],
+        token_dtype=document["token_dtype"],
         special_tokens={name: int(special[name]) for name in _SPECIAL},
         special_token_ids=tuple(sorted(document["special_token_ids"])),
         groups=tuple(document["groups"]),

@@ -21,7 +21,7 @@ class TextRows:
     """Rows as stored; P pieces a row, S sentence ends.
 
     Attributes:
-        tokens: [N, P] int64.
+        tokens: [N, P] as stored, uint16 or uint32.
         tags: [N, P] uint8.
         ends: [N, S] int64, end offsets of sentences, ascending; padded with the row's number of pieces.
         pieces: [N] number of pieces, 0 for a row that is not there or cannot be read.
@@ -31,7 +31,7 @@ class TextRows:
         corrupt: keys of blocks in which something was wrong.
     """
 
-    tokens: Integers
+    tokens: npt.NDArray[Any]
     tags: npt.NDArray[np.uint8]
     ends: Integers
     pieces: Integers
@@ -48,13 +48,21 @@ class TextRowReader:
         readers: one per data set.
         names: their names in the mixture, put before the keys of corrupt blocks.
         row_length: P.
+        token_dtype: type of stored tokens.
         vocab_size: token ids must be below it.
     """
 
     def __init__(
-        self, *, readers: Sequence[ShardReader], names: Sequence[str], row_length: int, vocab_size: int
+        self,
+        *,
+        readers: Sequence[ShardReader],
+        names: Sequence[str],
+        row_length: int,
+        token_dtype: str,
+        vocab_size: int,
     ) -> None:
         self._readers, self._names = readers, names
+        self._dtypes = (np.dtype(token_dtype), np.dtype(np.uint8), np.dtype(np.uint16))
         self._row_length, self._vocab_size = row_length, vocab_size
 
     def read(self, member: Integers, block: Integers, own: Integers, partner: Integers) -> TextRows:
@@ -67,20 +75,21 @@ class TextRowReader:
         wanted = np.concatenate([own, partner])
         order = np.argsort(block_code, kind="stable")
         codes, rows = block_code[order], wanted[order]
-        bounds = [0, *(np.flatnonzero(np.diff(codes)) + 1).tolist(), 2 * count] if count else [0]
+        bounds = [0, *(np.flatnonzero(np.diff(codes)) + 1).tolist(), 2 * count]
         spans = list(pairwise(bounds))
         blocks = [self._open(int(codes[first])) for first, _ in spans]
         sentences = max((opened[2].shape[1] for opened in blocks if opened is not None), default=1)
 
-        tokens = np.zeros((2 * count, self._row_length), dtype=np.int64)
+        tokens = np.zeros((2 * count, self._row_length), dtype=self._dtypes[0])
         tags = np.zeros((2 * count, self._row_length), dtype=np.uint8)
         ends = np.zeros((2 * count, sentences), dtype=np.int64)
         for (first, last), opened in zip(spans, blocks, strict=True):
             if opened is None:
                 continue
             lines = rows[first:last]
-            tokens[first:last] = opened[0][lines]
-            tags[first:last] = opened[1][lines]
+            # mode: "raise" would copy through a buffer; lines are in range by the index, which `_open` compares
+            opened[0].take(lines, axis=0, out=tokens[first:last], mode="clip")
+            opened[1].take(lines, axis=0, out=tags[first:last], mode="clip")
             stored = opened[2][lines]  # [lines, S of this block]
             ends[first:last, : stored.shape[1]] = stored
             ends[first:last, stored.shape[1] :] = stored[:, -1:]
@@ -113,17 +122,19 @@ class TextRowReader:
         width = (self._row_length,)
         if tokens.shape[1:] != width or tags.shape[1:] != width or sentences.ndim != 2 or sentences.shape[1] == 0:
             return None
-        return (tokens, tags, sentences) if all(a.dtype.kind == "u" for a in (tokens, tags, sentences)) else None
+        return (tokens, tags, sentences) if (tokens.dtype, tags.dtype, sentences.dtype) == self._dtypes else None
 
-    def _check(self, tokens: Integers, tags: npt.NDArray[np.uint8], ends: Integers) -> npt.NDArray[np.bool_]:
+    def _check(self, tokens: npt.NDArray[Any], tags: npt.NDArray[np.uint8], ends: Integers) -> npt.NDArray[np.bool_]:
         """Which lines hold allowed values, [N]: a wrong id would fault in the embedding, on a GPU for good."""
-        if tokens.size == 0:
-            return np.ones(len(tokens), dtype=np.bool_)
-        good = tokens.max(axis=1) < self._vocab_size
-        good &= (tags & GROUP_BITS).max(axis=1) < len(GROUPS)
-        good &= ends[:, -1] <= self._row_length
-        good &= (ends[:, 1:] >= ends[:, :-1]).all(axis=1)
-        return np.asarray(good, dtype=np.bool_)
+        groups = tags & np.uint8(GROUP_BITS)
+        steps = ends[:, 1:] >= ends[:, :-1]
+        good = np.ones(len(tokens), dtype=np.bool_)
+        if int(tokens.max()) < self._vocab_size and int(groups.max()) < len(GROUPS) and steps.all():  # as a rule
+            return good & (ends[:, -1] <= self._row_length)
+        good &= tokens.max(axis=1) < self._vocab_size
+        good &= groups.max(axis=1) < len(GROUPS)
+        good &= steps.all(axis=1)
+        return good & (ends[:, -1] <= self._row_length)
 
     def _key(self, code: int) -> str:
         name = self._names[code >> 40]

@@ -1,0 +1,199 @@
+"""How many finished training sequences the loader makes per CPU-second, and what bounds it.
+
+    python benchmarks/loader.py [--length 128] [--data DATASET] [--micro-sizes 32 256]
+
+Finished means: addressed, read, paired, masked, tagged, and a Batch of torch tensors. The rate is rows over the CPU
+time of this process (so other work on the machine does not count), median over rounds in which the sizes take turns.
+Without --data it makes 131,072 random rows in blocks of 4,096, which stay in the page cache: the figure is the
+processor's part, not the disk's. The breakdown comes from profiled rounds beside the measured ones.
+"""
+
+from __future__ import annotations
+
+import cProfile
+import io
+import pstats
+import statistics
+import tarfile
+import tempfile
+import time
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import tyro
+from rich.console import Console
+from rich.table import Table
+from webdataset.writer import TarWriter
+
+from trp_scale.config import Config
+from trp_scale.data import fetch, masking, plan, sentence_pairs, text_batch, text_rows
+from trp_scale.data.groups import GROUPS, WORD_START
+from trp_scale.data.index import Block, Member, ShardIndex, write_index, write_json
+from trp_scale.data.sources import TrainSource, open_sources
+
+STAGES = {
+    "address (order, shuffles)": (plan.__file__, "locate"),
+    "read rows from the maps": (text_rows.__file__, "read"),
+    "draw pairs": (sentence_pairs.__file__, "draw_pairs"),
+    "lay out the sequences": (text_batch.__file__, "_lay_out"),
+    "mask": (masking.__file__, "mask"),
+    "tensors": (text_batch.__file__, "_fields"),
+}
+"""File and function of each stage; none calls another. What is left is Python between them and torch's DataLoader."""
+
+BLOCKS, BLOCK_ROWS, VOCABULARY = 32, 4096, 30522
+
+
+@dataclass(kw_only=True)
+class Settings:
+    """What is measured."""
+
+    data: Path | None = None
+    """A data set made by data_tools/shard_text.py; none = random rows."""
+    length: int = 128
+    """Pieces of a finished sequence, for random rows."""
+    micro_sizes: tuple[int, ...] = (32, 256)
+    """Rows per micro-batch."""
+    rounds: int = 9
+    """Rounds per size."""
+    rows: int = 8192
+    """Rows per round."""
+    unit: Literal["piece", "word"] = "piece"
+    """masking.unit"""
+    sampling: Literal["uniform", "stratified"] = "uniform"
+    """masking.sampling"""
+
+
+def make_block(length: int, generator: np.random.Generator) -> dict[str, npt.NDArray[np.generic]]:
+    """Random rows, nine in ten of them full, in sentences of 8 to 40 pieces and words of 1.3 pieces."""
+    width = length - 3
+    pieces = np.where(generator.random(BLOCK_ROWS) < 0.9, width, generator.integers(width // 4, width, BLOCK_ROWS))
+    inside = np.arange(width) < pieces[:, None]  # [R, P]
+    tokens = np.where(inside, generator.integers(1000, VOCABULARY, inside.shape), 0).astype(np.uint16)
+    starts = generator.random(inside.shape) < 0.77
+    starts[:, 0] = True
+    tags = np.where(inside, generator.integers(0, len(GROUPS), inside.shape) | (starts * WORD_START), 0).astype(
+        np.uint8
+    )
+    sentences = generator.integers(8, 41, (BLOCK_ROWS, width // 8)).cumsum(axis=1)
+    ends = np.minimum(sentences, pieces[:, None]).astype(np.uint16)
+    ends[:, -1] = pieces
+    return {"tokens.npy": tokens, "tags.npy": tags, "sentences.npy": ends}
+
+
+def make_dataset(directory: Path, length: int) -> Path:
+    """A stored data set of random rows."""
+    shard = directory / "shards" / "text-000000.tar"
+    shard.parent.mkdir(parents=True)
+    generator = np.random.default_rng(0)
+    with TarWriter(str(shard), encoder=False) as writer:
+        for number in range(BLOCKS):
+            members = {}
+            for suffix, array in make_block(length, generator).items():
+                stream = io.BytesIO()
+                np.save(stream, array, allow_pickle=False)
+                members[suffix] = stream.getvalue()
+            writer.write({"__key__": f"text-{number:06d}", **members})
+    content = shard.read_bytes()
+    blocks: dict[str, dict[str, Member]] = {}
+    with tarfile.open(shard) as tar:
+        for member in tar:
+            key, suffix = member.name.split(".", 1)
+            data = content[member.offset_data : member.offset_data + member.size]
+            blocks.setdefault(key, {})[suffix] = Member(
+                offset=member.offset_data, length=member.size, crc32=zlib.crc32(data)
+            )
+    entries = [Block(key=key, rows=BLOCK_ROWS, members=members) for key, members in blocks.items()]
+    write_index(shard, ShardIndex(shard=shard.name, size=len(content), blocks=entries))
+    special = {"pad": 0, "unk": 100, "cls": 101, "sep": 102, "mask": 103}
+    document = {
+        "format": 1,
+        "kind": "text",
+        "length": length,
+        "row_length": length - 3,
+        "vocab_size": VOCABULARY,
+        "special_tokens": special,
+        "special_token_ids": list(special.values()),
+        "token_dtype": "uint16",
+        "groups": list(GROUPS),
+        "shards": [shard.name],
+    }
+    write_json(directory / "dataset.json", document)
+    return directory
+
+
+def open_train(settings: Settings, directory: Path, micro_size: int) -> TrainSource:
+    """The training rows in this process; one window is one round."""
+    config = Config()
+    config.data.path, config.data.workers, config.data.validation_fraction = str(directory), 0, 0.0
+    config.batch.micro_size = micro_size
+    config.batch.global_size = -(-settings.rows // micro_size) * micro_size
+    config.model.max_positions = 1 << 16
+    config.masking.unit, config.masking.sampling = settings.unit, settings.sampling
+    return open_sources(config, rank=0, world=1).train
+
+
+def window_seconds(train: TrainSource) -> float:
+    """CPU time of one window, which is dropped."""
+    began = time.process_time()
+    train.next_window()
+    return time.process_time() - began
+
+
+def handing_over_seconds(train: TrainSource) -> float:
+    """CPU time per window of packing and unpacking its batches, as for a worker's queue."""
+    window = train.next_window()
+    began = time.process_time()
+    for batch in window:
+        fetch.pack(batch).unpack()
+    return time.process_time() - began
+
+
+def breakdown(train: TrainSource) -> dict[str, float]:
+    """Share of a profiled window's time by stage."""
+    profile = cProfile.Profile()
+    profile.runcall(train.next_window)
+    stats = pstats.Stats(profile).stats  # type: ignore[attr-defined]
+    total = sum(own for _, _, own, _, _ in stats.values())
+    seconds = {(file, name): cumulated for (file, _, name), (_, _, _, cumulated, _) in stats.items()}
+    shares = {stage: seconds.get(place, 0.0) / total for stage, place in STAGES.items()}
+    return {**shares, "Python between, DataLoader": 1.0 - sum(shares.values())}
+
+
+def main(settings: Settings) -> None:
+    """Measure and print."""
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as directory:
+        data = settings.data or make_dataset(Path(directory) / "random", settings.length)
+        trains = {micro: open_train(settings, data, micro) for micro in settings.micro_sizes}
+        seconds: dict[int, list[float]] = {micro: [] for micro in trains}
+        for number in range(settings.rounds + 1):
+            for micro, train in trains.items():
+                seconds[micro] += [window_seconds(train)] if number else []  # the first round maps the files
+        table = Table("", *(f"micro-batch {micro}" for micro in trains), title="Loader, one process")
+        rows = {micro: -(-settings.rows // micro) * micro for micro in trains}
+        rates = {micro: rows[micro] / statistics.median(times) for micro, times in seconds.items()}
+        table.add_row("finished sequences per CPU-second", *(f"{rate:,.0f}" for rate in rates.values()))
+        spread = [f"{rows[m] / max(times):,.0f} - {rows[m] / min(times):,.0f}" for m, times in seconds.items()]
+        table.add_row("slowest and fastest round", *spread)
+        table.add_row("microseconds per sequence", *(f"{1e6 / rate:.1f}" for rate in rates.values()))
+        handed = [statistics.median(handing_over_seconds(trains[m]) for _ in range(5)) / rows[m] for m in trains]
+        table.add_row("and to pack and unpack (workers)", *(f"{1e6 * each:.1f}" for each in handed), end_section=True)
+        shares = [breakdown(train) for train in trains.values()]
+        for stage in shares[0]:
+            table.add_row(stage, *(f"{share[stage]:.0%}" for share in shares))
+        Console().print(table)
+        small, large = min(rates), max(rates)
+        print(
+            "Bound by the number of calls, about 400 of numpy and Python per micro-batch whatever its rows: "
+            f"{rates[large] / rates[small]:.1f} times faster at {large} rows than at {small}."
+        )
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Settings, description=__doc__))
