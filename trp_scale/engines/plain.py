@@ -29,7 +29,7 @@ class PlainEngine:
 
     def __init__(self, module: nn.Module, config: Config, *, device: torch.device, data_group: Group = ALONE) -> None:
         if config.training.precision == "fp16":
-            raise EngineError("--training.precision fp16 needs --ds_config (DeepSpeed's loss scaler) and a GPU; use bf16")
+            raise EngineError("--training.precision fp16 needs --ds_config (for its loss scaler) and a GPU; use bf16")
         self.config = config
         self.device = device
         self.data_group = data_group
@@ -51,7 +51,7 @@ class PlainEngine:
             return self.forward_module(*args, **kwargs)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
 
     def local(self, tensor: Tensor) -> Tensor:
         """This rank's part of a tensor the library holds."""

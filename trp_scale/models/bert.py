@@ -164,8 +164,9 @@ class BertForMaskedPositions(nn.Module):
             if place.shape != given[name].shape:
                 raise ValueError(f"{name}: shape {tuple(given[name].shape)} given, {tuple(place.shape)} expected")
         for name, place in places.items():
-            own[name].zero_()
             place.copy_(given[name])
+        for name in PADDED_PARAMETERS:
+            own[name][self.config.vocab_size :].zero_()
 
 
 PADDED_PARAMETERS = ("bert.embeddings.word_embeddings.weight", "cls.predictions.bias")

@@ -1,0 +1,76 @@
+"""The learning rate as a function of the step."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+
+from trp_scale.config import OptimizerConfig
+from trp_scale.training.schedule import learning_rate
+
+PEAK, LEAST = 2e-4, 1e-6
+
+
+def rates(steps: int, **settings: Any) -> list[float]:
+    config = OptimizerConfig(**{"lr": PEAK, "min_lr": LEAST, "warmup_steps": 10, **settings})
+    return [learning_rate(step, steps, config) for step in range(steps)]
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "constant"])
+def test_warm_up_rises_in_equal_parts_from_its_first_step_to_the_full_rate(schedule: str) -> None:
+    found = rates(100, schedule=schedule)
+    assert found[0] == pytest.approx(PEAK / 10, rel=1e-12)
+    assert found[:10] == pytest.approx([PEAK * (step + 1) / 10 for step in range(10)], rel=1e-12)
+    assert found[9] == pytest.approx(PEAK, rel=1e-12) and max(found) <= PEAK * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+@pytest.mark.parametrize("warmup", [0, 1, 10, 98])
+def test_decay_starts_at_the_full_rate_and_reaches_the_least_at_the_last_step(schedule: str, warmup: int) -> None:
+    found = rates(100, schedule=schedule, warmup_steps=warmup)
+    assert found[warmup] == pytest.approx(PEAK, rel=1e-12)
+    assert found[-1] == pytest.approx(LEAST, rel=1e-9)
+    assert all(later < earlier for earlier, later in itertools.pairwise(found[warmup:]))
+
+
+def test_linear_decay_loses_the_same_at_every_step() -> None:
+    found = rates(111, schedule="linear")
+    losses = [earlier - later for earlier, later in itertools.pairwise(found[10:])]
+    assert losses == pytest.approx([(PEAK - LEAST) / 100] * 100, rel=1e-9)
+
+
+def test_cosine_decay_is_half_way_in_the_middle_and_flat_at_both_ends() -> None:
+    found = rates(111, schedule="cosine")  # 100 steps of decay from step 10
+    assert found[60] == pytest.approx((PEAK + LEAST) / 2, rel=1e-12)
+    assert found[35] == pytest.approx(LEAST + (PEAK - LEAST) * (0.5 + 0.5 * 0.5**0.5), rel=1e-9)
+    assert found[10] - found[11] < (PEAK - LEAST) / 2000 and found[-2] - found[-1] < (PEAK - LEAST) / 2000
+
+
+def test_constant_stays_at_the_full_rate() -> None:
+    assert rates(30, schedule="constant")[10:] == [PEAK] * 20
+    assert rates(30, schedule="constant", warmup_steps=0) == [PEAK] * 30
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "constant"])
+@pytest.mark.parametrize(("steps", "warmup"), [(5, 5), (5, 8), (1, 1), (1, 1000)])
+def test_a_warm_up_as_long_as_the_run_never_decays(schedule: str, steps: int, warmup: int) -> None:
+    expected = [PEAK * (step + 1) / warmup for step in range(steps)]
+    assert rates(steps, schedule=schedule, warmup_steps=warmup) == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+def test_a_run_of_one_step_or_one_step_of_decay_ends_at_the_least_rate(schedule: str) -> None:
+    assert rates(1, schedule=schedule, warmup_steps=0) == pytest.approx([LEAST])
+    assert rates(11, schedule=schedule)[-2:] == pytest.approx([PEAK, LEAST])
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "constant"])
+def test_it_depends_on_the_step_alone(schedule: str) -> None:
+    """Asked in any order, and again: a resumed run gets the same values."""
+    config = OptimizerConfig(lr=PEAK, warmup_steps=4, schedule=schedule)  # type: ignore[arg-type]
+    forwards = [learning_rate(step, 20, config) for step in range(20)]
+    backwards = [learning_rate(step, 20, config) for step in reversed(range(20))]
+    assert forwards == backwards[::-1]
+    assert config == OptimizerConfig(lr=PEAK, warmup_steps=4, schedule=schedule)  # type: ignore[arg-type]
