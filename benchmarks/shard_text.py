@@ -52,7 +52,9 @@ def documents(settings: Settings) -> Iterator[str]:
     left = settings.megabytes * 1e6
     if settings.inputs:
         portions = plan_corpus(settings.inputs, "auto", "train", True, 0).portions
-        found = (item.text for portion in portions for item in read_portion(portion, READ) if isinstance(item, Document))
+        found = (
+            item.text for portion in portions for item in read_portion(portion, READ) if isinstance(item, Document)
+        )
     else:
         found = (text for _, text in embedded_documents())
     for text in found:
@@ -96,7 +98,7 @@ def main() -> None:
             (directory / folder).mkdir()
         source = directory / "input.jsonl"
         source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
-        save_trained(train_word_piece(iter(texts), 8192, True), directory / "tokenizer", True, 128)
+        save_trained(train_word_piece(lambda: texts, 8192, True), directory / "tokenizer", True, 128)
         (portion,) = plan_corpus([str(source)], "jsonl", "train", True, 1 << 40).portions
         tokenizer, tagger = load_for_sharding(directory / "tokenizer"), make_tagger(settings.tagger)
         rows = RowSettings(row_length=125, rows_per_block=2048, pad=0, unknown=1, token_dtype="uint16")
@@ -112,7 +114,9 @@ def main() -> None:
             times["alone"].append(cpu_seconds(lambda: alone(sentences)))
             times["sharding"].append(cpu_seconds(shard))
     rates = {kind: total / statistics.median(values) for kind, values in times.items()}
-    print(f"{settings.tagger}: {total:,} words, {settings.rounds} alternating rounds, medians, one process, CPU seconds")
+    print(
+        f"{settings.tagger}: {total:,} words, {settings.rounds} alternating rounds, medians, one process, CPU seconds"
+    )
     print(f"  tagger alone    {rates['alone']:>10,.0f} words/s")
     print(f"  whole sharding  {rates['sharding']:>10,.0f} words/s")
     print(f"  ratio           {rates['sharding'] / rates['alone']:>10.2f}   (wanted: at least 0.60)")

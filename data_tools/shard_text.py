@@ -5,19 +5,18 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
-# This folder holds inspect.py, which must not stand in for the standard library's module.
-sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).resolve().parent]
-
-import logging
-
-import tyro
-
-from trp_scale.data.index import DataError
-from trp_scale.data.text.shard import ShardTextConfig, shard_text
-from trp_scale.data.text.taggers import TaggerError
-
 
 def main() -> int:
+    # This folder holds inspect.py, which must not stand in for the standard library's module of that name.
+    sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).resolve().parent]
+    import logging
+
+    import tyro
+
+    from trp_scale.data.index import DataError
+    from trp_scale.data.text.shard import ShardTextConfig, shard_text
+    from trp_scale.data.text.taggers import TaggerError
+
     config = tyro.cli(ShardTextConfig, use_underscores=True)
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     try:

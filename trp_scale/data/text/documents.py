@@ -24,7 +24,7 @@ SKIP_REASONS = {
 _CONTROL = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x84\x86-\x9f]")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _LINE_ENDS = str.maketrans({"\x0b": "\n", "\x0c": "\n", "\x85": "\n"})
-_BLANK_LINES = re.compile(rb"\n[ \t\r]*(?:\n[ \t\r]*)+")
+_BLANK_LINES = re.compile(rb"\r?\n[ \t\r]*(?:\n[ \t\r]*)+")
 
 
 @dataclass(frozen=True)

@@ -82,9 +82,7 @@ class PortionWriter:
         from webdataset.writer import TarWriter  # imports torch: only processes that write shards pay for it
 
         # Fixed owner, mode and time: the bytes depend on the rows alone.
-        self._tar = TarWriter(
-            stream, user="trp", group="trp", mode=0o444, mtime=0, encoder=False, compress=False
-        )
+        self._tar = TarWriter(stream, user="trp", group="trp", mode=0o444, mtime=0, encoder=False, compress=False)
         self._stem = stem
         self._annotator = annotator
         self._settings = settings

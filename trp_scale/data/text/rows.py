@@ -40,8 +40,9 @@ class RowPacker:
         start = 0
         while length - start > self.row_length:
             limit = start + self.row_length  # the row may end just before the piece at `limit`
-            starts = np.flatnonzero(word_starts[start + 1 : limit + 1]) if word_starts is not None else ()
-            end = start + 1 + int(starts[-1]) if len(starts) else limit
+            end = limit
+            if word_starts is not None and word_starts[start + 1 : limit + 1].any():
+                end = start + 1 + int(np.flatnonzero(word_starts[start + 1 : limit + 1])[-1])
             self._open.append(end - start)
             self.end_document()
             start = end

@@ -30,7 +30,8 @@ class ShardTextConfig:
     split: str = "train"
     """Split of a dataset directory that has several."""
     tagger: Literal["auto", "nltk", "textblob"] = "auto"
-    """nltk: averaged perceptron, needs its data. textblob: PatternTagger, needs none. auto: nltk if its data is there."""
+    """nltk: averaged perceptron, needs its data. textblob: PatternTagger, needs none. auto: nltk if its data is
+    there."""
     tokenizer: str = ""
     """Hugging Face tokenizer directory; empty = train WordPiece on the input."""
     vocab_size: int = 30_522
@@ -60,17 +61,32 @@ class ShardTextConfig:
             raise DataError("give --inputs FILES or --embedded, one of the two")
         if not 8 <= self.length <= 65_535:
             raise DataError(f"--length {self.length}: 8 to 65535 is allowed (offsets are stored in 16 bits)")
-        for name, smallest in (("rows_per_block", 1), ("shard_bytes", 0), ("processes", 0), ("max_line_bytes", 1),
-                               ("vocab_size", 100), ("tokenizer_sample_bytes", 1)):
+        for name, smallest in (
+            ("rows_per_block", 1),
+            ("shard_bytes", 0),
+            ("processes", 0),
+            ("max_line_bytes", 1),
+            ("vocab_size", 100),
+            ("tokenizer_sample_bytes", 1),
+        ):
             if getattr(self, name) < smallest:
                 raise DataError(f"--{name} {getattr(self, name)}: at least {smallest} is allowed")
         if not 0 <= self.max_skipped <= 1:
             raise DataError(f"--max_skipped {self.max_skipped}: a share from 0 to 1 is allowed")
 
     def identity(self) -> dict[str, object]:
-        """The settings that change the bytes of the output (the places of files, and how the work is shared, do not)."""
-        names = ["embedded", "format", "documents", "text_field", "split", "length", "rows_per_block", "shard_bytes",
-                 "max_line_bytes"]
+        """The settings that change the bytes of the output; where files lie and how the work is shared do not."""
+        names = [
+            "embedded",
+            "format",
+            "documents",
+            "text_field",
+            "split",
+            "length",
+            "rows_per_block",
+            "shard_bytes",
+            "max_line_bytes",
+        ]
         if not self.tokenizer:
             names += ["vocab_size", "lowercase", "tokenizer_sample_bytes"]
         return {name: getattr(self, name) for name in names}

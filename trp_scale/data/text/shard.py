@@ -6,14 +6,15 @@ import hashlib
 import json
 import logging
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 
 from trp_scale.data.groups import GROUPS
-from trp_scale.data.index import DataError, read_index, read_json, write_json
+from trp_scale.data.index import DataError, index_path, read_index, read_json, write_json
 from trp_scale.data.text.corpus import Corpus, Portion, plan_corpus
 from trp_scale.data.text.documents import SKIP_REASONS, Document, ReadSettings, read_portion
 from trp_scale.data.text.embedded import embedded_documents
-from trp_scale.data.text.portion import PortionReport, RowSettings, report_path, shard_stem
+from trp_scale.data.text.portion import MAX_LISTED, PortionReport, RowSettings, report_path, shard_stem
 from trp_scale.data.text.settings import ShardTextConfig
 from trp_scale.data.text.taggers import make_tagger, resolve_tagger
 from trp_scale.data.text.tokenizer import (
@@ -22,6 +23,7 @@ from trp_scale.data.text.tokenizer import (
     save_trained,
     special_tokens,
     train_word_piece,
+    vocabulary_size,
 )
 from trp_scale.data.text.workers import run_portions
 
@@ -102,8 +104,11 @@ def _refuse_other_content(output: Path, identity: dict[str, object]) -> None:
 
 
 def _refuse_differences(path: Path, found: dict[str, object], wanted: dict[str, object]) -> None:
-    differences = [f"{name} {found.get(name)!r} there, {value!r} asked for"
-                   for name, value in wanted.items() if found.get(name) != value]
+    differences = [
+        f"{name} {found.get(name)!r} there, {value!r} asked for"
+        for name, value in wanted.items()
+        if found.get(name) != value
+    ]
     if differences:
         raise DataError(
             f"{path}: a data set with other settings or input: {'; '.join(differences)}. "
@@ -151,11 +156,15 @@ def _make_tokenizer(config: ShardTextConfig, corpus: Corpus, read: ReadSettings)
         return
     share = max(1, config.tokenizer_sample_bytes // max(1, len(corpus.portions)))
     log.info("training a tokenizer of %d pieces", config.vocab_size)
-    texts = (text for portion in corpus.portions for text in _sample(portion, read, share))
-    save_trained(train_word_piece(texts, config.vocab_size, config.lowercase), directory, config.lowercase, config.length)
+
+    def texts() -> Iterator[str]:
+        return (text for portion in corpus.portions for text in _sample(portion, read, share))
+
+    tokenizer = train_word_piece(texts, config.vocab_size, config.lowercase)
+    save_trained(tokenizer, directory, config.lowercase, config.length)
 
 
-def _sample(portion: Portion, read: ReadSettings, limit: int):  # type: ignore[no-untyped-def]
+def _sample(portion: Portion, read: ReadSettings, limit: int) -> Iterator[str]:
     """The first documents of a portion, up to `limit` characters."""
     for document in read_portion(portion, read):
         if isinstance(document, Document):
@@ -167,7 +176,7 @@ def _sample(portion: Portion, read: ReadSettings, limit: int):  # type: ignore[n
 
 def _row_settings(config: ShardTextConfig) -> RowSettings:
     roles, _ = special_tokens(config.output / "tokenizer")
-    vocab_size = load_for_sharding(config.output / "tokenizer").get_vocab_size(with_added_tokens=True)
+    vocab_size = vocabulary_size(load_for_sharding(config.output / "tokenizer"))
     return RowSettings(
         row_length=config.length - 3,
         rows_per_block=config.rows_per_block,
@@ -204,11 +213,8 @@ def _check_skipped(config: ShardTextConfig, total: PortionReport) -> None:
         raise DataError("the input holds no text: no row could be made")
 
 
-def _write_dataset(
-    config: ShardTextConfig, corpus: Corpus, identity: dict[str, object], total: PortionReport, rows: RowSettings
-) -> None:
-    """Write dataset.json, the mark of a finished data set, and clear what only an unfinished one needs."""
-    output = config.output
+def _finish_shards(output: Path, corpus: Corpus) -> tuple[list[str], int]:
+    """Names of the shards that hold rows, and the number of their blocks; the others and half-written ones go."""
     shards, blocks = [], 0
     for portion in corpus.portions:
         shard = output / "shards" / f"{shard_stem(portion.number)}.tar"
@@ -217,8 +223,19 @@ def _write_dataset(
             shards.append(shard.name)
             blocks += len(index.blocks)
         else:  # nothing of the portion could be used
+            index_path(shard).unlink()
             shard.unlink()
-            shard.with_suffix(".index.json").unlink()
+    for leftover in (output / "shards").glob(".text-*.tmp"):
+        leftover.unlink()
+    return shards, blocks
+
+
+def _write_dataset(
+    config: ShardTextConfig, corpus: Corpus, identity: dict[str, object], total: PortionReport, rows: RowSettings
+) -> None:
+    """Write dataset.json, the mark of a finished data set, and clear what only an unfinished one needs."""
+    output = config.output
+    shards, blocks = _finish_shards(output, corpus)
     roles, special = special_tokens(output / "tokenizer")
     tokenizer = load_for_sharding(output / "tokenizer")
     counts = dict(vars(total))
@@ -233,19 +250,24 @@ def _write_dataset(
             "length": config.length,
             "row_length": rows.row_length,
             "token_dtype": rows.token_dtype,
-            "vocab_size": tokenizer.get_vocab_size(with_added_tokens=True),
+            "vocab_size": vocabulary_size(tokenizer),
             "special_tokens": roles,
             "special_token_ids": special,
             "groups": list(GROUPS),
             "tagger": identity["tagger"],
-            "tokenizer": {"directory": "tokenizer", "trained": not config.tokenizer, "model": type(tokenizer.model).__name__},
+            "tokenizer": {
+                "directory": "tokenizer",
+                "trained": not config.tokenizer,
+                "model": type(tokenizer.model).__name__,
+            },
             "shards": shards,
             "blocks": blocks,
             **counts,
+            "skipped_places_limit": MAX_LISTED,
             "settings": identity,
         },
     )
-    for leftover in (output / "shards").glob(".text-*.tmp"):
-        leftover.unlink()
     shutil.rmtree(output / "progress")
-    log.info("%s: %d documents, %d words, %d rows, %d shards", output, total.documents, total.words, total.rows, len(shards))
+    log.info(
+        "%s: %d documents, %d words, %d rows, %d shards", output, total.documents, total.words, total.rows, len(shards)
+    )

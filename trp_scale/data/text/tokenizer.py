@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
@@ -15,24 +16,51 @@ SPECIAL_TOKENS = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]"
 """Roles that pre-training needs, and what a tokenizer trained here calls them."""
 
 
-def train_word_piece(texts: Iterator[str], vocab_size: int, lowercase: bool) -> Tokenizer:
+MAX_ALPHABET = 1000
+"""Different characters a trained vocabulary holds, the most frequent; text of all scripts has far more."""
+
+
+def train_word_piece(texts: Callable[[], Iterable[str]], vocab_size: int, lowercase: bool) -> Tokenizer:
     """Train WordPiece with BERT's normalization. The same texts give the same vocabulary, numbers included.
 
-    The trainer numbers continuing letters in the order of a hash table, which changes from run to run, so the
-    vocabulary is numbered again: special tokens, single characters, then longer pieces, each sorted.
+    The trainer numbers continuing letters ("##a") in the order of a hash table, which changes from run to run, and
+    breaks ties between merges by these numbers. So they are found first, and given in a fixed order as if special.
+
+    Args:
+        texts: gives the texts from the start each time it is called.
     """
+    special = list(SPECIAL_TOKENS.values())
+    characters: Counter[str] = Counter()
+    normalizer = normalizers.BertNormalizer(lowercase=lowercase)
+    for text in texts():
+        characters.update(normalizer.normalize_str(text))
+    alphabet = sorted(
+        sorted(character for character in characters if not character.isspace()),
+        key=lambda character: -characters[character],
+    )[:MAX_ALPHABET]
+    letters = _train(texts(), 0, special, alphabet, lowercase)
+    continuing = sorted(piece for piece in letters if len(piece) == 3 and piece.startswith("##"))
+    vocabulary = _train(texts(), vocab_size, special + continuing, alphabet, lowercase)
+    model = models.WordPiece(vocabulary, unk_token=SPECIAL_TOKENS["unk"], max_input_chars_per_word=100)
+    tokenizer = _bert_pipeline(Tokenizer(model), lowercase)
+    tokenizer.add_special_tokens(special)
+    return tokenizer
+
+
+def _train(
+    texts: Iterable[str], vocab_size: int, first: list[str], alphabet: list[str], lowercase: bool
+) -> dict[str, int]:
+    """The vocabulary of one run of the trainer, with `first` at its beginning."""
     tokenizer = _bert_pipeline(Tokenizer(models.WordPiece(unk_token=SPECIAL_TOKENS["unk"])), lowercase)
     trainer = trainers.WordPieceTrainer(
-        vocab_size=vocab_size, special_tokens=list(SPECIAL_TOKENS.values()), show_progress=False
+        vocab_size=vocab_size,
+        special_tokens=first,
+        initial_alphabet=alphabet,
+        limit_alphabet=len(alphabet),
+        show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
-    special = list(SPECIAL_TOKENS.values())
-    pieces = sorted(set(tokenizer.get_vocab()) - set(special), key=lambda piece: (len(piece.removeprefix("##")), piece))
-    vocabulary = {piece: number for number, piece in enumerate(special + pieces)}
-    model = models.WordPiece(vocabulary, unk_token=SPECIAL_TOKENS["unk"], max_input_chars_per_word=100)
-    numbered = _bert_pipeline(Tokenizer(model), lowercase)
-    numbered.add_special_tokens(special)
-    return numbered
+    return dict(tokenizer.get_vocab())
 
 
 def _bert_pipeline(tokenizer: Tokenizer, lowercase: bool) -> Tokenizer:
@@ -43,7 +71,7 @@ def _bert_pipeline(tokenizer: Tokenizer, lowercase: bool) -> Tokenizer:
 
 
 def save_trained(tokenizer: Tokenizer, directory: Path, lowercase: bool, length: int) -> None:
-    """Write a Hugging Face directory (tokenizer.json, tokenizer_config.json, vocab.txt) under its final name at once."""
+    """Write a Hugging Face directory (tokenizer.json, tokenizer_config.json, vocab.txt), whole under its final name."""
     temporary = _empty_temporary(directory)
     names = SPECIAL_TOKENS
     cls_id, sep_id = tokenizer.token_to_id(names["cls"]), tokenizer.token_to_id(names["sep"])
@@ -53,7 +81,8 @@ def save_trained(tokenizer: Tokenizer, directory: Path, lowercase: bool, length:
         special_tokens=[(names["cls"], cls_id), (names["sep"], sep_id)],
     )
     tokenizer.save(str(temporary / "tokenizer.json"))
-    vocabulary = sorted(tokenizer.get_vocab(), key=tokenizer.token_to_id)
+    numbers = tokenizer.get_vocab()
+    vocabulary = sorted(numbers, key=lambda piece: numbers[piece])
     (temporary / "vocab.txt").write_text("".join(f"{piece}\n" for piece in vocabulary), encoding="utf-8")
     write_json(
         temporary / "tokenizer_config.json",
@@ -82,7 +111,9 @@ def save_given(source: Path, directory: Path) -> None:
     except (OSError, ValueError, KeyError) as error:
         raise DataError(f"--tokenizer {source}: transformers cannot load it ({error})") from error
     if not getattr(tokenizer, "is_fast", False):
-        raise DataError(f"--tokenizer {source}: only tokenizers with a tokenizer.json (fast ones) give character offsets")
+        raise DataError(
+            f"--tokenizer {source}: only tokenizers with a tokenizer.json (fast ones) give character offsets"
+        )
     temporary = _empty_temporary(directory)
     tokenizer.save_pretrained(str(temporary))
     temporary.replace(directory)
@@ -122,10 +153,17 @@ def special_tokens(directory: Path) -> tuple[dict[str, int], list[int]]:
         content = token.get("content") if isinstance(token, dict) else token
         number = tokenizer.token_to_id(content) if isinstance(content, str) else None
         if number is None:
-            raise DataError(f"{directory}: the tokenizer has no {role} token; pre-training needs {list(SPECIAL_TOKENS)}")
+            raise DataError(
+                f"{directory}: the tokenizer has no {role} token; pre-training needs {list(SPECIAL_TOKENS)}"
+            )
         roles[role] = number
     marked = {number for number, added in tokenizer.get_added_tokens_decoder().items() if added.special}
     return roles, sorted(marked | set(roles.values()))
+
+
+def vocabulary_size(tokenizer: Tokenizer) -> int:
+    """One more than the largest piece number."""
+    return 1 + max(tokenizer.get_vocab(with_added_tokens=True).values())
 
 
 def is_bert_word_piece(tokenizer: Tokenizer) -> bool:

@@ -53,7 +53,7 @@ def unit_keys(sentence: str) -> list[str]:
     units = sentence.split()
     if not units:
         return units
-    if units[0].startswith("''"):
+    if units[0].startswith(("''", '""', "\"''")):
         units[0] = FIRST + units[0]
     position = len(units) - 1
     while position > 0 and not units[position].rstrip(_CLOSERS):

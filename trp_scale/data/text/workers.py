@@ -106,7 +106,10 @@ class _Display:
 
     def __init__(self, shown: bool, size: int, counters: Any) -> None:
         columns = (
-            TextColumn("sharding"), BarColumn(), TextColumn("{task.fields[rate]}"), TimeElapsedColumn(),
+            TextColumn("sharding"),
+            BarColumn(),
+            TextColumn("{task.fields[rate]}"),
+            TimeElapsedColumn(),
             TimeRemainingColumn(),
         )
         self._progress = Progress(*columns, disable=not shown)
