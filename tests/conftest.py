@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -11,6 +12,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import pytest
 
+from tests.fixtures import small_text_dataset
 from tests.ranks import Ranks
 
 
@@ -20,3 +22,9 @@ def two_ranks() -> Iterator[Ranks]:
     ranks = Ranks(2)
     yield ranks
     ranks.close()
+
+
+@pytest.fixture(scope="session")
+def text_dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A few hundred rows of real English, sharded."""
+    return small_text_dataset(tmp_path_factory.mktemp("data") / "text")

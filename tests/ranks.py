@@ -16,12 +16,18 @@ import torch.multiprocessing as multiprocessing
 TIMEOUT_SECONDS = 240.0
 
 
-class RankFailed(AssertionError):
+class RankError(AssertionError):
     """A function raised on some rank; the message holds every rank's traceback."""
 
 
 def _serve(rank: int, world: int, port: int, pipe: Connection) -> None:
-    environment = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    environment = {
+        "RANK": rank,
+        "WORLD_SIZE": world,
+        "LOCAL_RANK": rank,
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": port,
+    }
     os.environ.update({name: str(value) for name, value in environment.items()})
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=world)
@@ -47,8 +53,8 @@ def free_port() -> int:
 class Ranks:
     """`world` processes with a gloo group, each running the same function when asked.
 
-    Functions must be importable by name and may call any collective. When one raises on some rank while others wait in a
-    collective, the processes are ended and started again at the next call.
+    Functions must be importable by name and may call any collective. When one raises on some rank while others wait in
+    a collective, the processes are ended and started again at the next call.
     """
 
     def __init__(self, world: int) -> None:
@@ -90,7 +96,7 @@ class Ranks:
                 patience = 5.0  # the others may wait for this one in a collective
         if failed:
             self.close()
-            raise RankFailed(failed)
+            raise RankError(failed)
         return answers
 
     def close(self) -> None:

@@ -11,7 +11,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trp_scale.batch import Batch, StepStats
-from trp_scale.config import BalancerConfig, BatchConfig, Config, ModelConfig, ObjectiveConfig, OptimizerConfig, TrainingConfig
+from trp_scale.config import (
+    BalancerConfig,
+    BatchConfig,
+    Config,
+    ModelConfig,
+    ObjectiveConfig,
+    OptimizerConfig,
+    TrainingConfig,
+)
 from trp_scale.data.groups import GROUPS
 from trp_scale.distributed.groups import Group
 from trp_scale.engines.base import Engine
@@ -176,5 +184,3 @@ def run(layout: Layout, changes: dict[str, Any], absent: Callable[[int], tuple[i
     trainer.engine.close()
     moved = any(not torch.equal(weights[name], initial[name]) for name in weights)
     return Result(weights=weights, initial=initial, steps=trainer.__dict__.get("history", []), moved=moved)
-
-

@@ -31,7 +31,9 @@ def distances(ours: Result, reference: Result, *, skip_key_biases: bool) -> dict
         apart = torch.cat([each.flatten() for each in top]).norm()
         return float(apart / size) if size > 0 else float(apart)
 
-    found = {name: (ratio([difference[name]], [weight[name]]), ratio([difference[name]], [travel[name]])) for name in names}
+    found = {
+        name: (ratio([difference[name]], [weight[name]]), ratio([difference[name]], [travel[name]])) for name in names
+    }
     found["all"] = tuple(  # type: ignore[assignment]
         ratio(list(difference.values()), list(bottom.values())) for bottom in (weight, travel)
     )

@@ -120,7 +120,7 @@ def check_same_tensors(directory: Path, document: CheckpointDocument, wanted: Ma
     A checkpoint of a run that has not yet made an optimizer step may lack moments: they are zero.
 
     Raises:
-        CheckpointError: listing every tensor that is missing, unexpected or different.
+        CheckpointError: naming tensors that are missing, unexpected or different.
     """
     problems: list[str] = []
     for name in sorted(document.tensors.keys() | wanted.keys()):
@@ -139,4 +139,5 @@ def check_same_tensors(directory: Path, document: CheckpointDocument, wanted: Ma
             if there != here and not unborn:
                 problems.append(f"{state} of {name}: {there} in the checkpoint, {here} in the model")
     if problems:
-        raise CheckpointError(f"{directory} does not fit the model: " + "; ".join(problems))
+        shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
+        raise CheckpointError(f"{directory} does not fit the model: {shown}")

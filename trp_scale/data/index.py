@@ -1,10 +1,10 @@
 """The index of a shard and the description of a data set: small JSON files beside the tars.
 
-    DATASET/
-      dataset.json                 what was made, from what, and the counts
-      tokenizer/                   Hugging Face tokenizer directory
-      shards/text-000000.tar       WebDataset tar; one sample = one block of rows
-      shards/text-000000.index.json
+DATASET/
+  dataset.json                 what was made, from what, and the counts
+  tokenizer/                   Hugging Face tokenizer directory
+  shards/text-000000.tar       WebDataset tar; one sample = one block of rows
+  shards/text-000000.index.json
 """
 
 from __future__ import annotations
@@ -80,7 +80,8 @@ def read_index(shard: Path) -> ShardIndex:
     path = index_path(shard)
     document = read_json(path)
     if document.get("format") != INDEX_FORMAT:
-        raise DataError(f"{path}: format {document.get('format')!r} found, {INDEX_FORMAT} expected; shard the data again")
+        found = document.get("format")
+        raise DataError(f"{path}: format {found!r} found, {INDEX_FORMAT} expected; shard the data again")
     try:
         blocks = [
             Block(

@@ -14,13 +14,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from trp_scale.config import RefusedError
 from trp_scale.distributed.groups import Group
 
 STATE_NAMES = ("exp_avg", "exp_avg_sq")
 """Optimizer moments that are part of a checkpoint, beside the weights."""
 
 
-class EngineError(RuntimeError):
+class EngineError(RefusedError):
     """The engine cannot do what is asked; the message says what to change."""
 
 
@@ -32,8 +33,8 @@ class Piece:
         name: parameter name without any wrapper's prefix.
         shape: shape of the whole parameter.
         start: first element of the range in the flattened parameter.
-        tensors: "weight" and, once the optimizer has state, "exp_avg" and "exp_avg_sq": flat fp32 views of what the engine
-            itself uses, [stop - start]; writing into them changes the engine.
+        tensors: "weight" and, once the optimizer has state, "exp_avg" and "exp_avg_sq": flat fp32 views of what the
+            engine itself uses, [stop - start]; writing into them changes the engine.
         owner: exactly one rank owns each element; pieces that are replicas of another rank's have owner False.
     """
 
@@ -55,11 +56,14 @@ class Engine(Protocol):
     """plain, fsdp or deepspeed."""
     zero_stage: int | None
     """ZeRO stage, None where the word does not apply."""
-    module: nn.Module
-    """The model, as this engine wraps it; call the engine itself for a forward pass."""
     device: torch.device
     data_group: Group
     """Ranks that split the batch."""
+
+    @property
+    def module(self) -> nn.Module:
+        """The model, as this engine wraps it; call the engine itself for a forward pass."""
+        ...
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Forward pass in the run's precision."""
@@ -70,9 +74,9 @@ class Engine(Protocol):
         ...
 
     def check_gradients(self) -> Tensor:
-        """Norm of the global gradient, reduced and unscaled, 0-dimensional, the same on all ranks; after the last backward.
+        """Norm of the global gradient, reduced and unscaled, 0-dimensional, the same on all ranks.
 
-        Not finite: the step must be skipped. It stays on the device; the loop reads it together with the loss.
+        Called after the last backward. Not finite: the step must be skipped. It stays on the device; the loop reads it together with the loss.
         """
         ...
 
@@ -97,7 +101,7 @@ class Engine(Protocol):
         ...
 
     def after_load(self, optimizer_steps: int) -> None:
-        """Call after writing into pieces(): carry master weights into what the forward reads, set the optimizer's step."""
+        """Call after writing into pieces(): carry master weights into what the forward reads, set the steps done."""
         ...
 
     def optimizer_steps(self) -> int:
@@ -111,7 +115,7 @@ class Engine(Protocol):
     def load_extra_state(self, state: Mapping[str, float]) -> None: ...
 
     def full_weights(self) -> dict[str, Tensor]:
-        """All weights, whole, on the CPU in fp32, on rank 0 (empty elsewhere). For export and comparison, not for speed."""
+        """All weights, whole, on the CPU in fp32, on rank 0 (empty elsewhere). For comparison, not for speed."""
         ...
 
     def close(self) -> None:

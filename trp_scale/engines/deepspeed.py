@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO 0-3 behind the engine protocol. What of DeepSpeed bites, and how it is held, is said where it is done."""
+"""DeepSpeed ZeRO 0-3 behind the engine protocol. What of it bites, and how it is held, is said where it is done."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from trp_scale.distributed.groups import Group
 from trp_scale.engines.base import EngineError, Piece
 from trp_scale.engines.optimizer import build_optimizer, set_learning_rate
 from trp_scale.engines.zero_layout import LAYOUTS, ZeroLayout
-
 
 # Built by a C compiler at the first start, for a minute, on machines without a GPU; only inference calls it.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -16,23 +18,23 @@ class FsdpEngine(PlainEngine):
     """Each block of `module.layers` is a unit of its own, the rest one more; gradients are reduced once per window."""
 
     name = "fsdp"
-    module: FSDPModule  # type: ignore[assignment]
 
     def place(self, module: nn.Module) -> nn.Module:
         if not torch.distributed.is_initialized():
             raise EngineError("--engine fsdp needs a process group: start with torchrun or deepspeed")
         module = module.to(self.device)
         mesh = init_device_mesh(self.device.type, (self.data_group.size,), mesh_dim_names=("data",))
-        # No mixed-precision policy: forwards read the fp32 shards under autocast, so that a hook's perturbation is exact.
+        # No mixed-precision policy: forwards read fp32 shards under autocast, so that a hook's perturbation is exact.
         for layer in module.layers:  # type: ignore[union-attr, attr-defined]
             fully_shard(layer, mesh=mesh)
         # The embeddings stay gathered from the forward on: the prediction head uses them again at its end.
-        return fully_shard(module, mesh=mesh, reshard_after_forward=False)
+        fully_shard(module, mesh=mesh, reshard_after_forward=False)  # changes the module's class in place
+        return module
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        self.module.set_requires_gradient_sync(last)
+        cast(FSDPModule, self.module).set_requires_gradient_sync(last)
         # FSDP2 averages over the ranks (its divide factor cannot be set on gloo); the loss is a share of a global sum.
-        (loss * self.data_group.size).backward()
+        (loss * self.data_group.size).backward()  # type: ignore[no-untyped-call]
 
     def local(self, tensor: Tensor) -> Tensor:
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
@@ -44,7 +46,7 @@ class FsdpEngine(PlainEngine):
 
     def full_weights(self) -> dict[str, Tensor]:
         weights = {}
-        for name, parameter in self.module.named_parameters():  # type: ignore[attr-defined]
+        for name, parameter in self.module.named_parameters():
             full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter  # collective
             if self.data_group.rank == 0:
                 weights[name] = full.detach().float().cpu().clone()

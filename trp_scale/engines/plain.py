@@ -33,7 +33,7 @@ class PlainEngine:
         self.config = config
         self.device = device
         self.data_group = data_group
-        self.module = self.place(module)
+        self.module: nn.Module = self.place(module)
         self.optimizer = build_optimizer(self.module, config.optimizer)
         self.forward_module: Any = torch.compile(self.module) if config.training.compile else self.module
         self._norm = torch.zeros(())

@@ -1,8 +1,8 @@
 """Where DeepSpeed keeps weights, moments and gradients at each ZeRO stage, seen as pieces of parameters.
 
-DeepSpeed's public getters gather whole tensors, or exist only on stage 3, or only after the first step; a checkpoint and
-a gradient norm need the local part, always. These classes read the documented fragment mapping (stages 1, 2) and the
-partition tables (stage 3) directly. They were checked against deepspeed 0.19.8.
+DeepSpeed's public getters gather whole tensors, or exist only on stage 3, or only after the first step; a checkpoint
+and a gradient norm need the local part, always. These classes read the fragment mapping (stages 1, 2) and the partition
+tables (stage 3) directly. They were checked against deepspeed 0.19.8.
 """
 
 from __future__ import annotations
@@ -118,15 +118,16 @@ class FlatLayout(ZeroLayout):
             fragment = parameter._hp_mapping  # type: ignore[attr-defined]
             if fragment is None:  # no element of this parameter lies on this rank
                 continue
-            moments = fragment.optim_fragment or {}
+            # Not fragment.optim_fragment: it is linked once, when only the first group has made its moments.
+            flat = self.optimizer.single_partition_of_fp32_groups[fragment.param_group_index]
+            state = self.torch_optimizer.state.get(flat, {})
+            whole = {"weight": flat.detach(), **{key: state[key] for key in STATE_NAMES if key in state}}
+            place = fragment.hp_fragment_address
             yield Piece(
                 name=name,
                 shape=tuple(parameter.shape),
                 start=int(fragment.lp_fragment_address.start),
-                tensors={
-                    "weight": fragment.hp_fragment.detach(),
-                    **{key: moments[key] for key in STATE_NAMES if key in moments},
-                },
+                tensors={key: tensor.narrow(0, place.start, place.numel) for key, tensor in whole.items()},
             )
 
     def gradients(self) -> list[Tensor]:
@@ -144,11 +145,6 @@ class FlatLayout(ZeroLayout):
             for weights in self.flat_weights():
                 if weights.grad is not None:
                     weights.grad.zero_()
-
-    def create_state(self) -> None:
-        super().create_state()
-        if isinstance(self.torch_optimizer, torch.optim.AdamW):
-            self.optimizer._lazy_init_hp_params_optimizer_state()
 
     def publish_weights(self) -> None:
         self.optimizer.update_lp_params()

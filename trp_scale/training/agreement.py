@@ -56,7 +56,9 @@ class StepAgreement:
             DataError: on every rank, when more blocks than allowed could not be read; names them.
         """
         found = {key for micro in window for key in micro.corrupt} - self.corrupt
-        answer = self.group.sum(torch.cat([counts, torch.tensor([float(stop), float(len(found))], dtype=torch.float64)]))
+        answer = self.group.sum(
+            torch.cat([counts, torch.tensor([float(stop), float(len(found))], dtype=torch.float64)])
+        )
         new: list[str] = []
         if answer[-1] > 0:  # rare: name them, once each, whoever saw them
             new = sorted(set().union(*self.group.gather_objects(found)) - self.corrupt)

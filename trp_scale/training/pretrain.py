@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -11,10 +10,10 @@ import torch
 
 from trp_scale.checkpoint import manager
 from trp_scale.checkpoint.agreement import check_shared_directory, on_rank_zero
-from trp_scale.checkpoint.resume import cut_metrics, select
+from trp_scale.checkpoint.document import read_document
+from trp_scale.checkpoint.resume import select, take_back
 from trp_scale.checkpoint.resume_rules import check_settings
-from trp_scale.config import Config
-from trp_scale.data.sources import Sources, open_sources
+from trp_scale.data.sources import open_sources
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.stop import StopRequests
 from trp_scale.engines import ds_config
@@ -24,7 +23,6 @@ from trp_scale.hooks.balancing import build_balancer
 from trp_scale.hooks.base import Hooks
 from trp_scale.models.bert import BertForMaskedPositions
 from trp_scale.objectives.pos_mlm import PosMaskedLanguageModelling
-from trp_scale.observe.metrics import METRICS_FILE
 from trp_scale.observe.observer import Observer
 from trp_scale.observe.records import RunInfo
 from trp_scale.observe.throughput import bert_step_flops
@@ -50,19 +48,16 @@ def pretrain(arguments: Arguments) -> int:
     `training.max_skipped_steps` were not finite.
     """
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    with Environment() as environment, contextlib.ExitStack() as stack:
+    with Environment() as environment:
         engine_name = arguments.engine_for(environment.info.world)
         check_engine(arguments.config, engine_name, gpu=environment.device.type == "cuda")
         if engine_name != "plain":
             environment.ensure_process_group()
         run_dir = rundir.create_run_directory(arguments, environment.world)
         check_shared_directory(run_dir, environment.world)
-        stop = stack.enter_context(
-            StopRequests(run_dir, rank=environment.info.rank, max_hours=arguments.config.training.max_hours)
-        )
-        run = Run(arguments, environment, run_dir, engine_name, stop.requested)
-        stack.callback(run.close)
-        return run.train()
+        hours = arguments.config.training.max_hours
+        with StopRequests(run_dir, rank=environment.info.rank, max_hours=hours) as stop:
+            return Run(arguments, environment, run_dir, engine_name, stop.requested).train()
 
 
 class Run:
@@ -95,7 +90,10 @@ class Run:
             config, rank=environment.data.rank, world=environment.data.size, device_type=device.type
         )
         self.world.require_equal(self.sources.digest(), f"the data set {config.data.path}")
-        module = BertForMaskedPositions(config.model, vocab_size=self.sources.meta.vocab_size, seed=config.training.seed)
+        notices = [*selection.notices, *self._check_checkpoint(selection.checkpoint)]
+        module = BertForMaskedPositions(
+            config.model, vocab_size=self.sources.meta.vocab_size, seed=config.training.seed
+        )
         self.objective = PosMaskedLanguageModelling(config.objective, self.sources.meta.groups)
         document = ds_config.read(arguments.ds_config) if arguments.ds_config else None
         self.engine: Engine = build_engine(
@@ -110,9 +108,10 @@ class Run:
         self.hooks = Hooks(build_balancer(config.balancer, self.objective, device))
         self.state = TrainingState()
         self.agreement = StepAgreement(self.world, config.data.max_corrupt_blocks)
-        notices = list(selection.notices)
         if selection.checkpoint is not None:
-            notices += self.resume(selection.checkpoint)
+            self.resume(selection.checkpoint)
+        step = self.state.step
+        notices += on_rank_zero(self.world, f"going back to step {step}", lambda: take_back(run_dir, step))
         self._describe()
         self.observer = Observer(
             run_dir, config, self.objective.tasks, self._info(device), enabled=self.world.rank == 0
@@ -135,26 +134,37 @@ class Run:
 
     def train(self) -> int:
         """The loop, then the report; returns the exit status."""
-        reason = self.trainer.run()
+        try:
+            reason = self.trainer.run()
+        except BaseException as error:
+            # Only what cannot wait for another rank: the display gives the terminal back, the report says what was.
+            self.observer.close(f"{type(error).__name__}: {error}")
+            raise
         self.observer.close(reason)
+        self.sources.close()
+        self.engine.close()
         return EXIT_SKIPPED if self.state.skipped > self.config.training.max_skipped_steps else EXIT_FINISHED
 
-    def resume(self, path: Path) -> list[str]:
-        """Take back a checkpoint; returns sentences for the log."""
-        loaded = manager.load(path, engine=self.engine, group=self.world)
-        notices = check_settings(
-            loaded.config,
+    def _check_checkpoint(self, path: Path | None) -> list[str]:
+        """Refuse settings that may not change on resume, before anything is built; returns what does change."""
+        if path is None:
+            return []
+        stored = on_rank_zero(self.world, f"reading {path}", lambda: read_document(path))
+        return check_settings(
+            stored.config,
             to_dict(self.config),
-            stored_digest=loaded.extra.get("data_digest"),
+            stored_digest=stored.extra.get("data_digest"),
             present_digest=self.sources.digest(),
         )
+
+    def resume(self, path: Path) -> None:
+        """Take back weights, moments, hooks, cursors and the step of a checkpoint."""
+        loaded = manager.load(path, engine=self.engine, group=self.world)
         self.hooks.load_state_dict(loaded.hooks_state)
         self.sources.train.seek(loaded.cursors["train"])
         self.state.step = loaded.step
         self.state.skipped = int(loaded.extra["skipped"])
         self.agreement.corrupt = set(loaded.extra["corrupt"])
-        on_rank_zero(self.world, "cutting metrics.jsonl", lambda: cut_metrics(self.run_dir / METRICS_FILE, loaded.step))
-        return notices
 
     def save(self) -> None:
         """Write a checkpoint of the present step."""
@@ -180,11 +190,6 @@ class Run:
         """Losses over the held-out rows, reported."""
         losses = validate(self.engine, self.objective, self.sources.validation.windows())
         self.observer.validation(self.state.step, losses)
-
-    def close(self) -> None:
-        """End workers and release the engine."""
-        self.sources.close()
-        self.engine.close()
 
     def _describe(self) -> None:
         """Write what the run directory says of the run itself; after the checks of a resume."""

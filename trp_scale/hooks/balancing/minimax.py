@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trp_scale.batch import StepStats, TaskLosses
-from trp_scale.config import BalancerConfig
+from trp_scale.config import BalancerConfig, RefusedError
 from trp_scale.hooks.balancing.base import TaskBalancer
 from trp_scale.hooks.base import StepContext
 from trp_scale.objectives.base import Objective
@@ -55,7 +55,7 @@ class Minimax(TaskBalancer):
     def __init__(self, config: BalancerConfig, objective: Objective, device: torch.device) -> None:
         super().__init__(config, objective, device)
         if unknown := sorted(set(config.reference) - set(objective.tasks)):
-            raise ValueError(f"balancer.reference names {unknown}; the tasks are {list(objective.tasks)}")
+            raise RefusedError(f"balancer.reference names {unknown}; the tasks are {list(objective.tasks)}")
         size = len(objective.tasks)
         reference = [config.reference.get(task, 0.0) for task in objective.tasks]
         self.reference = torch.tensor(reference, dtype=torch.float64).to(device)

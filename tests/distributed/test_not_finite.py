@@ -1,0 +1,107 @@
+"""A loss or gradient that is not finite on one rank moves nobody's weights, on every engine."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.ranks import Ranks
+from tests.synthetic import Layout, SyntheticSource, data_group, small_config, trainer_for
+from trp_scale.batch import Batch, TaskLosses
+
+LAYOUTS = {
+    "plain": Layout(),
+    "fsdp": Layout(engine="fsdp"),
+    "zero0": Layout(engine="deepspeed", stage=0),
+    "zero1": Layout(engine="deepspeed", stage=1),
+    "zero2": Layout(engine="deepspeed", stage=2),
+    "zero3": Layout(engine="deepspeed", stage=3),
+}
+SPOILT_STEP = 2
+
+
+class SpoilsOneGradient(torch.autograd.Function):
+    """Identity forward, NaN backward: the loss stays finite, the gradient does not."""
+
+    @staticmethod
+    def forward(ctx: object, value: torch.Tensor) -> torch.Tensor:
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: object, gradient: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return torch.full_like(gradient, torch.nan)
+
+
+def spoilt_run(layout: Layout, what: str) -> tuple[list[bool], dict[str, float], int]:
+    """Four steps; the last rank spoils step SPOILT_STEP. Returns (applied by step, distances, optimizer steps)."""
+    config = small_config(layout, training={"steps": 4, "max_skipped_steps": 10})
+    trainer = trainer_for(layout, config)
+    objective = trainer.objective
+    last = data_group().rank == data_group().size - 1
+
+    def spoil(forward: object, batch: Batch) -> TaskLosses:
+        losses = objective(forward, batch)  # type: ignore[arg-type]
+        if not (last and trainer.state.step == SPOILT_STEP):
+            return losses
+        return replace(losses, sums=losses.sums * torch.nan if what == "loss" else SpoilsOneGradient.apply(losses.sums))
+
+    spoilt = type(
+        "Spoilt", (), {"__call__": staticmethod(spoil), "__getattr__": lambda self, name: getattr(objective, name)}
+    )
+    trainer.objective = spoilt()
+    before: dict[str, torch.Tensor] = {}
+    distances: dict[str, float] = {}
+    for step in range(config.training.steps):
+        if step in (SPOILT_STEP, SPOILT_STEP + 1):
+            before = trainer.engine.full_weights()
+        trainer.train_step()
+        if step in (SPOILT_STEP, SPOILT_STEP + 1):
+            after = trainer.engine.full_weights()
+            distances[str(step)] = sum(float((after[name] - before[name]).abs().sum()) for name in after)
+    assert isinstance(trainer.source, SyntheticSource)
+    applied = [stats.applied for stats in trainer.__dict__["history"]]
+    steps = trainer.engine.optimizer_steps()
+    trainer.engine.close()
+    return applied, distances, steps
+
+
+@pytest.mark.parametrize("what", ["loss", "gradient"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_nobody_moves_and_the_run_goes_on(two_ranks: Ranks, layout: str, what: str) -> None:
+    answers = [spoilt_run(LAYOUTS[layout], what)] if layout == "plain" else two_ranks(spoilt_run, LAYOUTS[layout], what)
+    for applied, _, steps in answers:
+        assert applied == [True, True, False, True]
+        assert steps == 3
+    distances = answers[0][1]
+    assert distances[str(SPOILT_STEP)] == 0.0
+    assert distances[str(SPOILT_STEP + 1)] > 0.0
+
+
+def skipping_run(layout: Layout) -> tuple[str, int]:
+    config = small_config(layout, training={"steps": 6, "max_skipped_steps": 1}, optimizer={"lr": 1e-3})
+    trainer = trainer_for(layout, config)
+    saved: list[int] = []
+    trainer.save = lambda: saved.append(trainer.state.step)
+    objective = trainer.objective
+    spoilt = type(
+        "Spoilt",
+        (),
+        {
+            "__call__": lambda self, forward, batch: replace(
+                losses := objective(forward, batch), sums=losses.sums * torch.nan
+            ),
+            "__getattr__": lambda self, name: getattr(objective, name),
+        },
+    )
+    trainer.objective = spoilt()
+    reason = trainer.run()
+    trainer.engine.close()
+    return reason, saved[-1]
+
+
+def test_too_many_skipped_steps_stop_the_run_with_a_checkpoint() -> None:
+    reason, saved = skipping_run(Layout())
+    assert "2 steps skipped" in reason and "--training.max_skipped_steps allows 1" in reason
+    assert saved == 2

@@ -1,0 +1,128 @@
+"""Invariant 3: a run that is interrupted and resumed is the run that was not."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ranks import Ranks
+from tests.runs import essence, flags, lines, pretrain_here, start
+from trp_scale.checkpoint.run_directory import checkpoint_path, newest_complete
+from trp_scale.checkpoint.stored_pieces import read_full_state
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "fsdp": {"engine": "fsdp"},
+    "zero0": {"ds_config": "tests/distributed/zero0.json"},
+    "zero1": {"ds_config": "ds_configs/zero1.json"},
+    "zero2": {"ds_config": "ds_configs/zero2.json"},
+    "zero3": {"ds_config": "ds_configs/zero3.json"},
+}
+
+
+def same_run(ours: Path, reference: Path) -> None:
+    """All that metrics.jsonl says of the training, bit for bit."""
+    mine, theirs = [essence(line) for line in lines(ours)], [essence(line) for line in lines(reference)]
+    assert [line["step"] for line in mine] == [line["step"] for line in theirs]
+    for line, other in zip(mine, theirs, strict=True):
+        assert line == other
+
+
+def test_kill_9_at_a_random_step_and_resume(text_dataset: Path, tmp_path: Path) -> None:
+    changes = {"training__steps": 14, "checkpoint__every": 3, "model__dropout": 0.1, "data__workers": 1}
+    assert pretrain_here(flags(text_dataset, tmp_path / "whole", **changes)) == 0
+    kill_at = random.SystemRandom().randint(4, 12)
+    victim = start(flags(text_dataset, tmp_path / "killed", **changes))
+    metrics = tmp_path / "killed" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not metrics.exists() or metrics.read_bytes().count(b"\n") < kill_at:
+        assert victim.poll() is None and time.monotonic() < deadline, f"no step {kill_at}"
+        time.sleep(0.005)
+    os.kill(victim.pid, signal.SIGKILL)
+    victim.communicate()
+    assert victim.returncode == -signal.SIGKILL
+    assert newest_complete(tmp_path / "killed").path is not None
+    assert pretrain_here(flags(text_dataset, tmp_path / "killed", **changes)) == 0
+    same_run(tmp_path / "killed", tmp_path / "whole")
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("estimate", ["exact", "lagged"])
+def test_two_halves_are_the_whole_with_dropout(
+    two_ranks: Ranks, text_dataset: Path, tmp_path: Path, layout: str, estimate: str
+) -> None:
+    changes = {
+        "model__dropout": 0.1,
+        "optimizer__schedule": "constant",
+        "balancer__estimate": estimate,
+        **LAYOUTS[layout],
+    }
+    two_ranks(pretrain_here, flags(text_dataset, tmp_path / "whole", **changes))
+    two_ranks(pretrain_here, flags(text_dataset, tmp_path / "halves", training__steps=4, **changes))
+    two_ranks(pretrain_here, flags(text_dataset, tmp_path / "halves", **changes))
+    same_run(tmp_path / "halves", tmp_path / "whole")
+
+
+def close(value: float, other: float) -> bool:
+    return math.isclose(value, other, rel_tol=1e-5)
+
+
+def test_one_run_over_plain_zero3_and_fsdp(two_ranks: Ranks, text_dataset: Path, tmp_path: Path) -> None:
+    """plain, ZeRO-3 on two ranks, FSDP2 on two, 3 steps each: the run that stayed plain, within invariant 1."""
+    changes = {"model__dropout": 0.0, "optimizer__schedule": "constant", "checkpoint__keep": 0}
+    chain, whole = tmp_path / "chain", tmp_path / "whole"
+    pretrain_here(flags(text_dataset, whole, training__steps=9, checkpoint__every=3, **changes))
+    pretrain_here(flags(text_dataset, chain, training__steps=3, **changes))
+    two_ranks(pretrain_here, flags(text_dataset, chain, training__steps=6, **changes, **LAYOUTS["zero3"]))
+    two_ranks(pretrain_here, flags(text_dataset, chain, training__steps=9, **changes, **LAYOUTS["fsdp"]))
+    for line, other in zip(lines(chain), lines(whole), strict=True):
+        assert close(line["loss"], other["loss"]) and line["lr"] == other["lr"], line["step"]
+        assert math.isclose(line["grad_norm"], other["grad_norm"], rel_tol=1e-4)
+    for step in (3, 6, 9):
+        for state in ("weight", "exp_avg", "exp_avg_sq"):
+            mine = read_full_state(checkpoint_path(chain, step), state=state)
+            theirs = read_full_state(checkpoint_path(whole, step), state=state)
+            assert set(mine) == set(theirs)
+            for name, tensor in theirs.items():
+                if name.endswith("key.bias"):  # no gradient in exact arithmetic: AdamW scales rounding noise up
+                    continue
+                apart = float((mine[name] - tensor).norm() / tensor.norm())
+                assert apart < (1e-5 if state == "weight" else 1e-4), (step, state, name)
+
+
+def test_the_first_step_after_loading_moves_the_weights_as_it_would_have(
+    two_ranks: Ranks, text_dataset: Path, tmp_path: Path
+) -> None:
+    """Moments or their step count lost in loading show at once: AdamW's first step is otherwise sign(gradient) * lr."""
+    changes = {"model__dropout": 0.0, "optimizer__schedule": "constant", "checkpoint__keep": 0}
+    whole = tmp_path / "whole"
+    pretrain_here(flags(text_dataset, whole, training__steps=5, checkpoint__every=4, **changes))
+    before = read_full_state(checkpoint_path(whole, 4))
+    expected = read_full_state(checkpoint_path(whole, 5))
+    for name, layout in LAYOUTS.items():
+        run_dir = tmp_path / name
+        resumed = flags(text_dataset, run_dir, training__steps=5, resume=checkpoint_path(whole, 4), **changes, **layout)
+        two_ranks(pretrain_here, resumed)
+        after = read_full_state(checkpoint_path(run_dir, 5))
+        difference = sum(float((after[key] - expected[key]).square().sum()) for key in after if "key.bias" not in key)
+        travelled = sum(float((expected[key] - before[key]).square().sum()) for key in after if "key.bias" not in key)
+        assert math.sqrt(difference / travelled) < 1e-4, name
+
+
+def test_what_may_not_change_is_refused_field_by_field(text_dataset: Path, tmp_path: Path) -> None:
+    pretrain_here(flags(text_dataset, tmp_path, training__steps=2))
+    with pytest.raises(Exception, match=r"(?s)batch\.global_size.*8.*16.*optimizer\.lr") as refusal:
+        pretrain_here(flags(text_dataset, tmp_path, training__steps=4, batch__global_size=16, optimizer__lr=3e-3))
+    assert "training.steps" not in str(refusal.value).split("may change")[0]
+
+
+def test_resume_never_refuses_a_directory_with_a_run_in_it(text_dataset: Path, tmp_path: Path) -> None:
+    pretrain_here(flags(text_dataset, tmp_path, training__steps=1))
+    with pytest.raises(Exception, match="is not empty"):
+        pretrain_here(flags(text_dataset, tmp_path, training__steps=1, resume="never"))

@@ -1,0 +1,72 @@
+"""Whole runs of `trp-scale pretrain`, in this process, on shared ranks, or as processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+
+SMALL = {
+    "model.layers": 2,
+    "model.hidden_size": 32,
+    "model.heads": 2,
+    "model.intermediate_size": 64,
+    "model.max_positions": 64,
+    "batch.global_size": 8,
+    "batch.micro_size": 2,
+    "training.steps": 8,
+    "optimizer.warmup_steps": 2,
+    "data.workers": 0,
+    "data.validation_fraction": 0.1,
+    "logging.every": 1,
+}
+
+
+def flags(dataset: Path, run_dir: Path, **changes: Any) -> list[str]:
+    """Command line of a small run. `changes` are flags with "__" for the dot, such as model__dropout=0.0."""
+    values: dict[str, Any] = {**SMALL, "data.path": dataset, "run_dir": run_dir}
+    values |= {name.replace("__", "."): value for name, value in changes.items()}
+    return [
+        "--recipe",
+        "pos_bert_tiny",
+        *(part for name, value in values.items() for part in (f"--{name}", str(value))),
+    ]
+
+
+def pretrain_here(arguments: list[str]) -> int:
+    """Run in this process; on shared ranks the process group is already there."""
+    from trp_scale.recipes.arguments import parse
+    from trp_scale.training.pretrain import pretrain
+
+    return pretrain(parse(arguments))
+
+
+def environment() -> dict[str, str]:
+    """Environment of a process of its own: one thread, no rank of an outer run, the package from this checkout."""
+    outer = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+    kept = {name: value for name, value in os.environ.items() if name not in outer}
+    path = f"{Path(sys.executable).parent}{os.pathsep}{kept.get('PATH', '')}"
+    return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": path, "TRP_SCALE_PROGRESS": "plain"}
+
+
+def start(arguments: list[str], launcher: list[str] | None = None) -> subprocess.Popen[str]:
+    """Start launch/pretrain.py as a process of its own, under `launcher` or plain Python."""
+    command = [*(launcher or [sys.executable]), str(ROOT / "launch" / "pretrain.py"), *arguments]
+    return subprocess.Popen(
+        command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def lines(run_dir: Path) -> list[dict[str, Any]]:
+    """metrics.jsonl."""
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def essence(line: dict[str, Any]) -> dict[str, Any]:
+    """What a line says of the training itself, times left out."""
+    return {name: line[name] for name in ("step", "loss", "lr", "grad_norm", "tasks", "balancer")}
