@@ -1,0 +1,181 @@
+"""Reading blocks: nothing is unpickled, damage is found, only listed members are opened."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.unit.data.stored import config_for, npy, write_dataset, write_shard
+from trp_scale.data.blocks import read_blocks
+from trp_scale.data.index import DataError, index_path
+from trp_scale.data.shard_reader import ShardReader, parse_npy
+from trp_scale.data.sources import open_sources
+from trp_scale.data.text_dataset import SUFFIXES
+
+
+class Trap:
+    """Unpickling one creates a file: how a planted pickle would run code."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[object, tuple[str, str]]:
+        return open, (str(self.path), "w")
+
+
+def members(rows: int = 2) -> dict[str, bytes]:
+    return {
+        "tokens.npy": npy(np.full((rows, 21), 7, dtype=np.uint16)),
+        "tags.npy": npy(np.full((rows, 21), 0x81, dtype=np.uint8)),
+        "sentences.npy": npy(np.array([[5, 21]] * rows, dtype=np.uint16)),
+    }
+
+
+def dataset_with(directory: Path, **blocks: dict[str, bytes]) -> Path:
+    """A data set whose only shard holds `blocks`, of two rows each."""
+    write_dataset(directory, block_rows=[[2]])
+    write_shard(directory / "shards" / "text-000000.tar", blocks, dict.fromkeys(blocks, 2))
+    return directory
+
+
+def test_the_trap_works(tmp_path: Path) -> None:
+    pickle.loads(pickle.dumps(Trap(tmp_path / "caught")))
+    assert (tmp_path / "caught").exists()
+
+
+@pytest.mark.parametrize("suffix", ["pyd", "pkl", "tokens.pyd"])
+def test_pickled_member_is_refused_and_not_unpickled(tmp_path: Path, suffix: str) -> None:
+    planted = {**members(), suffix: pickle.dumps(Trap(tmp_path / "caught"))}
+    dataset = dataset_with(tmp_path / "data", a=members(), b=planted)
+    with pytest.raises(DataError, match=rf"text-000000.tar: block b has member \.{suffix}; allowed are \.tokens\.npy"):
+        open_sources(config_for(dataset), rank=0, world=1)
+    assert not (tmp_path / "caught").exists()
+
+
+def test_pickled_member_that_the_index_does_not_list_is_never_opened(tmp_path: Path) -> None:
+    planted = {**members(), "pyd": pickle.dumps(Trap(tmp_path / "caught"))}
+    dataset = dataset_with(tmp_path / "data", a=planted)
+    index = index_path(dataset / "shards" / "text-000000.tar")
+    document = json.loads(index.read_text())
+    del document["blocks"][0]["members"]["pyd"]
+    index.write_text(json.dumps(document))
+    sources = open_sources(config_for(dataset, batch={"global_size": 2, "micro_size": 2}), rank=0, world=1)
+    assert sources.train.next_window()[0]["row_weights"].tolist() == [1.0, 1.0]
+    assert not (tmp_path / "caught").exists()
+
+
+def test_npy_of_objects_is_not_unpickled(tmp_path: Path) -> None:
+    objects = np.empty(2, dtype=object)
+    objects[:] = [Trap(tmp_path / "caught")] * 2
+    path = tmp_path / "objects.npy"
+    np.save(path, objects, allow_pickle=True)
+    dataset = dataset_with(tmp_path / "data", a={**members(), "tokens.npy": path.read_bytes()}, b=members())
+    config = config_for(dataset, batch={"global_size": 4, "micro_size": 4})
+    (batch,) = open_sources(config, rank=0, world=1).train.next_window()
+    assert batch.corrupt == ["a"]
+    assert sorted(batch["row_weights"].tolist()) == [0.0, 0.0, 1.0, 1.0]
+    assert not (tmp_path / "caught").exists()
+
+
+def test_missing_and_misplaced_members_are_refused(tmp_path: Path) -> None:
+    without = {suffix: content for suffix, content in members().items() if suffix != "tags.npy"}
+    with pytest.raises(DataError, match=r"has no member \.tags\.npy"):
+        open_sources(config_for(dataset_with(tmp_path / "a", x=without)), rank=0, world=1)
+    dataset = dataset_with(tmp_path / "b", x=members())
+    index = index_path(dataset / "shards" / "text-000000.tar")
+    document = json.loads(index.read_text())
+    document["blocks"][0]["members"]["tags.npy"]["length"] = 10**9
+    index.write_text(json.dumps(document))
+    with pytest.raises(DataError, match="outside the tar"):
+        open_sources(config_for(dataset), rank=0, world=1)
+
+
+def test_shards_are_checked_at_the_start(tmp_path: Path) -> None:
+    dataset = write_dataset(tmp_path / "a", block_rows=[[2, 3], [4]])
+    shard = dataset / "shards" / "text-000001.tar"
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-512])
+    with pytest.raises(DataError, match=rf"text-000001.tar: {len(content) - 512} bytes found.*{len(content)} bytes"):
+        open_sources(config_for(dataset), rank=0, world=1)
+    shard.unlink()
+    with pytest.raises(DataError, match=r"text-000001\.tar: cannot be read"):
+        open_sources(config_for(dataset), rank=0, world=1)
+    index_path(shard).unlink()
+    with pytest.raises(DataError, match=r"text-000001\.index\.json: not found"):
+        open_sources(config_for(dataset), rank=0, world=1)
+
+
+def test_keys_are_unique_and_shard_names_plain(tmp_path: Path) -> None:
+    write_dataset(tmp_path / "a", block_rows=[[2]])
+    shards = tmp_path / "a" / "shards"
+    write_shard(shards / "other.tar", {"text-000000-000000": members()}, {"text-000000-000000": 2})
+    with pytest.raises(DataError, match="'text-000000-000000' comes twice"):
+        read_blocks(shards, ["text-000000.tar", "other.tar"], SUFFIXES)
+    with pytest.raises(DataError, match="not a plain file name"):
+        read_blocks(shards, ["../shards/text-000000.tar"], SUFFIXES)
+
+
+def test_checksum_is_checked_when_asked(tmp_path: Path) -> None:
+    dataset = dataset_with(tmp_path / "data", a=members())
+    shard = dataset / "shards" / "text-000000.tar"
+    table = read_blocks(shard.parent, [shard.name], SUFFIXES)
+    content = bytearray(shard.read_bytes())
+    content[int(table.offsets[0, 0]) + int(table.lengths[0, 0]) - 1] ^= 1  # a bit of the last token
+    shard.write_bytes(content)
+    assert ShardReader(table, verify=False).arrays(0)[0].shape == (2, 21)
+    with pytest.raises(DataError, match=r"a\.tokens\.npy: checksum"):
+        ShardReader(table, verify=True).arrays(0)
+
+
+def test_reader_gives_what_was_stored_and_pickles_without_maps(tmp_path: Path) -> None:
+    dataset = write_dataset(tmp_path / "data", block_rows=[[2, 3], [4]])
+    table = read_blocks(dataset / "shards", ["text-000000.tar", "text-000001.tar"], SUFFIXES)
+    reader = ShardReader(table, verify=True, keep=1)  # fewer than are read: closes and opens again
+    for _ in range(2):
+        for block, key in enumerate(table.keys):
+            tokens, tags, sentences = reader.arrays(block)
+            assert len(tokens) == len(tags) == len(sentences) == table.rows[block], key
+            content = table.shards[table.shard[block]].read_bytes()
+            first = int(table.offsets[block, 0])
+            assert zlib.crc32(content[first : first + int(table.lengths[block, 0])]) == table.checksums[block, 0]
+            assert content[first:][: int(table.lengths[block, 0])].endswith(tokens.tobytes())
+    copy = pickle.loads(pickle.dumps(reader))
+    assert copy.arrays(1)[0].tolist() == reader.arrays(1)[0].tolist()
+    assert len(pickle.dumps(reader)) < 10_000
+
+
+def test_shard_that_changes_under_way_is_a_damaged_block(tmp_path: Path) -> None:
+    dataset = write_dataset(tmp_path / "data", block_rows=[[2]])
+    table = read_blocks(dataset / "shards", ["text-000000.tar"], SUFFIXES)
+    shard = table.shards[0]
+    for content in (shard.read_bytes()[:1000], b""):
+        shard.write_bytes(content)
+        with pytest.raises(DataError, match=r"text-000000\.tar"):
+            ShardReader(table, verify=False).arrays(0)
+    shard.unlink()
+    with pytest.raises(DataError, match="cannot be mapped"):
+        ShardReader(table, verify=False).arrays(0)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"\x93NUMPY\x01\x00",
+        b"not an array at all" * 10,
+        npy(np.zeros((2, 3)))[:-1],
+        npy(np.zeros((2, 3))) + b"x",
+        npy(np.asfortranarray(np.zeros((2, 3)))),
+        npy(np.zeros(2, dtype=">i4")),
+        npy(np.zeros(2, dtype="S4")),
+        npy(np.zeros(2, dtype=[("a", "u1")])),
+    ],
+)
+def test_bad_npy_is_refused(content: bytes) -> None:
+    with pytest.raises(DataError, match=r"^here: "):
+        parse_npy(memoryview(content), "here")

@@ -1,0 +1,40 @@
+"""The held-out split: by block, disjoint, stable."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from trp_scale.config import RefusedError
+from trp_scale.data.hashing import Words, name_hash
+from trp_scale.data.split import held_out
+
+GOLDEN = [8, 11, 54, 56, 71, 101, 114, 173, 179, 181, 183, 195]
+
+
+def identities(count: int) -> Words:
+    return np.array([name_hash(f"text-{number:06d}") for number in range(count)], dtype=np.uint64)
+
+
+def test_share_and_stability() -> None:
+    chosen = held_out(identities(20_000), 0.05, where="d")
+    assert abs(chosen.mean() - 0.05) < 0.006  # 4 standard deviations
+    more = held_out(identities(30_000), 0.05, where="d")
+    assert (more[:20_000] == chosen).all()  # new blocks move no old one
+    larger = held_out(identities(20_000), 0.1, where="d")
+    assert larger[chosen].all()  # a larger share keeps what was held out
+
+
+def test_golden_blocks() -> None:
+    assert np.flatnonzero(held_out(identities(200), 0.05, where="d")).tolist() == GOLDEN
+
+
+def test_at_least_one_and_never_all() -> None:
+    few = identities(3)
+    chosen = held_out(few, 1e-9, where="d")
+    assert np.flatnonzero(chosen).tolist() == [int(np.argmin(few))]
+    assert not held_out(few, 0.0, where="d").any()
+    with pytest.raises(RefusedError, match="all 1 blocks"):
+        held_out(identities(1), 0.01, where="d")
+    with pytest.raises(RefusedError, match="0 <= fraction < 1"):
+        held_out(few, 1.0, where="d")

@@ -1,0 +1,123 @@
+"""Worker processes: deaf to the signals that stop a run, gone when their parent is, closed when asked."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from multiprocessing import forkserver
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.unit.data.stored import config_for, write_dataset
+from trp_scale.batch import Batch
+from trp_scale.data.fetch import STOP_SIGNALS, pack, start_worker_server
+from trp_scale.data.sources import TrainSource, open_sources
+
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture
+def dataset(tmp_path: Path) -> Path:
+    return write_dataset(tmp_path / "data", block_rows=[[5, 7, 3, 9]])
+
+
+@pytest.fixture
+def train(dataset: Path) -> Iterator[TrainSource]:
+    sources = open_sources(config_for(dataset, data={"workers": 2, "prefetch": 1}), rank=0, world=1)
+    yield sources.train
+    sources.close()
+
+
+def gone(process: int, within: float) -> bool:
+    """Whether a process ends in time (a process that has ended and waits for its parent counts as gone)."""
+    deadline = time.monotonic() + within
+    while time.monotonic() < deadline:
+        try:
+            if "\nState:\tZ" in Path(f"/proc/{process}/status").read_text():
+                return True
+        except (FileNotFoundError, ProcessLookupError):
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_signals_to_the_group_do_not_stop_the_workers(train: TrainSource) -> None:
+    """As when a scheduler signals every process of a job: the loader must live until all ranks have agreed to stop."""
+    before = set(multiprocessing.active_children())
+    train.next_window()
+    workers = [child.pid for child in multiprocessing.active_children() if child not in before]
+    server = forkserver._forkserver._forkserver_pid  # type: ignore[attr-defined]
+    assert len(workers) == 2
+    for number in STOP_SIGNALS:
+        for process in (*workers, server):
+            os.kill(process, number)
+    for _ in range(10):  # beyond what was fetched ahead
+        assert len(train.next_window()) == 4
+    assert train.cursor == 11 * 12
+
+
+def test_the_caller_still_hears_its_signals(train: TrainSource) -> None:
+    start_worker_server()
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, []) & set(STOP_SIGNALS)
+    train.next_window()
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, []) & set(STOP_SIGNALS)
+
+
+def test_close_ends_the_workers(train: TrainSource) -> None:
+    before = set(multiprocessing.active_children())
+    train.next_window()
+    workers = [child.pid for child in multiprocessing.active_children() if child not in before]
+    train.close()
+    assert all(gone(process, within=5.0) for process in workers if process is not None)
+
+
+def test_close_ends_a_worker_that_does_not_answer(train: TrainSource) -> None:
+    before = set(multiprocessing.active_children())
+    train.next_window()
+    workers = [child for child in multiprocessing.active_children() if child not in before]
+    assert workers[0].pid is not None
+    os.kill(workers[0].pid, signal.SIGSTOP)
+    train.close()
+    assert gone(workers[0].pid, within=5.0)
+
+
+def test_workers_end_when_the_training_process_is_killed(dataset: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.unit.data.loading", str(dataset), "2"],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    workers = [int(word) for word in process.stdout.readline().split()]
+    process.kill()
+    process.wait()
+    process.stdout.close()
+    assert len(workers) == 2
+    assert all(gone(worker, within=10.0) for worker in workers)
+
+
+def test_packing_keeps_everything() -> None:
+    fields = {
+        "tokens": torch.arange(15).reshape(3, 5),
+        "flags": torch.tensor([[True, False, True]] * 3),
+        "weights": torch.rand(3, 1),
+        "label": torch.tensor([1, 0, 1]),
+    }
+    batch = Batch(
+        fields=dict(fields), keys=torch.tensor([5, 6, 7]), start=40, epoch=3, corrupt=["x"], fetch_seconds=0.5
+    )
+    result = pack(batch).unpack()
+    assert list(result.fields) == list(fields)
+    for name, value in fields.items():
+        assert result[name].dtype == value.dtype and torch.equal(result[name], value), name
+    assert result.keys.tolist() == [5, 6, 7]
+    assert (result.start, result.epoch, result.corrupt, result.fetch_seconds) == (40, 3, ["x"], 0.5)
