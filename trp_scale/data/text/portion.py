@@ -185,7 +185,8 @@ def write_portion(
 
     Args:
         directory: the data set.
-        advance: called as the work goes on with (documents, words, characters) since the last call.
+        advance: called as the work goes on with the (documents, words, bytes) since the last call; the bytes add up to
+            the portion's size.
     """
     stem = shard_stem(portion.number)
     shard = directory / "shards" / f"{stem}.tar"
@@ -193,14 +194,16 @@ def write_portion(
     with temporary.open("wb") as stream, _no_collection():
         writer = PortionWriter(stream, stem, annotator, rows)
         report = writer.report
+        reported = characters = 0
         for document in read_portion(portion, read):
             if not isinstance(document, Document):
                 report.skip(document.reason, document.place)
                 continue
-            words = report.words
             writer.add_document(document)
-            advance(1, report.words - words, len(document.text))
+            advance(1, report.words - reported, len(document.text))
+            reported, characters = report.words, characters + len(document.text)
         writer.finish()
+        advance(0, report.words - reported, portion.size - characters)
         stream.flush()
         os.fsync(stream.fileno())
     index = _index(temporary, shard.name, writer)

@@ -31,6 +31,9 @@ __all__ = ["ShardTextConfig", "shard_text"]
 
 DATASET_FORMAT = 1
 
+SAMPLED_PORTIONS = 64
+"""Portions, evenly spread, that a tokenizer is trained on: each is read three times."""
+
 log = logging.getLogger(__name__)
 
 
@@ -154,11 +157,12 @@ def _make_tokenizer(config: ShardTextConfig, corpus: Corpus, read: ReadSettings)
     if config.tokenizer:
         save_given(Path(config.tokenizer), directory)
         return
-    share = max(1, config.tokenizer_sample_bytes // max(1, len(corpus.portions)))
+    sampled = corpus.portions[:: -(-len(corpus.portions) // SAMPLED_PORTIONS)]
+    share = max(1, config.tokenizer_sample_bytes // len(sampled))
     log.info("training a tokenizer of %d pieces", config.vocab_size)
 
     def texts() -> Iterator[str]:
-        return (text for portion in corpus.portions for text in _sample(portion, read, share))
+        return (text for portion in sampled for text in _sample(portion, read, share))
 
     tokenizer = train_word_piece(texts, config.vocab_size, config.lowercase)
     save_trained(tokenizer, directory, config.lowercase, config.length)

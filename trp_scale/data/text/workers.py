@@ -39,9 +39,9 @@ class PortionWorker:
     def __call__(self, portion: Portion) -> PortionReport:
         return write_portion(portion, self._output, self._annotator, self._read, self._rows, self._advance)
 
-    def _advance(self, documents: int, words: int, characters: int) -> None:
+    def _advance(self, documents: int, words: int, size: int) -> None:
         with self._counters.get_lock():
-            for index, step in enumerate((documents, words, characters)):
+            for index, step in enumerate((documents, words, size)):
                 self._counters[index] += step
 
 
@@ -77,7 +77,7 @@ def run_portions(
     """
     processes = min(config.processes or os.cpu_count() or 1, len(portions))
     context = multiprocessing.get_context("spawn")  # forked copies of running tokenizer threads can hang
-    counters = context.Array("q", 3)  # documents, words, characters
+    counters = context.Array("q", 3)  # documents, words, bytes
     arguments = (config.output, tagger, read, rows, counters)
     with _Display(config.progress, sum(portion.size for portion in portions), counters):
         if processes <= 1:
@@ -134,7 +134,7 @@ class _Display:
             self._update()
 
     def _update(self) -> None:
-        documents, words, characters = self._counters[:]
+        documents, words, size = self._counters[:]
         rate = words / max(1e-9, time.monotonic() - self._start)
         text = f"{documents:,} documents  {words:,} words  {rate:,.0f} words/s"
-        self._progress.update(self._task, completed=characters, rate=text)
+        self._progress.update(self._task, completed=size, rate=text)
