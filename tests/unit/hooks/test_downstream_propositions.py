@@ -32,7 +32,8 @@ class Parabolas:
         """[D] where sum_t lambda_t f_t is least: a linear system."""
         matrix = (mixture[:, None, None] * self.hessians).sum(0)
         right = (mixture[:, None, None] * self.hessians @ self.centres[:, :, None]).sum(0)
-        return torch.linalg.solve(matrix, right).squeeze(-1)
+        solution: Tensor = torch.linalg.solve(matrix, right)
+        return solution.flatten()
 
     def mixed(self, mixture: Tensor, x: Tensor) -> Tensor:
         return self.losses(x) @ mixture

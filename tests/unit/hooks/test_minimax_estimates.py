@@ -150,6 +150,14 @@ def test_lagged_with_scaled_losses_is_uniform_first_and_a_new_task_enters_with_t
     assert weights[2] == pytest.approx(softmax({0: a, 2: (a + b + d) / 3, 3: d}, 4), abs=1e-14)
 
 
+def test_lagged_takes_the_mean_for_a_new_task_from_balanced_tasks_alone() -> None:
+    objective = ToyObjective(tasks=FOUR.tasks, outside={3: 1.0})
+    weigher = balancer(objective, estimate="lagged")
+    take_step(weigher, objective, given, [batch({0: [1.0], 1: [2.0], 3: [60.0]})])
+    step = take_step(weigher, objective, given, [batch({0: [1.0], 1: [2.0], 2: [5.0], 3: [60.0]})], step=1)
+    assert step.weights == pytest.approx([*softmax({0: 1.0, 1: 2.0, 2: 1.5}, 3), 1.0], abs=1e-14)
+
+
 def test_lagged_makes_no_forward_pass_of_its_own() -> None:
     model = small_model()
     weigher = balancer(FOUR, estimate="lagged")
