@@ -5,7 +5,7 @@ for micro in window:
     batch = hooks.batch(ctx, micro)   a hook may change what the model sees
     losses = objective(engine, batch)
     engine.backward(hooks.total(ctx, losses))
-hooks.gradients(ctx, engine)          reduced, unscaled, unclipped: hooks only read
+hooks.gradients(ctx)                  reduced, unscaled, unclipped: hooks only read
 engine.step or engine.skip
 hooks.after_step(ctx, stats)          hooks commit here, only if stats.applied
 """
