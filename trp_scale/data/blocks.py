@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trp_scale.data.hashing import Integers, Words, name_hash
-from trp_scale.data.index import DataError, index_path, read_index
+from trp_scale.data.index import DataError, ShardIndex, index_path, read_index
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,26 +64,14 @@ def read_blocks(directory: Path, shards: list[str], suffixes: tuple[str, ...]) -
     for number, name in enumerate(shards):
         if Path(name).name != name:
             raise DataError(f"{directory}: shard {name!r} is not a plain file name")
-        path = directory / name
-        index = read_index(path)
-        size = _size_of(path)
-        if index.shard != name or index.size != size:
-            raise DataError(
-                f"{path}: {size} bytes found, {index_path(path).name} is of {index.shard} with {index.size} bytes; "
-                f"copy the shard again, or shard the data again"
-            )
-        paths.append(path)
-        sizes.append(size)
+        index = _read_checked_index(directory / name, suffixes)
+        paths.append(directory / name)
+        sizes.append(index.size)
         for block in index.blocks:
-            _check_members(path, block.key, set(block.members), suffixes)
-            listed = [block.members[suffix] for suffix in suffixes]
-            if any(member.offset < 0 or member.length < 0 or member.offset + member.length > size for member in listed):
-                raise DataError(f"{path}: block {block.key}: a member lies outside the tar's {size} bytes")
-            if block.rows < 1:
-                raise DataError(f"{path}: block {block.key}: {block.rows} rows, at least 1 expected")
             keys.append(block.key)
             rows.append(block.rows)
             shard.append(number)
+            listed = [block.members[suffix] for suffix in suffixes]
             members.append([(member.offset, member.length, member.crc32) for member in listed])
     if not keys:
         raise DataError(f"{directory}: no blocks in {len(shards)} shards; shard the data again")
@@ -105,11 +93,26 @@ def read_blocks(directory: Path, shards: list[str], suffixes: tuple[str, ...]) -
     )
 
 
-def _size_of(path: Path) -> int:
+def _read_checked_index(path: Path, suffixes: tuple[str, ...]) -> ShardIndex:
+    """The index of one tar, after all checks of `read_blocks` that concern it alone."""
+    index = read_index(path)
     try:
-        return path.stat().st_size
+        size = path.stat().st_size
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror})") from error
+    if index.shard != path.name or index.size != size:
+        raise DataError(
+            f"{path}: {size} bytes found, {index_path(path).name} is of {index.shard} with {index.size} bytes; "
+            f"copy the shard again, or shard the data again"
+        )
+    for block in index.blocks:
+        _check_members(path, block.key, set(block.members), suffixes)
+        if block.rows < 1:
+            raise DataError(f"{path}: block {block.key}: {block.rows} rows, at least 1 expected")
+        for member in block.members.values():
+            if member.offset < 0 or member.length < 0 or member.offset + member.length > size:
+                raise DataError(f"{path}: block {block.key}: a member lies outside the tar's {size} bytes")
+    return index
 
 
 def _check_members(shard: Path, key: str, found: set[str], allowed: tuple[str, ...]) -> None:

@@ -74,9 +74,9 @@ def write_dataset(
     length: int = 24,
     seed: int = 0,
     shortest: int = 1,
-    **changes: object,
+    changes: dict[str, object] | None = None,
 ) -> Path:
-    """A data set with one shard per list in `block_rows`, which holds the rows of its blocks."""
+    """A data set with one shard per list in `block_rows`, the rows of its blocks; `changes` go into dataset.json."""
     generator = np.random.default_rng(seed)
     shards = directory / "shards"
     shards.mkdir(parents=True)
@@ -104,7 +104,7 @@ def write_dataset(
         "blocks": sum(map(len, block_rows)),
         "shards": names,
     }
-    write_json(directory / "dataset.json", {**document, **changes})
+    write_json(directory / "dataset.json", {**document, **(changes or {})})
     return directory
 
 

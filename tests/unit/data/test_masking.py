@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -35,13 +37,13 @@ class Rows:
         self.tags = np.where(self.pieces, self.groups | (starts * WORD_START), 0).astype(np.uint8)
         self.states = mix(np.arange(rows, dtype=np.uint64) + np.uint64(seed << 32))
 
-    def masked(self, *, spare_other: bool = False, **settings: object) -> Masked:
+    def masked(self, *, spare_other: bool = False, **settings: Any) -> Masked:
         return masker(spare_other=spare_other, **settings).mask(self.tokens, self.tags, self.pieces, self.states)
 
 
-def masker(*, spare_other: bool = False, **settings: object) -> Masker:
+def masker(*, spare_other: bool = False, **settings: Any) -> Masker:
     return Masker(
-        MaskingConfig(**settings),  # type: ignore[arg-type]
+        MaskingConfig(**settings),
         length=LENGTH,
         vocab_size=VOCABULARY,
         mask_id=MASK,
@@ -58,7 +60,7 @@ def chosen(masked: Masked) -> npt.NDArray[np.bool_]:
     return flags
 
 
-VARIANTS = [
+VARIANTS: list[dict[str, Any]] = [
     {},
     {"unit": "word"},
     {"sampling": "stratified"},
@@ -72,11 +74,11 @@ VARIANTS = [
 
 
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
-def test_what_holds_for_every_kind_of_mask(variant: dict[str, object]) -> None:
+def test_what_holds_for_every_kind_of_mask(variant: dict[str, Any]) -> None:
     rows = Rows(500)
-    masked = rows.masked(**variant)  # type: ignore[arg-type]
+    masked = rows.masked(**variant)
     flags, used = chosen(masked), masked.weights > 0
-    limit = int(variant.get("limit", 0)) or 19  # type: ignore[call-overload]
+    limit = int(variant.get("limit", 0)) or 19
     assert masked.positions.shape == masked.labels.shape == masked.groups.shape == masked.weights.shape == (500, limit)
     assert not (flags & ~rows.pieces).any()  # special tokens and padding are never chosen
     assert (flags.sum(axis=1) == used.sum(axis=1)).all()  # no position twice
@@ -102,7 +104,7 @@ def test_what_holds_for_every_kind_of_mask(variant: dict[str, object]) -> None:
 
 @pytest.mark.parametrize("variant", [{}, {"sampling": "stratified"}], ids=str)
 @pytest.mark.parametrize("spare_other", [False, True])
-def test_number_of_masked_pieces_is_exact(variant: dict[str, object], spare_other: bool) -> None:
+def test_number_of_masked_pieces_is_exact(variant: dict[str, Any], spare_other: bool) -> None:
     rows = Rows(2000)
     masked = rows.masked(spare_other=spare_other, **variant)
     available = (rows.pieces & ((rows.groups != OTHER) | (not spare_other))).sum(axis=1)
@@ -203,7 +205,8 @@ def test_a_word_that_would_exceed_the_limit_is_left_out() -> None:
 
 def test_rows_without_pieces_have_no_elements() -> None:
     nothing = np.zeros((3, LENGTH), dtype=np.bool_)
-    for settings in ({}, {"unit": "word"}, {"sampling": "stratified"}):
+    variants: list[dict[str, Any]] = [{}, {"unit": "word"}, {"sampling": "stratified"}]
+    for settings in variants:
         masked = masker(**settings).mask(
             np.full((3, LENGTH), 3), nothing.astype(np.uint8), nothing, mix(np.arange(3, dtype=np.uint64))
         )
@@ -228,6 +231,6 @@ def test_a_row_depends_on_its_own_state_only() -> None:
         ({"unit": "word", "sampling": "stratified"}, r"--masking\.sampling uniform"),
     ],
 )
-def test_settings_are_checked(settings: dict[str, object], message: str) -> None:
+def test_settings_are_checked(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(RefusedError, match=message):
         masker(**settings)

@@ -1,4 +1,4 @@
-"""Sources: one order for every split, exact resume, validation, damage, mixtures."""
+"""Sources: one order for every split, exact resume, maskings, validation."""
 
 from __future__ import annotations
 
@@ -8,25 +8,10 @@ import numpy as np
 import pytest
 import torch
 
+from tests.unit.data.loaded import FIELDS, assert_same, joined, steps, table_of
 from tests.unit.data.stored import SPECIAL, config_for, write_dataset
-from trp_scale.batch import Batch
 from trp_scale.config import Config, RefusedError
-from trp_scale.data.blocks import BlockTable, read_blocks
-from trp_scale.data.index import DataError
 from trp_scale.data.sources import open_sources
-from trp_scale.data.text_dataset import SUFFIXES
-
-FIELDS = {
-    "tokens": (torch.int64, (24,)),
-    "token_types": (torch.int64, (24,)),
-    "attention_mask": (torch.bool, (24,)),
-    "masked_positions": (torch.int64, (4,)),
-    "labels": (torch.int64, (4,)),
-    "label_groups": (torch.int64, (4,)),
-    "label_weights": (torch.float32, (4,)),
-    "next_sentence": (torch.int64, ()),
-    "row_weights": (torch.float32, ()),
-}
 
 
 @pytest.fixture(scope="module")
@@ -34,36 +19,6 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """58 rows in 9 blocks of 2 shards."""
     directory = tmp_path_factory.mktemp("loader") / "data"
     return write_dataset(directory, block_rows=[[5, 7, 3, 9], [8, 6, 4, 11, 5]])
-
-
-def table_of(dataset: Path) -> BlockTable:
-    return read_blocks(dataset / "shards", sorted(path.name for path in (dataset / "shards").glob("*.tar")), SUFFIXES)
-
-
-def joined(windows: list[list[Batch]]) -> dict[str, torch.Tensor]:
-    """All rows of the windows of all ranks, in order."""
-    batches = [batch for window in windows for batch in window]
-    fields = {name: torch.cat([batch[name] for batch in batches]) for name in FIELDS}
-    return {**fields, "keys": torch.cat([batch.keys for batch in batches])}
-
-
-def steps(config: Config, world: int, count: int, cursor: int = 0) -> list[dict[str, torch.Tensor]]:
-    """The global batch of each step, put together from all ranks."""
-    ranks = [open_sources(config, rank=rank, world=world) for rank in range(world)]
-    for sources in ranks:
-        sources.train.seek(cursor)
-    result = [joined([sources.train.next_window() for sources in ranks]) for _ in range(count)]
-    for sources in ranks:
-        assert sources.train.cursor == cursor + count * config.batch.global_size
-        sources.close()
-    return result
-
-
-def assert_same(ours: list[dict[str, torch.Tensor]], theirs: list[dict[str, torch.Tensor]]) -> None:
-    assert len(ours) == len(theirs)
-    for one, other in zip(ours, theirs, strict=True):
-        for name, value in one.items():
-            assert torch.equal(value, other[name]), name
 
 
 @pytest.fixture(scope="module")
@@ -232,154 +187,6 @@ def test_nothing_held_out(dataset: Path) -> None:
     assert sources.validation.rows == 0 and list(sources.validation.windows()) == []
     with pytest.raises(RefusedError, match=r"data\.validation_fraction is 0"):
         open_sources(config_for(dataset, validation={"every": 5}), rank=0, world=1)
-
-
-def damage(dataset: Path, block: int, member: int, place: int, content: bytes) -> str:
-    """Overwrite bytes of a member, counted from its end if negative; returns the block's key."""
-    table = table_of(dataset)
-    shard = table.shards[table.shard[block]]
-    stored = bytearray(shard.read_bytes())
-    first = int(table.offsets[block, member]) + place + (int(table.lengths[block, member]) if place < 0 else 0)
-    stored[first : first + len(content)] = content
-    shard.write_bytes(stored)
-    return table.keys[block]
-
-
-@pytest.mark.parametrize("world", [1, 2])
-def test_rows_of_an_unreadable_block_come_without_elements(tmp_path: Path, world: int) -> None:
-    data = write_dataset(tmp_path / "data", block_rows=[[5, 7, 3, 9], [8, 6, 4, 11, 5]])
-    whole = steps(config_for(data), world, 5)
-    key = damage(data, block=1, member=0, place=0, content=b"broken")
-    ranks = [open_sources(config_for(data), rank=rank, world=world) for rank in range(world)]
-    seen, missing = set(), 0
-    for expected in whole:
-        windows = [sources.train.next_window() for sources in ranks]
-        seen |= {name for window in windows for batch in window for name in batch.corrupt}
-        step = joined(windows)
-        there = step["row_weights"] == 1
-        missing += int((~there).sum())
-        assert torch.equal(step["keys"], expected["keys"])  # the order does not move
-        for name in FIELDS:
-            assert torch.equal(step[name][there], expected[name][there]), name
-        assert (step["label_weights"][~there] == 0).all()
-        assert (step["attention_mask"][~there].sum(dim=1) == 3).all()
-    assert seen == {key} and missing >= 7
-
-
-def test_checksums_are_checked_when_asked(tmp_path: Path) -> None:
-    data = write_dataset(tmp_path / "data", block_rows=[[5, 7]])
-    key = damage(data, block=0, member=0, place=-2, content=b"\x07\x00")
-    for verify, expected in ((False, []), (True, [key])):
-        config = config_for(data, data={"verify": verify})
-        window = open_sources(config, rank=0, world=1).train.next_window()
-        assert sorted({name for batch in window for name in batch.corrupt}) == expected
-
-
-@pytest.mark.parametrize(
-    ("member", "content"),
-    [(0, b"\xff\xff"), (1, b"\x0f"), (2, b"\xff\xff")],
-    ids=["token beyond the vocabulary", "group beyond the table", "sentence end beyond the row"],
-)
-def test_values_out_of_range_leave_out_the_rows_they_touch(tmp_path: Path, member: int, content: bytes) -> None:
-    """Only those rows: what happens to a row must not depend on which rows were read before it."""
-    data = write_dataset(tmp_path / "data", block_rows=[[5, 7]])
-    key = damage(data, block=1, member=member, place=-len(content), content=content)
-    window = open_sources(config_for(data), rank=0, world=1).train.next_window()
-    step = joined([window])
-    left_out = step["keys"][step["row_weights"] == 0].tolist()
-    identity = int(table_of(data).identities[1])
-    assert (identity + 6) & (2**63 - 1) in left_out  # the last row of the block
-    assert len(left_out) < 7
-    assert {name for batch in window for name in batch.corrupt} == {key}
-
-
-def test_mixture(tmp_path: Path) -> None:
-    write_dataset(tmp_path / "a", block_rows=[[5, 7, 3]], seed=1)
-    write_dataset(tmp_path / "b", block_rows=[[4, 2, 5]], seed=2)  # the same block keys
-    path = f"books:0.75={tmp_path / 'a'},wiki:0.25={tmp_path / 'b'}"
-    config = config_for(path, data={"validation_fraction": 0.2})
-    sources = open_sources(config, rank=0, world=1)
-    held_out = joined([list(sources.validation.windows())])
-    keys = joined([sources.train.next_window() for _ in range(20)])["keys"].tolist()
-    validated = held_out["keys"][held_out["row_weights"] == 1].tolist()
-    assert sources.train.rows + len(validated) == 26 == len(set(keys) | set(validated))
-    assert not set(keys) & set(validated)
-    alone = open_sources(config_for(tmp_path / "b"), rank=0, world=1)
-    assert sources.meta.tokenizer_directories == (tmp_path / "a" / "tokenizer", tmp_path / "b" / "tokenizer")
-    assert not set(keys) & set(joined([alone.train.next_window()])["keys"].tolist())  # names of members go into keys
-    assert_same(steps(config, 2, 4), steps(config_for(path, data={"validation_fraction": 0.2, "workers": 1}), 1, 4))
-
-
-def test_mixture_names_the_corrupt_block_with_its_member(tmp_path: Path) -> None:
-    write_dataset(tmp_path / "a", block_rows=[[5, 7, 3]])
-    write_dataset(tmp_path / "b", block_rows=[[4]])
-    key = damage(tmp_path / "b", block=0, member=0, place=0, content=b"broken")
-    config = config_for(f"books:1={tmp_path / 'a'},wiki:1={tmp_path / 'b'}")
-    window = open_sources(config, rank=0, world=1).train.next_window()
-    assert {name for batch in window for name in batch.corrupt} == {f"wiki/{key}"}
-    assert int(sum(batch["row_weights"].sum() for batch in window)) == 6
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"vocab_size": 99}, "same vocab_size: books has 60, wiki has 99"),
-        ({"special_tokens": {**SPECIAL, "mask": 5}}, "same special_tokens"),
-    ],
-)
-def test_members_of_a_mixture_must_agree(tmp_path: Path, changes: dict[str, object], message: str) -> None:
-    write_dataset(tmp_path / "a", block_rows=[[5]])
-    write_dataset(tmp_path / "b", block_rows=[[5]], **changes)
-    with pytest.raises(DataError, match=message):
-        open_sources(config_for(f"books:1={tmp_path / 'a'},wiki:1={tmp_path / 'b'}"), rank=0, world=1)
-
-
-def test_members_of_a_mixture_must_have_the_same_tokenizer_and_length(tmp_path: Path) -> None:
-    write_dataset(tmp_path / "a", block_rows=[[5]])
-    write_dataset(tmp_path / "b", block_rows=[[5]], length=32)
-    path = f"books:1={tmp_path / 'a'},wiki:1={tmp_path / 'b'}"
-    with pytest.raises(DataError, match="same length: books has 24, wiki has 32"):
-        open_sources(config_for(path), rank=0, world=1)
-    write_dataset(tmp_path / "c", block_rows=[[5]])
-    (tmp_path / "c" / "tokenizer").mkdir()
-    (tmp_path / "c" / "tokenizer" / "tokenizer.json").write_text("{}")
-    with pytest.raises(DataError, match="same tokenizer_digest"):
-        open_sources(config_for(f"books:1={tmp_path / 'a'},wiki:1={tmp_path / 'c'}"), rank=0, world=1)
-
-
-def test_digest_tells_storage_apart(tmp_path: Path) -> None:
-    digests = set()
-    for name, seed, rows in (("a", 0, [[5, 4]]), ("same", 0, [[5, 4]]), ("b", 1, [[5, 4]]), ("c", 0, [[5], [4]])):
-        write_dataset(tmp_path / name, block_rows=rows, seed=seed)
-        digests.add(open_sources(config_for(tmp_path / name), rank=0, world=1).digest())
-    assert len(digests) == 3  # the directory's name does not matter
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"format": 2}, "format 2 found, 1 expected"),
-        ({"kind": "images"}, "kind 'images' found, 'text' expected"),
-        ({"row_length": 20}, "row_length 20 found, length - 3 = 21"),
-        ({"groups": ["noun"]}, "groups"),
-        ({"special_tokens": {"pad": 0}}, "has no 'unk'"),
-    ],
-)
-def test_description_is_checked(tmp_path: Path, changes: dict[str, object], message: str) -> None:
-    write_dataset(tmp_path / "a", block_rows=[[5]], **changes)
-    with pytest.raises(DataError, match=message):
-        open_sources(config_for(tmp_path / "a"), rank=0, world=1)
-
-
-def test_settings_that_do_not_fit_are_refused(dataset: Path, tmp_path: Path) -> None:
-    with pytest.raises(RefusedError, match=r"--model\.max_positions 24"):
-        open_sources(config_for(dataset, model={"max_positions": 16}), rank=0, world=1)
-    with pytest.raises(RefusedError, match="does not divide over 5 ranks"):
-        open_sources(config_for(dataset), rank=0, world=5)
-    with pytest.raises(RefusedError, match=r"data\.blocks_per_group: 0"):
-        open_sources(config_for(dataset, data={"blocks_per_group": 0}), rank=0, world=1)
-    with pytest.raises(DataError, match=r"dataset\.json: not found"):
-        open_sources(config_for(tmp_path / "nowhere"), rank=0, world=1)
 
 
 def test_the_global_generator_is_left_alone(dataset: Path) -> None:

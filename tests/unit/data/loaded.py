@@ -1,0 +1,66 @@
+"""Global batches put together from all ranks, and damage to stored data."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from trp_scale.batch import Batch
+from trp_scale.config import Config
+from trp_scale.data.blocks import BlockTable, read_blocks
+from trp_scale.data.sources import open_sources
+from trp_scale.data.text_dataset import SUFFIXES
+
+FIELDS = {
+    "tokens": (torch.int64, (24,)),
+    "token_types": (torch.int64, (24,)),
+    "attention_mask": (torch.bool, (24,)),
+    "masked_positions": (torch.int64, (4,)),
+    "labels": (torch.int64, (4,)),
+    "label_groups": (torch.int64, (4,)),
+    "label_weights": (torch.float32, (4,)),
+    "next_sentence": (torch.int64, ()),
+    "row_weights": (torch.float32, ()),
+}
+
+
+def table_of(dataset: Path) -> BlockTable:
+    return read_blocks(dataset / "shards", sorted(path.name for path in (dataset / "shards").glob("*.tar")), SUFFIXES)
+
+
+def joined(windows: list[list[Batch]]) -> dict[str, torch.Tensor]:
+    """All rows of the windows of all ranks, in order."""
+    batches = [batch for window in windows for batch in window]
+    fields = {name: torch.cat([batch[name] for batch in batches]) for name in FIELDS}
+    return {**fields, "keys": torch.cat([batch.keys for batch in batches])}
+
+
+def steps(config: Config, world: int, count: int, cursor: int = 0) -> list[dict[str, torch.Tensor]]:
+    """The global batch of each step, put together from all ranks."""
+    ranks = [open_sources(config, rank=rank, world=world) for rank in range(world)]
+    for sources in ranks:
+        sources.train.seek(cursor)
+    result = [joined([sources.train.next_window() for sources in ranks]) for _ in range(count)]
+    for sources in ranks:
+        assert sources.train.cursor == cursor + count * config.batch.global_size
+        sources.close()
+    return result
+
+
+def assert_same(ours: list[dict[str, torch.Tensor]], theirs: list[dict[str, torch.Tensor]]) -> None:
+    assert len(ours) == len(theirs)
+    for one, other in zip(ours, theirs, strict=True):
+        for name, value in one.items():
+            assert torch.equal(value, other[name]), name
+
+
+def damage(dataset: Path, block: int, member: int, place: int, content: bytes) -> str:
+    """Overwrite bytes of a member, counted from its end if negative; returns the block's key."""
+    table = table_of(dataset)
+    shard = table.shards[table.shard[block]]
+    stored = bytearray(shard.read_bytes())
+    first = int(table.offsets[block, member]) + place + (int(table.lengths[block, member]) if place < 0 else 0)
+    stored[first : first + len(content)] = content
+    shard.write_bytes(stored)
+    return table.keys[block]
