@@ -19,7 +19,7 @@ class Measured:
 
 
 def alternate(candidates: Mapping[str, Callable[[], object]], *, rounds: int, warmup: int = 2) -> dict[str, Measured]:
-    """Call every candidate once a round, in turn.
+    """Call every candidate once a round, in turn; each round begins with another one.
 
     Args:
         candidates: what to call, by name.
@@ -31,8 +31,10 @@ def alternate(candidates: Mapping[str, Callable[[], object]], *, rounds: int, wa
             call()
     wall: dict[str, list[float]] = {name: [] for name in candidates}
     cpu: dict[str, list[float]] = {name: [] for name in candidates}
-    for _ in range(rounds):
-        for name, call in candidates.items():
+    order = list(candidates.items())
+    for number in range(rounds):
+        first = number % len(order)
+        for name, call in order[first:] + order[:first]:
             _synchronise()
             began, began_cpu = time.perf_counter(), time.process_time()
             call()

@@ -1,13 +1,13 @@
 """The hook: a method plugged into the loop. The loop calls these points, in this order, and knows no method by name.
 
-hooks.before_step(ctx)                counts of the global batch are known; nothing has run yet
-for micro in window:
-    batch = hooks.batch(ctx, micro)   a hook may change what the model sees
-    losses = objective(engine, batch)
-    engine.backward(hooks.total(ctx, losses))
-hooks.gradients(ctx)                  reduced, unscaled, unclipped: hooks only read
-engine.step or engine.skip
-hooks.after_step(ctx, stats)          hooks commit here, only if stats.applied
+- hooks.before_step(ctx): counts of the global batch are known; nothing has run yet
+- for each micro-batch of the window:
+  batch = hooks.batch(ctx, micro): a hook may change what the model sees;
+  losses = objective(engine, batch);
+  engine.backward(hooks.total(ctx, losses))
+- hooks.gradients(ctx): reduced, unscaled, unclipped; hooks only read
+- engine.step or engine.skip
+- hooks.after_step(ctx, stats): hooks commit here, only if stats.applied
 """
 
 from __future__ import annotations

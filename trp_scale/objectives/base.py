@@ -16,8 +16,6 @@ class Objective(Protocol):
     Attributes:
         tasks: names, in the order of every [T] vector.
         balanced: positions of the tasks whose weights the balancer decides.
-        fixed: weight of each task outside the balance, by position; a weight of None means the task's natural share
-            n_t / n of the elements of its kind.
     """
 
     tasks: tuple[str, ...]
