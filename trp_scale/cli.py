@@ -1,4 +1,4 @@
-"""The command `trp-scale`: pretrain and export. Every command is imported only when it is asked for."""
+"""The command `trp-scale`: pretrain, report and export. Every command is imported only when it is asked for."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from trp_scale.distributed.launchers import FIRST_WORD_SECONDS
 USAGE = """usage: trp-scale COMMAND ...
 
   pretrain   pre-train from a recipe, on one process, FSDP2 or DeepSpeed
+  report     print what a run has reached so far, or at its end
   export     write a run's weights as a directory that other libraries load
 
 trp-scale COMMAND --help explains the flags of a command.
@@ -27,7 +28,11 @@ trp-scale COMMAND --help explains the flags of a command.
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status: 2 for a mistake of the user's, shown as one message."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    commands: dict[str, Callable[[Sequence[str]], int]] = {"pretrain": _pretrain, "export": _export}
+    commands: dict[str, Callable[[Sequence[str]], int]] = {
+        "pretrain": _pretrain,
+        "report": _report,
+        "export": _export,
+    }
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE, end="")
         return 0 if arguments else 2
@@ -65,6 +70,22 @@ def _pretrain(argv: Sequence[str]) -> int:
     from trp_scale.training.pretrain import pretrain as train
 
     return int(train(arguments) or 0)
+
+
+@dataclass(kw_only=True)
+class ReportArguments:
+    """Print the table of a run, going on or ended: each task's loss at the start and now, its weight, the worst task."""
+
+    run: Annotated[Path, tyro.conf.arg(metavar="DIR")]
+    """Run directory, with metrics.jsonl in it."""
+
+
+def _report(argv: Sequence[str]) -> int:
+    arguments = tyro.cli(ReportArguments, prog="trp-scale report", args=argv, use_underscores=True)
+    from trp_scale.observe.report import report
+
+    print(report(arguments.run), end="")
+    return 0
 
 
 @dataclass(kw_only=True)

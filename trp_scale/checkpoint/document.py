@@ -1,10 +1,10 @@
 """checkpoint.json: everything of a checkpoint that is not a tensor, and the list of its files.
 
-    checkpoints/step_00000123/
-      rank-00000.safetensors   pieces that rank 0 owned, keys like exp_avg:bert.pooler.dense.weight@0:4096
-      rank-00001.safetensors
-      hooks.safetensors        tensors of the hooks' state, by path
-      checkpoint.json          written last: a directory without it is not a checkpoint
+checkpoints/step_00000123/
+  rank-00000.safetensors   pieces that rank 0 owned, keys like exp_avg:bert.pooler.dense.weight@0:4096
+  rank-00001.safetensors
+  hooks.safetensors        tensors of the hooks' state, by path
+  checkpoint.json          written last: a directory without it is not a checkpoint
 """
 
 from __future__ import annotations

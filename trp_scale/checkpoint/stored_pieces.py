@@ -157,7 +157,6 @@ class PieceReader:
         if buffer is not target:
             target.copy_(buffer)
 
-
     def whole(self, state: str, name: str) -> Tensor:
         """One whole tensor on the CPU."""
         tensor = self._stored.document.tensors[name]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -28,17 +30,33 @@ def test_no_command_and_help_list_the_commands(capsys: pytest.CaptureFixture[str
     assert cli.main(["--help"]) == 0
     listed = capsys.readouterr().out
     assert "pretrain" in listed
+    assert "report" in listed
     assert "export" in listed
     assert cli.main(["pretrian"]) == 2
-    assert "allowed: pretrain, export" in capsys.readouterr().err
+    assert "allowed: pretrain, report, export" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["pretrain", "export"])
+@pytest.mark.parametrize("command", ["pretrain", "report", "export"])
 def test_each_command_explains_its_flags(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main([command, "--help"])
     assert caught.value.code == 0
     assert f"usage: trp-scale {command}" in capsys.readouterr().out
+
+
+def test_report_prints_the_table_of_a_run_that_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    task = {"loss": 4.5, "weight": 1.0, "count": 3}
+    line = {"step": 1, "loss": 4.5, "applied": True, "peak_memory_bytes": 1, "tasks": {"verb": task}}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n", encoding="utf-8")
+    assert cli.main(["report", "--run", str(tmp_path)]) == 0
+    printed = capsys.readouterr().out
+    assert re.search(r"^verb +4\.5000 ", printed, flags=re.MULTILINE)
+    assert "still running, or killed" in printed
+
+
+def test_report_of_a_directory_without_metrics_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["report", "--run", str(tmp_path)]) == 2
+    assert f"{tmp_path}/metrics.jsonl does not exist" in capsys.readouterr().err
 
 
 def test_export_of_a_directory_that_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
