@@ -48,19 +48,19 @@ class Options:
     """Threads of torch; 0 = as torch chooses."""
 
 
-def random_batch(rows: int) -> Batch:
-    """Full-length rows with MASKED masked positions each, uneven groups."""
+def random_batch(rows: int, length: int = LENGTH, masked: int = MASKED) -> Batch:
+    """Full-length rows of `length` tokens with `masked` masked positions each, uneven groups."""
     generator = torch.Generator().manual_seed(0)
     share = torch.tensor([4.0, 6.0, 1.5, 1.0, 0.5, 0.5, 1.0, 0.3, 0.1, 2.0])
-    positions = torch.stack([torch.randperm(LENGTH, generator=generator)[:MASKED].sort().values for _ in range(rows)])
+    positions = torch.stack([torch.randperm(length, generator=generator)[:masked].sort().values for _ in range(rows)])
     fields = {
-        "tokens": torch.randint(0, VOCABULARY, (rows, LENGTH), generator=generator),
-        "token_types": (torch.arange(LENGTH) >= LENGTH // 2).long().expand(rows, -1).contiguous(),
-        "attention_mask": torch.ones(rows, LENGTH, dtype=torch.bool),
+        "tokens": torch.randint(0, VOCABULARY, (rows, length), generator=generator),
+        "token_types": (torch.arange(length) >= length // 2).long().expand(rows, -1).contiguous(),
+        "attention_mask": torch.ones(rows, length, dtype=torch.bool),
         "masked_positions": positions,
-        "labels": torch.randint(0, VOCABULARY, (rows, MASKED), generator=generator),
-        "label_groups": torch.multinomial(share.expand(rows, -1), MASKED, replacement=True, generator=generator),
-        "label_weights": torch.ones(rows, MASKED),
+        "labels": torch.randint(0, VOCABULARY, (rows, masked), generator=generator),
+        "label_groups": torch.multinomial(share.expand(rows, -1), masked, replacement=True, generator=generator),
+        "label_weights": torch.ones(rows, masked),
         "next_sentence": torch.randint(0, 2, (rows,), generator=generator),
         "row_weights": torch.ones(rows),
     }
@@ -98,7 +98,7 @@ def peer_step(config: Config, batch: Batch, device: torch.device, weights: dict[
     peer.load_state_dict(to_transformers(weights, VOCABULARY))
     optimizer = build_optimizer(peer, config.optimizer)
     forward = torch.compile(peer) if config.training.compile else peer
-    labels = torch.full((batch.rows, LENGTH), -100).scatter(1, batch["masked_positions"], batch["labels"])
+    labels = torch.full_like(batch["tokens"], -100).scatter(1, batch["masked_positions"], batch["labels"])
     inputs = {
         "input_ids": batch["tokens"],
         "token_type_ids": batch["token_types"],

@@ -1,0 +1,144 @@
+"""Everything that wants a GPU, in one command of less than 8 minutes on one H200: agreement, speed, memory, waits.
+
+    python benchmarks/gpu.py --output gpu.json [--sections parity throughput] [--seconds 450] [--small]
+
+Prints a line for each item and writes all of them to --output after every one, so that a run that is cut off keeps
+what it has. What cannot be measured (no GPU, no deepspeed, no time left) is null with its reason, never a guess.
+Exit status: 0, or 1 when an item that should have been measured failed.
+
+Status: not run on a GPU yet; see docs/experiments.md.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+import tyro
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.gpu_items import Item, Outcome, each
+from benchmarks.gpu_memory import memory
+from benchmarks.gpu_parity import parity, waits
+from benchmarks.gpu_setting import Setting
+from benchmarks.gpu_speed import minimax, throughput
+from trp_scale.config import RefusedError, nearest
+from trp_scale.distributed.environment import Environment
+
+SECTIONS: dict[str, Callable[[Setting], Iterator[Item]]] = {
+    "parity": parity,
+    "waits": waits,
+    "memory": memory,
+    "minimax": minimax,
+    "throughput": throughput,
+}
+"""In the order they are measured: what takes longest, compiling, comes last and is the first to be skipped.
+A new section is a function that yields items, and one entry here."""
+ALL = "all"
+LIBRARIES = ("torch", "transformers", "deepspeed", "triton", "tokenizers")
+
+
+@dataclass(kw_only=True)
+class Options:
+    """What to measure."""
+
+    sections: tuple[str, ...] = (ALL,)
+    """parity, waits, memory, minimax, throughput, or all."""
+    seconds: float = 450.0
+    """Time for all of it; an item that does not fit into what is left is skipped, and says so."""
+    small: bool = False
+    """Tiny models, few repetitions: to try the script itself, on a CPU too."""
+    output: Path | None = None
+    """JSON file with all figures."""
+
+
+def chosen(sections: tuple[str, ...]) -> list[str]:
+    """Names of the sections, in the table's order.
+
+    Raises:
+        RefusedError: a name that is none.
+    """
+    for name in sections:
+        if name != ALL and name not in SECTIONS:
+            known = (ALL, *SECTIONS)
+            raise RefusedError(f"--sections {name}: not a section{nearest(name, known)}; allowed: {', '.join(known)}")
+    return [name for name in SECTIONS if name in sections or ALL in sections]
+
+
+def version_of(library: str) -> str | None:
+    """As installed; None where it is not."""
+    try:
+        return importlib.metadata.version(library)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def describe(setting: Setting) -> dict[str, Any]:
+    """The machine and the libraries."""
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "device": setting.device_name,
+        "device_memory_mb": torch.cuda.get_device_properties(setting.device).total_memory / 2**20
+        if setting.on_gpu
+        else None,
+        "cuda": torch.version.cuda if setting.on_gpu else None,
+        "cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+        "versions": {name: version_of(name) for name in LIBRARIES},
+        "small": setting.small,
+    }
+
+
+def write(path: Path | None, document: dict[str, Any]) -> None:
+    """Replace the file as a whole."""
+    if path is None:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f"{path.name}.partial")
+    unfinished.write_text(json.dumps(document, indent=1, allow_nan=False) + "\n", encoding="utf-8")
+    unfinished.replace(path)
+
+
+def main(options: Options) -> int:
+    """Measure; returns the exit status."""
+    began = time.perf_counter()
+    names = chosen(options.sections)
+    outcomes: list[Outcome] = []
+    with Environment() as environment:
+        setting = Setting(environment=environment, small=options.small)
+        document = describe(setting)
+        print(", ".join(f"{name}: {value}" for name, value in document.items()), flush=True)
+        for name in names:
+            items = SECTIONS[name](setting)
+            for outcome in each(items, name, lambda: options.seconds - (time.perf_counter() - began)):
+                outcomes.append(outcome)
+                print(outcome.line(), flush=True)
+                document["seconds"] = time.perf_counter() - began
+                write(options.output, document | {"items": [asdict(one) for one in outcomes]})
+    failed = [f"{one.section}: {one.name}" for one in outcomes if one.failed]
+    unmeasured = sum(1 for one in outcomes if one.reason)
+    print(
+        f"{len(outcomes)} items in {time.perf_counter() - began:.0f} s, {unmeasured} not measured, {len(failed)} failed"
+    )
+    for name in failed:
+        print(f"failed: {name}")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main(tyro.cli(Options, description=__doc__)))
+    except RefusedError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

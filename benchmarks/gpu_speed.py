@@ -1,0 +1,199 @@
+"""Sections of benchmarks/gpu.py on speed: ours beside transformers, and what minimax weighting costs over uniform."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from benchmarks.gpu_items import Figures, Item, Missing, Value, release_memory
+from benchmarks.gpu_setting import Setting, engine_for, run_config, trainer_for, window_for
+from benchmarks.minimax_overhead import BALANCING
+from benchmarks.rounds import Measured, alternate
+from benchmarks.step_time import VOCABULARY, our_step, peer_step, random_batch
+from trp_scale.config import Config, ModelConfig, ObjectiveConfig
+from trp_scale.observe.throughput import bert_step_flops, peak_flops
+
+TOKENS_TRIED = (8_192, 16_384, 32_768, 65_536, 131_072)
+"""Tokens of a micro-batch in the search; rows = tokens / length."""
+WORTH_GOING_ON = 1.02
+"""The search stops when doubling the micro-batch gains less than this."""
+SAME_LOSS = 1e-3
+"""Relative gap of the first losses up to which two sides do the same work."""
+
+
+def rows_tried(setting: Setting, length: int) -> list[int]:
+    """Micro-batches of the search, in rows."""
+    return [2, 4] if setting.small else [tokens // length for tokens in TOKENS_TRIED]
+
+
+def computed_flops(model: ModelConfig, *, rows: int, length: int, predicted: int) -> float:
+    """Like bert_step_flops, less what our last layer leaves out: it is computed at 1 + `predicted` positions only.
+
+    Left out at each other position: query and output 4 d^2, feed-forward 4 d i, attention 4 N d; x 3 for training.
+    """
+    width = model.hidden_size
+    spared = 4 * width**2 + 4 * width * model.intermediate_size + 4 * length * width
+    whole = bert_step_flops(model, rows=rows, length=length, predicted=predicted, vocabulary=VOCABULARY)
+    return whole - 3.0 * rows * (length - 1 - predicted) * spared
+
+
+def speed(setting: Setting, length: int, rows: int, seconds: float, *, ours: bool) -> dict[str, Value | Missing]:
+    """Step time, rate, and use of the device's peak.
+
+    `utilisation` has the same numerator on both sides: the arithmetic of BERT with only the masked positions in the
+    head, as in metrics.jsonl. `computed_utilisation` counts what the side computes: our last layer is cut, the peer's
+    head sees all positions.
+    """
+    masked = setting.lengths[length]
+    needed = partial(bert_step_flops, setting.base, rows=rows, length=length, vocabulary=VOCABULARY)
+    if ours:
+        computed = computed_flops(setting.base, rows=rows, length=length, predicted=masked)
+    else:
+        computed = needed(predicted=length)
+    figures: dict[str, Value | Missing] = {
+        "step_ms": seconds * 1e3,
+        "rows_per_second": rows / seconds,
+        "tokens_per_second": rows * length / seconds,
+    }
+    peak = peak_flops(setting.device_name, "bf16")
+    for name, flops in (("utilisation", needed(predicted=masked)), ("computed_utilisation", computed)):
+        figures[name] = (
+            flops / seconds / peak if peak else Missing(f"no peak arithmetic is known for {setting.device_name}")
+        )
+    return figures
+
+
+def search(setting: Setting, length: int) -> dict[int, float]:
+    """Rows -> seconds of a step of the real loop, growing until the memory is full or the rate stands still."""
+    engine = engine_for(setting, "plain", run_config(setting.base, rows=1))
+    found: dict[int, float] = {}
+    best = 0.0
+    for rows in rows_tried(setting, length):
+        config = run_config(setting.base, rows=rows)
+        trainer = trainer_for(engine, config, window_for(config, length, setting.lengths[length], pin=setting.on_gpu))
+        try:
+            found[rows] = alternate({"step": trainer.train_step}, rounds=3)["step"].wall
+        except torch.OutOfMemoryError:
+            break
+        if rows / found[rows] < WORTH_GOING_ON * best:
+            break
+        best = rows / found[rows]
+    if not found:
+        raise RuntimeError(f"{rows_tried(setting, length)[0]} rows of {length} tokens do not fit into the memory")
+    return found
+
+
+def both_sides(setting: Setting, length: int, rows: int, *, compiled: bool) -> tuple[dict[str, Measured], list[float]]:
+    """Alternating steps of both sides on the same weights and rows, and their first losses without dropout."""
+    config: Config = run_config(setting.base, rows=rows, compiled=compiled)
+    config.objective = ObjectiveConfig(other="task")
+    batch = random_batch(rows, length, setting.lengths[length])
+    ours, engine = our_step(config, batch, setting.device)
+    peer, module = peer_step(config, batch, setting.device, engine.full_weights())
+    if compiled:  # eval mode would be compiled too; that the sides agree is shown without compile
+        losses: list[float] = []
+    else:
+        engine.train(False), module.eval()
+        losses = [float(ours()), float(peer())]
+    engine.train(True), module.train()
+    sides: dict[str, Callable[[], Tensor]] = {"ours": ours, "transformers": peer}
+    return alternate(sides, rounds=setting.rounds, warmup=3), losses
+
+
+def beside_transformers(setting: Setting, length: int, rows: int, *, compiled: bool) -> Figures:
+    """Both sides at `rows`, or at the largest half of it that fits both."""
+    if compiled:
+        torch._dynamo.reset()
+    while True:
+        try:
+            measured, losses = both_sides(setting, length, rows, compiled=compiled)
+            break
+        except torch.OutOfMemoryError:
+            if rows == 1:
+                raise
+            rows //= 2
+        release_memory()  # here, not above: the exception holds the tensors
+    figures: dict[str, Value | Missing] = {"rows": rows}
+    for side, one in measured.items():
+        figures |= {
+            f"{side}_{name}": value
+            for name, value in speed(setting, length, rows, one.wall, ours=side == "ours").items()
+        }
+    figures["step_ours_over_transformers"] = measured["ours"].wall / measured["transformers"].wall
+    if losses:
+        gap = abs(losses[0] - losses[1]) / abs(losses[1])
+        figures |= {"first_losses": losses, "first_loss_gap": gap, "same_work": gap < SAME_LOSS}
+    return figures
+
+
+def matrix_product(setting: Setting) -> Figures:
+    """What the device reaches in a large bf16 matrix product: the ceiling of everything below."""
+    size = 8192
+    left, right = (torch.randn(size, size, device=setting.device, dtype=torch.bfloat16) for _ in range(2))
+
+    def ten_products() -> None:
+        for _ in range(10):
+            left @ right
+
+    seconds = alternate({"product": ten_products}, rounds=10)["product"].wall / 10
+    reached = 2 * size**3 / seconds
+    peak = peak_flops(setting.device_name, "bf16")
+    return {
+        "size": size,
+        "tflops": reached / 1e12,
+        "utilisation": reached / peak if peak else Missing(f"no peak arithmetic is known for {setting.device_name}"),
+    }
+
+
+def throughput(setting: Setting) -> Iterator[Item]:
+    """BERT-base in bf16, plain engine, beside transformers' model with autocast, SDPA and fused AdamW."""
+    best: dict[int, int] = {}
+
+    def find(length: int) -> Figures:
+        found = search(setting, length)
+        best[length] = rows = max(found, key=lambda rows: rows / found[rows])
+        rates = [rows / seconds for rows, seconds in found.items()]
+        tried: dict[str, Value | Missing] = {"rows": rows, "tried": [float(rows) for rows in found], "rates": rates}
+        return tried | speed(setting, length, rows, found[rows], ours=True)
+
+    def compare(length: int, compiled: bool) -> Figures:
+        # Without a search (it failed, or was skipped) a size that surely fits.
+        return beside_transformers(setting, length, best.get(length, rows_tried(setting, length)[0]), compiled=compiled)
+
+    yield Item(name="bf16 matrix product", measure=partial(matrix_product, setting), seconds=3, lacking=setting.no_gpu)
+    for length in setting.lengths:
+        yield Item(name=f"{length} tokens, our loop, rows searched", measure=partial(find, length), seconds=25)
+        name = f"{length} tokens, beside transformers"
+        yield Item(name=name, measure=partial(compare, length, False), seconds=25)
+    for length in setting.lengths:
+        yield Item(
+            name=f"{length} tokens, beside transformers, both compiled",
+            measure=partial(compare, length, True),
+            seconds=75,
+            lacking=setting.no_gpu and f"torch.compile is measured on a GPU only: {setting.no_gpu}",
+        )
+
+
+def minimax(setting: Setting) -> Iterator[Item]:
+    """The whole loop on BERT-base with uniform, lagged and exact weights, in turn, accumulation 1; at most 1.01."""
+
+    def measure(length: int) -> Figures:
+        rows = rows_tried(setting, length)[1]
+        steps = {}
+        for name, balancer in BALANCING.items():
+            config = run_config(setting.base, rows=rows, balancer=balancer)
+            window = window_for(config, length, setting.lengths[length], pin=setting.on_gpu)
+            steps[name] = trainer_for(engine_for(setting, "plain", config), config, window).train_step
+        measured = alternate(steps, rounds=setting.rounds, warmup=3)
+        figures: dict[str, Value | Missing] = {"rows": rows}
+        for name, one in measured.items():
+            key = name.replace(" ", "_")
+            figures[f"{key}_step_ms"] = one.wall * 1e3
+            figures[f"{key}_over_uniform"] = one.wall / measured["uniform"].wall
+        return figures
+
+    for length in setting.lengths:
+        yield Item(name=f"{length} tokens", measure=partial(measure, length), seconds=25)
