@@ -74,7 +74,7 @@ def _pretrain(argv: Sequence[str]) -> int:
 
 @dataclass(kw_only=True)
 class ReportArguments:
-    """Print the table of a run, going on or ended: each task's loss at the start and now, its weight, the worst task."""
+    """Print the table of a run that goes on or has ended: each task's loss at the start and now, and its weight."""
 
     run: Annotated[Path, tyro.conf.arg(metavar="DIR")]
     """Run directory, with metrics.jsonl in it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import cast
 
 import torch
@@ -44,9 +45,15 @@ class FsdpEngine(PlainEngine):
         row_numel = parameter.numel() // max(parameter.shape[0], 1)
         return min(self.data_group.rank * rows, parameter.shape[0]) * row_numel
 
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        # After a forward without backward the outer unit is still gathered: its parameters would be whole tensors that
+        # the optimizer knows nothing of, and what is written into the shards would not reach the next forward.
+        cast(FSDPModule, self.module).reshard()
+        return self.module.named_parameters()
+
     def full_weights(self) -> dict[str, Tensor]:
         weights = {}
-        for name, parameter in self.module.named_parameters():
+        for name, parameter in self.named_parameters():
             full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter  # collective
             if self.data_group.rank == 0:
                 weights[name] = full.detach().float().cpu().clone()

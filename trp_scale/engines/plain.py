@@ -85,8 +85,12 @@ class PlainEngine:
     def train(self, mode: bool) -> None:
         self.module.train(mode)
 
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters that the optimizer holds."""
+        return self.module.named_parameters()
+
     def pieces(self) -> Iterator[Piece]:
-        for name, parameter in self.module.named_parameters():
+        for name, parameter in self.named_parameters():
             flat = self.local(parameter.detach()).reshape(-1)
             state = self.optimizer.state.get(parameter, {})
             moments = {key: self.local(state[key]).reshape(-1) for key in STATE_NAMES if key in state}
@@ -99,7 +103,7 @@ class PlainEngine:
 
     def create_optimizer_state(self) -> None:
         if isinstance(self.optimizer, torch.optim.AdamW):
-            for parameter in self.module.parameters():
+            for _, parameter in self.named_parameters():
                 self.optimizer.state[parameter] = empty_adamw_state(parameter)
 
     def after_load(self, optimizer_steps: int) -> None:
@@ -117,7 +121,7 @@ class PlainEngine:
         """Nothing of its own; a loss scale of another engine's checkpoint has no meaning here."""
 
     def full_weights(self) -> dict[str, Tensor]:
-        return {name: parameter.detach().float().cpu().clone() for name, parameter in self.module.named_parameters()}
+        return {name: parameter.detach().float().cpu().clone() for name, parameter in self.named_parameters()}
 
     def close(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)

@@ -196,6 +196,8 @@ class PartitionedLayout(ZeroLayout):
         for group in range(len(self.optimizer.fp16_groups)):
             self.optimizer._reassign_or_swap_out_partitioned_parameters(group)
         if persistent := self.optimizer.persistent_parameters:
+            # Small parameters stay gathered from the first forward on, and all_gather passes over gathered ones.
+            persistent[0].partition(persistent)
             persistent[0].all_gather(persistent)
         self.optimizer.invalidate_secondary_tensor()
 

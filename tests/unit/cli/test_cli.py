@@ -50,7 +50,7 @@ def test_report_prints_the_table_of_a_run_that_goes_on(tmp_path: Path, capsys: p
     (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n", encoding="utf-8")
     assert cli.main(["report", "--run", str(tmp_path)]) == 0
     printed = capsys.readouterr().out
-    assert re.search(r"^verb +4\.5000 ", printed, flags=re.MULTILINE)
+    assert re.search(r"^ *verb +4\.5000 ", printed, flags=re.MULTILINE)
     assert "still running, or killed" in printed
 
 

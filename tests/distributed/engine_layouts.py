@@ -1,0 +1,36 @@
+"""Every engine in the ways it is shipped, for tests that run on each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tests.ranks import Ranks
+from tests.synthetic import Layout
+from trp_scale.engines.ds_config import read
+
+ROOT = Path(__file__).parents[2]
+
+
+def shipped(name: str) -> Layout:
+    """DeepSpeed with a configuration file of this repository."""
+    document = read(ROOT / name)
+    return Layout(engine="deepspeed", stage=int(document["zero_optimization"]["stage"]), document=document)
+
+
+LAYOUTS = {
+    "plain": Layout(),
+    "fsdp": Layout(engine="fsdp"),
+    "zero0": shipped("tests/distributed/zero0.json"),
+    "zero1": shipped("ds_configs/zero1.json"),
+    "zero2": shipped("ds_configs/zero2.json"),
+    "zero3": shipped("ds_configs/zero3.json"),
+    "zero3_offload": shipped("ds_configs/zero3_offload.json"),
+}
+
+
+def on_each_rank(two_ranks: Ranks, name: str, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    """What `function(layout, *arguments)` gives on two ranks; on one, in this process, for the plain engine."""
+    layout = LAYOUTS[name]
+    return [function(layout, *arguments)] if name == "plain" else two_ranks(function, layout, *arguments)
