@@ -15,7 +15,7 @@ from benchmarks.gpu_items import Figures, Item
 from benchmarks.gpu_setting import ENGINES, Notes, Precision, Setting, lacking, run_config, training
 from trp_scale.config import BalancerConfig
 
-STEPS, LR = 5, 1e-3
+STEPS, FEW_STEPS, LR = 5, 2, 1e-3
 EXACT = BalancerConfig(kind="minimax", estimate="exact")
 WAITED = "called a synchronizing CUDA operation"
 EXPECTED_WAITS = 1
@@ -39,7 +39,7 @@ def train(setting: Setting, layout: str, precision: Precision, device: torch.dev
     config = run_config(setting.checked, rows=rows, accumulation=2, precision=precision, balancer=EXACT, lr=LR)
     with training(setting, layout, config, length=min(setting.lengths), device=device) as trainer:
         initial = trainer.engine.full_weights()
-        for _ in range(STEPS):
+        for _ in range(FEW_STEPS if setting.small else STEPS):
             trainer.train_step()
         assert isinstance(trainer.observer, Notes)
         return Trained(losses=trainer.observer.losses, initial=initial, weights=trainer.engine.full_weights())

@@ -81,7 +81,7 @@ class Setting:
     @property
     def lengths(self) -> dict[int, int]:
         """Tokens of a row -> masked positions (15 %)."""
-        return {16: 2, 64: 10} if self.small else {128: 19, 512: 77}
+        return {8: 2, 32: 5} if self.small else {128: 19, 512: 77}
 
     @property
     def rounds(self) -> int:

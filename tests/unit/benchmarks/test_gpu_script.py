@@ -1,0 +1,145 @@
+"""benchmarks/gpu.py on a machine without a GPU: it runs, and what it cannot measure is null with a reason."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import warnings
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from benchmarks import gpu, gpu_memory, gpu_parity, gpu_speed
+from benchmarks.gpu_items import Figures, Item, Missing, measured
+from benchmarks.gpu_setting import ENGINES, Setting
+from benchmarks.step_time import VOCABULARY, random_batch
+from trp_scale.config import RefusedError
+from trp_scale.distributed.environment import Environment
+from trp_scale.models.bert import BertForMaskedPositions, padded_vocabulary
+
+ROOT = Path(__file__).parents[3]
+GPU_ONLY = {"waits", "memory"}
+
+
+@pytest.fixture
+def setting() -> Setting:
+    return Setting(environment=Environment(use_gpu=False), small=True)
+
+
+def fails() -> Figures:
+    raise ValueError("wrong\nin two lines")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedProcess[str], dict[str, Any]]:
+    """The command's own output, and the JSON it wrote."""
+    output = tmp_path_factory.mktemp("gpu") / "new" / "gpu.json"
+    command = [sys.executable, "benchmarks/gpu.py", "--small", "--sections", "all", "--output", str(output)]
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=240, check=False)
+    assert done.returncode == 0, done.stderr
+    return done, json.loads(output.read_text(encoding="utf-8"))
+
+
+def test_every_section_is_measured_or_says_why_not(
+    run: tuple[subprocess.CompletedProcess[str], dict[str, Any]],
+) -> None:
+    done, document = run
+    assert document["device"] == "cpu"
+    assert {item["section"] for item in document["items"]} == set(gpu.SECTIONS)
+    for item in document["items"]:
+        assert not item["failed"], item
+        assert bool(item["figures"]) != bool(item["reason"]), item
+        assert {name for name, value in item["figures"].items() if value is None} == set(item["reasons"]), item
+        assert f"{item['section']}: {item['name']}: " in done.stdout
+    for item in document["items"]:
+        if item["section"] in GPU_ONLY:
+            assert "needs a GPU" in item["reason"], item
+
+
+def test_no_utilisation_is_invented_for_a_cpu(run: tuple[subprocess.CompletedProcess[str], dict[str, Any]]) -> None:
+    figures = [item["figures"] for item in run[1]["items"] if item["section"] == "throughput" and item["figures"]]
+    assert len(figures) == 4, "a search and a comparison at each of two lengths"
+    for one in figures:
+        names = [name for name in one if name.endswith("utilisation")]
+        assert names
+        assert all(one[name] is None for name in names)
+
+
+def test_the_engines_agree_in_fp32(run: tuple[subprocess.CompletedProcess[str], dict[str, Any]]) -> None:
+    items = {item["name"]: item for item in run[1]["items"] if item["section"] == "parity"}
+    for layout in list(ENGINES)[1:]:
+        assert items[f"fp32, {layout}"]["figures"]["distance_over_travelled"] < 1e-4, layout
+
+
+def test_runs_that_differ_are_seen_to_differ(setting: Setting) -> None:
+    trained = gpu_parity.train(setting, "plain", "fp32")
+    moved = replace(trained, weights={name: weight + 1e-3 for name, weight in trained.weights.items()})
+    assert gpu_parity.apart(trained, trained)["distance_over_travelled"] == 0
+    assert gpu_parity.apart(moved, trained)["distance_over_travelled"] > 0.1
+
+
+def test_an_item_without_time_or_with_an_error_does_not_stop_the_others() -> None:
+    late = measured("s", Item(name="late", measure=fails, seconds=20), seconds_left=19)
+    assert not late.failed
+    assert late.line() == "s: late: not measured: skipped: takes about 20 s, 19 s left of --seconds"
+    broken = measured("s", Item(name="broken", measure=fails, seconds=1), seconds_left=19)
+    assert broken.failed
+    assert broken.reason == "ValueError: wrong"
+    figures: Figures = {"a": 0.25, "b": float("nan"), "c": Missing("no clock")}
+    fine = measured("s", Item(name="fine", measure=lambda: figures, seconds=1), seconds_left=19)
+    assert fine.line() == "s: fine: a 0.25, b null (it is nan), c null (no clock)"
+    assert fine.figures == {"a": 0.25, "b": None, "c": None}
+
+
+def test_an_unknown_section_is_refused() -> None:
+    with pytest.raises(RefusedError, match="did you mean parity"):
+        gpu.chosen(("pairity",))
+    assert gpu.chosen(("throughput", "parity")) == ["parity", "throughput"]
+
+
+def test_waits_are_counted_where_they_happen(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes: list[str] = []
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+
+    def step() -> None:
+        for _ in range(2):
+            warnings.warn("called a synchronizing CUDA operation (Triggered internally)", stacklevel=1)
+        warnings.warn("something else", stacklevel=1)
+
+    places = gpu_parity.waits_of(step)
+    assert len(places) == 2
+    assert all(place.startswith("test_gpu_script.py:") for place in places)
+    assert modes == ["warn", "default"]
+
+
+def test_memory_is_the_peak_above_what_was_there(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
+    allocated = iter([5 * 2**20, 9 * 2**20])
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: next(allocated))
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 12 * 2**20)
+    for name in ("reset_peak_memory_stats", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, lambda device: None)
+    figures = gpu_memory.peak(setting, "plain")
+    assert figures["peak_mb"] == 7
+    assert figures["between_steps_mb"] == 4
+    assert figures["states_alone_mb"] == pytest.approx(16 * figures["parameters"] / 2**20)  # type: ignore[operator]
+
+
+def test_the_arithmetic_computed_is_what_torch_counts(setting: Setting) -> None:
+    rows, length, predicted = 2, 32, 5
+    model = BertForMaskedPositions(setting.base, vocab_size=VOCABULARY, seed=0)
+    batch = random_batch(rows, length, predicted)
+    inputs = [batch[name] for name in ("tokens", "token_types", "attention_mask", "masked_positions")]
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
+        model(*inputs)
+    head = rows * predicted * 2 * setting.base.hidden_size
+    ours = gpu_speed.computed_flops(setting.base, rows=rows, length=length, predicted=predicted)
+    padding = 3 * head * (padded_vocabulary(VOCABULARY) - VOCABULARY)
+    assert ours + padding == pytest.approx(3 * counter.get_total_flops(), rel=1e-6)
