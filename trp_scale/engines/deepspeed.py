@@ -53,6 +53,10 @@ class DeepSpeedEngine:
         self.layout: ZeroLayout = LAYOUTS[self.zero_stage](
             self.engine.module, self.engine.optimizer, rank=data_group.rank, world=data_group.size
         )
+        if config.training.compile:
+            if self.zero_stage == 3:
+                raise EngineError("--training.compile does not work with ZeRO stage 3 (gathered weights); use stage 2")
+            self.engine.compile()
         self._steps = 0
 
     @property

@@ -71,7 +71,7 @@ class Observer:
         logged = self.wants(record.step) or not record.applied
         self._first = False
         speed = self.info.positions_per_step / max(statistics.fmean(self._seconds), 1e-9)
-        losses = {name: task.loss for name, task in record.tasks.items()}
+        losses = {name: task.loss for name, task in record.tasks.items() if task.weight != 0.0}
         self._display.update(record, speed, worst(losses, self.info.outside_tasks))
         if not record.applied:
             self.message(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -84,7 +85,9 @@ class Run:
         self.run_dir = run_dir
         self.world = environment.world
         device = environment.device
-        torch.use_deterministic_algorithms(config.training.deterministic)
+        if config.training.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses to be deterministic
+            torch.use_deterministic_algorithms(True)
         selection = on_rank_zero(self.world, f"looking into {run_dir}", lambda: select(run_dir, arguments.resume))
         self.sources = open_sources(
             config, rank=environment.data.rank, world=environment.data.size, device_type=device.type
