@@ -3,10 +3,10 @@
     python benchmarks/memory.py [--layers 12] [--hidden_size 768]
 
 Weights, gradients and two moments are 16 bytes a parameter in fp32, shared by the ranks; ZeRO-3 keeps the weights twice
-(deepspeed 0.19.8 compares a device with its name and so never takes the master weights for the weights): 20. What comes
-on top are activations (2 rows here), the parameters gathered for the layers at work, and the libraries' buffers.
-On a CPU the figure is the resident set above what the imports take, with an allocator that gives memory back at once; on
-GPUs it is torch's count of allocated memory.
+(deepspeed 0.19.8 compares a device with its name and so never takes the master weights for the weights): 20. What
+comes on top are activations (2 rows here), the parameters gathered for the layers at work, and the libraries' buffers.
+On a CPU the figure is the resident set above what the imports take, with an allocator that gives memory back at once;
+on GPUs it is torch's count of allocated memory.
 """
 
 from __future__ import annotations
@@ -113,7 +113,10 @@ def main(options: Options) -> None:
         peak, parameters = max(peak for _, peak, _ in found), found[0][2]
         plain = plain or peak
         states = state_bytes * parameters / world
-        print(f"{layout:<8} {world:>5} {peak / 2**20:>9.0f} MB {states / 2**20:>10.0f} MB {peak / plain:>13.2f}", flush=True)
+        print(
+            f"{layout:<8} {world:>5} {peak / 2**20:>9.0f} MB {states / 2**20:>10.0f} MB {peak / plain:>13.2f}",
+            flush=True,
+        )
 
 
 if __name__ == "__main__":

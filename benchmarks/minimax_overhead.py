@@ -76,7 +76,9 @@ def rows_of(batch: Batch, start: int, stop: int) -> Batch:
     return replace(batch, fields=fields, keys=batch.keys[start:stop], start=start)
 
 
-def step_of(balancing: BalancerConfig, options: Options, accumulation: int, device: torch.device) -> Callable[[], object]:
+def step_of(
+    balancing: BalancerConfig, options: Options, accumulation: int, device: torch.device
+) -> Callable[[], object]:
     """One whole training step, hooks and optimizer included."""
     micro = options.rows // accumulation
     config = Config(

@@ -41,9 +41,7 @@ def alternate(candidates: Mapping[str, Callable[[], object]], *, rounds: int, wa
             _synchronise()
             wall[name].append(time.perf_counter() - began)
             cpu[name].append(time.process_time() - began_cpu)
-    return {
-        name: Measured(wall=statistics.median(wall[name]), cpu=statistics.median(cpu[name])) for name in candidates
-    }
+    return {name: Measured(wall=statistics.median(wall[name]), cpu=statistics.median(cpu[name])) for name in candidates}
 
 
 def _synchronise() -> None:

@@ -2,8 +2,9 @@
 
     python benchmarks/step_time.py [--precision bf16] [--rows 32] [--compile]
 
-4 layers x 256, 128 tokens, vocabulary 30522, dropout 0.1, fused AdamW on both sides, SDPA on both sides. The peer computes
-logits at all positions, as its forward pass does; its loss is checked to equal ours on the same batch without dropout.
+4 layers x 256, 128 tokens, vocabulary 30522, dropout 0.1, fused AdamW on both sides, SDPA on both sides. The peer
+computes logits at all positions, as its forward pass does; its loss is checked to equal ours on the same batch without
+dropout.
 """
 
 from __future__ import annotations
@@ -90,10 +91,10 @@ def our_step(config: Config, batch: Batch, device: torch.device) -> tuple[Callab
     return step, engine
 
 
-def peer_step(config: Config, batch: Batch, device: torch.device, weights: dict[str, torch.Tensor]) -> tuple[
-    Callable[[], torch.Tensor], torch.nn.Module
-]:
-    """transformers' model as its documentation has it trained: labels at all positions, -100 where nothing is masked."""
+def peer_step(
+    config: Config, batch: Batch, device: torch.device, weights: dict[str, torch.Tensor]
+) -> tuple[Callable[[], torch.Tensor], torch.nn.Module]:
+    """transformers' model as its documentation has it: labels at all positions, -100 where nothing is masked."""
     peer = BertForPreTraining(bert_config(config.model, VOCABULARY, attn_implementation="sdpa")).to(device)
     peer.load_state_dict(to_transformers(weights, VOCABULARY))
     optimizer = build_optimizer(peer, config.optimizer)
@@ -124,7 +125,9 @@ def main(options: Options) -> None:
         torch.set_num_threads(options.threads)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     config = Config(
-        model=ModelConfig(layers=4, hidden_size=256, heads=4, intermediate_size=1024, max_positions=LENGTH, dropout=0.1),
+        model=ModelConfig(
+            layers=4, hidden_size=256, heads=4, intermediate_size=1024, max_positions=LENGTH, dropout=0.1
+        ),
         objective=ObjectiveConfig(other="task"),
         training=TrainingConfig(precision=options.precision, compile=options.compile),
         optimizer=OptimizerConfig(lr=1e-4, warmup_steps=0),

@@ -18,6 +18,11 @@ LAYOUTS = {
     "zero1": Layout(engine="deepspeed", stage=1),
     "zero2": Layout(engine="deepspeed", stage=2),
     "zero3": Layout(engine="deepspeed", stage=3),
+    "zero2_offload": Layout(
+        engine="deepspeed",
+        stage=2,
+        document={"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}},
+    ),
 }
 SPOILT_STEP = 2
 

@@ -156,13 +156,13 @@ def load(path: Path, *, engine: Engine, group: Group) -> LoadedCheckpoint:
     # The engine's own collectives run in here: an error that only one rank meets cannot be announced to the others.
     engine.create_optimizer_state()
 
-    def described() -> list[tuple[StoredPart, bool]]:
-        return [(describe(part), part.owner) for part in parts_of(engine.pieces())]
+    def described() -> list[StoredPart]:
+        return [describe(part) for part in _owned(engine)]  # replicas would be gathered once for each rank
 
     wanted = together(group, f"listing the tensors for {path}", described)
 
     def fill() -> dict[str, Any]:
-        check_same_tensors(path, document, collect_tensors(part for parts in wanted for part, owner in parts if owner))
+        check_same_tensors(path, document, collect_tensors(part for parts in wanted for part in parts))
         _fill_engine(engine, stored)
         return join_state(document.hooks, load_file(path / HOOKS_NAME))  # type: ignore[no-any-return]
 

@@ -14,10 +14,12 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from trp_scale.config import RefusedError
+
 INDEX_FORMAT = 1
 
 
-class DataError(ValueError):
+class DataError(RefusedError):
     """Stored data is missing, damaged or of another format; the message names the file and the place."""
 
 

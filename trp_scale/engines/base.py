@@ -76,7 +76,8 @@ class Engine(Protocol):
     def check_gradients(self) -> Tensor:
         """Norm of the global gradient, reduced and unscaled, 0-dimensional, the same on all ranks.
 
-        Called after the last backward. Not finite: the step must be skipped. It stays on the device; the loop reads it together with the loss.
+        Called after the last backward. Not finite: the step must be skipped. It stays on the device; the loop reads it
+        together with the loss.
         """
         ...
 
@@ -84,8 +85,12 @@ class Engine(Protocol):
         """Clip, update with learning rate `lr`, clear gradients."""
         ...
 
-    def skip(self) -> None:
-        """Drop the gradients; weights and moments stay."""
+    def skip(self) -> bool:
+        """Drop the gradients; weights and moments stay.
+
+        Returns:
+            True when this was a loss scaler's ordinary search: the next step is tried with a lower scale.
+        """
         ...
 
     def train(self, mode: bool) -> None:

@@ -23,6 +23,10 @@ deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 deepspeed_logger.setLevel(logging.WARNING)  # it prints some 60 lines a rank at start
 
 
+SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
+"""What a dynamic loss scaler remembers."""
+
+
 class DeepSpeedEngine:
     """DeepSpeed with our optimizer, our finite check and our checkpoints.
 
@@ -49,7 +53,10 @@ class DeepSpeedEngine:
         )
         self.zero_stage: int | None = int(ZeroStageEnum(self.engine.zero_optimization_stage()))
         if self.zero_stage == 0 and self.engine.optimizer is not self.engine.basic_optimizer:
-            raise EngineError("ZeRO stage 0 with bf16 or fp16 weights is not supported; use torch_autocast or stage 1")
+            raise EngineError(
+                "zero_optimization.stage is 0 with bf16 or fp16 weights; allowed: torch_autocast for bf16, "
+                "stage 1 to 3 for fp16"
+            )
         self.layout: ZeroLayout = LAYOUTS[self.zero_stage](
             self.engine.module, self.engine.optimizer, rank=data_group.rank, world=data_group.size
         )
@@ -78,7 +85,7 @@ class DeepSpeedEngine:
         gradients = self.layout.gradients()
         squares = torch.zeros((), dtype=torch.float64, device=self.device)
         if gradients:
-            norms = torch._foreach_norm(gradients)
+            norms = torch._foreach_norm(gradients, 2, torch.float32)
             squares = torch.stack([norm.double().square() for norm in norms]).sum().to(self.device)
         return self.data_group.sum(squares).sqrt() / self._loss_scale()
 
@@ -87,12 +94,14 @@ class DeepSpeedEngine:
         self.engine.step()
         self._steps += 1
 
-    def skip(self) -> None:
+    def skip(self) -> bool:
+        before = self._loss_scale()
         if self.engine.fp16_enabled():
-            self.engine.step()  # DeepSpeed sees the overflow itself, drops the step and lowers its loss scale
-            return
+            # Not engine.step(): DeepSpeed would look for itself, and apply the step where it finds nothing.
+            self.engine.optimizer._update_scale(True)
         self.layout.clear_gradients()
         self.engine.zero_grad()
+        return self._loss_scale() < before
 
     def train(self, mode: bool) -> None:
         self.engine.train(mode)
@@ -112,11 +121,16 @@ class DeepSpeedEngine:
         return self._steps
 
     def extra_state(self) -> Mapping[str, float]:
-        return {"loss_scale": self._loss_scale()} if self.engine.fp16_enabled() else {}
+        if not self.engine.fp16_enabled():
+            return {}
+        scaler = self.engine.optimizer.loss_scaler
+        return {name: float(getattr(scaler, name)) for name in SCALER_STATE if hasattr(scaler, name)}
 
     def load_extra_state(self, state: Mapping[str, float]) -> None:
-        if self.engine.fp16_enabled() and "loss_scale" in state:
-            self.engine.optimizer.loss_scaler.cur_scale = state["loss_scale"]
+        if self.engine.fp16_enabled():
+            scaler = self.engine.optimizer.loss_scaler
+            for name, value in state.items():
+                setattr(scaler, name, value if name == "cur_scale" else int(value))
 
     def full_weights(self) -> dict[str, Tensor]:
         """Assembled from all ranks' master pieces."""

@@ -153,6 +153,8 @@ def _precision(document: Document, config: Config) -> Iterator[str]:
         yield from _agree(
             block, "dtype", "bfloat16", "torch_autocast.dtype", "the recipe says bf16 (--training.precision)"
         )
+        # DeepSpeed's silent default reduces the gradients of linear layers in bf16; the other engines reduce in fp32.
+        block.setdefault("lower_precision_safe_modules", [])
     elif document.get("torch_autocast", {}).get("dtype") == AUTO:
         del document["torch_autocast"]["dtype"]
     if enabled["bf16"] and stage == 0:
@@ -188,6 +190,11 @@ def _zero(document: Document, config: Config) -> Iterator[str]:
     for name, value in sizes.items():
         if zero.get(name) == AUTO:
             zero[name] = value
+    offloads = (zero.get("offload_optimizer") or {}).get("device", "none") != "none"
+    weights_in_fp32 = not any(document.get(name, {}).get("enabled") for name in ("bf16", "fp16"))
+    if zero["stage"] in (1, 2) and config.optimizer.clipping == 0.0 and weights_in_fp32 and not offloads:
+        # The engine takes the norm itself, before the step; DeepSpeed's second one would wait for the device.
+        zero.setdefault("compute_grad_norm", False)
     for name in ("offload_optimizer", "offload_param"):
         device = (zero.get(name) or {}).get("device", "none")
         if device not in ("none", "cpu"):

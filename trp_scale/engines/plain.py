@@ -65,7 +65,7 @@ class PlainEngine:
         return [self.local(p.grad) for p in self.module.parameters() if p.grad is not None]
 
     def check_gradients(self) -> Tensor:
-        norms = torch._foreach_norm(self._gradients())
+        norms = torch._foreach_norm(self._gradients(), 2, torch.float32)
         squares = torch.stack([norm.double().square() for norm in norms]).sum()
         self._norm = self.data_group.sum(squares).sqrt()
         return self._norm
@@ -79,8 +79,9 @@ class PlainEngine:
         self.optimizer.zero_grad(set_to_none=True)
         self._steps += 1
 
-    def skip(self) -> None:
+    def skip(self) -> bool:
         self.optimizer.zero_grad(set_to_none=True)
+        return False
 
     def train(self, mode: bool) -> None:
         self.module.train(mode)

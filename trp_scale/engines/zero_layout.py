@@ -132,6 +132,7 @@ class FlatLayout(ZeroLayout):
 
     def gradients(self) -> list[Tensor]:
         if self.optimizer.cpu_offload:
+            self.optimizer._wait_for_offload_copies()  # DeepSpeed waits only in its step, which comes after our look
             return [weights.grad for weights in self.flat_weights() if weights.grad is not None]
         return [tensor for group in self.optimizer.averaged_gradients.values() for tensor in group or []]
 
@@ -141,6 +142,9 @@ class FlatLayout(ZeroLayout):
             self.optimizer.averaged_gradients[group] = None
             self.optimizer.all_grad_tensors[group] = None
         if self.optimizer.cpu_offload:
+            # DeepSpeed starts a window anew only in its step; without this the next one would add to what is dropped.
+            self.optimizer.micro_step_id = -1
+            self.optimizer._offload_accumulated_param_ids = set()
             self.optimizer.reset_cpu_buffers()
             for weights in self.flat_weights():
                 if weights.grad is not None:

@@ -1,8 +1,8 @@
 """BERT for pre-training: transformers' encoder, with a last layer and heads that look only at the masked positions.
 
 transformers' own heads send every position through the transform and the vocabulary; 85 % of that work is thrown away.
-The encoder's blocks are called one by one with a ready mask: transformers' own loop looks at every step whether the mask
-is all ones, which would wait for the GPU.
+The encoder's blocks are called one by one with a ready mask: transformers' own loop looks at every step whether the
+mask is all ones, which would wait for the GPU.
 Parameter names are those of transformers' `BertForPreTraining`, so that weights go both ways unchanged.
 """
 
@@ -70,7 +70,9 @@ class LastLayer(BertLayer):  # type: ignore[misc]
         chosen = hidden.gather(1, positions.unsqueeze(-1).expand(-1, -1, hidden.shape[-1]))  # [R, S, D]
 
         def heads(projected: Tensor) -> Tensor:
-            return projected.unflatten(-1, (attention.num_attention_heads, -1)).transpose(1, 2)  # [R, H, *, D / H]
+            rows, length, width = projected.shape
+            count = attention.num_attention_heads
+            return projected.view(rows, length, count, width // count).transpose(1, 2)  # [R, H, *, D / H]
 
         context = F.scaled_dot_product_attention(
             heads(attention.query(chosen)),
@@ -111,7 +113,9 @@ class PredictionHead(nn.Module):
         self.register_buffer("out_of_vocabulary", mask, persistent=False)
 
     def forward(self, hidden: Tensor, embeddings: Tensor) -> Tensor:
-        return F.linear(self.transform(hidden), embeddings, self.bias + self.out_of_vocabulary)
+        # DeepSpeed casts parameters to bf16 or fp16 and leaves buffers as they are.
+        bias = self.bias + self.out_of_vocabulary.to(self.bias.dtype)
+        return F.linear(self.transform(hidden), embeddings, bias)
 
 
 class PretrainingHeads(nn.Module):

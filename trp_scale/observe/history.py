@@ -101,7 +101,7 @@ def read_history(run_dir: Path) -> RunHistory:
     losses = [line["loss"] for line in recent if line["loss"] is not None]
     history.loss_end = statistics.fmean(losses) if losses else None
     history.tasks = {name: task_history(name, start, recent) for name, start in starts.items()}
-    # A task kept out of the maximum in all these steps (balancer.min_count) is not the worst for its few elements' sake.
+    # A task that balancer.min_count kept out in all these steps is not the worst for its few elements' sake.
     unweighted = {name for name, task in history.tasks.items() if task.weight == 0.0}
     history.worst_task = worst({name: task.end for name, task in history.tasks.items()}, outside | unweighted)
     for name, values in columns.items():

@@ -59,14 +59,27 @@ class StepAgreement:
         answer = self.group.sum(
             torch.cat([counts, torch.tensor([float(stop), float(len(found))], dtype=torch.float64)])
         )
-        new: list[str] = []
-        if answer[-1] > 0:  # rare: name them, once each, whoever saw them
-            new = sorted(set().union(*self.group.gather_objects(found)) - self.corrupt)
-            self.corrupt.update(new)
-            if len(self.corrupt) > self.max_corrupt_blocks:
-                raise DataError(
-                    f"{len(self.corrupt)} blocks could not be read ({', '.join(sorted(self.corrupt))}); "
-                    f"--data.max_corrupt_blocks allows {self.max_corrupt_blocks}; "
-                    "data_tools/verify.py names the damaged bytes"
-                )
+        new = self.count_corrupt(found) if answer[-1] > 0 else []
         return Agreed(counts=answer[:-2], stop=bool(answer[-2] > 0), new_corrupt=new)
+
+    def count_corrupt(self, found: set[str]) -> list[str]:
+        """Gather the blocks that could not be read, on all ranks together; rare, or after a validation.
+
+        Args:
+            found: keys this rank met; those known already do not count again.
+
+        Returns:
+            the new ones of all ranks, once each.
+
+        Raises:
+            DataError: on every rank, when there are now more than allowed.
+        """
+        new = sorted(set().union(*self.group.gather_objects(found)) - self.corrupt)
+        self.corrupt.update(new)
+        if len(self.corrupt) > self.max_corrupt_blocks:
+            raise DataError(
+                f"{len(self.corrupt)} blocks could not be read ({', '.join(sorted(self.corrupt))}); "
+                f"--data.max_corrupt_blocks allows {self.max_corrupt_blocks}; "
+                "data_tools/verify.py names the damaged bytes"
+            )
+        return new

@@ -33,7 +33,8 @@ class WindowSource(Protocol):
 
 @dataclass(kw_only=True)
 class TrainingState:
-    """What a run has done. Attributes: step: steps done; skipped: how many of them moved nothing."""
+    """What a run has done. Attributes: step: steps done; skipped: how many of them moved nothing, a loss
+    scaler's search left out."""
 
     step: int = 0
     skipped: int = 0
@@ -92,7 +93,6 @@ class Trainer:
             ctx.sums = self.engine.data_group.sum(sums)
         stats = self.finish(ctx)
         self.state.step += 1
-        self.state.skipped += not stats.applied
         for key in agreed.new_corrupt:
             self.observer.message(f"step {self.state.step}: block {key} could not be read and is left out")
         self.report(stats, agreed.counts, step_seconds=time.perf_counter() - started, data_wait_seconds=waited)
@@ -134,7 +134,7 @@ class Trainer:
         if stats.applied:
             self.engine.step(stats.lr)
         else:
-            self.engine.skip()
+            self.state.skipped += not self.engine.skip()
         self.hooks.after_step(ctx, stats)
         return stats
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from trp_scale.checkpoint import manager
-from trp_scale.checkpoint.agreement import check_shared_directory, on_rank_zero
+from trp_scale.checkpoint.agreement import check_shared_directory, on_rank_zero, together
 from trp_scale.checkpoint.document import read_document
 from trp_scale.checkpoint.resume import select, take_back
 from trp_scale.checkpoint.resume_rules import check_settings
@@ -116,9 +116,7 @@ class Run:
         step = self.state.step
         notices += on_rank_zero(self.world, f"going back to step {step}", lambda: take_back(run_dir, step))
         self._describe()
-        self.observer = Observer(
-            run_dir, config, self.objective.tasks, self._info(device), enabled=self.world.rank == 0
-        )
+        self.observer = self._observer()
         for notice in [*notices, *cautions(config)]:
             self.observer.message(notice)
         self.trainer = Trainer(
@@ -191,7 +189,10 @@ class Run:
 
     def validate(self) -> None:
         """Losses over the held-out rows, reported."""
-        losses = validate(self.engine, self.objective, self.sources.validation.windows())
+        corrupt: set[str] = set()
+        losses = validate(self.engine, self.objective, self.sources.validation.windows(), corrupt)
+        for key in self.agreement.count_corrupt(corrupt):
+            self.observer.message(f"validation: block {key} could not be read and is left out")
         self.observer.validation(self.state.step, losses)
 
     def _describe(self) -> None:
@@ -207,8 +208,19 @@ class Run:
             zero_stage=self.engine.zero_stage,
         )
 
-    def _info(self, device: torch.device) -> RunInfo:
-        config, meta = self.config, self.sources.meta
+    def _observer(self) -> Observer:
+        """The observer; one that cannot be made on rank 0 (a missing extra, say) is refused on all ranks."""
+        made: list[Observer] = []
+
+        def make() -> None:
+            enabled = self.world.rank == 0
+            made.append(Observer(self.run_dir, self.config, self.objective.tasks, self._info(), enabled=enabled))
+
+        together(self.world, "opening the metrics and the loggers", make)
+        return made[0]
+
+    def _info(self) -> RunInfo:
+        config, meta, device = self.config, self.sources.meta, self.environment.device
         stage = "" if self.engine.zero_stage is None else f", ZeRO {self.engine.zero_stage}"
         ranks = "1 rank" if self.world.size == 1 else f"{self.world.size} ranks"
         balanced = {self.objective.tasks[place] for place in self.objective.balanced}

@@ -13,8 +13,11 @@ from trp_scale.objectives.base import Objective
 
 
 @torch.no_grad()
-def validate(engine: Engine, objective: Objective, batches: Iterable[Batch]) -> dict[str, Any]:
+def validate(engine: Engine, objective: Objective, batches: Iterable[Batch], corrupt: set[str]) -> dict[str, Any]:
     """Mean loss of each task over the split, without dropout; all ranks call it with as many batches.
+
+    Args:
+        corrupt: keys of blocks that could not be read are added to it.
 
     Returns:
         {"loss": mean over the balanced tasks that occur, None if none does,
@@ -25,6 +28,7 @@ def validate(engine: Engine, objective: Objective, batches: Iterable[Batch]) -> 
     size = len(objective.tasks)
     sums = torch.zeros(2, size, dtype=torch.float64, device=engine.device)
     for batch in batches:
+        corrupt.update(batch.corrupt)
         losses = objective(engine, batch.to(engine.device))
         sums += torch.stack([losses.sums, losses.counts])
     engine.train(True)

@@ -172,7 +172,7 @@ def test_bf16_is_autocast_where_the_file_has_it_and_bf16_weights_elsewhere(stage
     document = resolved(
         {**zero, "torch_autocast": {"enabled": "auto", "dtype": "auto"}, "bf16": {"enabled": "auto"}}, config("bf16")
     )
-    assert document["torch_autocast"] == {"enabled": True, "dtype": "bfloat16"}
+    assert document["torch_autocast"] == {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": []}
     assert document["bf16"] == {"enabled": False}
     document = resolved({**zero, "fp16": {"enabled": "auto"}}, config("bf16"))
     assert document["bf16"] == {"enabled": True}
@@ -184,7 +184,7 @@ def test_bf16_is_autocast_where_the_file_has_it_and_bf16_weights_elsewhere(stage
 
 def test_bf16_at_stage_0_keeps_fp32_master_weights() -> None:
     document = resolved({"bf16": {"enabled": "auto"}}, config("bf16"))
-    assert document["torch_autocast"] == {"enabled": True, "dtype": "bfloat16"}
+    assert document["torch_autocast"] == {"enabled": True, "dtype": "bfloat16", "lower_precision_safe_modules": []}
     assert document["bf16"] == {"enabled": False}
     assert "keeps no fp32 master weights" in refusal({"bf16": {"enabled": True}}, config("bf16"))
 

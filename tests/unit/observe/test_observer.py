@@ -208,3 +208,10 @@ def test_a_broken_line_is_named(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\nnot json\n{"step": 3}\n', encoding="utf-8")
     with pytest.raises(ValueError, match="line 2 is not JSON"):
         report(tmp_path)
+
+
+def test_a_task_that_min_count_keeps_out_is_not_the_worst(start: Callable[..., Observer], tmp_path: Path) -> None:
+    observer = start()
+    noun = TaskRecord(loss=6.0, weight=0.0, count=1)
+    observer.step(record(1, tasks=dict(record(1).tasks) | {"noun": noun}))
+    assert observer.close("finished")["worst_task"] == "verb"

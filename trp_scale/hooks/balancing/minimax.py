@@ -73,7 +73,7 @@ class Minimax(TaskBalancer):
         if self.config.alpha_schedule == "theorem":
             return theorem_alpha(
                 step,
-                tasks=int(self.balanced.sum()),
+                tasks=len(self.objective.balanced),
                 radius=self.config.radius,
                 lipschitz=self.config.lipschitz,
                 bound=self.config.bound,
