@@ -1,0 +1,83 @@
+"""A damaged block in a run: left out and named once, or the end of the run on all ranks together."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from tests.ranks import Ranks
+from tests.runs import flags, lines, pretrain_here
+from tests.unit.data.loaded import damage, table_of
+from trp_scale.data.index import DataError
+from trp_scale.data.split import held_out
+
+EPOCH = {"batch__global_size": 32, "batch__micro_size": 4, "data__verify": True, "optimizer__schedule": "constant"}
+
+
+@pytest.fixture
+def damaged(text_dataset: Path, tmp_path: Path) -> tuple[Path, str, int]:
+    """A copy of the data with a training block whose bytes changed; its key, and the steps of an epoch."""
+    copy = tmp_path / "damaged"
+    shutil.copytree(text_dataset, copy)
+    table = table_of(copy)
+    training = np.flatnonzero(~held_out(table.identities, 0.1, where=""))
+    # The last bytes are padding of a stored row: every value is still allowed, only the checksum tells.
+    key = damage(copy, block=int(training[0]), member=0, place=-2, content=b"\x07\x00")
+    return copy, key, -(-int(table.rows[training].sum()) // EPOCH["batch__global_size"])
+
+
+def run_and_listen(arguments: list[str]) -> tuple[int, str]:
+    """Exit status and what this rank printed; on a DataError 1 and its message."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        try:
+            return pretrain_here(arguments), printed.getvalue()
+        except DataError as error:
+            return 1, str(error)
+
+
+@pytest.mark.parametrize("engine", [{"engine": "fsdp"}, {"ds_config": "ds_configs/zero3.json"}])
+def test_one_allowed_block_is_left_out_and_named_once(
+    two_ranks: Ranks, damaged: tuple[Path, str, int], tmp_path: Path, engine: dict[str, Any]
+) -> None:
+    data, key, steps = damaged
+    changes: dict[str, Any] = {**EPOCH, "data__max_corrupt_blocks": 1, "model__dropout": 0.0, "training__steps": steps}
+    alone = run_and_listen(flags(data, tmp_path / "one", data__workers=2, **changes))  # both workers come across it
+    together = two_ranks(run_and_listen, flags(data, tmp_path / "two", **changes, **engine))
+    assert [status for status, _ in (alone, *together)] == [0, 0, 0]
+    for printed in (alone[1], together[0][1]):
+        assert printed.count(f"block {key} could not be read and is left out") == 1
+        assert printed.count(key) == 1
+    assert key not in together[1][1], "rank 1 is silent"
+    ours, theirs = lines(tmp_path / "two"), lines(tmp_path / "one")
+    assert len(ours) == len(theirs) == steps
+    missing = 0
+    for line, other in zip(ours, theirs, strict=True):
+        assert line["loss"] == pytest.approx(other["loss"], rel=1e-5)
+        assert line["grad_norm"] == pytest.approx(other["grad_norm"], rel=1e-4)
+        for task, values in other["tasks"].items():
+            assert line["tasks"][task]["count"] == values["count"]
+            assert line["tasks"][task]["loss"] == (pytest.approx(values["loss"], rel=1e-5) if values["count"] else None)
+        missing += EPOCH["batch__global_size"] - line["tasks"]["next_sentence"]["count"]
+    assert missing > 0, "no row of the block was drawn"
+
+
+@pytest.mark.parametrize("engine", [{"engine": "fsdp"}, {"ds_config": "ds_configs/zero2.json"}])
+def test_one_too_many_stops_all_ranks_together(
+    two_ranks: Ranks, damaged: tuple[Path, str, int], tmp_path: Path, engine: dict[str, Any]
+) -> None:
+    data, key, steps = damaged
+    answers = two_ranks(run_and_listen, flags(data, tmp_path / "run", training__steps=steps, **EPOCH, **engine))
+    assert answers[0] == answers[1]
+    status, message = answers[0]
+    assert status == 1
+    assert message.startswith(f"1 blocks could not be read ({key})")
+    assert "--data.max_corrupt_blocks allows 0" in message and "data_tools/verify.py" in message
+    assert len(lines(tmp_path / "run")) < steps
+    assert key in (tmp_path / "run" / "summary.json").read_text(encoding="utf-8")
