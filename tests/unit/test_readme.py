@@ -1,39 +1,18 @@
-"""Every command of the README exists: script, flags, values, make target. (Elsewhere the main ones are run.)"""
+"""Every command of the README exists: script, flags, values, make target. (tests/distributed runs them.)"""
 
 from __future__ import annotations
 
 import functools
 import re
-import shlex
 import subprocess
 import sys
-from pathlib import Path
+from collections.abc import Sequence
 
 import pytest
 from torch.distributed.run import get_args_parser
 
+from tests.readme import COMMANDS, PRETRAIN, README, ROOT, Command, parse_line
 from trp_scale.recipes.arguments import parse
-
-ROOT = Path(__file__).parents[2]
-README = ROOT / "README.md"
-PRETRAIN = "launch/pretrain.py"
-
-
-def bash_commands(text: str) -> list[list[str]]:
-    """The commands of all ```bash blocks, as words; comments, continuations and leading NAME=value are resolved."""
-    blocks = re.findall(r"^```bash\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
-    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
-    commands = [shlex.split(line, comments=True) for line in lines]
-    return [drop_assignments(words) for words in commands if words]
-
-
-def drop_assignments(words: list[str]) -> list[str]:
-    while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):
-        words = words[1:]
-    return words
-
-
-COMMANDS = bash_commands(README.read_text(encoding="utf-8"))
 
 
 @functools.cache
@@ -47,12 +26,12 @@ def help_of(*command: str) -> str:
     return result.stdout
 
 
-def check_flags(words: list[str], *command: str) -> None:
+def check_flags(words: Sequence[str], *command: str) -> None:
     for flag in (word.split("=")[0] for word in words if word.startswith("--")):
         assert re.search(rf"(?<![\w-]){re.escape(flag)}(?![\w.-])", help_of(*command)), f"{command[-1]} has no {flag}"
 
 
-def check_launcher(words: list[str]) -> None:
+def check_launcher(words: Sequence[str]) -> None:
     """What stands before launch/pretrain.py on the line of a launcher."""
     launcher, *flags = words
     if launcher == "torchrun":
@@ -62,16 +41,16 @@ def check_launcher(words: list[str]) -> None:
         for file in (flags[number + 1] for number, flag in enumerate(flags) if flag == "--hostfile"):
             assert (ROOT / file).is_file(), file
     else:
-        assert words == ["python"], f"unknown launcher {words}"
+        assert list(words) == ["python"], f"unknown launcher {words}"
 
 
-def check_pretrain(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def check_pretrain(words: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """Through the parser that the run itself uses: flags, recipe, values, the DeepSpeed file."""
     monkeypatch.chdir(ROOT)
     parse(words)
 
 
-def check(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def check(words: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
     program, *rest = words
     if program == "make":
         (phony,) = re.findall(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE)
@@ -94,12 +73,12 @@ def check(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_two_commands_are_there() -> None:
-    assert COMMANDS[:2] == [["make", "pretrain"], ["make", "test"]]
+    assert COMMANDS[:2] == [Command(words=("make", "pretrain")), Command(words=("make", "test"))]
 
 
-@pytest.mark.parametrize("words", COMMANDS, ids=" ".join)
-def test_commands_exist(words: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    check(words, monkeypatch)
+@pytest.mark.parametrize("command", COMMANDS, ids=str)
+def test_commands_exist(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(command.words, monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -120,7 +99,7 @@ def test_commands_exist(words: list[str], monkeypatch: pytest.MonkeyPatch) -> No
 )
 def test_a_wrong_command_is_seen(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises((AssertionError, ValueError, SystemExit, StopIteration)):
-        check(shlex.split(line), monkeypatch)
+        check(parse_line(line).words, monkeypatch)
 
 
 def test_files_that_the_readme_names_exist() -> None:

@@ -53,7 +53,7 @@ def select(run_dir: Path, resume: str) -> Selection:
         return Selection(
             checkpoint=None, notices=(*found.warnings, f"no complete checkpoint in {run_dir}: starting from step 0")
         )
-    return _given(Path(resume))
+    return _given(Path(resume), run_dir)
 
 
 def _fresh(run_dir: Path) -> Selection:
@@ -71,9 +71,14 @@ def _fresh(run_dir: Path) -> Selection:
     return Selection(checkpoint=None, notices=(f"starting from step 0 in {run_dir}",))
 
 
-def _given(path: Path) -> Selection:
+def _given(path: Path, run_dir: Path) -> Selection:
     if not path.is_dir():
         raise RefusedError(f"--resume {path}: no such directory; give auto, never, a checkpoint or a run directory")
+    if (run_dir / METRICS_FILE).exists() and not path.resolve().is_relative_to(run_dir.resolve()):
+        raise RefusedError(
+            f"--resume {path} is of another run than --run_dir {run_dir}, which has {METRICS_FILE} of its own; "
+            "give an empty --run_dir, or say --resume auto to go on with the run that is there"
+        )
     if (path / DOCUMENT_NAME).exists():
         if problem := incompleteness(path):
             raise RefusedError(f"--resume {path}: the checkpoint is not complete: {problem}")

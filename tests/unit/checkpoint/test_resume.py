@@ -219,3 +219,15 @@ def test_a_run_taken_back_never_returns_to_what_it_left(tmp_path: Path) -> None:
 def test_no_metrics_yet(tmp_path: Path) -> None:
     assert cut_metrics(tmp_path / "metrics.jsonl", 5) == CutMetrics(kept=0, later=0, damaged=0)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_another_run_s_checkpoint_does_not_continue_this_run_s_metrics(tmp_path: Path) -> None:
+    other = save_step(tmp_path / "other", 2)
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    assert select(run_dir, str(other)).checkpoint == other
+    (run_dir / "metrics.jsonl").write_text('{"step": 1}\n', encoding="utf-8")
+    with pytest.raises(RefusedError, match=r"another run than .* which has metrics\.jsonl of its own"):
+        select(run_dir, str(other))
+    own = save_step(run_dir, 3)
+    assert select(run_dir, str(own)).checkpoint == own
