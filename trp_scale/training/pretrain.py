@@ -94,20 +94,8 @@ class Run:
         )
         self.world.require_equal(self.sources.digest(), f"the data set {config.data.path}")
         notices = [*selection.notices, *self._check_checkpoint(selection.checkpoint)]
-        module = BertForMaskedPositions(
-            config.model, vocab_size=self.sources.meta.vocab_size, seed=config.training.seed
-        )
         self.objective = PosMaskedLanguageModelling(config.objective, self.sources.meta.groups)
-        document = ds_config.read(arguments.ds_config) if arguments.ds_config else None
-        self.engine: Engine = build_engine(
-            engine_name,
-            module,
-            config,
-            device=device,
-            data_group=environment.data,
-            ds_document=document,
-            ds_path=str(arguments.ds_config or ""),
-        )
+        self.engine = self._engine(engine_name, arguments.ds_config)
         self.hooks = Hooks(build_balancer(config.balancer, self.objective, device))
         self.state = TrainingState()
         self.agreement = StepAgreement(self.world, config.data.max_corrupt_blocks)
@@ -119,19 +107,7 @@ class Run:
         self.observer = self._observer()
         for notice in [*notices, *cautions(config)]:
             self.observer.message(notice)
-        self.trainer = Trainer(
-            config=config,
-            engine=self.engine,
-            objective=self.objective,
-            hooks=self.hooks,
-            source=self.sources.train,
-            observer=self.observer,
-            agreement=self.agreement,
-            save=self.save,
-            validate=self.validate,
-            stop_requested=stop_requested,
-            state=self.state,
-        )
+        self.trainer = self._trainer(stop_requested)
 
     def train(self) -> int:
         """The loop, then the report; returns the exit status."""
@@ -145,6 +121,35 @@ class Run:
         self.sources.close()
         self.engine.close()
         return EXIT_SKIPPED if self.state.skipped > self.config.training.max_skipped_steps else EXIT_FINISHED
+
+    def _engine(self, name: str, ds_path: Path | None) -> Engine:
+        """The engine with the model in it, as initialised from the seed."""
+        config = self.config
+        return build_engine(
+            name,
+            BertForMaskedPositions(config.model, vocab_size=self.sources.meta.vocab_size, seed=config.training.seed),
+            config,
+            device=self.environment.device,
+            data_group=self.environment.data,
+            ds_document=ds_config.read(ds_path) if ds_path else None,
+            ds_path=str(ds_path or ""),
+        )
+
+    def _trainer(self, stop_requested: Callable[[], str | None]) -> Trainer:
+        """The loop over this run's parts."""
+        return Trainer(
+            config=self.config,
+            engine=self.engine,
+            objective=self.objective,
+            hooks=self.hooks,
+            source=self.sources.train,
+            observer=self.observer,
+            agreement=self.agreement,
+            save=self.save,
+            validate=self.validate,
+            stop_requested=stop_requested,
+            state=self.state,
+        )
 
     def _check_checkpoint(self, path: Path | None) -> list[str]:
         """Refuse settings that may not change on resume, before anything is built; returns what does change."""
