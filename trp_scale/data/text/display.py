@@ -39,8 +39,8 @@ def row_texts(shard: Path, rows: int, key: str | None = None) -> Iterator[tuple[
     Raises:
         DataError: no such block, or the shard cannot be read.
     """
+    blocks = read_index(shard).blocks  # first: a path that is no shard is named
     tokenizer = load_for_sharding(shard.parent.parent / "tokenizer")
-    blocks = read_index(shard).blocks
     if key is not None:
         keys = [block.key for block in blocks]
         blocks = [block for block in blocks if block.key == key]

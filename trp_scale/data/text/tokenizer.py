@@ -128,7 +128,13 @@ def _empty_temporary(directory: Path) -> Path:
 
 def load_for_sharding(directory: Path) -> Tokenizer:
     """The tokenizer of a data set as sharding needs it: no truncation, no padding, and text that spells a special
-    token ("[MASK]") stays text, so that no stored piece is special but the unknown one."""
+    token ("[MASK]") stays text, so that no stored piece is special but the unknown one.
+
+    Raises:
+        DataError: it is not there.
+    """
+    if not (directory / "tokenizer.json").is_file():
+        raise DataError(f"{directory / 'tokenizer.json'}: not found")
     tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
     tokenizer.no_truncation()
     tokenizer.no_padding()

@@ -203,6 +203,9 @@ def test_rows_are_shown_as_text(whole: Path) -> None:
     result = run("inspect", str(shard), "--rows", "2", "--block", key)
     assert result.returncode == 0 and result.stdout.count(key) == 2
     assert shown[0][1].plain.split()[:3] == result.stdout.split(f"{key} row 0")[1].split("\n")[1].split()[:3]
+    nowhere = run("inspect", "nowhere/shards/a.tar")
+    assert nowhere.returncode == 1 and "nowhere/shards/a.index.json: not found" in nowhere.stderr
+    assert "Traceback" not in nowhere.stderr
     missing = run("inspect", str(shard), "--block", "text-000000-99999")
     assert missing.returncode == 1 and "no block" in missing.stderr
 

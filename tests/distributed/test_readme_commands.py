@@ -1,0 +1,225 @@
+"""The README's commands, run: in its order, in one directory, with less text, smaller models and fewer steps.
+
+A command keeps its words; what makes it small is appended, and of two equal flags the last one counts. One line under
+torchrun and one under deepspeed are started as processes of their own (8 s each); the others run in this process,
+through the function that the script or the console command calls.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import runpy
+import subprocess
+import sys
+import traceback
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import free_port
+from tests.readme import COMMANDS, PRETRAIN, ROOT, Command
+from tests.runs import SMALL, environment
+from trp_scale import cli
+from trp_scale.data.text.embedded import embedded_documents
+
+SMALL_TEXT = {"length": 64, "vocab_size": 1000, "rows_per_block": 16, "processes": 1, "tagger": "textblob"}
+STEPS = 3
+LONGER = 2
+"""Steps that the command with --resume adds."""
+
+
+def as_flags(values: Mapping[str, object]) -> list[str]:
+    return [word for name, value in values.items() for word in (f"--{name}", str(value))]
+
+
+def small_training(steps: int) -> list[str]:
+    """Flags that shrink any recipe. Those that a resume may not change are the same in all commands."""
+    return as_flags({**SMALL, "training.steps": steps, "training.precision": "fp32", "optimizer.schedule": "constant"})
+
+
+def why_not_run(command: Command) -> str | None:
+    """Why a command is only looked at here; None for those that are run. tests/unit/test_readme.py parses them all."""
+    reasons = {
+        "make": "it would install 6 GB: make is asked what it would do",
+        "sbatch": "SLURM is not part of a test machine; the script is tested with a stand-in for srun",
+        "source": "activates the environment that the tests already run in",
+    }
+    if "--hostfile" in command.words:
+        return "it starts ranks on other machines over ssh"
+    return reasons.get(command.words[0])
+
+
+def started_as_a_process(words: list[str]) -> tuple[int, str]:
+    """torchrun or deepspeed, on two ranks, with a port that is free."""
+    launcher, *rest = words
+    place = rest.index(PRETRAIN)
+    if launcher == "torchrun":
+        own = rest[:place]
+        own[own.index("--nproc_per_node") + 1] = "2"
+    else:
+        own = [*rest[:place], "--num_gpus", "2"]
+    command = [launcher, *own, "--master_port", str(free_port()), *rest[place:]]
+    found = {**environment(), "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    done = subprocess.run(command, env=found, capture_output=True, text=True, timeout=180, check=False)
+    return done.returncode, done.stdout + done.stderr
+
+
+def run_script(words: list[str]) -> int:
+    """`python SCRIPT ...` in this process."""
+    path, arguments = list(sys.path), list(sys.argv)
+    sys.argv = words[1:]
+    try:
+        runpy.run_path(words[1], run_name="__main__")
+    except SystemExit as ended:
+        return int(ended.code or 0)
+    finally:
+        sys.path[:], sys.argv[:] = path, arguments
+    return 0
+
+
+def run_here(words: list[str]) -> tuple[int, str]:
+    """A command in this process; returns its exit status and what it printed."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+        try:
+            if words[0] == "trp-scale":
+                status = cli.main(words[1:])
+            elif words[1] == PRETRAIN:
+                status = cli.main(["pretrain", *words[2:]])
+            else:
+                status = run_script(words)
+        except Exception:  # as a process would end; the test that asks for this command shows it
+            status = 1
+            traceback.print_exc()
+    return status, printed.getvalue()
+
+
+def made_small(command: Command, books: Path) -> list[str]:
+    """The command's words with its absolute path to books in the test's directory, and small."""
+    words = [word.replace("/data/books", str(books)) for word in command.words]
+    if "data_tools/shard_text.py" in words:
+        return [*words, *as_flags(SMALL_TEXT)]
+    if PRETRAIN in words:
+        return [*words, *small_training(STEPS + LONGER if "--resume" in words else STEPS)]
+    return words
+
+
+def run(command: Command, books: Path) -> tuple[int, str]:
+    words = made_small(command, books)
+    before = {name: os.environ.get(name) for name, _ in command.variables}
+    os.environ.update(dict(command.variables))
+    try:
+        return started_as_a_process(words) if words[0] in ("torchrun", "deepspeed") else run_here(words)
+    finally:
+        for name, value in before.items():
+            os.environ.pop(name)
+            if value is not None:
+                os.environ[name] = value
+
+
+@pytest.fixture(scope="module")
+def place(text_dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A checkout to stand in: the scripts, the built-in corpus (a small one), and some books in text files."""
+    directory = tmp_path_factory.mktemp("readme")
+    for name in ("launch", "ds_configs", "data_tools"):
+        (directory / name).symlink_to(ROOT / name)
+    (directory / "data").mkdir()
+    (directory / "data" / "embedded").symlink_to(text_dataset)
+    (directory / "books").mkdir()
+    for number, (_, text) in zip(range(30), embedded_documents(), strict=False):
+        (directory / "books" / f"{number}.txt").write_text(text[:4000], encoding="utf-8")
+    before = Path.cwd()
+    os.chdir(directory)
+    yield directory
+    os.chdir(before)
+
+
+@pytest.fixture(scope="module")
+def results(place: Path) -> dict[Command, tuple[int, str]]:
+    """(exit status, output) of each command, run in the README's order: later ones use what earlier ones make."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRP_SCALE_PROGRESS", "plain")
+        patch.setenv("WANDB_SILENT", "true")
+        return {command: run(command, place / "books") for command in COMMANDS if why_not_run(command) is None}
+
+
+RUN = [command for command in COMMANDS if why_not_run(command) is None]
+
+
+@pytest.mark.parametrize("command", RUN, ids=str)
+def test_it_runs(command: Command, results: dict[Command, tuple[int, str]]) -> None:
+    status, output = results[command]
+    assert status == 0, output[-4000:]
+
+
+def test_most_commands_are_run_and_two_launchers_among_them() -> None:
+    assert {command.words[0] for command in COMMANDS if why_not_run(command)} <= {"make", "sbatch", "deepspeed"}
+    assert sorted(c.words[0] for c in RUN if c.words[0] in ("torchrun", "deepspeed")) == ["deepspeed", "torchrun"]
+    assert len(RUN) >= 12
+
+
+def the_run(results: dict[Command, tuple[int, str]], place: Path, part: str) -> Path:
+    """Run directory that the one command with `part` in it printed at its end."""
+    (output,) = [output for command, (_, output) in results.items() if part in str(command)]
+    return Path(output.rpartition("run directory: ")[2].split()[0])
+
+
+def environment_of(run_dir: Path) -> dict[str, object]:
+    found: dict[str, object] = json.loads((run_dir / "environment.json").read_text(encoding="utf-8"))
+    return found
+
+
+def test_launchers_give_two_ranks_and_the_engine_that_was_asked_for(
+    results: dict[Command, tuple[int, str]], place: Path
+) -> None:
+    found = environment_of(the_run(results, place, "torchrun"))
+    assert (found["engine"], found["world_size"], found["launcher"]) == ("fsdp", 2, "torchrun")
+    found = environment_of(the_run(results, place, "zero2.json"))
+    assert (found["engine"], found["zero_stage"], found["world_size"]) == ("deepspeed", 2, 2)
+
+
+def test_the_same_run_directory_goes_on(results: dict[Command, tuple[int, str]], place: Path) -> None:
+    metrics = (place / "runs" / "tiny" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    assert [json.loads(line)["step"] for line in metrics] == list(range(1, STEPS + LONGER + 1))
+    (reported,) = [output for command, (_, output) in results.items() if command.words[:2] == ("trp-scale", "report")]
+    assert f"steps {STEPS + LONGER} (finished)" in reported
+
+
+def test_balancers_and_loggers_are_those_of_the_command(results: dict[Command, tuple[int, str]], place: Path) -> None:
+    line = json.loads((the_run(results, place, "kind uniform") / "metrics.jsonl").read_text().splitlines()[-1])
+    assert line["balancer"]["kind"] == "uniform"
+    line = json.loads((the_run(results, place, "alpha 4") / "metrics.jsonl").read_text().splitlines()[-1])
+    assert (line["balancer"]["alpha"], line["balancer"]["estimate"]) == (4.0, "lagged")
+    logged = the_run(results, place, "--logging.wandb")
+    assert list(logged.glob("wandb/offline-run-*")) and list(logged.glob("tensorboard/events*"))
+
+
+def test_the_sharded_books_are_shown_and_whole(results: dict[Command, tuple[int, str]], place: Path) -> None:
+    outputs = {command.words[1]: output for command, (_, output) in results.items() if "data_tools" in str(command)}
+    assert "are whole" in outputs["data_tools/verify.py"]
+    assert "text-000000-00000 row 0" in outputs["data_tools/inspect.py"]
+    assert json.loads((place / "data" / "books" / "dataset.json").read_text(encoding="utf-8"))["length"] == 64
+
+
+def test_transformers_loads_what_was_exported(results: dict[Command, tuple[int, str]], place: Path) -> None:
+    import torch
+    from transformers import AutoTokenizer, BertForPreTraining
+
+    model = BertForPreTraining.from_pretrained(place / "exported")
+    words = AutoTokenizer.from_pretrained(place / "exported")("the language reference", return_tensors="pt")
+    with torch.no_grad():
+        logits = model(**words).prediction_logits
+    assert logits.shape[-1] == model.config.vocab_size <= 1000
+    assert bool(logits.isfinite().all())
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c.words[0] == "make"], ids=str)
+def test_make_would_do_it(command: Command) -> None:
+    done = subprocess.run(["make", "-n", *command.words[1:]], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    expected = {"pretrain": f"{PRETRAIN} --ds_config ds_configs/zero2.json", "test": "-m pytest"}
+    assert expected[command.words[1]] in done.stdout
