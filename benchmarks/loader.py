@@ -14,6 +14,7 @@ import cProfile
 import io
 import pstats
 import statistics
+import sys
 import tarfile
 import tempfile
 import time
@@ -29,6 +30,8 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 from webdataset.writer import TarWriter
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from trp_scale.config import Config
 from trp_scale.data import fetch, masking, plan, sentence_pairs, text_batch, text_rows

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -19,6 +20,8 @@ from typing import Literal
 
 import tyro
 import webdataset.writer  # noqa: F401 - loaded here, so that it is not timed
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from trp_scale.data.text.annotate import Annotator
 from trp_scale.data.text.corpus import plan_corpus
