@@ -11,10 +11,15 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the shared ranks are gloo ranks on the CPU, with or without a GPU beside them
 
+import hypothesis
 import pytest
 
 from tests.fixtures import small_text_dataset
 from tests.ranks import Ranks
+
+# No example may fail for being slow: the machine decides that, not the code.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 
 @pytest.fixture(scope="session")
