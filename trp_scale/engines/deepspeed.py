@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from trp_scale.config import Config
 from trp_scale.distributed.groups import Group
 from trp_scale.engines.base import EngineError, Piece
+from trp_scale.engines.gradient_norm import sum_of_squares
 from trp_scale.engines.optimizer import build_optimizer, set_learning_rate
 from trp_scale.engines.zero_layout import LAYOUTS, ZeroLayout
 
@@ -82,11 +83,7 @@ class DeepSpeedEngine:
         return float(self.engine.optimizer.loss_scale) if self.engine.fp16_enabled() else 1.0
 
     def check_gradients(self) -> Tensor:
-        gradients = self.layout.gradients()
-        squares = torch.zeros((), dtype=torch.float64, device=self.device)
-        if gradients:
-            norms = torch._foreach_norm(gradients, 2, torch.float32)
-            squares = torch.stack([norm.double().square() for norm in norms]).sum().to(self.device)
+        squares = sum_of_squares(self.layout.gradients(), self.device)
         return self.data_group.sum(squares).sqrt() / self._loss_scale()
 
     def step(self, lr: float) -> None:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from trp_scale.config import Config
 from trp_scale.distributed.groups import ALONE, Group
 from trp_scale.engines.base import STATE_NAMES, EngineError, Piece
+from trp_scale.engines.gradient_norm import sum_of_squares
 from trp_scale.engines.optimizer import build_optimizer, empty_adamw_state, set_learning_rate
 
 
@@ -65,9 +66,7 @@ class PlainEngine:
         return [self.local(p.grad) for p in self.module.parameters() if p.grad is not None]
 
     def check_gradients(self) -> Tensor:
-        norms = torch._foreach_norm(self._gradients(), 2, torch.float32)
-        squares = torch.stack([norm.double().square() for norm in norms]).sum()
-        self._norm = self.data_group.sum(squares).sqrt()
+        self._norm = self.data_group.sum(sum_of_squares(self._gradients(), self.device)).sqrt()
         return self._norm
 
     def step(self, lr: float) -> None:
