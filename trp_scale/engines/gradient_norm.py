@@ -11,7 +11,7 @@ from torch import Tensor
 def sum_of_squares(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
     """Sum of the squares of all elements, 0-dimensional float64 on `device`; 0 where there are no gradients.
 
-    Norms are taken in fp32 at least: in fp16 the norm of a scaled gradient passes 65504, and every step would be skipped.
+    Norms are taken in fp32 at least: in fp16 the norm of a scaled gradient passes 65504, and no step would be applied.
     """
     if not gradients:
         return torch.zeros((), dtype=torch.float64, device=device)

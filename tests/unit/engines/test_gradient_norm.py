@@ -12,7 +12,7 @@ CPU = torch.device("cpu")
 
 def test_fp16_gradients_whose_norm_fp16_cannot_hold() -> None:
     gradient = torch.full((4096,), 60_000.0, dtype=torch.float16)  # norm 3.8e6
-    assert float(sum_of_squares([gradient], CPU)) == pytest.approx(4096 * 60_000.0**2, rel=1e-6)
+    assert float(sum_of_squares([gradient], CPU)) == pytest.approx(4096 * 60_000.0**2, rel=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
@@ -20,7 +20,7 @@ def test_against_float64(dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(0)
     gradients = [torch.randn(shape, generator=generator).to(dtype) for shape in ((100, 7), (3,), (1,))]
     expected = sum(float(gradient.double().square().sum()) for gradient in gradients)
-    assert float(sum_of_squares(gradients, CPU)) == pytest.approx(expected, rel=1e-6)
+    assert float(sum_of_squares(gradients, CPU)) == pytest.approx(expected, rel=1e-5)
 
 
 def test_one_nan_is_seen() -> None:
