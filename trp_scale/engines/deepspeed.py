@@ -40,11 +40,13 @@ class DeepSpeedEngine:
     """
 
     name = "deepspeed"
+    fp16_devices: tuple[str, ...] = ("cuda",)
+    """Kinds of device that fp16 is meant for; on others it runs without any gain."""
 
     def __init__(
         self, module: nn.Module, config: Config, *, device: torch.device, data_group: Group, document: dict[str, Any]
     ) -> None:
-        if config.training.precision == "fp16" and device.type == "cpu":
+        if config.training.precision == "fp16" and device.type not in self.fp16_devices:
             raise EngineError("--training.precision fp16 needs a GPU; use bf16")
         self.config = config
         self.device = device
