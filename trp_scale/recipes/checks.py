@@ -33,6 +33,11 @@ def cautions(config: Config) -> list[str]:
             "--balancer.estimate micro takes the softmax of each micro-batch alone: a wrong estimate of TRP eq. 7, "
             "kept as a baseline; exact and lagged use the losses of the global batch"
         )
+    if balancer.kind == "minimax" and balancer.estimate == "micro" and balancer.loss_ema > 0:
+        found.append(
+            f"--balancer.loss_ema {balancer.loss_ema:g} has no effect with --balancer.estimate micro, which takes each "
+            "micro-batch's losses as they are; exact and lagged smooth them"
+        )
     if balancer.reference and balancer.scale != "reference":
         found.append(f"--balancer.reference is given but --balancer.scale is {balancer.scale}: it has no effect")
     return found

@@ -75,6 +75,16 @@ def test_what_is_rarely_meant_is_allowed_with_a_caution(changes: dict[str, objec
     assert expected in caution
 
 
+def test_a_smoothing_that_the_estimate_micro_never_reads_is_cautioned_against() -> None:
+    def smoothed(**changes: object) -> list[str]:
+        return cautions(config(balancer__loss_ema=0.9, **changes))
+
+    (caution,) = (text for text in smoothed(balancer__estimate="micro") if "loss_ema" in text)
+    assert "--balancer.loss_ema 0.9 has no effect with --balancer.estimate micro" in caution
+    assert smoothed(balancer__estimate="exact") == smoothed(balancer__estimate="lagged") == []
+    assert smoothed(balancer__kind="uniform", balancer__estimate="micro") == []  # no estimate is made at all
+
+
 def test_fp16_needs_deepspeed_and_a_gpu() -> None:
     half = config(training__precision="fp16")
     refused: list[tuple[Callable[[], None], str]] = [
