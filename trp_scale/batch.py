@@ -19,6 +19,7 @@ class Batch:
         epoch: epoch of the first row.
         corrupt: keys of blocks that could not be read; their rows carry no elements (all label weights are 0).
         fetch_seconds: time the loader spent to make this batch, in seconds.
+        extras: what hooks add for the model's forward pass, by name; not by row, such as a perturbation.
     """
 
     fields: dict[str, Tensor]
@@ -27,6 +28,7 @@ class Batch:
     epoch: int = 0
     corrupt: list[str] = field(default_factory=list)
     fetch_seconds: float = 0.0
+    extras: dict[str, Tensor] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Tensor:
         return self.fields[name]

@@ -114,7 +114,7 @@ def test_every_part_has_its_layer() -> None:
         ("trp_scale/models/bert.py", "from trp_scale import hooks"),
         ("trp_scale/models/bert.py", "from ..data import index"),
         ("trp_scale/data/order.py", "def f():\n    import trp_scale.training.loop"),
-        ("trp_scale/config.py", "import trp_scale.batch"),
+        ("trp_scale/config/run.py", "import trp_scale.batch"),
         ("trp_scale/recipes/loader.py", "from trp_scale.batch import Batch"),
         ("trp_scale/engines/plain.py", "from trp_scale.recipes.loader import dump"),
         ("trp_scale/checkpoint/format.py", "from trp_scale.training.loop import Trainer"),

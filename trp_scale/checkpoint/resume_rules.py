@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict
 from typing import Any
 
 from trp_scale.config import Config, RefusedError
+from trp_scale.recipes.loader import to_dict
 
 MAY_CHANGE = (
     "batch.micro_size",
@@ -49,14 +49,14 @@ def check_settings(
 
     Args:
         stored: nested settings in the checkpoint.
-        present: nested settings of this run, as dataclasses.asdict gives them.
+        present: nested settings of this run, as recipes.loader.to_dict gives them.
         stored_digest, present_digest: digest of the data set's content then and now; None = not known.
     Returns:
         a sentence for each difference that is allowed.
     Raises:
         RefusedError: listing every difference that is not.
     """
-    before = {**_flat(asdict(Config())), **_flat(stored)}
+    before = {**_flat(to_dict(Config())), **_flat(stored)}
     now = _flat(present)
     same_data = stored_digest is not None and stored_digest == present_digest
     allowed: list[str] = []

@@ -85,6 +85,17 @@ class Engine(Protocol):
         """Clip, update with learning rate `lr`, clear gradients."""
         ...
 
+    def reduce_hook_gradient(self, gradient: Tensor) -> Tensor:
+        """The global batch's gradient of a hook's own tensor, from what backward() left in its `.grad` on each rank.
+
+        Summed over the data ranks; what the engine multiplied the loss by (ranks, loss scale) is divided out.
+        """
+        ...
+
+    def discard_gradients(self) -> None:
+        """Drop the gradients and leave everything else as it is, a loss scaler too."""
+        ...
+
     def skip(self) -> bool:
         """Drop the gradients; weights and moments stay.
 

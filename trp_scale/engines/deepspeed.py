@@ -93,13 +93,19 @@ class DeepSpeedEngine:
         self.engine.step()
         self._steps += 1
 
+    def reduce_hook_gradient(self, gradient: Tensor) -> Tensor:
+        return self.data_group.sum(gradient) / (self.data_group.size * self._loss_scale())
+
+    def discard_gradients(self) -> None:
+        self.layout.clear_gradients()
+        self.engine.zero_grad()
+
     def skip(self) -> bool:
         before = self._loss_scale()
         if self.engine.fp16_enabled():
             # Not engine.step(): DeepSpeed would look for itself, and apply the step where it finds nothing.
             self.engine.optimizer._update_scale(True)
-        self.layout.clear_gradients()
-        self.engine.zero_grad()
+        self.discard_gradients()
         return self._loss_scale() < before
 
     def train(self, mode: bool) -> None:

@@ -78,8 +78,14 @@ class PlainEngine:
         self.optimizer.zero_grad(set_to_none=True)
         self._steps += 1
 
-    def skip(self) -> bool:
+    def reduce_hook_gradient(self, gradient: Tensor) -> Tensor:
+        return self.data_group.sum(gradient) / self.data_group.size  # FSDP2's losses carry the world
+
+    def discard_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
+
+    def skip(self) -> bool:
+        self.discard_gradients()
         return False
 
     def train(self, mode: bool) -> None:

@@ -34,6 +34,7 @@ class StepContext:
         counts: [T] float64, elements of each task in the global batch, on the engine's device.
         engine: the engine.
         losses_of: reseeds dropout and runs the objective on one micro-batch: the same call twice gives the same losses.
+        balancer: turns the task losses of a micro-batch into the one loss.
         weights: [T] float64, weight of each task's mean loss in this step; written by the balancer.
         sums: [T] float64, loss sums of the global batch; None until the last micro-batch is through.
     """
@@ -43,6 +44,7 @@ class StepContext:
     counts: Tensor
     engine: Engine
     losses_of: Callable[[Batch], TaskLosses]
+    balancer: Balancer
     weights: Tensor | None = None
     sums: Tensor | None = None
 

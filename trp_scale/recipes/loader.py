@@ -87,7 +87,15 @@ def _recipe_path(name_or_path: str) -> Path:
 
 def to_dict(config: Config) -> dict[str, Any]:
     """`config` as plain dictionaries, numbers and strings, every field written out."""
-    return dataclasses.asdict(config)
+    return {
+        section: {setting_name(field): value for field, value in fields.items()}
+        for section, fields in dataclasses.asdict(config).items()
+    }
+
+
+def setting_name(field: str) -> str:
+    """The name that users write for a field: a Python keyword such as `from` has an underscore in the dataclass."""
+    return field.rstrip("_")
 
 
 def dump(config: Config) -> str:
@@ -117,20 +125,21 @@ def from_dict(document: Mapping[str, Any], source: str = "settings") -> Config:
 def _build(kind: type[Any], document: object, path: str, problems: list[str]) -> Any:
     """One dataclass from a mapping; what is wrong is added to `problems` and left at its default."""
     if not isinstance(document, Mapping):
-        allowed = ", ".join(field.name for field in dataclasses.fields(kind))
+        allowed = ", ".join(setting_name(field.name) for field in dataclasses.fields(kind))
         problems.append(f"{path or 'the file'}: {document!r} is no section; allowed: keys {allowed}")
         return kind()
+    fields = {setting_name(field): field for field in get_type_hints(kind)}
     types = get_type_hints(kind)
     values: dict[str, Any] = {}
     for key, value in document.items():
         where = f"{path}.{key}" if path else str(key)
-        if key not in types:
-            problems.append(f"{where}: unknown key{_suggestion(str(key), path, types)}")
-        elif dataclasses.is_dataclass(types[key]):
-            values[key] = _build(types[key], value, where, problems)  # type: ignore[arg-type]
+        if key not in fields:
+            problems.append(f"{where}: unknown key{_suggestion(str(key), path, fields)}")
+        elif dataclasses.is_dataclass(types[fields[key]]):
+            values[key] = _build(types[fields[key]], value, where, problems)  # type: ignore[arg-type]
         else:
             try:
-                values[key] = _value(types[key], value)
+                values[fields[key]] = _value(types[fields[key]], value)
             except TypeError as error:
                 problems.append(f"{where}: {value!r} is {type(value).__name__}, allowed: {error}")
     return kind(**values)
@@ -147,7 +156,7 @@ def _suggestion(key: str, path: str, siblings: Iterable[str]) -> str:
 def nearest_field(name: str) -> str:
     """Like `nearest`, over the last parts of all `section.field` names."""
     fields = [
-        f"{section.name}.{field.name}"
+        f"{section.name}.{setting_name(field.name)}"
         for section in dataclasses.fields(Config)
         for field in dataclasses.fields(get_type_hints(Config)[section.name])
     ]

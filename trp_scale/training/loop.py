@@ -113,6 +113,7 @@ class Trainer:
             counts=counts.to(device, non_blocking=True),
             engine=self.engine,
             losses_of=losses_of,
+            balancer=self.hooks.balancer,
         )
         return ctx
 

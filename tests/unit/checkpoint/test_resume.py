@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +13,9 @@ from tests.unit.checkpoint.fake_engine import save_step
 from trp_scale.checkpoint.resume import CutMetrics, cut_metrics, select, take_back
 from trp_scale.checkpoint.resume_rules import MAY_CHANGE, check_settings, may_change
 from trp_scale.config import Config, RefusedError
+from trp_scale.recipes.loader import to_dict
 
-PRESENT = asdict(Config())
+PRESENT = to_dict(Config())
 ALLOWED = {
     "batch.micro_size",
     "training.steps",
@@ -43,7 +44,7 @@ def all_fields() -> list[str]:
 
 def changed(*names: str) -> dict[str, Any]:
     """The default settings with other values in these fields."""
-    settings = asdict(Config())
+    settings = to_dict(Config())
     for name in names:
         section, field = name.split(".")
         settings[section][field] = "another value"
@@ -69,7 +70,7 @@ def test_every_rule_names_a_setting_that_exists() -> None:
 
 
 def test_all_refused_settings_are_listed_with_both_values_and_what_may_change() -> None:
-    stored = asdict(Config())
+    stored = to_dict(Config())
     stored["optimizer"]["lr"] = 0.5
     stored["batch"] = {"global_size": 8, "micro_size": 4}
     stored["training"]["seed"] = 3
@@ -84,29 +85,29 @@ def test_all_refused_settings_are_listed_with_both_values_and_what_may_change() 
 
 
 def test_a_setting_newer_than_the_checkpoint_had_its_default() -> None:
-    stored = asdict(Config())
+    stored = to_dict(Config())
     del stored["masking"]["unit"]
     assert check_settings(stored, PRESENT) == []
-    present = asdict(Config())
+    present = to_dict(Config())
     present["masking"]["unit"] = "word"
     with pytest.raises(RefusedError, match=r"masking\.unit: checkpoint piece, now word"):
         check_settings(stored, present)
 
 
 def test_a_setting_that_no_longer_exists_is_refused() -> None:
-    stored = asdict(Config())
+    stored = to_dict(Config())
     stored["masking"]["gone"] = 3
     with pytest.raises(RefusedError, match=r"masking\.gone: checkpoint 3, now absent"):
         check_settings(stored, PRESENT)
 
 
 def test_another_length_is_allowed_and_its_consequence_told() -> None:
-    stored = asdict(Config())
+    stored = to_dict(Config())
     stored["training"]["steps"] = 10
     (notice,) = check_settings(stored, PRESENT)
     change = "training.steps: checkpoint 10, now 1000000"
     assert notice == f"{change} (the linear schedule of the learning rate now ends there)"
-    constant = asdict(Config())
+    constant = to_dict(Config())
     constant["optimizer"]["schedule"] = stored["optimizer"]["schedule"] = "constant"
     assert check_settings(stored, constant) == [change]
 

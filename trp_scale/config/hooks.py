@@ -1,0 +1,74 @@
+"""The methods: how tasks are balanced, what the adversary perturbs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+
+@dataclass(kw_only=True)
+class BalancerConfig:
+    """How the losses of the tasks become one loss (algorithms.md, section 1)."""
+
+    kind: Literal["uniform", "proportional", "minimax"] = "minimax"
+    """uniform: 1/T each. proportional: by number of elements (plain BERT). minimax: softmax of alpha x loss (eq. 7)."""
+    alpha: float = 1.0
+    """Sharpness of the softmax over task losses."""
+    alpha_schedule: Literal["constant", "theorem", "hard"] = "constant"
+    """constant, theorem = the growing alpha of TRP Theorem 3.1 (radius, lipschitz, bound), hard = the worst alone."""
+    radius: float = 1.0
+    """R0 of Theorem 3.1: distance from the start to the optimum."""
+    lipschitz: float = 1.0
+    """L' of Theorem 3.1: Lipschitz constant of the task losses."""
+    bound: float = 1.0
+    """B of Theorem 3.1: bound of the task losses."""
+    estimate: Literal["exact", "lagged", "micro"] = "exact"
+    """exact: losses of this global batch (one more forward pass if there is accumulation). lagged: of the last step,
+    free. micro: of each micro-batch alone; wrong, kept as a labelled baseline."""
+    scale: Literal["none", "initial", "reference"] = "none"
+    """Losses enter the softmax as they are (paper), as L / L at the first step, or as L - reference."""
+    reference: dict[str, float] = field(default_factory=dict)
+    """Loss subtracted from each task's for scale = reference, by task name."""
+    total: Literal["1", "paper"] = "1"
+    """Sum of the balanced weights: 1, or each method's own."""
+    loss_ema: float = 0.0
+    """Smoothing of the losses that enter the softmax; 0 = none (paper)."""
+    min_count: int = 0
+    """A task with fewer elements than this in the global batch takes no part in the maximum of this step."""
+
+
+@dataclass(kw_only=True)
+class AdversaryConfig:
+    """Perturbations that ascend on the loss while the weights descend (AdPE 4; algorithms.md, section 2)."""
+
+    kind: Literal[
+        "none", "absolute_embedding", "absolute_coordinate", "relative_embedding", "relative_coordinate", "pixels"
+    ] = "none"
+    """What is perturbed at masked patches: their position embedding or their coordinates, absolute or relative; pixels:
+    each image itself (FGSM, Appendix B)."""
+    norm: Literal["l2", "linf"] = "linf"
+    """The ball that perturbations stay in."""
+    eps: float = 20.0
+    """Radius of the ball: in units of the embedding, in patches for coordinates, of pixels in [0, 1]."""
+    ascent: Literal["adamw", "sgd", "sign", "linear"] = "adamw"
+    """adamw: AdamW without decay, at the weights' learning rate. sgd, sign: their own lr. linear: the one-step rule
+    from zero, eps g / ||g|| or eps sign(g) (footnote 2), which needs update = sequential."""
+    lr: float = 0.0
+    """Step size of sgd and sign, in the units of eps; 0 = not given, which they refuse."""
+    update: Literal["parallel", "sequential"] = "parallel"
+    """parallel: the backward pass that trains the weights also gives the adversary's gradient. sequential: a pass of
+    its own first, then the weights see the new perturbation (twice the cost)."""
+    scope: Literal["per_bucket", "value", "shared"] = "per_bucket"
+    """relative_embedding: a vector for each bucket of the table, one on the values, or one for all buckets (as printed
+    in 4.2.2; it cancels in the softmax and has no effect)."""
+    mask_token: Literal["frozen", "learned"] = "frozen"
+    """absolute_embedding: a learned mask token can undo the perturbation, since both are added at the same places."""
+    where: Literal["encoder", "both"] = "encoder"
+    """Blocks that see perturbed positions: the encoder's, or the decoder's too."""
+    index: Literal["relaxed", "straight_through"] = "relaxed"
+    """relative_coordinate: interpolate between table entries, or the rounded entry with the interpolated gradient."""
+    on_saturation: Literal["keep", "reset"] = "keep"
+    """relative_coordinate: what to do when a block's offsets all lie beyond the table, where no gradient comes back:
+    keep them (paper), or start that block from zero again."""
+    check_every: int = 100
+    """Steps between checks that all ranks hold the same perturbation; 0 = never."""

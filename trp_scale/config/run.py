@@ -1,0 +1,96 @@
+"""How a run goes: batch, length, precision, optimizer, validation, checkpoints, logging."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(kw_only=True)
+class BatchConfig:
+    """Sizes in rows. Accumulation is derived: global_size / (micro_size x ranks)."""
+
+    global_size: int = 256
+    """Rows per optimizer step over all ranks."""
+    micro_size: int = 32
+    """Rows per forward pass on one rank."""
+
+
+@dataclass(kw_only=True)
+class TrainingConfig:
+    """Length, precision and stopping of a run."""
+
+    steps: int = 1_000_000
+    """Optimizer steps in all."""
+    seed: int = 0
+    """The only source of randomness: order, masks, pairs, initial weights and dropout follow from it."""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Precision of the forward and backward pass; master weights stay fp32. fp16 needs a GPU and DeepSpeed."""
+    max_hours: float = 0.0
+    """Stop with a checkpoint after this many hours of this process; 0 = no limit."""
+    max_skipped_steps: int = 10
+    """Stop with a checkpoint when more steps than this were skipped for a loss or gradient that is not finite."""
+    deterministic: bool = False
+    """Deterministic kernels on the GPU (slower); needed for a bit-exact resume there."""
+    compile: bool = False
+    """torch.compile on the model (shapes are static)."""
+
+
+@dataclass(kw_only=True)
+class OptimizerConfig:
+    """AdamW and its schedule (TRP 001, Table 4)."""
+
+    kind: Literal["adamw", "sgd"] = "adamw"
+    """adamw, or plain gradient descent (for checks that must not divide by a gradient's size)."""
+    lr: float = 2e-4
+    """Peak learning rate."""
+    beta1: float = 0.9
+    """Decay of the first moment."""
+    beta2: float = 0.999
+    """Decay of the second moment."""
+    eps: float = 1e-6
+    """Added to the root of the second moment."""
+    weight_decay: float = 0.01
+    """Decoupled decay of matrices; biases and norms are never decayed."""
+    warmup_steps: int = 10_000
+    """Steps of linear warm-up."""
+    schedule: Literal["linear", "cosine", "constant"] = "linear"
+    """Shape after warm-up, down to min_lr at the last step."""
+    min_lr: float = 0.0
+    """Learning rate at the last step."""
+    clipping: float = 0.0
+    """Largest gradient norm; 0 = no clipping."""
+
+
+@dataclass(kw_only=True)
+class ValidationConfig:
+    """Losses on the held-out rows."""
+
+    every: int = 0
+    """Validate each N steps and after the last; 0 = never."""
+
+
+@dataclass(kw_only=True)
+class CheckpointConfig:
+    """When checkpoints are written. The last step always writes one."""
+
+    every: int = 0
+    """Write one each N steps; 0 = only at the end."""
+    keep: int = 2
+    """Newest checkpoints that are kept; 0 = all."""
+
+
+@dataclass(kw_only=True)
+class LoggingConfig:
+    """What is reported while the run goes on."""
+
+    every: int = 10
+    """Write a line of metrics each N steps."""
+    progress: bool = True
+    """Live display on the terminal of rank 0."""
+    wandb: bool = False
+    """Log to Weights & Biases (needs the extra `wandb`; WANDB_MODE=offline works)."""
+    wandb_project: str = "trp-scale"
+    """Project name on Weights & Biases."""
+    tensorboard: bool = False
+    """Log to TensorBoard (needs the extra `tensorboard`)."""

@@ -1,0 +1,131 @@
+"""What is learned from: the model, the objective, the data and the masks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+import tyro.conf
+
+
+@dataclass(kw_only=True)
+class ModelConfig:
+    """The encoder. Defaults are BERT-base (TRP 001, Table 4)."""
+
+    kind: Literal["bert", "mae"] = "bert"
+    """bert: text. mae: masked autoencoder on images; its other settings are under --vision, and it has no dropout."""
+    layers: int = 12
+    """Number of transformer blocks."""
+    hidden_size: int = 768
+    """Width of the residual stream."""
+    heads: int = 12
+    """Attention heads; must divide hidden_size."""
+    intermediate_size: int = 3072
+    """Width of the feed-forward layer."""
+    max_positions: int = 512
+    """Longest sequence the position table can hold, special tokens included."""
+    dropout: float = 0.1
+    """Dropout of hidden states and attention probabilities."""
+    initializer_range: float = 0.02
+    """Standard deviation of the normal initialisation."""
+    layer_norm_eps: float = 1e-12
+    """Epsilon of the layer norms."""
+
+
+@dataclass(kw_only=True)
+class VisionConfig:
+    """What a masked autoencoder has beside its encoder's sizes (AdPE 3.2; He et al.). Defaults are MAE's."""
+
+    patch_size: int = 16
+    """Side of a patch in pixels; must divide --crops.size."""
+    tokens: Literal["visible", "all"] = "visible"
+    """What enters the encoder: visible patches only (MAE), or all of them, with mask tokens in place (MAE+)."""
+    decoder: Literal["transformer", "linear"] = "transformer"
+    """Transformer blocks, or one linear layer (AdPE 3.2, as SimMIM; needs --vision.tokens all)."""
+    decoder_layers: int = 8
+    """Number of decoder blocks."""
+    decoder_hidden_size: int = 512
+    """Width of the decoder."""
+    decoder_heads: int = 16
+    """Attention heads of the decoder; must divide decoder_hidden_size."""
+    positions: Literal["absolute", "relative"] = "absolute"
+    """Fixed sine-cosine positions; relative adds iRPE beside them: contextual product on keys, a table per block."""
+    index: Literal["rounded", "relaxed"] = "rounded"
+    """How an offset finds its entry of the relative table: rounded (iRPE), or relaxed and interpolated (AdPE 4.2.3). A
+    relative coordinate adversary always takes --adversary.index instead."""
+
+
+@dataclass(kw_only=True)
+class ObjectiveConfig:
+    """What is predicted, and which of it takes part in the maximum (algorithms.md, PoS-BERT)."""
+
+    kind: Literal["pos_mlm", "mae"] = "pos_mlm"
+    """pos_mlm: masked words in nine part-of-speech groups, and next-sentence prediction. mae: masked image patches."""
+    other: Literal["outside", "exclude", "unmasked", "task"] = "outside"
+    """Words outside the nine groups: outside = added with their natural share n_other / n, exclude = no loss,
+    unmasked = never chosen for masking, task = a tenth task in the maximum."""
+    next_sentence: Literal["outside", "inside", "off"] = "outside"
+    """Next-sentence prediction: outside the maximum with next_sentence_weight, inside it, or off."""
+    next_sentence_weight: float = 1.0
+    """Weight of next-sentence prediction when it is outside the maximum."""
+    target: Literal["normalised", "pixels"] = "normalised"
+    """What mae predicts: pixels with each patch's mean and deviation taken out (He et al.), or as they are."""
+
+
+@dataclass(kw_only=True)
+class DataConfig:
+    """Where rows come from and in which order."""
+
+    path: str = ""
+    """Directory with dataset.json, or several with weights: 'books:0.7=/a,wiki:0.3=/b'."""
+    workers: int = 1
+    """Loader processes per rank; 0 fetches in the training process."""
+    prefetch: int = 4
+    """Micro-batches each worker prepares ahead."""
+    blocks_per_group: int = 16
+    """Blocks whose rows are shuffled together. Part of the order: a resumed run cannot change it."""
+    validation_fraction: float = 0.01
+    """Share of the blocks held out for validation, chosen by a hash of their keys."""
+    max_corrupt_blocks: int = 0
+    """Unreadable blocks (of images: single images) that are left out and reported before the run stops on all ranks."""
+    verify: bool = False
+    """Check the checksum of each block the first time it is read."""
+
+
+@dataclass(kw_only=True)
+class MaskingConfig:
+    """Which positions are predicted."""
+
+    ratio: float = 0.15
+    """Share of the pieces of a row that are predicted (TRP 4.1.1), or of the patches of an image (MAE: 0.75)."""
+    limit: int = 0
+    """Masked positions a row is padded to; 0 = round(ratio x sequence length)."""
+    maskings: int = 10
+    """Different maskings per row, used in turn by epoch (TRP 001, D.1: ten); 0 = a fresh one each epoch."""
+    unit: Literal["piece", "word"] = "piece"
+    """Draw single word pieces, or whole words."""
+    sampling: Literal["uniform", "stratified"] = "uniform"
+    """stratified: positions are drawn systematically over the groups; each group's count then varies less."""
+
+
+@dataclass(kw_only=True)
+class CropsConfig:
+    """Which parts of an image are rows of the model. Crops and flips follow from (seed, row key, epoch)."""
+
+    count: int = 1
+    """Crops of each image in each epoch, k in AdPE 3.2; they share one decoding of the file."""
+    size: int = 224
+    """Side of a crop in pixels (MAE+: 112)."""
+    from_: Annotated[Literal["image", "view"], tyro.conf.arg(name="from")] = "image"
+    """image: each crop is a random resized crop of the image. view: the image is first cropped and resized to a view
+    of view_size, from which windows of `size` are cut at random places (AdPE, Appendix A)."""
+    view_size: int = 224
+    """Side of the view in pixels, for crops.from = view."""
+    min_scale: float = 0.2
+    """Smallest share of the image's area that a random resized crop (or the view) covers."""
+    max_scale: float = 1.0
+    """Largest share of the image's area that a random resized crop (or the view) covers."""
+    flip: float = 0.5
+    """Probability of a horizontal flip."""
+    interpolation: Literal["bicubic", "bilinear"] = "bicubic"
+    """How a crop is resized; both with antialiasing."""
