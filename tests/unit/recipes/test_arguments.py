@@ -12,7 +12,7 @@ import pytest
 
 from trp_scale.config import Config, RefusedError
 from trp_scale.recipes.arguments import Arguments, parse
-from trp_scale.recipes.loader import load_recipe
+from trp_scale.recipes.loader import load_recipe, setting_name
 
 TINY = ["--recipe", "pos_bert_tiny"]
 
@@ -30,6 +30,7 @@ def test_every_field_can_be_given_as_section_field_value() -> None:
     argv = list(TINY)
     for section, kind in get_type_hints(Config).items():
         for field, of in get_type_hints(kind).items():
+            field = setting_name(field)
             default = getattr(getattr(Config(), section), field)
             value = values.get(of, "verb" if isinstance(default, dict) else str(default))
             argv += [f"--{section}.{field}", value, *(["0.5"] if isinstance(default, dict) else [])]
@@ -129,7 +130,7 @@ def test_help_explains_each_field_with_the_recipes_value(capsys: pytest.CaptureF
     text = capsys.readouterr().out
     for section in dataclasses.fields(Config):
         for field in dataclasses.fields(get_type_hints(Config)[section.name]):
-            assert f"--{section.name}.{field.name} " in text
+            assert f"--{section.name}.{setting_name(field.name)} " in text
     words = " ".join(text.replace("│", " ").split())
     steps = load_recipe("pos_bert_tiny").training.steps
     assert f"Optimizer steps in all. (default: {steps})" in words
