@@ -4,41 +4,15 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import pytest
 
-from tests.ranks import free_port
-from tests.runs import flags, lines, pretrain_here, start
+from tests.distributed.launched import launch, rank_of_two, wait_for_steps
+from tests.runs import flags, lines, pretrain_here
 from trp_scale.checkpoint.run_directory import checkpoints, incompleteness
 
 LONG = {"training__steps": 100_000, "logging__every": 1}
-
-
-def children(pid: int) -> list[int]:
-    """Process ids started by `pid`, from /proc."""
-    found = []
-    for status in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            fields = status.read_text().rpartition(")")[2].split()
-        except OSError:
-            continue
-        if int(fields[1]) == pid:
-            found.append(int(status.parent.name))
-    return found
-
-
-def wait_for_steps(process: subprocess.Popen[str], run_dir: Path, count: int) -> None:
-    metrics = run_dir / "metrics.jsonl"
-    deadline = time.monotonic() + 180
-    while not metrics.exists() or metrics.read_bytes().count(b"\n") < count:
-        if process.poll() is not None:
-            raise AssertionError(f"ended with {process.returncode}: {process.communicate()[0]}")
-        assert time.monotonic() < deadline, "no steps within 180 s"
-        time.sleep(0.02)
 
 
 def one_whole_checkpoint_at_the_last_step(run_dir: Path) -> int:
@@ -49,41 +23,27 @@ def one_whole_checkpoint_at_the_last_step(run_dir: Path) -> int:
     return int(last)
 
 
-@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
-def test_sigterm_to_one_of_two_ranks(text_dataset: Path, tmp_path: Path, launcher: str) -> None:
-    port = str(free_port())
-    commands = {
-        "torchrun": (["torchrun", "--nproc_per_node", "2", "--master_port", port], {}),
-        "deepspeed": (
-            ["deepspeed", "--num_gpus", "2", "--master_port", port],
-            {"ds_config": "ds_configs/zero2.json"},
-        ),
-    }
-    command, extra = commands[launcher]
-    executable = str(Path(sys.executable).parent / command[0])
-    process = start(flags(text_dataset, tmp_path, **LONG, **extra), [executable, *command[1:]])
+@pytest.mark.parametrize(
+    ("launcher", "request_to_stop"),
+    [
+        ("torchrun", signal.SIGTERM),
+        ("deepspeed", signal.SIGTERM),
+        ("torchrun", signal.SIGUSR1),
+        ("deepspeed", signal.SIGINT),
+    ],
+)
+def test_a_signal_to_one_of_two_ranks(
+    text_dataset: Path, tmp_path: Path, launcher: str, request_to_stop: signal.Signals
+) -> None:
+    extra = {"ds_config": "ds_configs/zero2.json"} if launcher == "deepspeed" else {}
+    process = launch(launcher, flags(text_dataset, tmp_path, **LONG, **extra))
     wait_for_steps(process, tmp_path, 3)
-    # deepspeed starts its ranks from a process of its own below the command.
-    launchers = [process.pid, *children(process.pid)]
-    victim = next(pid for parent in launchers for pid in children(parent) if _rank(pid) == 1)
-    os.kill(victim, signal.SIGTERM)
+    os.kill(rank_of_two(process, 1), request_to_stop)
     output = process.communicate(timeout=120)[0]
     assert process.returncode == 0, output
     last = one_whole_checkpoint_at_the_last_step(tmp_path)
     assert 3 <= last < LONG["training__steps"]
-    assert (
-        "SIGTERM" in (tmp_path / "summary.json").read_text()
-        or "another rank" in (tmp_path / "summary.json").read_text()
-    )
-
-
-def _rank(pid: int) -> int | None:
-    try:
-        variables = (b"\0" + Path(f"/proc/{pid}/environ").read_bytes()).split(b"\0")
-    except OSError:
-        return None
-    found = [int(value.removeprefix(b"RANK=")) for value in variables if value.startswith(b"RANK=")]
-    return found[0] if found else None
+    assert "asked to stop on another rank" in (tmp_path / "summary.json").read_text(), "rank 0 had no signal"
 
 
 def test_a_stop_file_and_max_hours(text_dataset: Path, tmp_path: Path) -> None:
