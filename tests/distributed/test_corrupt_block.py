@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
 import shutil
+import signal
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from tests.distributed.launched import launch, started_with
 from tests.ranks import Ranks
 from tests.runs import flags, lines, pretrain_here
 from tests.unit.data.loaded import damage, table_of
+from trp_scale.checkpoint.run_directory import checkpoints
 from trp_scale.data.index import DataError
+from trp_scale.data.sources import open_sources
 from trp_scale.data.split import held_out
+from trp_scale.recipes.arguments import parse
 
 EPOCH = {"batch__global_size": 32, "batch__micro_size": 16, "data__verify": True, "optimizer__schedule": "constant"}
 
@@ -87,3 +94,48 @@ def test_one_too_many_stops_all_ranks_together(
     assert "--data.max_corrupt_blocks allows 0" in message and "data_tools/verify.py" in message
     assert len(lines(tmp_path / "run")) < steps
     assert key in (tmp_path / "run" / "summary.json").read_text(encoding="utf-8")
+
+
+LAUNCHED: dict[str, dict[str, Any]] = {"torchrun": {"engine": "fsdp"}, "deepspeed": ENGINES["zero2"]}
+
+
+def seed_with_rank_1_first(arguments: list[str]) -> int:
+    """A seed whose order has rank 1 come across the damaged block some steps before rank 0 does."""
+    config = parse(arguments).config
+
+    def first_step(rank: int) -> int:
+        with closing(open_sources(config, rank=rank, world=2)) as sources:
+            return next(step for step in itertools.count() if any(m.corrupt for m in sources.train.next_window()))
+
+    for config.training.seed in range(20):
+        if 1 <= first_step(1) < first_step(0) - 1:
+            return config.training.seed
+    raise AssertionError("no seed of 20")
+
+
+@pytest.mark.parametrize(("launcher", "allowed"), [("torchrun", 0), ("deepspeed", 1)])
+def test_a_block_that_a_loader_worker_of_a_launched_rank_comes_across(
+    damaged: tuple[Path, str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: str, allowed: int
+) -> None:
+    data, key, steps = damaged
+    monkeypatch.setenv("TRP_SCALE_TEST", str(tmp_path))
+    run_dir = tmp_path / "run"
+    changes: dict[str, Any] = {**EPOCH, "data__blocks_per_group": 1, "training__steps": steps, **LAUNCHED[launcher]}
+    seed = seed_with_rank_1_first(flags(data, run_dir, **changes))
+    changes |= {"training__seed": seed, "data__workers": 1, "data__max_corrupt_blocks": allowed}
+    process = launch(launcher, flags(data, run_dir, **changes))
+    output = process.communicate(timeout=120)[0]
+    assert started_with("TRP_SCALE_TEST", str(tmp_path)) == [], "a rank or a loader worker lives on"
+    if allowed:
+        assert process.returncode == 0, output
+        assert output.count(f"block {key} could not be read and is left out") == 1
+        assert len(lines(run_dir)) == steps
+        assert [step for step, _ in checkpoints(run_dir)] == [steps]
+        return
+    assert process.returncode not in (0, -signal.SIGKILL)
+    assert output.count(f"error: 1 blocks could not be read ({key})") == 1, output
+    ours = output.partition("torch/distributed/elastic")[0]  # torchrun ends with a traceback of its own
+    assert "Traceback" not in ours, f"a rank stopped in the middle of something: {ours}"
+    summary = (run_dir / "summary.json").read_text(encoding="utf-8")
+    assert f"1 blocks could not be read ({key})" in summary, "rank 0 did not hear of rank 1's block"
+    assert 1 <= len(lines(run_dir)) < steps
