@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from tests.distributed.launched import kill_all, launch, wait_for_steps
 from tests.ranks import Ranks
 from tests.runs import essence, flags, lines, pretrain_here, start
 from trp_scale.checkpoint.run_directory import checkpoint_path, newest_complete
@@ -50,6 +52,30 @@ def test_kill_9_at_a_random_step_and_resume(text_dataset: Path, tmp_path: Path) 
     assert newest_complete(tmp_path / "killed").path is not None
     assert pretrain_here(flags(text_dataset, tmp_path / "killed", **changes)) == 0
     same_run(tmp_path / "killed", tmp_path / "whole")
+
+
+def test_kill_9_of_a_whole_deepspeed_run_at_a_random_step_and_start_it_again(
+    two_ranks: Ranks, text_dataset: Path, tmp_path: Path
+) -> None:
+    changes = {"training__steps": 14, "checkpoint__every": 3, "model__dropout": 0.1, **LAYOUTS["zero3"]}
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    two_ranks(pretrain_here, flags(text_dataset, whole, **changes))
+    command = flags(text_dataset, killed, resume="auto", data__workers=1, **changes)
+    victim = launch("deepspeed", command)
+    wait_for_steps(victim, killed, random.SystemRandom().randint(4, 11))
+    kill_all(victim)
+    assert victim.returncode == -signal.SIGKILL
+    assert len(lines(killed)) < 14, "it was over before it was killed"
+    taken = newest_complete(killed).path
+    again = launch("deepspeed", command)
+    output = again.communicate(timeout=120)[0]
+    assert again.returncode == 0, output
+    assert f"resuming from {taken}" in output
+    same_run(killed, whole)
+    for state in ("weight", "exp_avg", "exp_avg_sq"):
+        mine, theirs = (read_full_state(checkpoint_path(run_dir, 14), state=state) for run_dir in (killed, whole))
+        assert mine.keys() == theirs.keys()
+        assert [name for name, tensor in theirs.items() if not torch.equal(mine[name], tensor)] == [], state
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
