@@ -100,7 +100,8 @@ def setting_name(field: str) -> str:
 
 def dump(config: Config) -> str:
     """`config` as YAML, every field written out; `load_recipe` reads it back to an equal `Config`."""
-    return yaml.dump(to_dict(config), Dumper=_Yaml12Dumper, sort_keys=False, allow_unicode=True)
+    # Not allow_unicode: PyYAML would write some characters, such as U+0085, in a way that it reads as white space.
+    return yaml.dump(to_dict(config), Dumper=_Yaml12Dumper, sort_keys=False)
 
 
 def from_dict(document: Mapping[str, Any], source: str = "settings") -> Config:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from trp_scale.config import Config, RefusedError
@@ -97,6 +97,7 @@ def test_dump_and_dictionary_give_the_same_settings_back(tmp_path: Path) -> None
 
 @settings(max_examples=30, deadline=None)
 @given(lr=st.floats(min_value=1e-30, max_value=1e30), text=st.text(st.characters(codec="utf-8"), max_size=20))
+@example(lr=1.0, text="\x85")
 def test_every_number_and_text_survives_the_dump(
     tmp_path_factory: pytest.TempPathFactory, lr: float, text: str
 ) -> None:

@@ -1,8 +1,8 @@
 """Sentences into words: NLTK's word tokenizer with exact places, reused for every repeated string.
 
-A *unit* is a run of characters between white space. NLTK's rules look beyond a unit in one case only, the final period
-of a sentence, so a sentence's words are the words of its units, with the units from the last one that has a period on
-taken together (the tail). A property test compares this with the tokenizer run on whole sentences.
+A *unit* is a run of characters between white space. NLTK's rules look beyond a unit at the end of a sentence only, for a
+final period or apostrophe, so a sentence's words are the words of its units, with the units from the last one that has a
+period on taken together (the tail). A property test compares this with the tokenizer run on whole sentences.
 """
 
 from __future__ import annotations
@@ -61,6 +61,8 @@ def unit_keys(sentence: str) -> list[str]:
     tail = units[position].rstrip(_CLOSERS)
     if tail.endswith("."):
         units[position:] = [" ".join(units[position:]) + TAIL]
+    elif units[-1].endswith("'") and len(units[-1]) <= MAX_UNIT:
+        units[-1] += TAIL  # NLTK sets an apostrophe apart only where a space follows it: not at the end of a sentence
     return units
 
 
@@ -122,7 +124,7 @@ def _plain(unit: str) -> UnitWords | None:
     if match is None:
         return None
     opening, core, clitic, mark, close = match.groups()
-    if core.lower() in _CONTRACTED:
+    if any(part.lower() in _CONTRACTED for part in core.split("-")):
         return None
     forms = [_OPENING.get(character, character) for character in opening]
     forms += [part for part in (core, clitic, mark) if part]
