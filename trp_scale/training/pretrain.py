@@ -14,7 +14,6 @@ from trp_scale.checkpoint.agreement import check_shared_directory, on_rank_zero,
 from trp_scale.checkpoint.document import read_document
 from trp_scale.checkpoint.resume import select, take_back
 from trp_scale.checkpoint.resume_rules import check_settings
-from trp_scale.data.sources import open_sources
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.stop import StopRequests
 from trp_scale.engines import ds_config
@@ -22,17 +21,15 @@ from trp_scale.engines.base import Engine
 from trp_scale.engines.build import build_engine
 from trp_scale.hooks.balancing import build_balancer
 from trp_scale.hooks.base import Hooks
-from trp_scale.models.bert import BertForMaskedPositions
-from trp_scale.objectives.pos_mlm import PosMaskedLanguageModelling
 from trp_scale.observe.observer import Observer
 from trp_scale.observe.records import RunInfo
-from trp_scale.observe.throughput import bert_step_flops
 from trp_scale.recipes.arguments import Arguments
 from trp_scale.recipes.checks import cautions, check_engine
 from trp_scale.recipes.loader import to_dict
 from trp_scale.training import rundir
 from trp_scale.training.agreement import StepAgreement
 from trp_scale.training.loop import Trainer, TrainingState
+from trp_scale.training.upstream import build_upstream
 from trp_scale.training.validation import validate
 
 logger = logging.getLogger(__name__)
@@ -84,19 +81,17 @@ class Run:
         self.environment = environment
         self.run_dir = run_dir
         self.world = environment.world
-        device = environment.device
         if config.training.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses to be deterministic
             torch.use_deterministic_algorithms(True)
         selection = on_rank_zero(self.world, f"looking into {run_dir}", lambda: select(run_dir, arguments.resume))
-        self.sources = open_sources(
-            config, rank=environment.data.rank, world=environment.data.size, device_type=device.type
-        )
+        self.upstream = build_upstream(config, environment)
+        self.sources, self.objective = self.upstream.sources, self.upstream.objective
         self.world.require_equal(self.sources.digest(), f"the data set {config.data.path}")
         notices = [*selection.notices, *self._check_checkpoint(selection.checkpoint)]
-        self.objective = PosMaskedLanguageModelling(config.objective, self.sources.meta.groups)
         self.engine = self._engine(engine_name, arguments.ds_config)
-        self.hooks = Hooks(build_balancer(config.balancer, self.objective, device))
+        balancer = build_balancer(config.balancer, self.objective, environment.device)
+        self.hooks = Hooks(balancer, self.upstream.hooks(environment))
         self.state = TrainingState()
         self.agreement = StepAgreement(self.world, config.data.max_corrupt_blocks)
         if selection.checkpoint is not None:
@@ -127,7 +122,7 @@ class Run:
         config = self.config
         return build_engine(
             name,
-            BertForMaskedPositions(config.model, vocab_size=self.sources.meta.vocab_size, seed=config.training.seed),
+            self.upstream.model(),
             config,
             device=self.environment.device,
             data_group=self.environment.data,
@@ -184,8 +179,7 @@ class Run:
             group=self.world,
             keep=self.config.checkpoint.keep,
             extra={
-                "vocab_size": self.sources.meta.vocab_size,
-                "data_tokenizer": rundir.TOKENIZER,
+                **self.upstream.checkpoint_extra(),
                 "data_digest": self.sources.digest(),
                 "skipped": self.state.skipped,
                 "corrupt": sorted(self.agreement.corrupt),
@@ -203,7 +197,7 @@ class Run:
     def _describe(self) -> None:
         """Write what the run directory says of the run itself; after the checks of a resume."""
         rundir.write_config(self.run_dir, self.config, self.world)
-        rundir.copy_tokenizer(self.run_dir, Path(self.sources.meta.tokenizer_directories[0]), self.world)
+        self.upstream.leave(self.run_dir, self.world)
         rundir.write_environment(
             self.run_dir,
             self.environment.info,
@@ -225,20 +219,13 @@ class Run:
         return made[0]
 
     def _info(self) -> RunInfo:
-        config, meta, device = self.config, self.sources.meta, self.environment.device
+        config, device = self.config, self.environment.device
         stage = "" if self.engine.zero_stage is None else f", ZeRO {self.engine.zero_stage}"
         ranks = "1 rank" if self.world.size == 1 else f"{self.world.size} ranks"
         balanced = {self.objective.tasks[place] for place in self.objective.balanced}
         return RunInfo(
-            positions_per_step=config.batch.global_size * meta.length,
-            flops_per_step=bert_step_flops(
-                config.model,
-                rows=config.batch.global_size,
-                length=meta.length,
-                predicted=self.sources.limit,
-                vocabulary=meta.vocab_size,
-                next_sentence=config.objective.next_sentence != "off",
-            ),
+            positions_per_step=self.upstream.positions_per_step,
+            flops_per_step=self.upstream.step_flops,
             devices=self.world.size,
             device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
             outside_tasks=tuple(task for task in self.objective.tasks if task not in balanced),

@@ -1,0 +1,46 @@
+"""Pre-training on images: MAE, MAE+ and AdPE (AdPE 3, 4)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from trp_scale.config import Config
+from trp_scale.data.sources import open_sources
+from trp_scale.distributed.environment import Environment
+from trp_scale.distributed.groups import Group
+from trp_scale.hooks.adversary import build_adversary
+from trp_scale.hooks.base import Hook
+from trp_scale.models.mae import MaskedAutoencoder
+from trp_scale.models.perturbation import perturbation_shape
+from trp_scale.objectives.mae import MaskedPatchReconstruction
+from trp_scale.observe.throughput import mae_step_flops
+
+
+class ImageUpstream:
+    """Crops of images with masked patches; see `Upstream`."""
+
+    def __init__(self, config: Config, environment: Environment) -> None:
+        data = environment.data
+        self.config = config
+        self.sources = open_sources(config, rank=data.rank, world=data.size, device_type=environment.device.type)
+        self.objective = MaskedPatchReconstruction(config.objective, config.vision.patch_size)
+        self.shape = perturbation_shape(config.model, config.vision, config.adversary)
+        crops = config.batch.global_size * config.crops.count
+        self.positions_per_step = crops * (config.crops.size // config.vision.patch_size) ** 2
+        self.step_flops = mae_step_flops(config, rows=crops)
+
+    def model(self) -> nn.Module:
+        return MaskedAutoencoder(self.config)
+
+    def hooks(self, environment: Environment) -> list[Hook]:
+        adversary = build_adversary(self.config, self.shape, environment.device)
+        return [] if adversary is None else [adversary]
+
+    def leave(self, run_dir: Path, world: Group) -> None:
+        """Nothing: the model is known by its settings alone."""
+
+    def checkpoint_extra(self) -> dict[str, Any]:
+        return {}

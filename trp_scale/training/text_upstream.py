@@ -1,0 +1,52 @@
+"""Pre-training on text: PoS-BERT and BERT (TRP 4.1)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from trp_scale.config import Config
+from trp_scale.data.sources import open_sources
+from trp_scale.distributed.environment import Environment
+from trp_scale.distributed.groups import Group
+from trp_scale.hooks.base import Hook
+from trp_scale.models.bert import BertForMaskedPositions
+from trp_scale.objectives.pos_mlm import PosMaskedLanguageModelling
+from trp_scale.observe.throughput import bert_step_flops
+from trp_scale.training import rundir
+
+
+class TextUpstream:
+    """Sentence pairs with masked words; see `Upstream`."""
+
+    def __init__(self, config: Config, environment: Environment) -> None:
+        data = environment.data
+        self.config = config
+        self.sources = open_sources(config, rank=data.rank, world=data.size, device_type=environment.device.type)
+        self.meta = self.sources.meta
+        self.objective = PosMaskedLanguageModelling(config.objective, self.meta.groups)
+        self.positions_per_step = config.batch.global_size * self.meta.length
+        self.step_flops = bert_step_flops(
+            config.model,
+            rows=config.batch.global_size,
+            length=self.meta.length,
+            predicted=self.sources.limit,
+            vocabulary=self.meta.vocab_size,
+            next_sentence=config.objective.next_sentence != "off",
+        )
+
+    def model(self) -> nn.Module:
+        return BertForMaskedPositions(
+            self.config.model, vocab_size=self.meta.vocab_size, seed=self.config.training.seed
+        )
+
+    def hooks(self, environment: Environment) -> list[Hook]:
+        return []
+
+    def leave(self, run_dir: Path, world: Group) -> None:
+        rundir.copy_tokenizer(run_dir, Path(self.meta.tokenizer_directories[0]), world)
+
+    def checkpoint_extra(self) -> dict[str, Any]:
+        return {"vocab_size": self.meta.vocab_size, "data_tokenizer": rundir.TOKENIZER}

@@ -1,0 +1,59 @@
+"""What a run learns from: data, model and objective that belong together, one class for each kind of objective."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Protocol
+
+from torch import nn
+
+from trp_scale.config import Config
+from trp_scale.data.sources import Sources
+from trp_scale.distributed.environment import Environment
+from trp_scale.distributed.groups import Group
+from trp_scale.hooks.base import Hook
+from trp_scale.objectives.base import Objective
+
+
+class Upstream(Protocol):
+    """The upstream task as the run needs it.
+
+    Attributes:
+        sources: named streams of rows.
+        objective: task losses of a batch.
+        positions_per_step: sequence positions of a step on all ranks, padding included.
+        step_flops: model FLOPs of a training step on all ranks.
+    """
+
+    sources: Sources
+    objective: Objective
+    positions_per_step: int
+    step_flops: float
+
+    def model(self) -> nn.Module:
+        """The model as initialised from the seed, whole, on the CPU."""
+        ...
+
+    def hooks(self, environment: Environment) -> list[Hook]:
+        """Methods that act on this model, beside the balancer; none when they are off."""
+        ...
+
+    def leave(self, run_dir: Path, world: Group) -> None:
+        """Copy into the run directory what an export needs beside the checkpoint."""
+        ...
+
+    def checkpoint_extra(self) -> dict[str, Any]:
+        """JSON values that an export needs to know of the data."""
+        ...
+
+
+def build_upstream(config: Config, environment: Environment) -> Upstream:
+    """Open the data and choose model and objective by `objective.kind`; torchvision and timm are imported for images
+    only."""
+    if config.objective.kind == "mae":
+        from trp_scale.training.image_upstream import ImageUpstream
+
+        return ImageUpstream(config, environment)
+    from trp_scale.training.text_upstream import TextUpstream
+
+    return TextUpstream(config, environment)
