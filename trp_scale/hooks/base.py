@@ -32,6 +32,7 @@ class StepContext:
         step: number of the step, from 0.
         window: this rank's micro-batches.
         counts: [T] float64, elements of each task in the global batch, on the engine's device.
+        lr: learning rate of the weights in this step.
         engine: the engine.
         losses_of: reseeds dropout and runs the objective on one micro-batch: the same call twice gives the same losses.
         balancer: turns the task losses of a micro-batch into the one loss.
@@ -42,6 +43,7 @@ class StepContext:
     step: int
     window: Sequence[Batch]
     counts: Tensor
+    lr: float
     engine: Engine
     losses_of: Callable[[Batch], TaskLosses]
     balancer: Balancer
@@ -89,7 +91,11 @@ class Hook:
 
 
 class Balancer(Hook):
-    """The hook that turns task losses into the one loss: exactly one per run."""
+    """The hook that turns task losses into the one loss: exactly one per run.
+
+    Its before_step and total may be called with further contexts of the same step, when another hook runs a pass of
+    its own in before_step; each before_step starts afresh.
+    """
 
     def total(self, ctx: StepContext, losses: TaskLosses) -> Tensor:
         """sum_t w_t * S_t / n_t of one micro-batch, n_t of the global batch."""
@@ -97,7 +103,8 @@ class Balancer(Hook):
 
 
 class Hooks:
-    """All hooks of a run, called in order; one of them is the balancer."""
+    """All hooks of a run, called in order; one of them is the balancer, the last: the losses that its weights come
+    from must see what the other hooks change."""
 
     def __init__(self, balancer: Balancer, others: Sequence[Hook] = ()) -> None:
         self.balancer = balancer

@@ -111,6 +111,7 @@ class Trainer:
             step=self.state.step,
             window=[micro.to(device) for micro in window],
             counts=counts.to(device, non_blocking=True),
+            lr=learning_rate(self.state.step, self.config.training.steps, self.config.optimizer),
             engine=self.engine,
             losses_of=losses_of,
             balancer=self.hooks.balancer,
@@ -128,7 +129,7 @@ class Trainer:
             applied=math.isfinite(norm) and math.isfinite(loss),
             grad_norm=norm,
             loss=loss,
-            lr=learning_rate(self.state.step, self.config.training.steps, self.config.optimizer),
+            lr=ctx.lr,
             task_losses=tuple(rest[: len(means)]),
             task_weights=tuple(rest[len(means) :]),
         )

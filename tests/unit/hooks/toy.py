@@ -115,7 +115,9 @@ def take_step(
 
     counts = group.sum(torch.stack([objective.count(micro) for micro in window]).sum(0))
     engine = cast(Engine, StandInEngine(group))
-    ctx = StepContext(step=step, window=window, counts=counts, engine=engine, losses_of=losses_of, balancer=weigher)
+    ctx = StepContext(
+        step=step, window=window, counts=counts, lr=1.0, engine=engine, losses_of=losses_of, balancer=weigher
+    )
     hooks.before_step(ctx)
     totals: list[float] = []
     sums = torch.zeros_like(counts)
