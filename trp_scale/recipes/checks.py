@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from trp_scale.config import Config, RefusedError
+from trp_scale.recipes.vision_checks import vision_problems
 
 
 def check(config: Config) -> None:
@@ -13,7 +14,7 @@ def check(config: Config) -> None:
     Raises:
         RefusedError: naming each flag, the value found and the values allowed.
     """
-    problems = [*_ranges(config), *_relations(config)]
+    problems = [*_ranges(config), *_relations(config), *vision_problems(config)]
     if problems:
         listed = "\n".join(f"  {problem}" for problem in problems)
         raise RefusedError(f"{len(problems)} setting(s) cannot be used:\n{listed}")
@@ -121,7 +122,10 @@ def _relations(config: Config) -> Iterator[str]:
             f"allowed, for example: {', '.join(map(str, near))}"
         )
     if not config.data.path:
-        yield "--data.path is empty; allowed: the directory with dataset.json that data_tools/shard_text.py wrote"
+        yield (
+            "--data.path is empty; allowed: the directory with dataset.json that data_tools/shard_text.py or "
+            "data_tools/shard_images.py wrote"
+        )
     if optimizer.min_lr > optimizer.lr > 0:
         yield f"--optimizer.min_lr is {optimizer.min_lr}, allowed: at most --optimizer.lr {optimizer.lr}"
     if config.validation.every and not config.data.validation_fraction:

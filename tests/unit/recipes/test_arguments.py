@@ -97,7 +97,7 @@ def test_ranks_other_than_the_first_are_quiet(capsys: pytest.CaptureFixture[str]
 @pytest.mark.parametrize(
     ("argv", "expected"),
     [
-        ([], "--recipe is missing; allowed: bert_base, pos_bert_base"),
+        ([], "--recipe is missing; allowed: adpe_"),
         (["--recip", "pos_bert_tiny"], "is --recip meant for it"),
         (["--recipe", "tiny"], "unknown recipe"),
         ([*TINY, "--model.heads", "7"], "--model.heads is 7"),

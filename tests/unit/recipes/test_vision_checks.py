@@ -1,0 +1,84 @@
+"""Image settings that no run can have are refused with the flag to change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from trp_scale.config import RefusedError
+from trp_scale.recipes.checks import check
+from trp_scale.recipes.loader import from_dict, load_recipe, to_dict
+
+
+def settings(**changes: dict[str, Any]) -> dict[str, Any]:
+    """The MAE recipe with changed sections."""
+    document = to_dict(load_recipe("mae_vit_b"))
+    document["data"]["path"] = "data"
+    for section, values in changes.items():
+        document[section] |= values
+    return document
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"objective": {"kind": "pos_mlm"}}, "--objective.kind mae"),
+        ({"model": {"kind": "bert"}}, "--objective.kind pos_mlm"),
+        ({"model": {"dropout": 0.1}}, "--model.dropout"),
+        ({"model": {"hidden_size": 770, "heads": 11}}, "--model.hidden_size is 770"),
+        ({"vision": {"decoder_hidden_size": 510, "decoder_heads": 2}}, "--vision.decoder_hidden_size is 510"),
+        ({"vision": {"decoder_heads": 7}}, "--vision.decoder_heads"),
+        ({"vision": {"patch_size": 0}}, "--vision.patch_size"),
+        ({"vision": {"decoder": "linear"}}, "--vision.tokens all"),
+        ({"crops": {"size": 100}}, "for example 96"),
+        ({"crops": {"size": 16}}, "leaves 0 of 1"),
+        ({"masking": {"ratio": 0.999}}, "leaves 0 of 196"),
+        ({"crops": {"count": 0}}, "--crops.count"),
+        ({"crops": {"min_scale": 0.9, "max_scale": 0.5}}, "--crops.min_scale"),
+        ({"crops": {"flip": 1.5}}, "--crops.flip"),
+        ({"crops": {"from": "view", "view_size": 112}}, "--crops.view_size is 112"),
+    ],
+)
+def test_refused_with_the_flag(changes: dict[str, Any], words: str) -> None:
+    check(from_dict(settings()))
+    with pytest.raises(RefusedError) as caught:
+        check(from_dict(settings(**changes)))
+    assert words in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"vision": {"decoder": "linear", "tokens": "all"}},
+        {"crops": {"from": "view", "size": 112}},
+        {"crops": {"from": "image", "view_size": 1}},
+        {"masking": {"ratio": 0.994}},
+    ],
+)
+def test_what_is_near_the_limits_is_allowed(changes: dict[str, Any]) -> None:
+    check(from_dict(settings(**changes)))
+
+
+def test_the_papers_recipes_follow_appendix_a() -> None:
+    plain, plus = load_recipe("mae_vit_b"), load_recipe("mae_plus_vit_b")
+    relative, adversarial = load_recipe("mae_plus_rpe_vit_b"), load_recipe("adpe_vit_b")
+    optimizer = plus.optimizer
+    assert optimizer.lr == pytest.approx(1.5e-4 * plus.batch.global_size / 256)
+    assert (plus.batch.global_size, optimizer.beta1, optimizer.beta2, optimizer.weight_decay) == (4096, 0.9, 0.95, 0.05)
+    assert plus.training.steps == pytest.approx(1600 * 1_281_167 / 4096, abs=1)
+    assert optimizer.warmup_steps == pytest.approx(40 * 1_281_167 / 4096, abs=1)
+    assert (plus.crops.count, plus.crops.size, plus.vision.tokens, plus.masking.ratio) == (4, 112, "all", 0.75)
+    assert (plain.crops.count, plain.crops.size, plain.vision.tokens) == (1, 224, "visible")
+    # Each baseline differs from the method in what the tables name, and in nothing else.
+    relative.vision.positions = "absolute"
+    assert relative == plus
+    assert (adversarial.adversary.kind, adversarial.adversary.norm) == ("relative_coordinate", "linf")
+    adversarial.adversary = plus.adversary
+    adversarial.vision.positions = "absolute"
+    assert adversarial == plus
+    for base, large in (("mae_vit_b", "mae_vit_l"), ("mae_plus_vit_b", "mae_plus_vit_l"), ("adpe_vit_b", "adpe_vit_l")):
+        ours = load_recipe(large)
+        assert (ours.model.layers, ours.model.hidden_size, ours.model.heads) == (24, 1024, 16)
+        ours.model, ours.batch.micro_size = load_recipe(base).model, load_recipe(base).batch.micro_size
+        assert ours == load_recipe(base)

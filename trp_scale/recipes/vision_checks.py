@@ -1,0 +1,80 @@
+"""Checks of the settings of image runs against each other; every message names the flag to change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from trp_scale.config import Config
+
+OBJECTIVE_OF = {"bert": "pos_mlm", "mae": "mae"}
+"""Objective that each kind of model can be trained on."""
+
+
+def vision_problems(config: Config) -> Iterator[str]:
+    """What no image run can have; nothing for text."""
+    model, objective = config.model, config.objective
+    if objective.kind != OBJECTIVE_OF[model.kind]:
+        yield (
+            f"--model.kind is {model.kind} but --objective.kind is {objective.kind}; "
+            f"allowed: --objective.kind {OBJECTIVE_OF[model.kind]}"
+        )
+    if model.kind == "mae":
+        yield from _sizes(config)
+        yield from _crops(config)
+
+
+def _sizes(config: Config) -> Iterator[str]:
+    model, vision = config.model, config.vision
+    if model.dropout:
+        yield f"--model.dropout is {model.dropout}, allowed for mae: 0 (a masked autoencoder has no dropout)"
+    for name in ("patch_size", "decoder_layers", "decoder_hidden_size", "decoder_heads"):
+        if getattr(vision, name) < 1:
+            yield f"--vision.{name} is {getattr(vision, name)}, allowed: 1 or more"
+            return
+    if vision.decoder_hidden_size % vision.decoder_heads:
+        yield (
+            f"--vision.decoder_heads is {vision.decoder_heads} and does not divide --vision.decoder_hidden_size "
+            f"{vision.decoder_hidden_size}"
+        )
+    for flag, width in (
+        ("--model.hidden_size", model.hidden_size),
+        ("--vision.decoder_hidden_size", vision.decoder_hidden_size),
+    ):
+        if width % 4:
+            yield f"{flag} is {width}, allowed: multiples of 4 (sine and cosine of two coordinates)"
+    if vision.decoder == "linear" and vision.tokens == "visible":
+        yield (
+            "--vision.decoder linear predicts from the encoder's tokens alone, and --vision.tokens visible leaves the "
+            "masked ones out; allowed: --vision.tokens all, or --vision.decoder transformer"
+        )
+    if config.crops.size < 1 or config.crops.size % vision.patch_size:
+        yield (
+            f"--crops.size is {config.crops.size}, allowed: multiples of --vision.patch_size {vision.patch_size}, "
+            f"for example {max(1, config.crops.size // vision.patch_size) * vision.patch_size}"
+        )
+        return
+    patches = (config.crops.size // vision.patch_size) ** 2
+    visible = int(patches * (1 - config.masking.ratio))
+    if not 0 < visible < patches:
+        yield (
+            f"--masking.ratio {config.masking.ratio} leaves {visible} of {patches} patches visible; at least one must "
+            "be visible and one masked: change it, or --crops.size"
+        )
+
+
+def _crops(config: Config) -> Iterator[str]:
+    crops = config.crops
+    if crops.count < 1:
+        yield f"--crops.count is {crops.count}, allowed: 1 or more"
+    if not 0 < crops.min_scale <= crops.max_scale <= 1:
+        yield (
+            f"--crops.min_scale is {crops.min_scale} and --crops.max_scale {crops.max_scale}, allowed: shares of the "
+            "image's area, more than 0, at most 1, the first not above the second"
+        )
+    if not 0 <= crops.flip <= 1:
+        yield f"--crops.flip is {crops.flip}, allowed: a probability from 0 to 1"
+    if crops.from_ == "view" and crops.view_size < crops.size:
+        yield (
+            f"--crops.view_size is {crops.view_size}, below --crops.size {crops.size}: no window of that size lies in "
+            "the view; raise it, or use --crops.from image"
+        )
