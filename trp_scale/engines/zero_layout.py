@@ -185,14 +185,17 @@ class PartitionedLayout(ZeroLayout):
             return [weights.grad for weights in self.flat_weights() if weights.grad is not None]
         return [
             gradient.reshape(-1)[: self._valid(parameter)[1]]
-            for group, parameters in enumerate(self.optimizer.fp16_groups)
-            for gradient, parameter in zip(self.optimizer.averaged_gradients[group], parameters, strict=True)
+            for group, gradients in self.optimizer.averaged_gradients.items()
+            for gradient, parameter in zip(gradients, self.optimizer.fp16_groups[group], strict=True)
         ]
 
     def clear_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
         if self.optimizer.offload_optimizer:
             self.optimizer.reset_cpu_buffers()
+            for weights in self.flat_weights():
+                if weights.grad is not None:
+                    weights.grad.zero_()
         else:
             self.optimizer.averaged_gradients = {}
 
