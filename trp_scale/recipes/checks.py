@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from trp_scale.config import Config, RefusedError
+from trp_scale.recipes.adversary_checks import adversary_cautions, adversary_problems
 from trp_scale.recipes.vision_checks import vision_problems
 
 
@@ -14,7 +15,7 @@ def check(config: Config) -> None:
     Raises:
         RefusedError: naming each flag, the value found and the values allowed.
     """
-    problems = [*_ranges(config), *_relations(config), *vision_problems(config)]
+    problems = [*_ranges(config), *_relations(config), *vision_problems(config), *adversary_problems(config)]
     if problems:
         listed = "\n".join(f"  {problem}" for problem in problems)
         raise RefusedError(f"{len(problems)} setting(s) cannot be used:\n{listed}")
@@ -41,7 +42,7 @@ def cautions(config: Config) -> list[str]:
         )
     if balancer.reference and balancer.scale != "reference":
         found.append(f"--balancer.reference is given but --balancer.scale is {balancer.scale}: it has no effect")
-    return found
+    return found + adversary_cautions(config)
 
 
 def check_engine(config: Config, engine: str, *, gpu: bool) -> None:

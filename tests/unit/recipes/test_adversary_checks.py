@@ -1,0 +1,107 @@
+"""The adversary's settings: what no run can have is refused, what is rarely meant is said."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+
+from trp_scale.config import Config, RefusedError
+from trp_scale.recipes.checks import cautions, check
+from trp_scale.recipes.loader import load_recipe
+
+BASES = {
+    "relative_coordinate": "adpe_vit_l",
+    "relative_embedding": "mae_plus_rpe_vit_b",
+    "absolute_coordinate": "mae_plus_vit_b",
+    "absolute_embedding": "mae_plus_vit_b",
+    "pixels": "mae_plus_vit_b",
+}
+"""Recipe that each kind of adversary is put on."""
+
+
+def settings(kind: str, **changes: Any) -> Config:
+    """A run with this adversary; `changes` are its other settings, or `section__field`."""
+    config = load_recipe(BASES[kind])
+    config.data.path = "data"
+    if kind == "pixels":
+        changes = {"ascent": "linear", "update": "sequential", "eps": 0.01, **changes}
+    for name, value in {"kind": kind, **changes}.items():
+        section, _, field = name.rpartition("__")
+        assert hasattr(getattr(config, section or "adversary"), field)
+        setattr(getattr(config, section or "adversary"), field, value)
+    return config
+
+
+@pytest.mark.parametrize("kind", BASES)
+def test_each_kind_with_its_defaults_passes(kind: str) -> None:
+    check(settings(kind))
+    assert cautions(settings(kind)) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "words"),
+    [
+        ("relative_coordinate", {"eps": 0.0}, "--adversary.eps is 0.0, allowed: more than 0"),
+        ("relative_coordinate", {"eps": math.nan}, "--adversary.eps is nan"),
+        ("pixels", {"eps": math.inf}, "--adversary.eps is inf"),
+        ("relative_coordinate", {"lr": -1.0}, "--adversary.lr is -1.0"),
+        ("relative_coordinate", {"check_every": -1}, "--adversary.check_every is -1"),
+        ("absolute_coordinate", {"ascent": "sgd"}, "--adversary.lr is not given"),
+        ("absolute_coordinate", {"ascent": "sign"}, "--adversary.ascent is sign but --adversary.lr is not given"),
+        ("absolute_coordinate", {"lr": 0.1}, "--adversary.ascent sgd or sign"),
+        ("absolute_coordinate", {"ascent": "linear"}, "--adversary.update sequential"),
+        ("absolute_coordinate", {"ascent": "linear", "update": "sequential", "lr": 0.1}, "goes to the ball's edge"),
+        ("pixels", {"ascent": "adamw"}, "--adversary.kind pixels: linear"),
+        ("pixels", {"update": "parallel"}, "--adversary.kind pixels: sequential"),
+        ("pixels", {"lr": 0.1}, "--adversary.kind pixels: 0"),
+        ("absolute_coordinate", {"vision__tokens": "visible"}, "allowed: --vision.tokens all"),
+        ("absolute_coordinate", {"vision__tokens": "visible", "where": "both"}, "allowed: --vision.tokens all"),
+        ("relative_coordinate", {"vision__positions": "absolute"}, "--vision.positions relative"),
+        ("relative_embedding", {"vision__positions": "absolute"}, "--vision.positions relative"),
+        ("absolute_embedding", {"vision__decoder": "linear", "where": "both"}, "--adversary.where encoder"),
+    ],
+)
+def test_refused_with_the_flag_to_change(kind: str, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(RefusedError) as caught:
+        check(settings(kind, **changes))
+    assert words in str(caught.value)
+    assert "1 setting(s)" in str(caught.value)
+
+
+def test_an_adversary_needs_image_patches() -> None:
+    config = Config()
+    config.data.path = "data"
+    check(config)
+    config.adversary.kind = "absolute_embedding"
+    with pytest.raises(RefusedError, match="allowed: --model.kind mae, or --adversary.kind none"):
+        check(config)
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "words"),
+    [
+        ("relative_embedding", {"scope": "shared"}, "cancels in the softmax"),
+        ("absolute_embedding", {"mask_token": "learned"}, "lets the mask token undo"),
+        ("absolute_embedding", {"scope": "value"}, "--adversary.scope value has no effect"),
+        ("absolute_coordinate", {"mask_token": "learned"}, "--adversary.mask_token learned has no effect"),
+        ("relative_embedding", {"index": "straight_through"}, "--adversary.index straight_through has no effect"),
+        ("absolute_coordinate", {"on_saturation": "reset"}, "--adversary.on_saturation reset has no effect"),
+        ("pixels", {"where": "both"}, "--adversary.where both has no effect"),
+    ],
+)
+def test_allowed_with_a_caution(kind: str, changes: dict[str, Any], words: str) -> None:
+    config = settings(kind, **changes)
+    check(config)
+    (caution,) = cautions(config)
+    assert words in caution
+
+
+def test_no_adversary_no_words() -> None:
+    config = load_recipe("mae_vit_b")
+    config.data.path = "data"
+    config.adversary.eps = -1.0
+    config.adversary.scope = "shared"
+    check(config)
+    assert cautions(config) == []
