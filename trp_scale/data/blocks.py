@@ -62,9 +62,7 @@ def read_blocks(directory: Path, shards: list[str], suffixes: tuple[str, ...]) -
     """
     paths, sizes, keys, rows, shard, members = [], [], [], [], [], []
     for number, name in enumerate(shards):
-        if Path(name).name != name:
-            raise DataError(f"{directory}: shard {name!r} is not a plain file name")
-        index = _read_checked_index(directory / name, suffixes)
+        index = read_checked_index(directory, name, suffixes)
         paths.append(directory / name)
         sizes.append(index.size)
         for block in index.blocks:
@@ -93,8 +91,15 @@ def read_blocks(directory: Path, shards: list[str], suffixes: tuple[str, ...]) -
     )
 
 
-def _read_checked_index(path: Path, suffixes: tuple[str, ...]) -> ShardIndex:
-    """The index of one tar, after all checks of `read_blocks` that concern it alone."""
+def read_checked_index(directory: Path, shard: str, suffixes: tuple[str, ...]) -> ShardIndex:
+    """The index of one tar, after all checks of `read_blocks` that concern it alone.
+
+    Raises:
+        DataError: as `read_blocks`.
+    """
+    if Path(shard).name != shard:
+        raise DataError(f"{directory}: shard {shard!r} is not a plain file name")
+    path = directory / shard
     index = read_index(path)
     try:
         size = path.stat().st_size

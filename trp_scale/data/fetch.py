@@ -85,6 +85,11 @@ class Fetcher(Dataset[Batch]):
     def __init__(self, plan: Plan, builder: BatchBuilder) -> None:
         self._plan, self._builder = plan, builder
 
+    @property
+    def module(self) -> str:
+        """Where the builder is defined: what a worker has to import."""
+        return type(self._builder).__module__
+
     def __getitem__(self, position: int) -> Batch:
         return self.__getitems__(range(position, position + 1))
 
@@ -108,7 +113,7 @@ class MicroBatches:
     ) -> None:
         context = None
         if workers:
-            start_worker_server()
+            start_worker_server(fetcher.module)
             context = multiprocessing.get_context("forkserver")
         self._loader: DataLoader[Batch] | None = DataLoader(
             fetcher,
@@ -141,13 +146,15 @@ class MicroBatches:
         self._workers = []
 
 
-def start_worker_server() -> None:
+def start_worker_server(module: str) -> None:
     """Start the process that workers are forked from, if it does not run yet; returns before it is ready.
+
+    It imports `module` (the batch builder's) beforehand, so that workers need not.
 
     It inherits a signal mask with STOP_SIGNALS blocked, and so does every worker: a signal to the whole process group
     reaches the training process only, which decides with all ranks.
     """
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["trp_scale.data.text_batch", __name__])
+    multiprocessing.get_context("forkserver").set_forkserver_preload([module, __name__])
     multiprocessing.resource_tracker.ensure_running()  # else started below, where it would unblock the signals again
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:

@@ -10,8 +10,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from trp_scale.data.blocks import BlockTable
-from trp_scale.data.hashing import Integers, Words, name_hash
+from trp_scale.data.hashing import Integers, Words, mix, name_hash, stream
 from trp_scale.data.mixture import Mixture
 from trp_scale.data.order import Order, row_identities
 
@@ -37,6 +36,36 @@ class Addresses:
     present: npt.NDArray[np.bool_]
 
 
+def row_states(addresses: Addresses, *, seed: int, maskings: int) -> Words:
+    """The word of each row and masking from which all its draws come, [R]: masks, pairs, crops.
+
+    Args:
+        addresses: of the rows.
+        seed: training.seed.
+        maskings: masking.maskings; 0 = a fresh masking each epoch.
+    """
+    masking = addresses.epoch % maskings if maskings > 0 else addresses.epoch
+    states = mix(addresses.keys.astype(np.uint64) ^ np.uint64(stream(seed, "rows")))
+    return mix(states ^ masking.astype(np.uint64))
+
+
+class Blocks(Protocol):
+    """What order and split need to know of a data set's blocks, whatever their rows are.
+
+    Attributes:
+        keys: [n] names, unique in the data set.
+        identities: [n] uint64, `hashing.name_hash` of the key.
+        rows: [n] rows of each block.
+    """
+
+    @property
+    def keys(self) -> list[str]: ...
+    @property
+    def identities(self) -> Words: ...
+    @property
+    def rows(self) -> Integers: ...
+
+
 class Plan(Protocol):
     """A pure function from positions to addresses. `rows`: rows per epoch (of a mixture: of all its members)."""
 
@@ -58,7 +87,7 @@ class Member:
 
     name: str
     weight: Fraction
-    table: BlockTable
+    table: Blocks
     chosen: npt.NDArray[np.bool_]
 
     def identities(self) -> Words:

@@ -5,17 +5,16 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Iterator
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 from trp_scale.batch import Batch
 from trp_scale.config import Config, RefusedError
 from trp_scale.data.fetch import BatchBuilder, Fetcher, MicroBatches, start_worker_server
+from trp_scale.data.kinds import BUILDERS, Rows, kind_of, open_rows
 from trp_scale.data.mixture import parse_paths
 from trp_scale.data.partition import check_partition
 from trp_scale.data.plan import HeldOutPlan, Member, Plan, TrainPlan
 from trp_scale.data.split import held_out
-from trp_scale.data.text_batch import TextBatchBuilder
-from trp_scale.data.text_dataset import TextDataset, TextMeta, agree, open_text_dataset
 
 
 class TrainSource:
@@ -102,7 +101,8 @@ class TrainSource:
 
 
 class ValidationSource:
-    """The held-out rows, all of them once per pass; every pass is the same, with the masks of epoch 0.
+    """The held-out rows, all of them once per pass; every pass is the same, with the masks and
+    crops of epoch 0.
 
     Attributes:
         rows: held-out rows over all ranks; 0 when nothing is held out.
@@ -142,16 +142,18 @@ class Sources:
     """The sources of one run, by name: sources["train"], sources["validation"].
 
     Attributes:
-        meta: what all rows have in common: vocabulary size, length, special ids, tokenizer directories.
-        limit: masked slots per row.
+        meta: what all rows have in common: a `TextMeta`, or an `ImageMeta` when the objective learns from images.
+        limit: predicted places of a sequence: masked slots of a text row, masked patches of a crop.
     """
 
-    def __init__(
-        self, train: TrainSource, validation: ValidationSource, meta: TextMeta, limit: int, digest: str
-    ) -> None:
+    def __init__(self, train: TrainSource, validation: ValidationSource, rows: Rows) -> None:
         self.train, self.validation = train, validation
-        self.meta, self.limit = meta, limit
-        self._digest = digest
+        self.meta: Any = rows.meta  # the caller knows which kind it has asked for
+        self.limit = rows.limit
+        digest = hashlib.blake2b(digest_size=16)
+        for part in rows.digests:
+            digest.update(part.encode())
+        self._digest = digest.hexdigest()
 
     @overload
     def __getitem__(self, name: Literal["train"]) -> TrainSource: ...
@@ -191,50 +193,34 @@ def open_sources(config: Config, *, rank: int, world: int, device_type: str = "c
 
     Raises:
         DataError: the data is missing, damaged or of another format, or the members of a mixture differ.
-        RefusedError: settings that do not fit the data, the number of ranks, or each other.
+        RefusedError: settings that do not fit the data, the number of ranks, or each other, or data of a kind that the
+            objective does not learn from.
     """
     if config.data.workers > 0:
-        start_worker_server()  # first, so that its imports go on beside everything else
+        start_worker_server(BUILDERS[kind_of(config)])  # first, so that its imports go on beside everything else
     paths = parse_paths(config.data.path)
-    datasets = [open_text_dataset(path.path, path.name) for path in paths]
-    meta = agree(datasets)
-    if meta.length > config.model.max_positions:
-        raise RefusedError(
-            f"{paths[0].path}: sequences of {meta.length} pieces, model.max_positions is {config.model.max_positions}; "
-            f"raise it (--model.max_positions {meta.length}), or shard the data with a smaller length"
-        )
+    rows = open_rows(config, paths)
     fraction = config.data.validation_fraction
     if config.validation.every > 0 and fraction == 0.0:
         raise RefusedError(
             "validation.every is set but data.validation_fraction is 0: nothing is held out; set one of them"
         )
     masks = [
-        held_out(data.blocks.identities, fraction, where=str(path.path))
-        for data, path in zip(datasets, paths, strict=True)
+        held_out(blocks.identities, fraction, where=str(path.path))
+        for blocks, path in zip(rows.blocks, paths, strict=True)
     ]
     plans = [
         [
-            Member(name=path.name, weight=path.weight, table=data.blocks, chosen=mask == (split == "validation"))
-            for path, data, mask in zip(paths, datasets, masks, strict=True)
+            Member(name=path.name, weight=path.weight, table=blocks, chosen=mask == (split == "validation"))
+            for path, blocks, mask in zip(paths, rows.blocks, masks, strict=True)
         ]
         for split in ("train", "validation")
     ]
     train = TrainPlan(seed=config.training.seed, members=plans[0], blocks_per_group=config.data.blocks_per_group)
     validation = HeldOutPlan(members=plans[1]) if fraction > 0.0 else None
-    builder = TextBatchBuilder(config, datasets, meta)
     pin = device_type == "cuda"
     return Sources(
-        TrainSource(train, builder, config, rank=rank, world=world, pin_memory=pin),
-        ValidationSource(validation, builder, config, rank=rank, world=world, pin_memory=pin),
-        meta,
-        builder.limit,
-        _digest(datasets),
+        TrainSource(train, rows.builder, config, rank=rank, world=world, pin_memory=pin),
+        ValidationSource(validation, rows.builder, config, rank=rank, world=world, pin_memory=pin),
+        rows,
     )
-
-
-def _digest(datasets: list[TextDataset]) -> str:
-    digest = hashlib.blake2b(digest_size=16)
-    for dataset in datasets:
-        parts = (dataset.name, dataset.meta.length, dataset.meta.vocab_size, dataset.meta.special_tokens)
-        digest.update(f"{parts} {dataset.meta.tokenizer_digest} {dataset.blocks.digest()}".encode())
-    return digest.hexdigest()

@@ -10,9 +10,9 @@ import torch
 
 from trp_scale.batch import Batch
 from trp_scale.config import Config
-from trp_scale.data.hashing import Integers, Words, mix, stream
+from trp_scale.data.hashing import Integers, Words
 from trp_scale.data.masking import Masked, Masker
-from trp_scale.data.plan import Addresses
+from trp_scale.data.plan import Addresses, row_states
 from trp_scale.data.sentence_pairs import Segments, draw_pairs, draw_partners, whole_rows
 from trp_scale.data.shard_reader import ShardReader
 from trp_scale.data.text_dataset import TextDataset, TextMeta
@@ -41,7 +41,7 @@ class TextBatchBuilder:
         self._length = meta.length
         self._pairs = config.objective.next_sentence != "off"
         self._maskings = config.masking.maskings
-        self._state = stream(config.training.seed, "rows")
+        self._seed = config.training.seed
         self._block_rows = [dataset.blocks.rows for dataset in datasets]
         self._reader = TextRowReader(
             readers=[ShardReader(dataset.blocks, verify=config.data.verify) for dataset in datasets],
@@ -63,7 +63,7 @@ class TextBatchBuilder:
     def build(self, addresses: Addresses, start: int) -> Batch:
         """The batch of the rows at `addresses`, whose first is at position `start` of its source."""
         began = time.perf_counter()
-        states = self._row_states(addresses)
+        states = row_states(addresses, seed=self._seed, maskings=self._maskings)
         rows, segments = self._read(addresses, states)
         tokens, tags, token_types, pieces, attended = self._lay_out(rows, segments)
         masked = self._masker.mask(tokens, tags, pieces, states)
@@ -77,12 +77,6 @@ class TextBatchBuilder:
             corrupt=rows.corrupt,
             fetch_seconds=time.perf_counter() - began,
         )
-
-    def _row_states(self, addresses: Addresses) -> Words:
-        """The word of each row and masking from which all its draws come, [R]."""
-        masking = addresses.epoch % self._maskings if self._maskings > 0 else addresses.epoch
-        states = mix(addresses.keys.astype(np.uint64) ^ np.uint64(self._state))
-        return mix(states ^ masking.astype(np.uint64))
 
     def _read(self, addresses: Addresses, states: Words) -> tuple[TextRows, Segments]:
         partner = addresses.row

@@ -53,6 +53,11 @@ class TextDataset:
     meta: TextMeta
     blocks: BlockTable
 
+    def digest(self) -> str:
+        """Equal on two ranks if they see the same dataset.json, tokenizer, indexes and tar sizes."""
+        parts = (self.name, self.meta.length, self.meta.vocab_size, self.meta.special_tokens)
+        return f"{parts} {self.meta.tokenizer_digest} {self.blocks.digest()}"
+
 
 def open_text_dataset(directory: Path, name: str = "") -> TextDataset:
     """Read dataset.json and all indexes.

@@ -64,7 +64,7 @@ def test_signals_to_the_group_do_not_stop_the_workers(train: TrainSource) -> Non
 
 
 def test_the_caller_still_hears_its_signals(train: TrainSource) -> None:
-    start_worker_server()
+    start_worker_server("trp_scale.data.text_batch")
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, []) & set(STOP_SIGNALS)
     train.next_window()
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, []) & set(STOP_SIGNALS)

@@ -1,0 +1,173 @@
+"""Which part of an image each crop shows, whether it is mirrored, and cutting it out.
+
+Every draw is a hash of the row's state and the crop's number, so a crop depends on (seed, row key, masking, crop) and
+on the image's size, never on the batch it is made in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+from torchvision.transforms import InterpolationMode
+from torchvision.transforms.v2 import functional
+
+from trp_scale.config import CropsConfig, RefusedError
+from trp_scale.data.hashing import Integers, Words, below, mix, name_hash
+
+_CROP = np.uint64(name_hash("crop"))
+_VIEW = np.uint64(name_hash("crop: view"))
+_BOX = np.uint64(name_hash("crop: box"))
+_WINDOW = np.uint64(name_hash("crop: window"))
+_FLIP = np.uint64(name_hash("crop: flip"))
+
+TRIES = 10
+SHORTEST, LONGEST = 3.0 / 4.0, 4.0 / 3.0
+"""Allowed ratios of a box's width to its height."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Crops:
+    """Where the crops of a batch's images lie.
+
+    Attributes:
+        boxes: [R, k, 4] top, left, height, width in pixels of the image; for crops.from = view [R, 1, 4], of the view.
+        windows: [R, k, 2] top, left in the view; None for crops.from = image.
+        flips: [R, k] which crops are mirrored.
+    """
+
+    boxes: Integers
+    windows: Integers | None
+    flips: npt.NDArray[np.bool_]
+
+
+class Cropper:
+    """Draws crops and cuts them out.
+
+    Args:
+        settings: the section `crops`.
+
+    Raises:
+        RefusedError: settings that contradict each other.
+    """
+
+    def __init__(self, settings: CropsConfig) -> None:
+        if settings.count < 1 or settings.size < 1:
+            raise RefusedError(
+                f"crops.count {settings.count}, crops.size {settings.size} found, each at least 1 allowed"
+            )
+        if not 0.0 < settings.min_scale <= settings.max_scale <= 1.0:
+            raise RefusedError(
+                f"crops.min_scale {settings.min_scale}, crops.max_scale {settings.max_scale} found, "
+                f"0 < min_scale <= max_scale <= 1 allowed"
+            )
+        if not 0.0 <= settings.flip <= 1.0:
+            raise RefusedError(f"crops.flip: {settings.flip} found, a probability from 0 to 1 allowed")
+        if settings.from_ == "view" and settings.view_size < settings.size:
+            raise RefusedError(
+                f"crops.view_size: {settings.view_size} found, at least crops.size = {settings.size} allowed: "
+                f"crops are windows of the view"
+            )
+        self._settings = settings
+        self._mode = InterpolationMode[settings.interpolation.upper()]
+
+    def draw(self, states: Words, sizes: Integers) -> Crops:
+        """The crops of each row.
+
+        Args:
+            states: [R] a word per row (`plan.row_states`).
+            sizes: [R, 2] height and width of its image.
+        """
+        settings = self._settings
+        words = crop_words(states, settings.count)  # [R, k]
+        flips = uniform(mix(words ^ _FLIP)) < settings.flip
+        if settings.from_ == "image":
+            return Crops(boxes=self._boxes(words, sizes), windows=None, flips=flips)
+        places = mix(words ^ _WINDOW)[:, :, None] ^ np.arange(2, dtype=np.uint64)  # [R, k, 2]
+        windows = below(mix(places), settings.view_size - settings.size + 1)
+        return Crops(boxes=self._boxes(mix(states ^ _VIEW)[:, None], sizes), windows=windows, flips=flips)
+
+    def cut(self, image: Tensor, crops: Crops, row: int, out: Tensor) -> None:
+        """Cut the crops of one row out of its image.
+
+        Args:
+            image: [3, H, W] uint8.
+            crops: of the batch.
+            row: number of the row in it.
+            out: [k, 3, S, S] uint8, is written.
+        """
+        size, view_size = self._settings.size, self._settings.view_size
+        flips = crops.flips[row].tolist()
+        if crops.windows is None:
+            for number, box in enumerate(crops.boxes[row].tolist()):
+                _place(self._resized(image, box, size), flips[number], out[number])
+            return
+        view = self._resized(image, crops.boxes[row, 0].tolist(), view_size)  # [3, view, view]
+        for number, (top, left) in enumerate(crops.windows[row].tolist()):
+            _place(view[:, top : top + size, left : left + size], flips[number], out[number])
+
+    def _resized(self, image: Tensor, box: list[int], size: int) -> Tensor:
+        """A box of the image as [3, size, size]; neighbours outside the box do not enter."""
+        top, left, height, width = box
+        part = image[:, top : top + height, left : left + width]
+        resized: Tensor = functional.resize(part, [size, size], interpolation=self._mode, antialias=True)
+        return resized
+
+    def _boxes(self, words: Words, sizes: Integers) -> Integers:
+        return draw_boxes(words, sizes, self._settings.min_scale, self._settings.max_scale)
+
+
+def crop_words(states: Words, count: int) -> Words:
+    """A word for each crop of each row, [R, k], from which its box, flip and mask come."""
+    return mix(mix(states ^ _CROP)[:, None] ^ np.arange(count, dtype=np.uint64))
+
+
+def uniform(words: Words) -> npt.NDArray[np.float64]:
+    """Numbers in [0, 1) from the upper 53 bits of each word."""
+    return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def draw_boxes(words: Words, sizes: Integers, min_scale: float, max_scale: float) -> Integers:
+    """Random resized crops (Szegedy et al. 2015, as torchvision's RandomResizedCrop draws them).
+
+    A try takes a share of the area, uniform from min_scale to max_scale, and a ratio of the sides, log-uniform from 3/4
+    to 4/3. The first of ten tries whose box fits into the image is placed at random; if none fits, it is the largest
+    central box of an allowed ratio.
+
+    Args:
+        words: [R, k] a word per crop.
+        sizes: [R, 2] height and width of each image, at least 1.
+        min_scale, max_scale: shares of the image's area.
+
+    Returns:
+        [R, k, 4] top, left, height, width.
+    """
+    height, width = (sizes[:, None, None, side] for side in (0, 1))  # [R, 1, 1]
+    draws = mix(mix(words ^ _BOX)[:, :, None] ^ np.arange(4 * TRIES, dtype=np.uint64))
+    draws = draws.reshape(*words.shape, TRIES, 4)  # [R, k, tries, (area, ratio, top, left)]
+    area = (min_scale + (max_scale - min_scale) * uniform(draws[..., 0])) * (height * width)  # [R, k, tries]
+    low, high = np.log(SHORTEST), np.log(LONGEST)
+    ratio = np.exp(low + (high - low) * uniform(draws[..., 1]))
+    wide, tall = np.rint(np.sqrt(area * ratio)), np.rint(np.sqrt(area / ratio))
+    fits = (wide >= 1) & (wide <= width) & (tall >= 1) & (tall <= height)
+    first = np.argmax(fits, axis=2)[:, :, None]  # [R, k, 1] the first try that fits
+    wide, tall = (np.take_along_axis(sides, first, axis=2).astype(np.int64) for sides in (wide, tall))
+    top = below(np.take_along_axis(draws[..., 2], first, axis=2), height - tall + 1)
+    left = below(np.take_along_axis(draws[..., 3], first, axis=2), width - wide + 1)
+    boxes: Integers = np.concatenate([top, left, tall, wide], axis=2)  # [R, k, 4]
+    return np.where(fits.any(axis=2)[:, :, None], boxes, _central_boxes(sizes)[:, None, :])
+
+
+def _central_boxes(sizes: Integers) -> Integers:
+    """The largest central box of each image whose ratio is allowed, [R, 4]."""
+    height, width = sizes[:, 0], sizes[:, 1]
+    tall = np.minimum(height, np.rint(width / SHORTEST).astype(np.int64))
+    wide = np.minimum(width, np.rint(height * LONGEST).astype(np.int64))
+    boxes: Integers = np.stack([(height - tall) // 2, (width - wide) // 2, tall, wide], axis=1)
+    return boxes
+
+
+def _place(crop: Tensor, flip: bool, out: Tensor) -> None:
+    out.copy_(functional.horizontal_flip(crop) if flip else crop)

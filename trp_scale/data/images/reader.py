@@ -1,0 +1,199 @@
+"""Where each image lies in its tar, as columns of numbers, and reading its bytes.
+
+ImageNet has 1.28 million images in about as many shards as text has for a thousandth of the samples. A process keeps 32
+bytes for each (offset, length and checksum of two members) and no names: a name is looked up in the index file when an
+image turns out to be damaged.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import zlib
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from trp_scale.data.blocks import read_checked_index
+from trp_scale.data.hashing import Integers
+from trp_scale.data.index import Block, DataError, ShardIndex, read_index
+
+Counts = npt.NDArray[np.uint32]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SampleTable:
+    """Images in stored order.
+
+    Attributes:
+        suffixes: members that are read, in the order of the columns; M of them.
+        shards: tars, by number.
+        sizes: [shards] bytes of each tar.
+        starts: [shards + 1] number of the first image of each tar; the last entry is the number of all images.
+        offsets: [n, M] int64, first byte of a member in its tar.
+        lengths, checksums: [n, M] uint32, bytes and crc32 of a member.
+        digest: hash of all indexes (names, all members) and tar sizes.
+    """
+
+    suffixes: tuple[str, ...]
+    shards: list[Path]
+    sizes: Integers
+    starts: Integers
+    offsets: Integers
+    lengths: Counts
+    checksums: Counts
+    digest: str
+
+    @property
+    def rows(self) -> int:
+        """Number of images."""
+        return int(self.starts[-1])
+
+    def shard_of(self, sample: int) -> int:
+        """Number of the tar that holds an image."""
+        return int(np.searchsorted(self.starts, sample, side="right")) - 1
+
+    def key(self, sample: int) -> str:
+        """ "SHARD/KEY" of an image, from its index file.
+
+        Raises:
+            DataError: the index is no longer there, or has fewer images than at the start.
+        """
+        shard = self.shard_of(sample)
+        path, place = self.shards[shard], sample - int(self.starts[shard])
+        blocks = read_index(path).blocks
+        if place >= len(blocks):
+            raise DataError(f"{path}: {len(blocks)} images in its index, {place + 1} or more at the start of the run")
+        return f"{path.stem}/{blocks[place].key}"
+
+
+def read_samples(
+    directory: Path, shards: list[str], suffixes: tuple[str, ...], opened: tuple[str, ...]
+) -> SampleTable:
+    """Read the indexes of the tars in `directory` and check them against the tars' sizes.
+
+    Args:
+        directory: of the tars.
+        shards: their file names.
+        suffixes: members that every image has; an image that lacks one, or brings another, refuses the shard.
+        opened: those among them that will be read; only these get columns.
+
+    Raises:
+        DataError: what `blocks.read_checked_index` refuses, an image of several rows, a key that comes twice in a
+            shard, a shard that is listed twice, or no images at all.
+    """
+    if len(set(shards)) < len(shards):
+        raise DataError(f"{directory}: a shard is listed twice; shard the images again")
+    paths, sizes, counts, columns = [], [], [], []
+    digest = hashlib.blake2b(repr((suffixes, shards)).encode(), digest_size=16)
+    for name in shards:
+        index = read_checked_index(directory, name, suffixes)
+        _check_samples(directory / name, index.blocks)
+        members = _columns(index, suffixes)  # [images of the shard, all members, 3]
+        digest.update("\n".join([str(index.size), *(block.key for block in index.blocks)]).encode())
+        digest.update(members.tobytes())
+        paths.append(directory / name)
+        sizes.append(index.size)
+        counts.append(len(members))
+        kept = members[:, [suffixes.index(suffix) for suffix in opened]]  # [images of the shard, M, 3]
+        columns.append((kept[:, :, 0], kept[:, :, 1].astype(np.uint32), kept[:, :, 2].astype(np.uint32)))
+    if not sum(counts):
+        raise DataError(f"{directory}: no images in {len(shards)} shards; shard the images again")
+    return SampleTable(
+        suffixes=opened,
+        shards=paths,
+        sizes=np.array(sizes, dtype=np.int64),
+        starts=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
+        offsets=np.concatenate([offsets for offsets, _, _ in columns]),
+        lengths=np.concatenate([lengths for _, lengths, _ in columns]),
+        checksums=np.concatenate([checksums for _, _, checksums in columns]),
+        digest=digest.hexdigest(),
+    )
+
+
+def _check_samples(shard: Path, samples: list[Block]) -> None:
+    keys: set[str] = set()
+    for sample in samples:
+        if sample.rows != 1:
+            raise DataError(f"{shard}: image {sample.key}: {sample.rows} rows, 1 expected")
+        if sample.key in keys:
+            raise DataError(f"{shard}: key {sample.key!r} comes twice; shard the images again")
+        keys.add(sample.key)
+
+
+def _columns(index: ShardIndex, suffixes: tuple[str, ...]) -> Integers:
+    """Offset, length and checksum of every member of a shard, [images, suffixes, 3]."""
+    rows = [
+        (member.offset, member.length, member.crc32)
+        for block in index.blocks
+        for member in (block.members[suffix] for suffix in suffixes)
+    ]
+    columns: Integers = np.array(rows, dtype=np.int64).reshape(len(index.blocks), len(suffixes), 3)
+    return columns
+
+
+class SampleReader:
+    """Reads members of images by `pread`; pickles as its table alone, so a worker opens its own files.
+
+    Not by memory map, as text: an image is read once an epoch and decoded from a copy in any case, one request for the
+    whole of it is what a network file system serves best, and a file cut short is a short read, not a signal.
+
+    Args:
+        table: the images.
+        verify: check each member's crc32.
+        keep: tars kept open.
+    """
+
+    def __init__(self, table: SampleTable, *, verify: bool, keep: int = 128) -> None:
+        self.table = table
+        self._verify = verify
+        self._keep = keep
+        self._files: OrderedDict[int, int] = OrderedDict()
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_files": OrderedDict()}
+
+    def __del__(self) -> None:
+        for descriptor in self._files.values():
+            os.close(descriptor)
+
+    def members(self, sample: int) -> list[bytearray]:
+        """The members of an image, in the order of the table's suffixes.
+
+        Raises:
+            DataError: the tar is not there or is shorter than at the start, or a checksum differs.
+        """
+        table = self.table
+        shard = table.shard_of(sample)
+        descriptor = self._open(shard)
+        contents = []
+        for place, suffix in enumerate(table.suffixes):
+            where = f"{table.shards[shard]}: image {sample - int(table.starts[shard])}, .{suffix}"
+            content = bytearray(int(table.lengths[sample, place]))
+            try:
+                count = os.preadv(descriptor, [content], int(table.offsets[sample, place]))
+            except OSError as error:
+                raise DataError(f"{where}: cannot be read ({error.strerror})") from error
+            if count != len(content):
+                raise DataError(f"{where}: {count} bytes found, {len(content)} expected")
+            if self._verify and zlib.crc32(content) != int(table.checksums[sample, place]):
+                raise DataError(f"{where}: checksum differs from the index")
+            contents.append(content)
+        return contents
+
+    def _open(self, shard: int) -> int:
+        if shard in self._files:
+            self._files.move_to_end(shard)
+            return self._files[shard]
+        path = self.table.shards[shard]
+        try:
+            descriptor = os.open(path, os.O_RDONLY)
+        except OSError as error:
+            raise DataError(f"{path}: cannot be opened ({error.strerror})") from error
+        self._files[shard] = descriptor
+        if len(self._files) > self._keep:
+            os.close(self._files.popitem(last=False)[1])
+        return descriptor

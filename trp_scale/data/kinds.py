@@ -1,0 +1,97 @@
+"""The kinds of rows: what opens them and what makes batches of them. Order, split, cursors and workers are the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from trp_scale.config import Config, RefusedError
+from trp_scale.data.fetch import BatchBuilder
+from trp_scale.data.index import read_json
+from trp_scale.data.mixture import MemberPath
+from trp_scale.data.plan import Blocks
+from trp_scale.data.text_batch import TextBatchBuilder
+from trp_scale.data.text_dataset import TextMeta, agree, open_text_dataset
+
+if TYPE_CHECKING:
+    from trp_scale.data.images.dataset import ImageMeta
+
+BUILDERS = {"text": "trp_scale.data.text_batch", "image": "trp_scale.data.images.batch"}
+"""Module of the batch builder, by the kind in dataset.json."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """Opened data sets of one kind.
+
+    Attributes:
+        blocks: of each data set.
+        meta: what all rows have in common.
+        limit: predicted places of a sequence: masked slots of a text row, masked patches of a crop.
+        builder: makes batches of their rows.
+        digests: of each data set.
+    """
+
+    blocks: Sequence[Blocks]
+    meta: TextMeta | ImageMeta
+    limit: int
+    builder: BatchBuilder
+    digests: list[str]
+
+
+def kind_of(config: Config) -> str:
+    """The kind of rows that the objective learns from."""
+    return "image" if config.objective.kind == "mae" else "text"
+
+
+def open_rows(config: Config, paths: Sequence[MemberPath]) -> Rows:
+    """Open data sets of the kind that the objective learns from.
+
+    Raises:
+        DataError: the data is missing, damaged or of another format, or the members of a mixture differ.
+        RefusedError: settings that do not fit the data or each other, or data of another kind.
+    """
+    wanted = kind_of(config)
+    for path in paths:
+        found = read_json(path.path / "dataset.json").get("kind")
+        if found != wanted and found in BUILDERS:
+            raise RefusedError(
+                f"{path.path}: kind {found!r} found, but --objective.kind {config.objective.kind} learns from kind "
+                f"{wanted!r}; give other data (--data.path), or choose a recipe for {found} data"
+            )
+    return _open_images(config, paths) if wanted == "image" else _open_text(config, paths)
+
+
+def _open_text(config: Config, paths: Sequence[MemberPath]) -> Rows:
+    datasets = [open_text_dataset(path.path, path.name) for path in paths]
+    meta = agree(datasets)
+    if meta.length > config.model.max_positions:
+        raise RefusedError(
+            f"{paths[0].path}: sequences of {meta.length} pieces, model.max_positions is {config.model.max_positions}; "
+            f"raise it (--model.max_positions {meta.length}), or shard the data with a smaller length"
+        )
+    builder = TextBatchBuilder(config, datasets, meta)
+    return Rows(
+        blocks=[dataset.blocks for dataset in datasets],
+        meta=meta,
+        limit=builder.limit,
+        builder=builder,
+        digests=[dataset.digest() for dataset in datasets],
+    )
+
+
+def _open_images(config: Config, paths: Sequence[MemberPath]) -> Rows:
+    from trp_scale.data.images.batch import ImageBatchBuilder  # torchvision: a second that text need not wait for
+    from trp_scale.data.images.dataset import agree_images, open_image_dataset
+
+    datasets = [open_image_dataset(path.path, path.name) for path in paths]
+    meta = agree_images(datasets)
+    builder = ImageBatchBuilder(config, datasets, meta)
+    return Rows(
+        blocks=[dataset.blocks for dataset in datasets],
+        meta=meta,
+        limit=builder.split.masked,
+        builder=builder,
+        digests=[dataset.digest() for dataset in datasets],
+    )
