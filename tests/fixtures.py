@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from trp_scale.data.images.shard import ShardImagesConfig, shard_images
 from trp_scale.data.text.embedded import embedded_documents
 from trp_scale.data.text.shard import ShardTextConfig, shard_text
 
@@ -45,6 +46,35 @@ def small_text_dataset(
             vocab_size=vocab_size,
             rows_per_block=rows_per_block,
             shard_bytes=shard_bytes,
+            processes=1,
+            progress=False,
+        )
+    )
+
+
+def small_image_dataset(
+    directory: Path,
+    count: int = 96,
+    size: int = 32,
+    rows_per_block: int = 8,
+    samples_per_shard: int = 32,
+    seed: int = 0,
+) -> Path:
+    """Write `count` rendered scenes of size x size pixels in shards of 32, order-blocks of 8; takes about 1 s.
+
+    small_image_dataset(directory, count=96, size=32, rows_per_block=8, samples_per_shard=32, seed=0) -> directory
+
+    Members of each sample: jpg, cls (eight classes, number % 8), depth.png, semseg.png.
+    """
+    return shard_images(
+        ShardImagesConfig(
+            output=directory,
+            embedded=True,
+            count=count,
+            size=size,
+            seed=seed,
+            rows_per_block=rows_per_block,
+            samples_per_shard=samples_per_shard,
             processes=1,
             progress=False,
         )

@@ -1,0 +1,101 @@
+"""Settings of image sharding, and the part of them that the bytes of a data set depend on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tyro.conf import UseAppendAction
+
+from trp_scale.data.images.members import MODALITIES
+from trp_scale.data.index import DataError
+
+
+@dataclass(kw_only=True)
+class ShardImagesConfig:
+    """Shard images for pre-training, with their classes and aligned depth and segmentation maps where there are any."""
+
+    output: Path
+    """Directory of the data set. A run that was stopped goes on there; one with other settings is refused."""
+    inputs: list[str] = field(default_factory=list)
+    """One of: a folder of images (sub-folders are classes, numbered by sorted name; a flat folder has none); tars with
+    .jpg, .jpeg or .png and .cls members (files, globs, or a folder of them); a directory written by
+    datasets.save_to_disk; torchvision:NAME=ROOT for a torchvision dataset that is there already (nothing is
+    downloaded)."""
+    embedded: bool = False
+    """Render synthetic scenes (solids on a textured ground) with class, exact depth and exact segmentation: made for
+    trying things out without downloads, not for figures about real images."""
+    count: int = 4096
+    """Embedded: scenes to render."""
+    size: int = 128
+    """Embedded: pixels of each side."""
+    seed: int = 0
+    """Embedded: another seed gives other scenes."""
+    modality: UseAppendAction[list[str]] = field(default_factory=list)
+    """depth=FOLDER (16-bit grey PNG) or semseg=FOLDER (8-bit PNG of class numbers), once for each: maps aligned with
+    the upright images of an image folder, under the same relative paths. Tars bring theirs as .depth.png and
+    .semseg.png members."""
+    class_names: str = ""
+    """Tars: text file with the name of each class, one a line, in the order of their numbers."""
+    split: str = "train"
+    """Split of a dataset directory or of a torchvision dataset that has several."""
+    image_column: str = "image"
+    """Column of a dataset directory that holds the images."""
+    label_column: str = "label"
+    """Column of a dataset directory that holds the class numbers; empty = none."""
+    short_side: int = 0
+    """Shrink images (and their maps) to this short side in pixels; smaller ones stay as they are. 0 = keep all sizes."""
+    quality: int = 0
+    """Encode every image anew as JPEG of this quality. 0 = keep the bytes of baseline RGB and grey JPEGs that need no
+    change; what has to be encoded is encoded with quality 95 without chroma subsampling. Transparent pixels become
+    white."""
+    max_pixels: int = 100_000_000
+    """An image with more pixels is skipped before it is decoded."""
+    samples_per_shard: int = 0
+    """Images per shard; 0 = a sixteenth of them, at most 2048, in whole blocks."""
+    rows_per_block: int = 64
+    """Images that are read together: the unit of the order and of the held-out split."""
+    processes: int = 0
+    """Processes at work; 0 = one for each core. The output does not depend on it."""
+    max_skipped: float = 0.01
+    """Largest share of images that may be skipped."""
+    progress: bool = True
+    """Show a progress bar."""
+
+    def check(self) -> None:
+        """Raise DataError for a setting that cannot work, naming its flag."""
+        if bool(self.inputs) == self.embedded:
+            raise DataError("give --inputs FILES or --embedded, one of the two")
+        for name, smallest, largest in (
+            ("count", 1, 10**9),
+            ("size", 16, 4096),
+            ("short_side", 0, 1 << 16),
+            ("quality", 0, 100),
+            ("max_pixels", 1, 1 << 40),
+            ("samples_per_shard", 0, 1 << 20),
+            ("rows_per_block", 1, 1 << 20),
+            ("processes", 0, 4096),
+        ):
+            if not smallest <= getattr(self, name) <= largest:
+                raise DataError(f"--{name} {getattr(self, name)}: {smallest} to {largest} is allowed")
+        if not 0 <= self.max_skipped <= 1:
+            raise DataError(f"--max_skipped {self.max_skipped}: a share from 0 to 1 is allowed")
+        self.modality_folders()
+
+    def modality_folders(self) -> dict[str, Path]:
+        """Folder of each aligned modality, in the order of MODALITIES."""
+        folders: dict[str, Path] = {}
+        for item in self.modality:
+            name, given, folder = item.partition("=")
+            if name not in MODALITIES or not given or name in folders:
+                raise DataError(f"--modality {item}: once each, {' or '.join(f'{m}=FOLDER' for m in MODALITIES)}")
+            if not Path(folder).is_dir():
+                raise DataError(f"--modality {item}: {folder} is not a folder")
+            folders[name] = Path(folder)
+        return {name: folders[name] for name in MODALITIES if name in folders}
+
+    def identity(self) -> dict[str, object]:
+        """The settings that change the bytes of the output; where files lie and how the work is shared do not."""
+        names = ["embedded", "short_side", "quality", "max_pixels", "samples_per_shard", "rows_per_block"]
+        names += ["count", "size", "seed"] if self.embedded else ["split", "image_column", "label_column"]
+        return {name: getattr(self, name) for name in names} | {"modality": list(self.modality_folders())}
