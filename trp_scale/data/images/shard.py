@@ -49,7 +49,11 @@ def shard_images(config: ShardImagesConfig) -> Path:
     (output / "shards").mkdir(exist_ok=True)
     write_json(output / "progress" / "settings.json", identity)
     portions = cut_into_portions(listing.samples, config.samples_per_shard, config.rows_per_block)
-    reports = {portion.number: report for portion in portions if (report := _done(output, portion))}
+    reports = {
+        portion.number: report
+        for portion in portions
+        if (report := finished_report(output, shard_stem(portion.number), PortionReport))
+    }
     if reports:
         log.info("%d of %d shards are there already", len(reports), len(portions))
     reports |= _run(config, listing, [portion for portion in portions if portion.number not in reports])
@@ -89,14 +93,6 @@ def _run(config: ShardImagesConfig, listing: Listing, portions: list[Portion]) -
             shown=config.progress,
         ),
     )
-
-
-def _done(output: Path, portion: Portion) -> PortionReport | None:
-    report = finished_report(output, shard_stem(portion.number))
-    try:
-        return None if report is None else PortionReport(**report)
-    except TypeError:  # of another version: the shard is made again
-        return None
 
 
 def _write_dataset(

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
 from trp_scale.data.index import DataError, index_path, read_index, read_json
 from trp_scale.data.sharding.writing import report_path
@@ -14,6 +14,8 @@ DATASET_FORMAT = 1
 
 MAX_LISTED = 1000
 """Skipped things that are listed by place, in a shard's report and in dataset.json; all are counted."""
+
+ReportT = TypeVar("ReportT")
 
 log = logging.getLogger(__name__)
 
@@ -70,14 +72,15 @@ def is_finished(output: Path, identity: Mapping[str, object]) -> bool:
     return True
 
 
-def finished_report(output: Path, stem: str) -> dict[str, Any] | None:
-    """The report of a finished shard, or None."""
+def finished_report(output: Path, stem: str, make: Callable[..., ReportT]) -> ReportT | None:
+    """The report `make(**fields)` of a shard that is finished, or None; the index is written last, so it is the mark of
+    that. A report with other fields is of another version, and its shard is made again."""
     shard = output / "shards" / f"{stem}.tar"
     try:
         if shard.stat().st_size != read_index(shard).size:
             return None
-        return read_json(report_path(output, stem))
-    except (OSError, DataError):
+        return make(**read_json(report_path(output, stem)))
+    except (OSError, DataError, TypeError):
         return None
 
 

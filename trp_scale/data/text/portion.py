@@ -4,29 +4,24 @@ from __future__ import annotations
 
 import gc
 import io
-import os
-import tarfile
-import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from trp_scale.data.groups import GROUP_BITS, GROUPS, OTHER
-from trp_scale.data.index import Block, Member, ShardIndex, write_index, write_json
+from trp_scale.data.sharding.directory import MAX_LISTED
+from trp_scale.data.sharding.writing import ShardWriter, new_shard
 from trp_scale.data.text.annotate import Annotated, Annotator
 from trp_scale.data.text.corpus import Portion
 from trp_scale.data.text.documents import Document, ReadSettings, read_portion
 from trp_scale.data.text.rows import RowPacker, fill_rows, pad_sentence_ends
 from trp_scale.data.text.sentences import SentenceSplitter
-
-MAX_LISTED = 1000
-"""Skipped documents that are listed by place, in a shard's report and in dataset.json; all are counted."""
 
 BATCH_SENTENCES = 2000
 """Sentences that are tagged and tokenized together."""
@@ -78,11 +73,8 @@ class RowSettings:
 class PortionWriter:
     """Turns documents into rows and writes them in blocks to an open shard."""
 
-    def __init__(self, stream: IO[bytes], stem: str, annotator: Annotator, settings: RowSettings) -> None:
-        from webdataset.writer import TarWriter  # imports torch: only processes that write shards pay for it
-
-        # Fixed owner, mode and time: the bytes depend on the rows alone.
-        self._tar = TarWriter(stream, user="trp", group="trp", mode=0o444, mtime=0, encoder=False, compress=False)
+    def __init__(self, shard: ShardWriter, stem: str, annotator: Annotator, settings: RowSettings) -> None:
+        self._shard = shard
         self._stem = stem
         self._annotator = annotator
         self._settings = settings
@@ -93,8 +85,6 @@ class PortionWriter:
         self._document_pieces = 0
         self._tokens: list[NDArray[np.uint32]] = []
         self._tags: list[NDArray[np.uint8]] = []
-        self.checksums: dict[str, int] = {}
-        self.block_rows: dict[str, int] = {}
         self.report = PortionReport()
 
     def add_document(self, document: Document) -> None:
@@ -106,11 +96,10 @@ class PortionWriter:
         self._ends.append((len(self._sentences), document))
 
     def finish(self) -> None:
-        """Write the last block and the end of the tar."""
+        """Write the last block."""
         self._add_sentences()
         if self._packer.lengths:
             self._write_block(len(self._packer.lengths))
-        self._tar.close()
 
     def _add_sentences(self) -> None:
         """Tag, tokenize and pack the sentences that wait, and end the documents that end among them."""
@@ -166,11 +155,8 @@ class PortionWriter:
             "tags.npy": _npy_bytes(fill_rows(tags[:count], lengths, settings.row_length, OTHER)),  # [R, row_length]
             "sentences.npy": _npy_bytes(pad_sentence_ends(ends)),  # [R, S]
         }
-        key = f"{self._stem}-{len(self.block_rows):05d}"
-        self._tar.write({"__key__": key, **members})
-        self.block_rows[key] = rows
+        self._shard.add(f"{self._stem}-{len(self._shard):05d}", rows, members)
         self.report.rows += rows
-        self.checksums.update((f"{key}.{suffix}", zlib.crc32(content)) for suffix, content in members.items())
 
 
 def write_portion(
@@ -181,7 +167,7 @@ def write_portion(
     rows: RowSettings,
     advance: Callable[[int, int, int], None],
 ) -> PortionReport:
-    """Make the shard of a portion: the tar, then its report, then its index; each appears under its name when whole.
+    """Make the shard of a portion.
 
     Args:
         directory: the data set.
@@ -189,10 +175,8 @@ def write_portion(
             the portion's size.
     """
     stem = shard_stem(portion.number)
-    shard = directory / "shards" / f"{stem}.tar"
-    temporary = shard.with_name(f".{shard.name}.{os.getpid()}.tmp")
-    with temporary.open("wb") as stream, _no_collection():
-        writer = PortionWriter(stream, stem, annotator, rows)
+    with new_shard(directory, stem) as shard, _no_collection():
+        writer = PortionWriter(shard.writer, stem, annotator, rows)
         report = writer.report
         reported = characters = 0
         for document in read_portion(portion, read):
@@ -204,12 +188,7 @@ def write_portion(
             reported, characters = report.words, characters + len(document.text)
         writer.finish()
         advance(0, report.words - reported, portion.size - characters)
-        stream.flush()
-        os.fsync(stream.fileno())
-    index = _index(temporary, shard.name, writer)
-    temporary.replace(shard)
-    write_json(report_path(directory, portion.number), dict(vars(report)))
-    write_index(shard, index)
+        shard.report = dict(vars(report))
     return report
 
 
@@ -229,24 +208,6 @@ def _no_collection() -> Iterator[None]:
 def shard_stem(number: int) -> str:
     """0 -> text-000000"""
     return f"text-{number:06d}"
-
-
-def report_path(directory: Path, number: int) -> Path:
-    """Where the report of a finished portion lies until the data set is finished."""
-    return directory / "progress" / f"{shard_stem(number)}.json"
-
-
-def _index(tar: Path, name: str, writer: PortionWriter) -> ShardIndex:
-    """Read the places of the members back from the tar that was written."""
-    members: dict[str, dict[str, Member]] = {key: {} for key in writer.block_rows}
-    with tarfile.open(tar, "r:") as archive:
-        for entry in archive:
-            key, _, suffix = entry.name.partition(".")
-            members[key][suffix] = Member(
-                offset=entry.offset_data, length=entry.size, crc32=writer.checksums[entry.name]
-            )
-    blocks = [Block(key=key, rows=rows, members=members[key]) for key, rows in writer.block_rows.items()]
-    return ShardIndex(shard=name, size=tar.stat().st_size, blocks=blocks)
 
 
 def _npy_bytes(array: NDArray[Any]) -> bytes:
