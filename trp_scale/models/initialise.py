@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
@@ -19,20 +21,57 @@ def initial_tensor(seed: int, name: str, shape: tuple[int, ...], std: float) -> 
     return torch.randn(shape, generator=generator) * std
 
 
+def xavier_uniform_tensor(seed: int, name: str, shape: tuple[int, ...]) -> Tensor:
+    """Uniform values within sqrt(6 / (inputs + outputs)) of 0 for a matrix [outputs, inputs] (Glorot and Bengio)."""
+    bound = math.sqrt(6.0 / sum(shape))
+    generator = torch.Generator().manual_seed(tensor_seed(seed, name))
+    return (2.0 * torch.rand(shape, generator=generator) - 1.0) * bound
+
+
+@torch.no_grad()
+def write(module: nn.Module, rule: Callable[[str, nn.Parameter], Tensor | float]) -> None:
+    """Give every parameter what the rule says for its name, whatever its module drew before."""
+    for name, parameter in module.named_parameters():
+        value = rule(name, parameter)
+        if isinstance(value, Tensor):
+            parameter.copy_(value)
+        else:
+            parameter.fill_(value)
+
+
 @torch.no_grad()
 def initialise(module: nn.Module, *, seed: int, std: float) -> None:
     """BERT's initialisation: matrices normal with `std`, biases 0, norm weights 1.
 
-    Every parameter is written, whatever its module drew before. The row of an embedding's padding token is zero, as in
-    transformers.
+    The row of an embedding's padding token is zero, as in transformers.
     """
-    for name, parameter in module.named_parameters():
+
+    def rule(name: str, parameter: nn.Parameter) -> Tensor | float:
         if parameter.ndim >= 2:
-            parameter.copy_(initial_tensor(seed, name, tuple(parameter.shape), std))
-        elif name.endswith("LayerNorm.weight"):
-            parameter.fill_(1.0)
-        else:
-            parameter.zero_()
+            return initial_tensor(seed, name, tuple(parameter.shape), std)
+        return 1.0 if name.endswith("LayerNorm.weight") else 0.0
+
+    write(module, rule)
     for child in module.modules():
         if isinstance(child, nn.Embedding) and child.padding_idx is not None:
             child.weight[child.padding_idx].zero_()
+
+
+TOKEN_STD = 0.02
+"""Standard deviation of class and mask tokens (He et al.)."""
+
+
+def initialise_vision(module: nn.Module, *, seed: int) -> None:
+    """The masked autoencoder's initialisation (He et al., A.1; Wu et al.): matrices xavier uniform, tokens normal with
+    TOKEN_STD, biases and relative tables 0, norm weights 1. Queries, keys and values are one matrix of 3 D rows."""
+
+    def rule(name: str, parameter: nn.Parameter) -> Tensor | float:
+        if name.endswith("_token"):
+            return initial_tensor(seed, name, tuple(parameter.shape), TOKEN_STD)
+        if name.endswith(".table"):
+            return 0.0
+        if parameter.ndim >= 2:
+            return xavier_uniform_tensor(seed, name, tuple(parameter.shape))
+        return 1.0 if name.endswith(".weight") else 0.0  # the only vectors called weight are the norms'
+
+    write(module, rule)

@@ -1,0 +1,206 @@
+"""The masked autoencoder: MAE (He et al.), MAE+ (AdPE 3.2), and the places where AdPE perturbs positions (AdPE 4).
+
+Tokens are always [class, visible patches, masked patches]: nothing is shuffled back, and what is wanted of the masked
+patches is a slice at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from trp_scale.config import Config
+from trp_scale.models.initialise import initialise_vision
+from trp_scale.models.patches import gather_patches
+from trp_scale.models.perturbation import Perturbed, perturbation_shape, perturbed
+from trp_scale.models.positions import shifted, sine_cosine
+from trp_scale.models.relative_positions import IndexKind, RelativeInputs, grid_weights, offset_numbers
+from trp_scale.models.vit import TransformerBlock
+
+CHANNELS = 3
+
+
+class MaeOutput(NamedTuple):
+    """What the objective needs; a tuple, because ZeRO-3 looks for the tensors of an output to hang its hooks on.
+
+    Attributes:
+        prediction: [B, M, P], what is predicted of each masked patch.
+    """
+
+    prediction: Tensor
+
+
+class MaskedAutoencoder(nn.Module):
+    """Predicts masked patches from visible ones.
+
+    Every parameter takes part in every forward pass, shapes are static, and nothing waits for the device.
+
+    Args:
+        config: sizes (model, vision, crops.size), the adversary it is built for, and the seed of its initial weights.
+    Attributes:
+        shape: of the perturbation that `forward` takes; None without an adversary on positions.
+    Raises:
+        RefusedError: the adversary has nothing to act on.
+    """
+
+    encoder_positions: Tensor
+    decoder_positions: Tensor
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        model, vision = config.model, config.vision
+        self.vision, self.adversary = vision, config.adversary
+        self.shape = perturbation_shape(model, vision, config.adversary)
+        self.grid = config.crops.size // vision.patch_size
+        values = vision.patch_size**2 * CHANNELS
+        relative = vision.positions == "relative"
+
+        def blocks(count: int, width: int, heads: int, intermediate: int) -> nn.ModuleList:
+            eps = model.layer_norm_eps
+            return nn.ModuleList(
+                TransformerBlock(width, heads, intermediate, eps=eps, relative=relative) for _ in range(count)
+            )
+
+        width = last_width = model.hidden_size
+        self.patch_embed = nn.Linear(values, width)
+        self.cls_token = nn.Parameter(torch.empty(width))
+        self.blocks = blocks(model.layers, width, model.heads, model.intermediate_size)
+        self.norm = nn.LayerNorm(width, eps=model.layer_norm_eps)
+        self.register_buffer("encoder_positions", sine_cosine(self.grid, width), persistent=False)
+        self.decoder_blocks = nn.ModuleList()
+        if vision.decoder == "transformer":
+            last_width = vision.decoder_hidden_size
+            self.decoder_embed = nn.Linear(width, last_width)
+            self.decoder_blocks = blocks(vision.decoder_layers, last_width, vision.decoder_heads, 4 * last_width)
+            self.decoder_norm = nn.LayerNorm(last_width, eps=model.layer_norm_eps)
+            self.register_buffer("decoder_positions", sine_cosine(self.grid, last_width), persistent=False)
+        self.mask_token = nn.Parameter(torch.empty(width if vision.tokens == "all" else last_width))
+        self.prediction = nn.Linear(last_width, values)
+        initialise_vision(self, seed=config.training.seed)
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """The repeated blocks, each a unit of sharding: the encoder's, then the decoder's."""
+        return [*self.blocks, *self.decoder_blocks]
+
+    @property
+    def index(self) -> IndexKind:
+        """How unperturbed offsets find their entries: the reference that a coordinate adversary starts from is its
+        own index without a shift (algorithms.md, section 2)."""
+        if self.adversary.kind == "relative_coordinate":
+            return self.adversary.index
+        return self.vision.index
+
+    def forward(
+        self, patches: Tensor, visible: Tensor, masked: Tensor, perturbation: Tensor | None = None
+    ) -> MaeOutput:
+        """Predict the masked patches.
+
+        Args:
+            patches: [B, N, P] of the whole image, row by row, values in the order (row, column, channel).
+            visible: [B, V] int64, numbers of the patches that are seen.
+            masked: [B, M] int64, the others.
+            perturbation: [shape.numel] fp32, or None, which is the same as zeros.
+        """
+        parts = (None, None) if perturbation is None or self.shape is None else self.shape.split(perturbation)
+        encoder, decoder = (perturbed(part, self.adversary) for part in parts)
+        seen = masked if self.vision.tokens == "all" else masked[:, :0]  # masked patches that enter the encoder
+        tokens = self.embed(patches, visible, seen, encoder)  # [B, 1 + V (+ M), D]
+        count = masked.shape[1]
+        last = None if self.decoder_blocks else count
+        tokens = self.run(self.blocks, tokens, torch.cat([visible, seen], dim=1), seen.shape[1], encoder, last)
+        tokens = self.norm(tokens)
+        if self.decoder_blocks:
+            tokens = self.enter_decoder(tokens, visible, masked, decoder)  # [B, 1 + V + M, D']
+            places = torch.cat([visible, masked], dim=1)
+            tokens = self.run(self.decoder_blocks, tokens, places, count, decoder, count)  # [B, M, D']
+            tokens = self.decoder_norm(tokens)
+        return MaeOutput(prediction=self.prediction(tokens))
+
+    def features(self, patches: Tensor, visible: Tensor) -> Tensor:
+        """[B, N, P] and [B, V] -> [B, 1 + V, D]: the encoder's output for these patches alone, unperturbed."""
+        clean = Perturbed()
+        tokens = self.embed(patches, visible, visible[:, :0], clean)
+        return self.norm(self.run(self.blocks, tokens, visible, 0, clean, None))  # type: ignore[no-any-return]
+
+    def embed(self, patches: Tensor, visible: Tensor, masked: Tensor, acting: Perturbed) -> Tensor:
+        """[B, 1 + V + M, D] what enters the encoder: patches and mask tokens with their positions; the class token has
+        none."""
+        dtype = self.cls_token.dtype
+        seen = self.patch_embed(gather_patches(patches, visible).to(dtype))  # [B, V, D]
+        seen = seen + self.encoder_positions[visible].to(dtype)
+        tokens = [self.cls_token.expand(len(seen), 1, -1), seen]
+        if masked.shape[1]:
+            tokens.append(self.masked_tokens(self.encoder_positions, masked, acting))
+        return torch.cat(tokens, dim=1)
+
+    def enter_decoder(self, tokens: Tensor, visible: Tensor, masked: Tensor, acting: Perturbed) -> Tensor:
+        """[B, 1 + V (+ M), D] -> [B, 1 + V + M, D'], mask tokens added if the encoder had none, and positions."""
+        tokens = self.decoder_embed(tokens)
+        dtype, known = self.cls_token.dtype, 1 + visible.shape[1]
+        seen = tokens[:, 1:known] + self.decoder_positions[visible].to(dtype)
+        if self.vision.tokens == "visible":
+            hidden = self.masked_tokens(self.decoder_positions, masked, acting)
+        else:
+            hidden = tokens[:, known:] + masked_positions(self.decoder_positions, masked, acting).to(dtype)
+        return torch.cat([tokens[:, :1], seen, hidden], dim=1)
+
+    def masked_tokens(self, positions: Tensor, masked: Tensor, acting: Perturbed) -> Tensor:
+        """[B, M, D] the mask token at perturbed positions, summed in fp32 at least."""
+        token: Tensor = self.mask_token
+        if self.adversary.kind == "absolute_embedding" and self.adversary.mask_token == "frozen":
+            # Still in the graph: ZeRO-3 keeps the last gradient of a parameter that is not.
+            token = token.detach() + 0.0 * token
+        return (token + masked_positions(positions, masked, acting)).to(token.dtype)
+
+    def run(
+        self,
+        blocks: Iterable[nn.Module],
+        tokens: Tensor,
+        places: Tensor,
+        masked: int,
+        acting: Perturbed,
+        last: int | None,
+    ) -> Tensor:
+        """[B, 1 + K, D] through blocks; the last block computes the `last` last tokens alone.
+
+        Args:
+            places: [B, K] patch numbers of the tokens after the class token; the last `masked` ones are masked.
+        """
+        blocks = list(blocks)
+        relative = self.relative_inputs(places, masked, acting, len(blocks))
+        for number, (block, inputs) in enumerate(zip(blocks, relative, strict=True)):
+            value = None if acting.values is None or not masked else acting.values[number]
+            tokens = block(tokens, inputs, value, masked, last if number == len(blocks) - 1 else None)
+        return tokens
+
+    def relative_inputs(
+        self, places: Tensor, masked: int, acting: Perturbed, blocks: int
+    ) -> list[RelativeInputs] | list[None]:
+        """What each block's relative positions need; offsets and unperturbed weights are shared by all of them."""
+        if self.vision.positions == "absolute":
+            return [None] * blocks
+        dtype = torch.promote_types(self.encoder_positions.dtype, torch.float32)
+        centre = torch.zeros(2, dtype=dtype, device=places.device)
+        weights = grid_weights(self.grid, self.index, centre)  # [2, 2G-1, 7]
+        clean = RelativeInputs(offset_numbers(places, self.grid), weights, masked)
+        inputs = [clean] * blocks
+        if acting.offsets is not None and masked:
+            shifted_weights = grid_weights(self.grid, self.index, acting.offsets.to(dtype))  # [L, 2, 2G-1, 7]
+            inputs = [clean._replace(masked_weights=one) for one in shifted_weights.unbind(0)]
+        if acting.tables is not None and masked:
+            inputs = [clean._replace(masked_table=one) for one in acting.tables.unbind(0)]
+        return inputs
+
+
+def masked_positions(positions: Tensor, masked: Tensor, acting: Perturbed) -> Tensor:
+    """[N, D] and [B, M] -> [B, M, D] positions of masked patches, perturbed; fp32 at least where they are."""
+    found = positions[masked]  # [B, M, D]
+    if acting.coordinate is not None:
+        found = shifted(found, acting.coordinate)
+    if acting.embedding is not None:
+        found = found + acting.embedding
+    return found

@@ -1,0 +1,54 @@
+"""Fixed two-dimensional sine-cosine positions (He et al., from Vaswani et al.), and their shift by a real distance."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+TEMPERATURE = 10000.0
+
+
+def frequencies(width: int, *, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
+    """[width / 4] angles per patch, from 1 down to almost 1 / TEMPERATURE."""
+    quarter = width // 4
+    return TEMPERATURE ** (-torch.arange(quarter, dtype=dtype, device=device) / quarter)
+
+
+def sine_cosine(grid: int, width: int) -> Tensor:
+    """[grid^2, width] float32, positions of a square grid's patches, row by row.
+
+    The first half of the width encodes the column, the second the row, each as sines and then cosines: the order of
+    He et al.'s published weights.
+
+    Raises:
+        ValueError: width is no multiple of 4.
+    """
+    if width % 4:
+        raise ValueError(f"sine-cosine positions of width {width}: allowed are multiples of 4")
+    places = torch.arange(grid, dtype=torch.float64)
+    angles = places[:, None] * frequencies(width, dtype=torch.float64)  # [G, width / 4]
+    axis = torch.cat([angles.sin(), angles.cos()], dim=-1)  # [G, width / 2]
+    columns = axis.repeat(grid, 1)  # [G^2, width / 2]
+    rows = axis.repeat_interleave(grid, dim=0)
+    return torch.cat([columns, rows], dim=-1).float()
+
+
+def shifted(positions: Tensor, shift: Tensor) -> Tensor:
+    """Positions at (row, column) + shift (AdPE 4.1.2), in fp32 at least.
+
+    A shift turns each pair of sine and cosine by shift x frequency, whatever the coordinates: no sine is taken per
+    token, a shift of zero changes nothing at all, and the gradient of the shift is one sum over the tokens.
+
+    Args:
+        positions: [..., D] from `sine_cosine`.
+        shift: [2] row and column, in patches; differentiable.
+    """
+    dtype = torch.promote_types(positions.dtype, torch.float32)
+    width = positions.shape[-1]
+    halves = positions.to(dtype).reshape(
+        *positions.shape[:-1], 2, 2, width // 4
+    )  # [..., column | row, sine | cosine, D / 4]
+    sine, cosine = halves.unbind(-2)  # [..., 2, D / 4]
+    turn = shift.to(dtype).flip(0)[:, None] * frequencies(width, dtype=dtype, device=positions.device)  # [2, D / 4]
+    turned = (sine * turn.cos() + cosine * turn.sin(), cosine * turn.cos() - sine * turn.sin())
+    return torch.stack(turned, dim=-2).flatten(-3)

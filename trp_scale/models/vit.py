@@ -1,0 +1,74 @@
+"""The block of a vision transformer: timm's, with a choice of queries and with relative positions."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch.nn.functional as F
+from timm.models.vision_transformer import Block
+from torch import Tensor, nn
+
+from trp_scale.models.relative_positions import RelativeInputs, RelativePositions
+
+
+def feed_forward_ratio(width: int, intermediate: int) -> float:
+    """The ratio from which timm gets back this width of the feed-forward layer, int(width x ratio)."""
+    ratio = intermediate / width
+    return ratio if int(width * ratio) == intermediate else (intermediate + 0.5) / width
+
+
+class TransformerBlock(Block):  # type: ignore[misc]
+    """timm's pre-norm block, with the same parameter names.
+
+    Args:
+        width: D, of the residual stream.
+        heads: H, must divide the width.
+        intermediate: width of the feed-forward layer.
+        eps: of the layer norms.
+        relative: whether attention has relative positions, with a table of this block's own.
+    """
+
+    def __init__(self, width: int, heads: int, intermediate: int, *, eps: float, relative: bool) -> None:
+        super().__init__(
+            dim=width,
+            num_heads=heads,
+            mlp_ratio=feed_forward_ratio(width, intermediate),
+            qkv_bias=True,
+            norm_layer=partial(nn.LayerNorm, eps=eps),
+        )
+        self.heads = heads
+        self.relative_positions = RelativePositions(width // heads) if relative else None
+
+    def forward(
+        self,
+        tokens: Tensor,
+        relative: RelativeInputs | None = None,
+        value: Tensor | None = None,
+        masked: int = 0,
+        last: int | None = None,
+    ) -> Tensor:
+        """[B, T, D] -> [B, T, D], or [B, last, D].
+
+        Args:
+            relative: for a block with relative positions.
+            value: [D / H], added to what each head of a masked query has attended to (AdPE 4.2.1, r^V).
+            masked: number of masked tokens, which are the last ones.
+            last: compute this many last tokens only: queries, their attention's output and the feed-forward; keys and
+                values come from all. Exactly what the whole block gives there. (The projection of the others' queries
+                is left in: one matrix product over all tokens is quicker than two.)
+        """
+        projected = self.attn.qkv(self.norm1(tokens)).unflatten(-1, (3, self.heads, -1))  # [B, T, 3, H, D / H]
+        queries, keys, values = projected.permute(2, 0, 3, 1, 4).unbind(0)  # [B, H, T, D / H]
+        if last is not None:
+            queries, tokens = queries[:, :, -last:], tokens[:, -last:]
+        bias = None if self.relative_positions is None else self.relative_positions(queries, relative)
+        context = F.scaled_dot_product_attention(queries, keys, values, attn_mask=bias)  # [B, H, Q, D / H]
+        if value is not None:
+            context = context + masked_rows(value.to(context.dtype), context.shape[2], masked)
+        tokens = tokens + self.attn.proj(context.transpose(1, 2).flatten(2))  # [B, Q, D]
+        return tokens + self.mlp(self.norm2(tokens))  # type: ignore[no-any-return]
+
+
+def masked_rows(value: Tensor, count: int, masked: int) -> Tensor:
+    """[count, D / H]: the value in the last `masked` rows, zero before them."""
+    return F.pad(value.expand(masked, -1), (0, 0, count - masked, 0))
