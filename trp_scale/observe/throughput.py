@@ -8,7 +8,7 @@ import time
 
 import torch
 
-from trp_scale.config import ModelConfig
+from trp_scale.config import Config, ModelConfig
 
 TRAINING_OVER_FORWARD = 3
 """The backward pass does twice the forward's arithmetic. Recomputation is not counted: these are model FLOPs."""
@@ -53,6 +53,50 @@ def bert_step_flops(
     head = 2 * predicted * width**2 + 2 * predicted * width * vocabulary
     pooler = (2 * width**2 + 4 * width) if next_sentence else 0
     return float(TRAINING_OVER_FORWARD * rows * (model.layers * layer + head + pooler))
+
+
+def mae_step_flops(config: Config, *, rows: int, computed: bool = False) -> float:
+    """Model FLOPs of one training step of a masked autoencoder; one multiply-add is 2 FLOPs.
+
+    A block on N tokens is counted as in `bert_step_flops`; relative positions add the product of queries and table and
+    its interpolation. Norms, activations, lookups and the sums that positions and perturbations take part in are left
+    out, so that an adversary adds nothing.
+
+    Args:
+        config: settings of the run.
+        rows: crops of the step on all ranks.
+        computed: count the last block as it is computed, with the masked tokens alone as queries, instead of as a
+            whole.
+    """
+    model, vision = config.model, config.vision
+    grid = config.crops.size // vision.patch_size
+    patches, values = grid**2, 3 * vision.patch_size**2
+    visible = int(patches * (1 - config.masking.ratio))
+    masked = patches - visible
+
+    def block(patches: int, queries: int, width: int, heads: int, intermediate: int) -> int:
+        tokens = 1 + patches
+        flops = 6 * tokens * width**2 + queries * (2 * width**2 + 4 * width * intermediate + 4 * tokens * width)
+        if vision.positions == "relative":
+            span = 2 * grid - 1  # offsets per axis; the table has 7 nodes per axis, and one row for the class token
+            asked = min(queries, patches)  # the class token asks for nothing
+            flops += asked * (2 * (7 * 7 + 1) * width + heads * (2 * 7 * 7 * span + 2 * 7 * span**2))
+        return flops
+
+    def blocks(count: int, patches: int, width: int, heads: int, intermediate: int, *, last: bool) -> int:
+        whole = block(patches, 1 + patches, width, heads, intermediate)
+        end = block(patches, masked, width, heads, intermediate) if last and computed else whole
+        return (count - 1) * whole + end
+
+    width, linear = model.hidden_size, vision.decoder == "linear"
+    seen = patches if vision.tokens == "all" else visible
+    flops = 2 * visible * values * width
+    flops += blocks(model.layers, seen, width, model.heads, model.intermediate_size, last=linear)
+    if not linear:
+        entering, width = 2 * (1 + seen) * width * vision.decoder_hidden_size, vision.decoder_hidden_size
+        flops += entering + blocks(vision.decoder_layers, patches, width, vision.decoder_heads, 4 * width, last=True)
+    flops += 2 * masked * width * values
+    return float(TRAINING_OVER_FORWARD * rows * flops)
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
