@@ -126,7 +126,8 @@ def crop_words(states: Words, count: int) -> Words:
 
 def uniform(words: Words) -> npt.NDArray[np.float64]:
     """Numbers in [0, 1) from the upper 53 bits of each word."""
-    return (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    numbers: npt.NDArray[np.float64] = (words >> np.uint64(11)).astype(np.float64) * 2.0**-53
+    return numbers
 
 
 def draw_boxes(words: Words, sizes: Integers, min_scale: float, max_scale: float) -> Integers:

@@ -1,0 +1,147 @@
+"""Crops: distributions against torchvision's own, pixels against Pillow, draws that depend on nothing but the row."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torchvision.transforms import RandomResizedCrop
+
+from tests.unit.data.images.stored import photograph
+from trp_scale.config import CropsConfig, RefusedError
+from trp_scale.data.hashing import mix
+from trp_scale.data.images.crops import Cropper, Crops, crop_words, draw_boxes
+
+STATES = mix(np.arange(20_000, dtype=np.uint64))
+
+
+def sizes_of(height: int, width: int, rows: int = len(STATES)) -> np.ndarray:
+    return np.tile(np.array([height, width]), (rows, 1))
+
+
+def as_tensor(image: Image.Image) -> torch.Tensor:
+    return torch.from_numpy(np.array(image)).permute(2, 0, 1)
+
+
+def assert_near(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    """Both round between the two directions of resampling, each in its own way."""
+    difference = (ours.int() - theirs.int()).abs()
+    assert difference.max() <= 2 and difference.float().mean() < 0.1
+
+
+def quantiles_of(values: np.ndarray) -> np.ndarray:
+    return np.quantile(values, [0.05, 0.25, 0.5, 0.75, 0.95])
+
+
+@pytest.mark.parametrize(("height", "width"), [(375, 500), (500, 150)])
+def test_boxes_are_distributed_as_torchvisions(height: int, width: int) -> None:
+    """Places, areas and ratios of 20,000 boxes each; the second size falls back in part to later tries."""
+    boxes = draw_boxes(crop_words(STATES, 1), sizes_of(height, width), 0.2, 1.0)[:, 0]
+    torch.manual_seed(0)
+    image = torch.empty(3, height, width)
+    theirs = np.array([RandomResizedCrop.get_params(image, [0.2, 1.0], [3 / 4, 4 / 3]) for _ in range(20_000)])
+    for name, values in {
+        "top": lambda box: box[:, 0] / height,
+        "left": lambda box: box[:, 1] / width,
+        "height": lambda box: box[:, 2] / height,
+        "width": lambda box: box[:, 3] / width,
+        "area": lambda box: box[:, 2] * box[:, 3] / (height * width),
+        "ratio": lambda box: box[:, 3] / box[:, 2] - 1,
+    }.items():
+        np.testing.assert_allclose(quantiles_of(values(boxes)), quantiles_of(values(theirs)), atol=0.015, err_msg=name)
+
+
+def test_boxes_lie_inside_and_keep_the_limits() -> None:
+    heights = 1 + STATES[:, None] % np.uint64(40)
+    widths = 1 + (STATES[:, None] >> np.uint64(32)) % np.uint64(300)
+    sizes = np.concatenate([heights, widths], axis=1).astype(np.int64)
+    top, left, height, width = np.moveaxis(draw_boxes(crop_words(STATES, 3), sizes, 0.2, 1.0), 2, 0)  # [R, 3]
+    assert (height >= 1).all() and (width >= 1).all() and (top >= 0).all() and (left >= 0).all()
+    assert (top + height <= sizes[:, :1]).all() and (left + width <= sizes[:, 1:]).all()
+
+
+@pytest.mark.parametrize(
+    ("size", "box"),
+    [((10, 400), (0, 193, 10, 13)), ((400, 10), (193, 0, 13, 10)), ((1, 1), (0, 0, 1, 1)), ((1, 3), (0, 1, 1, 1))],
+)
+def test_where_no_try_fits_the_largest_central_box_is_taken(size: tuple[int, int], box: tuple[int, ...]) -> None:
+    """At a scale of 1 a box as long as the image is wide never fits; torchvision does the same."""
+    boxes = draw_boxes(crop_words(STATES[:50], 1), sizes_of(*size, rows=50), 1.0, 1.0)
+    theirs = RandomResizedCrop.get_params(torch.empty(3, *size), [1.0, 1.0], [3 / 4, 4 / 3])
+    assert (boxes == np.array(box)).all() and tuple(theirs) == box
+
+
+def test_crops_are_independent_of_each_other_and_of_the_batch() -> None:
+    words = crop_words(STATES, 2)
+    boxes = draw_boxes(words, sizes_of(300, 400), 0.2, 1.0).astype(np.float64)  # [R, 2, 4]
+    for side in range(4):
+        assert abs(np.corrcoef(boxes[:, 0, side], boxes[:, 1, side])[0, 1]) < 0.03
+    few = draw_boxes(crop_words(STATES[7:9], 4), sizes_of(300, 400, rows=2), 0.2, 1.0)
+    assert (few[:, :2] == boxes[7:9]).all()  # nor on how many crops there are
+
+
+@pytest.mark.parametrize(("flip", "low", "high"), [(0.0, 0.0, 0.0), (0.5, 0.48, 0.52), (1.0, 1.0, 1.0)])
+def test_flips(flip: float, low: float, high: float) -> None:
+    crops = Cropper(CropsConfig(count=2, flip=flip)).draw(STATES, sizes_of(300, 400))
+    assert low <= crops.flips.mean() <= high
+    if 0 < flip < 1:
+        assert abs(np.corrcoef(crops.flips[:, 0], crops.flips[:, 1])[0, 1]) < 0.03
+        assert abs(np.corrcoef(crops.flips[:, 0], crops.boxes[:, 0, 1])[0, 1]) < 0.03
+
+
+def test_windows_are_uniform_over_the_view() -> None:
+    cropper = Cropper(CropsConfig(count=3, size=112, view_size=115, from_="view"))
+    crops = cropper.draw(STATES, sizes_of(300, 400))
+    assert crops.windows is not None and crops.boxes.shape == (20_000, 1, 4) and crops.windows.shape == (20_000, 3, 2)
+    for number in range(3):
+        cells = np.bincount(crops.windows[:, number, 0] * 4 + crops.windows[:, number, 1], minlength=16)
+        assert len(cells) == 16 and np.abs(cells / 20_000 - 1 / 16).max() < 0.008
+    assert abs(np.corrcoef(crops.windows[:, 0, 0], crops.windows[:, 1, 0])[0, 1]) < 0.03
+    whole = Cropper(CropsConfig(count=2, size=64, view_size=64, from_="view")).draw(STATES[:9], sizes_of(90, 80, 9))
+    assert whole.windows is not None and (whole.windows == 0).all()
+
+
+@pytest.mark.parametrize("interpolation", ["bicubic", "bilinear"])
+@pytest.mark.parametrize("size", [20, 70], ids=["smaller", "larger"])
+def test_pixels_are_those_of_pillow(interpolation: str, size: int) -> None:
+    """Pillow resamples with antialiasing, and keeps to the box when it is cropped first."""
+    image = photograph(50, 61, seed=3)
+    cropper = Cropper(CropsConfig(count=2, size=size, interpolation=interpolation))  # type: ignore[arg-type]
+    boxes = np.array([[[3, 5, 31, 40], [0, 0, 50, 61]]])
+    crops = Crops(boxes=boxes, windows=None, flips=np.array([[False, True]]))
+    out = torch.empty(2, 3, size, size, dtype=torch.uint8)
+    cropper.cut(as_tensor(image), crops, 0, out)
+    method = Image.Resampling[interpolation.upper()]
+    plain = as_tensor(image.crop((5, 3, 45, 34)).resize((size, size), method))
+    mirrored = as_tensor(image.resize((size, size), method).transpose(Image.Transpose.FLIP_LEFT_RIGHT))
+    assert_near(out[0], plain)
+    assert_near(out[1], mirrored)
+
+
+def test_windows_are_cut_from_the_view() -> None:
+    image = photograph(50, 61, seed=4)
+    cropper = Cropper(CropsConfig(count=2, size=10, view_size=24, from_="view"))
+    boxes, windows = np.array([[[3, 5, 31, 40]]]), np.array([[[2, 9], [14, 0]]])
+    out = torch.empty(2, 3, 10, 10, dtype=torch.uint8)
+    cropper.cut(as_tensor(image), Crops(boxes=boxes, windows=windows, flips=np.array([[True, False]])), 0, out)
+    view = as_tensor(image.crop((5, 3, 45, 34)).resize((24, 24), Image.Resampling.BICUBIC))
+    assert_near(out[0], view[:, 2:12, 9:19].flip(-1))
+    assert_near(out[1], view[:, 14:24, 0:10])
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"count": 0}, r"crops\.count 0"),
+        ({"size": 0}, r"crops\.size 0"),
+        ({"min_scale": 0.0}, r"crops\.min_scale 0\.0"),
+        ({"min_scale": 0.9, "max_scale": 0.5}, "0 < min_scale <= max_scale <= 1"),
+        ({"max_scale": 1.5}, r"crops\.max_scale 1\.5"),
+        ({"flip": 1.1}, r"crops\.flip: 1\.1"),
+        ({"from_": "view", "size": 112, "view_size": 96}, r"crops\.view_size: 96 found, at least crops\.size = 112"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(RefusedError, match=message):
+        Cropper(CropsConfig(**settings))  # type: ignore[arg-type]

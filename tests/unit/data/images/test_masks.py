@@ -1,0 +1,82 @@
+"""Patch masks: shapes, exact counts, and that they are uniform and independent."""
+
+from __future__ import annotations
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+
+from trp_scale.config import RefusedError
+from trp_scale.data.hashing import Integers, mix
+from trp_scale.data.images.crops import crop_words
+from trp_scale.data.images.masks import PatchSplit, draw_masks, split_patches
+
+STATES = mix(np.arange(12_000, dtype=np.uint64))
+
+
+def shown(visible: Integers, patches: int) -> np.ndarray:
+    """[R, k, V] patch numbers as [R, k, N] flags."""
+    flags = np.zeros((*visible.shape[:2], patches), dtype=bool)
+    np.put_along_axis(flags, visible, True, axis=2)
+    return flags
+
+
+@pytest.mark.parametrize(
+    ("size", "patch_size", "ratio", "patches", "visible"),
+    [(224, 16, 0.75, 196, 49), (112, 16, 0.75, 49, 12), (32, 8, 0.5, 16, 8), (224, 16, 0.9, 196, 19)],
+)
+def test_how_many_are_visible(size: int, patch_size: int, ratio: float, patches: int, visible: int) -> None:
+    assert split_patches(size, patch_size, ratio) == PatchSplit(patches=patches, visible=visible)
+    assert split_patches(size, patch_size, ratio).masked == patches - visible
+
+
+def test_visible_and_masked_are_ascending_and_complete() -> None:
+    visible, masked = draw_masks(crop_words(STATES[:200], 3), PatchSplit(patches=49, visible=12))
+    assert visible.shape == (200, 3, 12) and masked.shape == (200, 3, 37)
+    assert visible.dtype == masked.dtype == np.int64
+    assert (np.diff(visible, axis=2) > 0).all() and (np.diff(masked, axis=2) > 0).all()
+    both = np.sort(np.concatenate([visible, masked], axis=2), axis=2)
+    assert (both == np.arange(49)).all()
+
+
+def test_every_patch_is_visible_equally_often() -> None:
+    """Each share is V / N within five deviations of a binomial over 12,000 rows."""
+    visible, _ = draw_masks(crop_words(STATES, 2), PatchSplit(patches=196, visible=49))
+    shares = shown(visible, 196).mean(axis=0)  # [2, 196]
+    assert np.abs(shares - 0.25).max() < 5 * np.sqrt(0.25 * 0.75 / len(STATES))
+
+
+def test_every_set_is_equally_likely() -> None:
+    """All 20 sets of 3 among 6: chi-square with 19 degrees of freedom stays below its 99.9 % quantile."""
+    visible, _ = draw_masks(crop_words(STATES, 1), PatchSplit(patches=6, visible=3))
+    counts = [int((visible[:, 0] == np.array(chosen)).all(axis=1).sum()) for chosen in combinations(range(6), 3)]
+    assert sum(counts) == len(STATES)
+    expected = len(STATES) / 20
+    assert sum((count - expected) ** 2 / expected for count in counts) < 43.8
+
+
+def test_crops_rows_and_neighbouring_states_are_independent() -> None:
+    """Overlap of two independent masks of V among N: hypergeometric, mean V^2 / N."""
+    visible, _ = draw_masks(crop_words(STATES, 2), PatchSplit(patches=49, visible=12))
+    flags = shown(visible, 49)
+    mean, variance = 144 / 49, 12 * (12 / 49) * (37 / 49) * (37 / 48)
+    for one, other in ((flags[:, 0], flags[:, 1]), (flags[:-1, 0], flags[1:, 0])):
+        overlaps = (one & other).sum(axis=1)
+        assert abs(overlaps.mean() - mean) < 5 * np.sqrt(variance / len(overlaps))
+        assert abs(overlaps.var() / variance - 1) < 0.08
+
+
+@pytest.mark.parametrize(
+    ("size", "patch_size", "ratio", "message"),
+    [
+        (224, 15, 0.75, r"vision\.patch_size: 15 found, a divisor of crops\.size = 224"),
+        (224, 0, 0.75, r"vision\.patch_size: 0 found"),
+        (32, 16, 0.9, "leaves 0 of 4 patches visible; 1 to 3 allowed"),
+        (32, 16, 0.0, "leaves 4 of 4 patches visible"),
+        (514, 2, 0.75, "66049 patches of a crop, at most 65536"),
+    ],
+)
+def test_splits_that_cannot_be_are_refused(size: int, patch_size: int, ratio: float, message: str) -> None:
+    with pytest.raises(RefusedError, match=message):
+        split_patches(size, patch_size, ratio)
