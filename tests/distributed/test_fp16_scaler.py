@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
-from deepspeed.accelerator import get_accelerator
 
+from tests.distributed.engine_probe import Probe
+from tests.distributed.half_precision import fp16_layout, fp16_on_a_cpu
 from tests.ranks import Ranks
-from tests.synthetic import Layout, small_config, trainer_for
-from trp_scale.engines.deepspeed import DeepSpeedEngine
+from tests.synthetic import small_config, trainer_for
 
 STEPS = 10
+NAMES = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 def searching_run(stage: int) -> dict[str, object]:
     """From a scale that must overflow (2^24 x a loss of 5) down to one that does not."""
-    accelerator, before = get_accelerator(), DeepSpeedEngine.fp16_devices
-    DeepSpeedEngine.fp16_devices = ("cpu",)
-    accelerator.is_fp16_supported = lambda: True  # torch's CPU kernels do have it
-    try:
-        document = {"fp16": {"enabled": True, "initial_scale_power": 24, "hysteresis": 1}}
-        layout = Layout(engine="deepspeed", stage=stage, document=document)
+    with fp16_on_a_cpu():
+        layout = fp16_layout(stage, initial_scale_power=24)
         config = small_config(layout, training={"precision": "fp16", "steps": STEPS, "max_skipped_steps": 0})
         trainer = trainer_for(layout, config)
         scales, moved, weights = [], [], trainer.engine.full_weights()
@@ -31,8 +28,9 @@ def searching_run(stage: int) -> dict[str, object]:
             weights = now
             scales.append(trainer.engine.extra_state()["cur_scale"])
         state = dict(trainer.engine.extra_state())
-        trainer.engine.load_extra_state({**state, "cur_scale": 512.0})
-        restored = trainer.engine.extra_state()["cur_scale"]
+        # As a checkpoint of another stage has it: all names, of which stage 0 lacks one.
+        trainer.engine.load_extra_state({**dict.fromkeys(NAMES, 1.0), "cur_scale": 512.0})
+        restored = dict(trainer.engine.extra_state())
         result = {
             "applied": [stats.applied for stats in trainer.__dict__["history"]],
             "moved": moved,
@@ -44,12 +42,9 @@ def searching_run(stage: int) -> dict[str, object]:
         }
         trainer.engine.close()
         return result
-    finally:
-        DeepSpeedEngine.fp16_devices = before
-        del accelerator.is_fp16_supported
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_the_scaler_searches_and_the_run_goes_on(two_ranks: Ranks, stage: int) -> None:
     first, second = two_ranks(searching_run, stage)
     assert first["applied"] == second["applied"] and first["scales"] == second["scales"]
@@ -62,5 +57,26 @@ def test_the_scaler_searches_and_the_run_goes_on(two_ranks: Ranks, stage: int) -
     for scale, lower, fine in zip(scales, scales[1:], applied[1:], strict=False):
         assert lower == scale if fine else lower < scale
     assert first["faults"] == 0
-    assert first["names"] >= {"cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis"}
-    assert first["restored"] == 512.0
+    # DeepSpeed's scaler of stage 0 has no hysteresis.
+    names = NAMES if stage else NAMES[:-1]
+    assert first["names"] == set(names)
+    assert first["restored"] == {**dict.fromkeys(names, 1.0), "cur_scale": 512.0}
+
+
+def with_a_given_scale(stage: int) -> tuple[dict[str, float], bool, dict[str, float]]:
+    """The scaler's state, what a skip says, and the state after it."""
+    with fp16_on_a_cpu():
+        probe = Probe(fp16_layout(stage, loss_scale=128), training={"precision": "fp16"})
+        before = dict(probe.engine.extra_state())
+        probe.backward(0, factor=float("nan"))
+        lowered, after = probe.engine.skip(), dict(probe.engine.extra_state())
+        probe.engine.close()
+        return before, lowered, after
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_scale_that_is_given_is_not_searched_for(two_ranks: Ranks, stage: int) -> None:
+    for before, lowered, after in two_ranks(with_a_given_scale, stage):
+        assert before["cur_scale"] == after["cur_scale"] == 128.0
+        assert "last_overflow_iter" not in before
+        assert not lowered, "nothing will be different at the next try: this is a fault"

@@ -55,19 +55,25 @@ class DeepSpeedEngine:
             model=module, optimizer=build_optimizer(module, config.optimizer), config=document, dist_init_required=False
         )
         self.zero_stage: int | None = int(ZeroStageEnum(self.engine.zero_optimization_stage()))
-        if self.zero_stage == 0 and self.engine.optimizer is not self.engine.basic_optimizer:
-            raise EngineError(
-                "zero_optimization.stage is 0 with bf16 or fp16 weights; allowed: torch_autocast for bf16, "
-                "stage 1 to 3 for fp16"
-            )
-        self.layout: ZeroLayout = LAYOUTS[self.zero_stage](
-            self.engine.module, self.engine.optimizer, rank=data_group.rank, world=data_group.size
-        )
+        self.layout = self._layout()
         if config.training.compile:
             if self.zero_stage == 3:
                 raise EngineError("--training.compile does not work with ZeRO stage 3 (gathered weights); use stage 2")
             self.engine.compile()
         self._steps = 0
+
+    def _layout(self) -> ZeroLayout:
+        """Where the states are, by the class of optimizer that DeepSpeed chose for stage and precision."""
+        chosen = type(self.engine.optimizer).__name__
+        if chosen not in LAYOUTS or (self.zero_stage == 0 and self.engine.bfloat16_enabled()):
+            raise EngineError(
+                f"zero_optimization.stage {self.zero_stage} with --training.precision {self.config.training.precision} "
+                f"and data_types.grad_accum_dtype {self.engine._config.grad_accum_dtype} makes DeepSpeed choose its "
+                f"{chosen}, which is not supported; allowed for bf16: torch_autocast on any stage, or bf16 weights on "
+                'stage 1 to 3 with data_types.grad_accum_dtype "auto"'
+            )
+        make = LAYOUTS[chosen]
+        return make(self.engine.module, self.engine.optimizer, rank=self.data_group.rank, world=self.data_group.size)
 
     @property
     def module(self) -> nn.Module:
@@ -79,7 +85,7 @@ class DeepSpeedEngine:
     def backward(self, loss: Tensor, *, last: bool) -> None:
         self.engine.set_gradient_accumulation_boundary(last)
         # DeepSpeed averages over ranks ("sum" is refused on stage 3) and would divide by the accumulation steps.
-        self.engine.backward(loss * self.data_group.size, scale_wrt_gas=False)
+        self.engine.backward(loss * (self.data_group.size * self.layout.loss_factor()), scale_wrt_gas=False)
 
     def _loss_scale(self) -> float:
         return float(self.engine.optimizer.loss_scale) if self.engine.fp16_enabled() else 1.0
@@ -128,14 +134,13 @@ class DeepSpeedEngine:
     def extra_state(self) -> Mapping[str, float]:
         if not self.engine.fp16_enabled():
             return {}
-        scaler = self.engine.optimizer.loss_scaler
-        return {name: float(getattr(scaler, name)) for name in SCALER_STATE if hasattr(scaler, name)}
+        found = {name: getattr(self.layout.loss_scaler, name, None) for name in SCALER_STATE}
+        return {name: float(value) for name, value in found.items() if value is not None}
 
     def load_extra_state(self, state: Mapping[str, float]) -> None:
-        if self.engine.fp16_enabled():
-            scaler = self.engine.optimizer.loss_scaler
-            for name, value in state.items():
-                setattr(scaler, name, value if name == "cur_scale" else int(value))
+        for name in self.extra_state():
+            if name in state:  # a checkpoint of another stage's scaler may lack one
+                setattr(self.layout.loss_scaler, name, state[name] if name == "cur_scale" else int(state[name]))
 
     def full_weights(self) -> dict[str, Tensor]:
         """Assembled from all ranks' master pieces."""

@@ -39,6 +39,15 @@ class ZeroLayout(ABC):
         """The optimizer that holds the moments."""
         return self.optimizer.optimizer  # type: ignore[no-any-return]
 
+    @property
+    def loss_scaler(self) -> Any:
+        """What holds the loss scale and its search; with fp16 only."""
+        return self.optimizer.loss_scaler
+
+    def loss_factor(self) -> float:
+        """What a loss must still be multiplied by before DeepSpeed's backward."""
+        return 1.0
+
     @abstractmethod
     def flat_weights(self) -> list[Tensor]:
         """The tensors the torch optimizer updates."""
@@ -79,13 +88,18 @@ class WholeLayout(ZeroLayout):
     def torch_optimizer(self) -> torch.optim.Optimizer:
         return self.optimizer  # type: ignore[no-any-return]
 
+    def master(self, parameter: Tensor) -> Tensor:
+        """The tensor that the optimizer updates for a parameter of the module."""
+        return parameter
+
     def flat_weights(self) -> list[Tensor]:
-        return list(self.module.parameters())
+        return [self.master(parameter) for parameter in self.module.parameters()]
 
     def pieces(self) -> Iterator[Piece]:
         for name, parameter in self.module.named_parameters():
-            state = self.optimizer.state.get(parameter, {})
-            whole = {"weight": parameter.detach(), **{key: state[key] for key in STATE_NAMES if key in state}}
+            master = self.master(parameter)
+            state = self.torch_optimizer.state.get(master, {})
+            whole = {"weight": master.detach(), **{key: state[key] for key in STATE_NAMES if key in state}}
             share = -(-parameter.numel() // self.world)
             for owner in range(self.world):
                 start, stop = min(owner * share, parameter.numel()), min((owner + 1) * share, parameter.numel())
@@ -105,6 +119,41 @@ class WholeLayout(ZeroLayout):
 
     def publish_weights(self) -> None:
         """The weights themselves were written."""
+
+
+class WholeHalfLayout(WholeLayout):
+    """Stage 0 with fp16: whole fp32 master weights beside the module's fp16 ones, tensor by tensor.
+
+    DeepSpeed's wrapper of this stage is an old one. Its start takes a step with zero gradients, so that the moments
+    exist; weight decay has moved the master weights by then, which is taken back here. Its scaler knows no hysteresis.
+    """
+
+    def __init__(self, module: nn.Module, optimizer: Any, *, rank: int, world: int) -> None:
+        super().__init__(module, optimizer, rank=rank, world=world)
+        pairs = zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
+        self._masters = {half: full for halves, fulls in pairs for half, full in zip(halves, fulls, strict=True)}
+        optimizer.refresh_fp32_params()
+        self.torch_optimizer.state.clear()
+
+    @property
+    def torch_optimizer(self) -> torch.optim.Optimizer:
+        return self.optimizer.optimizer  # type: ignore[no-any-return]
+
+    @property
+    def loss_scaler(self) -> Any:
+        return self.optimizer.loss_scale_config
+
+    def loss_factor(self) -> float:
+        # engine.backward leaves the scale out at this stage (0.19.8), and the step divides by it all the same.
+        return float(self.optimizer.loss_scale)
+
+    def master(self, parameter: Tensor) -> Tensor:
+        return self._masters[parameter]
+
+    @torch.no_grad()
+    def publish_weights(self) -> None:
+        for half, master in self._masters.items():
+            half.copy_(master)
 
 
 class FlatLayout(ZeroLayout):
@@ -209,4 +258,11 @@ class PartitionedLayout(ZeroLayout):
         self.optimizer.invalidate_secondary_tensor()
 
 
-LAYOUTS: dict[int, type[ZeroLayout]] = {0: WholeLayout, 1: FlatLayout, 2: FlatLayout, 3: PartitionedLayout}
+LAYOUTS: dict[str, type[ZeroLayout]] = {
+    "AdamW": WholeLayout,
+    "SGD": WholeLayout,
+    "FP16_UnfusedOptimizer": WholeHalfLayout,
+    "DeepSpeedZeroOptimizer": FlatLayout,
+    "DeepSpeedZeroOptimizer_Stage3": PartitionedLayout,
+}
+"""By the class that DeepSpeed chose for `engine.optimizer`; torch's own where it wraps nothing."""

@@ -1,0 +1,167 @@
+"""fp16 on every ZeRO stage: fp32 master weights and moments, gradients without the loss scale, and no trace of a skip.
+
+Run with a CPU's fp16. Numbers are compared with the model in fp32, to within the 11 bits of fp16.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.distributed.engine_probe import LR, Probe, Reference
+from tests.distributed.half_precision import fp16_layout, fp16_on_a_cpu
+from tests.ranks import Ranks
+from trp_scale.models.initialise import initial_tensor
+
+STATES = ("weight", "exp_avg", "exp_avg_sq")
+SCALE = 2.0**8
+every_stage = pytest.mark.parametrize("stage", [0, 1, 2, 3])
+
+
+def probe_in_fp16(stage: int) -> Probe:
+    layout = fp16_layout(stage, initial_scale_power=8)
+    return Probe(layout, training={"precision": "fp16"}, optimizer={"weight_decay": 0.1, "clipping": 1.0})
+
+
+def adamw_of(reference: Reference, state: dict[str, dict[str, Tensor]] | None = None) -> torch.optim.AdamW:
+    """torch's AdamW with the probe's settings, decay on matrices only."""
+    parameters = dict(reference.module.named_parameters())
+    groups = [
+        {"params": [p for p in parameters.values() if (p.ndim >= 2) is matrix], "weight_decay": 0.1 if matrix else 0.0}
+        for matrix in (True, False)
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=LR, betas=(0.9, 0.999), eps=1e-6)
+    for name, values in (state or {}).items():
+        optimizer.state[parameters[name]] = {"step": torch.tensor(7.0), **values}
+    return optimizer
+
+
+def clipped_step(reference: Reference, optimizer: torch.optim.Optimizer, number: int) -> dict[str, Tensor]:
+    """The reference's weights after a step with gradients clipped at 1."""
+    reference.gradients(number)
+    torch.nn.utils.clip_grad_norm_(reference.module.parameters(), 1.0)
+    optimizer.step()
+    return {name: parameter.detach() for name, parameter in reference.module.named_parameters()}
+
+
+def apart(ours: dict[str, Tensor], theirs: dict[str, Tensor], start: dict[str, Tensor]) -> float:
+    """Distance over the distance travelled; key biases, without gradient in exact arithmetic, left out."""
+    names = [name for name in theirs if not name.endswith("key.bias")]
+    difference = torch.cat([(ours[name] - theirs[name]).flatten() for name in names]).norm()
+    return float(difference / torch.cat([(theirs[name] - start[name]).flatten() for name in names]).norm())
+
+
+def first_step(stage: int) -> dict[str, Any]:
+    with fp16_on_a_cpu():
+        probe = probe_in_fp16(stage)
+        found: dict[str, Any] = {
+            "module": {parameter.dtype for parameter in probe.engine.module.parameters()},
+            "pieces": {tensor.dtype for piece in probe.engine.pieces() for tensor in piece.tensors.values()},
+            "start": probe.engine.full_weights(),
+        }
+        probe.backward(0)
+        found["norm"] = float(probe.engine.check_gradients())
+        probe.engine.step(LR)
+        found["end"] = probe.engine.full_weights()
+        probe.engine.close()
+        return found
+
+
+@every_stage
+def test_the_first_step_is_that_of_fp32_from_the_same_weights(two_ranks: Ranks, stage: int) -> None:
+    """With weight decay, clipping and AdamW's bias correction: nothing was stepped, decayed or scaled before."""
+    first, second = two_ranks(first_step, stage)
+    for found in (first, second):
+        assert found["module"] == {torch.float16}
+        assert found["pieces"] == {torch.float32}
+        assert found["norm"] == pytest.approx(Reference().gradient_norm(0), rel=5e-3)
+    reference = Reference()
+    with torch.no_grad():
+        for name, parameter in reference.module.named_parameters():
+            parameter.copy_(parameter.half())
+            assert torch.equal(first["start"][name], parameter), name
+    assert apart(first["end"], clipped_step(reference, adamw_of(reference), 0), first["start"]) < 0.1
+
+
+def written(kind: str, name: str, shape: tuple[int, ...]) -> Tensor:
+    values = initial_tensor(77, f"{kind}/{name}", shape, std=0.05)
+    return values.abs() if kind == "exp_avg_sq" else values
+
+
+def write_and_step(stage: int) -> tuple[list[float], dict[str, Tensor], dict[str, Tensor]]:
+    with fp16_on_a_cpu():
+        probe = probe_in_fp16(stage)
+        probe.engine.create_optimizer_state()
+        for piece in probe.engine.pieces():
+            for kind, tensor in piece.tensors.items():
+                tensor.copy_(written(kind, piece.name, piece.shape).flatten()[piece.start : piece.stop])
+        probe.engine.after_load(7)
+        losses, weights = probe.look(1), probe.engine.full_weights()
+        probe.step(1)
+        result = (losses, weights, probe.engine.full_weights())
+        probe.engine.close()
+        return result
+
+
+@every_stage
+def test_what_is_written_into_pieces_is_what_the_next_forward_and_step_use(two_ranks: Ranks, stage: int) -> None:
+    answers = two_ranks(write_and_step, stage)
+    reference = Reference()
+    parameters = dict(reference.module.named_parameters())
+    values = {name: {kind: written(kind, name, tuple(p.shape)) for kind in STATES} for name, p in parameters.items()}
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            parameter.copy_(values[name].pop("weight"))
+    start = {name: parameter.detach().clone() for name, parameter in parameters.items()}
+    losses = reference.look(1)
+    end = clipped_step(reference, adamw_of(reference, values), 1)
+    for seen, _, _ in answers:
+        assert seen == pytest.approx(losses, rel=1e-2)
+    _, weights, later = answers[0]
+    for name, value in start.items():
+        assert torch.equal(weights[name], value), f"{name}: the fp32 master weights are what was written"
+    assert apart(later, end, start) < 1e-2
+
+
+def skipped(stage: int) -> dict[str, Any]:
+    with fp16_on_a_cpu():
+        probe = probe_in_fp16(stage)
+        probe.step(0)
+        before, losses = probe.state(), probe.look(3)
+        found: dict[str, Any] = {"norms": [probe.skip(1), probe.skip(4, factor=float("nan"))]}
+        found["scales"] = [probe.engine.extra_state()["cur_scale"]]
+        probe.backward(1)
+        probe.engine.discard_gradients()
+        found["scales"].append(probe.engine.extra_state()["cur_scale"])
+        found["left"] = float(probe.engine.check_gradients())
+        after = probe.state()
+        found["moved"] = [name for name, tensor in before.items() if not torch.equal(after[name], tensor)]
+        found["same losses"] = probe.look(3) == losses
+        probe.backward(2)
+        found["next norm"] = float(probe.engine.check_gradients())
+        probe.engine.close()
+        return found
+
+
+@every_stage
+def test_a_skip_moves_nothing_and_halves_the_scale(two_ranks: Ranks, stage: int) -> None:
+    for found in two_ranks(skipped, stage):
+        assert found["norms"][0] > 0.0 and found["norms"][1] != found["norms"][1]
+        assert found["scales"] == [SCALE / 4, SCALE / 4], "dropping gradients alone leaves the scale"
+        assert found["left"] == 0.0
+        assert found["moved"] == []
+        assert found["same losses"]
+        assert found["next norm"] == pytest.approx(two_ranks(unskipped_norm, stage)[0], rel=5e-3)
+
+
+def unskipped_norm(stage: int) -> float:
+    with fp16_on_a_cpu():
+        probe = probe_in_fp16(stage)
+        probe.step(0)
+        probe.backward(2)
+        norm = float(probe.engine.check_gradients())
+        probe.engine.close()
+        return norm
