@@ -1,0 +1,45 @@
+"""Notices an adversary that does nothing."""
+
+from __future__ import annotations
+
+import logging
+
+import torch
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+IDLE_STEPS = 100
+"""Steps in a row without effect after which a warning is due."""
+NEGLIGIBLE = 1e-6
+"""Share of the loss: an adversary that cannot change it by more, to first order, has no effect in fp32."""
+
+
+class EffectWatch:
+    """Counts the steps in a row without effect, on the device; they are read with the metrics.
+
+    Args:
+        device: where the counter lives.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.idle = torch.zeros((), dtype=torch.int64, device=device)
+        self._warned = False
+
+    def note(self, effective: Tensor) -> None:
+        """Take note of an applied step. effective: 0-dimensional bool, on the device."""
+        self.idle = torch.where(effective, 0, self.idle + 1)
+
+    def warn(self, idle: int, kind: str) -> None:
+        """Say so once when the count, as read from the device, is too high; again after it has been back at work."""
+        if idle < IDLE_STEPS:
+            self._warned = False
+        elif not self._warned:
+            self._warned = True
+            logger.warning(
+                "the adversary %s had no effect for %d steps in a row: its gradient is zero, not finite or too small "
+                "for its ball to change the loss, or its steps are too small to move it; look at sensitivity, norm "
+                "and saturated in metrics.jsonl, and at --adversary.lr, --adversary.eps and --adversary.on_saturation",
+                kind,
+                idle,
+            )
