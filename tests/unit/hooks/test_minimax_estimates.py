@@ -141,6 +141,48 @@ def test_lagged_with_the_hard_maximum_is_uniform_first_and_the_last_worst_task_t
     assert weights[1:] == [[0.0, 1.0, 0.0, 0.0], [0.0, 0.0, 0.0, 1.0], [0.0, 0.0, 1.0, 0.0]]
 
 
+def hard_lagged(*history: dict[int, float], objective: ToyObjective = FOUR, applied: bool = True) -> list[list[float]]:
+    """Weights of each step of lagged with the hard maximum."""
+    weigher = balancer(objective, estimate="lagged", alpha_schedule="hard")
+    return [
+        take_step(
+            weigher, objective, given, [batch({t: [loss] for t, loss in losses.items()})], step=k, applied=applied
+        ).weights
+        for k, losses in enumerate(history)
+    ]
+
+
+def test_lagged_and_hard_shares_a_tie_equally_as_the_softmax_does_in_the_limit() -> None:
+    """New tasks tie at the mean of the others; the first in the list is no worse than the rest."""
+    assert hard_lagged({0: 2.0}, {1: 1.0, 3: 9.0})[1] == [0.0, 0.5, 0.0, 0.5]
+    assert hard_lagged({0: 2.0, 1: 2.0, 2: 1.0}, {0: 1.0, 1: 1.0, 2: 1.0})[1] == [0.5, 0.5, 0.0, 0.0]
+    sharp = balancer(FOUR, estimate="lagged", alpha=1e6)
+    take_step(sharp, FOUR, given, [batch({0: [2.0]})])
+    assert take_step(sharp, FOUR, given, [batch({1: [1.0], 3: [9.0]})], step=1).weights == [0.0, 0.5, 0.0, 0.5]
+
+
+def test_lagged_and_hard_leaves_the_worst_task_out_while_it_is_absent() -> None:
+    weights = hard_lagged({0: 1.0, 1: 8.0, 2: 3.0}, {0: 1.0, 2: 3.0}, {0: 1.0, 1: 0.5, 2: 3.0}, {0: 1.0, 1: 1.0})
+    assert weights[1:] == [[0.0, 0.0, 1.0, 0.0], [0.0, 1.0, 0.0, 0.0], [1.0, 0.0, 0.0, 0.0]]
+
+
+def test_lagged_and_hard_is_uniform_until_the_loss_of_a_balanced_task_is_known() -> None:
+    assert hard_lagged({0: 1.0, 1: 2.0}, {0: 1.0, 1: 2.0}, applied=False)[1] == [0.5, 0.5, 0.0, 0.0], "a skipped step"
+    far = ToyObjective(tasks=FOUR.tasks, outside={0: 0.25})
+    only_outside, later, *rest = hard_lagged({0: 5.0}, {1: 1.0, 2: 2.0}, {0: 5.0}, {1: 1.0, 2: 2.0}, objective=far)
+    assert only_outside == rest[0] == [0.25, 0.0, 0.0, 0.0], "no balanced task is there to be weighed"
+    assert later == [0.25, 0.5, 0.5, 0.0]
+    assert rest[1] == [0.25, 0.0, 1.0, 0.0]
+
+
+def test_lagged_and_hard_goes_on_from_a_checkpoint() -> None:
+    before, after = (balancer(FOUR, estimate="lagged", alpha_schedule="hard") for _ in range(2))
+    window = [batch({0: [1.0], 1: [2.0], 2: [1.5]})]
+    take_step(before, FOUR, given, window)
+    after.load_state_dict(before.state_dict())
+    assert take_step(after, FOUR, given, window, step=1).weights == [0.0, 1.0, 0.0, 0.0]
+
+
 @pytest.mark.parametrize("scale", ["initial", "reference"])
 def test_lagged_with_scaled_losses_is_uniform_first_and_a_new_task_enters_with_the_mean_score(scale: str) -> None:
     reference = {"a": 0.5, "b": 2.5, "c": 9.0} if scale == "reference" else {}

@@ -29,7 +29,8 @@ def theorem_alpha(step: int, *, tasks: int, radius: float, lipschitz: float, bou
 
 
 def softmax_weights(losses: Tensor, alpha: float, eligible: Tensor) -> Tensor:
-    """[T] weights of TRP eq. 7 over the eligible tasks, 0 elsewhere; alpha = inf gives the worst task alone.
+    """[T] weights of TRP eq. 7 over the eligible tasks, 0 elsewhere; alpha = inf gives the worst task alone, or equal
+    shares where several are the worst, as the softmax does in the limit.
 
     Args:
         losses: [T] mean losses; entries that are not eligible are not read.
@@ -37,8 +38,8 @@ def softmax_weights(losses: Tensor, alpha: float, eligible: Tensor) -> Tensor:
         eligible: [T] bool; with none, all weights are 0.
     """
     if math.isinf(alpha):
-        worst = torch.where(eligible, losses, -torch.inf).argmax()
-        return torch.nn.functional.one_hot(worst, losses.numel()).to(losses.dtype) * eligible
+        worst = eligible & (losses == torch.where(eligible, losses, -torch.inf).max())
+        return worst.to(losses.dtype) / worst.sum().clamp(min=1)
     scores = torch.where(eligible, alpha * losses, -torch.inf)
     weights = torch.softmax(scores, dim=0)
     return torch.where(eligible, weights, 0.0)  # no eligible task: softmax of all -inf is NaN, replaced here
@@ -64,7 +65,6 @@ class Minimax(TaskBalancer):
         self.first_losses = self.last_losses.clone()
         self._warned_at = -(10**9)
         self._micro_weights = torch.zeros(size, dtype=torch.float64, device=device)
-        self._seen_any = False
 
     def alpha(self, step: int) -> float:
         """Sharpness at a step."""
@@ -100,20 +100,16 @@ class Minimax(TaskBalancer):
     def balanced_weights(self, ctx: StepContext, losses: Tensor | None) -> Tensor:
         eligible = self.eligible(ctx.counts)
         if losses is None:  # lagged
-            return softmax_weights(self._lagged_scores(), self._lagged_alpha(ctx), eligible)
+            return softmax_weights(self._lagged_scores(), self.alpha(ctx.step), eligible)
         return softmax_weights(self.scores(self.smoothed(losses)), self.alpha(ctx.step), eligible)
 
     def _lagged_scores(self) -> Tensor:
         """[T] scores of the last losses; a task that comes for the first time enters with the mean of the others',
-        neither pushed nor held back."""
+        neither pushed nor held back. Before any is known all scores are 0, and the step is uniform."""
         scores = self.scores(self.last_losses)
         known = self.balanced & ~self.last_losses.isnan()
         mean = torch.where(known, scores, 0.0).sum() / known.sum().clamp(min=1)
         return torch.where(known, scores, mean)
-
-    def _lagged_alpha(self, ctx: StepContext) -> float:
-        # Before any loss is known the step is uniform, with the hard maximum too.
-        return self.alpha(ctx.step) if self._seen_any else 0.0
 
     def before_step(self, ctx: StepContext) -> None:
         self._last = ctx
@@ -159,7 +155,6 @@ class Minimax(TaskBalancer):
         losses = torch.where(ctx.counts > 0, ctx.means(ctx.sums), torch.nan)
         self.first_losses = torch.where(self.first_losses.isnan(), losses, self.first_losses)
         self.last_losses = torch.where(losses.isnan(), self.last_losses, self.smoothed(losses))
-        self._seen_any = True
 
     def metrics(self) -> Mapping[str, Any]:
         ctx = self._last
@@ -191,4 +186,3 @@ class Minimax(TaskBalancer):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.last_losses = state["last_losses"].to(self.device)
         self.first_losses = state["first_losses"].to(self.device)
-        self._seen_any = bool((~self.last_losses.isnan()).any())
