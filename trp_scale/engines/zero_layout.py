@@ -131,7 +131,9 @@ class WholeHalfLayout(WholeLayout):
     def __init__(self, module: nn.Module, optimizer: Any, *, rank: int, world: int) -> None:
         super().__init__(module, optimizer, rank=rank, world=world)
         pairs = zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
-        self._masters = {half: full for halves, fulls in pairs for half, full in zip(halves, fulls, strict=True)}
+        self._masters: dict[Tensor, Tensor] = {
+            half: full for halves, fulls in pairs for half, full in zip(halves, fulls, strict=True)
+        }
         optimizer.refresh_fp32_params()
         self.torch_optimizer.state.clear()
 
