@@ -62,7 +62,7 @@ def read_blocks(directory: Path, shards: list[str], suffixes: tuple[str, ...]) -
     """
     paths, sizes, keys, rows, shard, members = [], [], [], [], [], []
     for number, name in enumerate(shards):
-        index = read_checked_index(directory, name, suffixes)
+        index = _read_checked_index(directory, name, suffixes)
         paths.append(directory / name)
         sizes.append(index.size)
         for block in index.blocks:
@@ -91,36 +91,55 @@ def read_blocks(directory: Path, shards: list[str], suffixes: tuple[str, ...]) -
     )
 
 
-def read_checked_index(directory: Path, shard: str, suffixes: tuple[str, ...]) -> ShardIndex:
-    """The index of one tar, after all checks of `read_blocks` that concern it alone.
-
-    Raises:
-        DataError: as `read_blocks`.
-    """
-    if Path(shard).name != shard:
-        raise DataError(f"{directory}: shard {shard!r} is not a plain file name")
-    path = directory / shard
+def _read_checked_index(directory: Path, shard: str, suffixes: tuple[str, ...]) -> ShardIndex:
+    """The index of one tar, after all checks of `read_blocks` that concern it alone."""
+    path = shard_path(directory, shard)
     index = read_index(path)
-    try:
-        size = path.stat().st_size
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror})") from error
-    if index.shard != path.name or index.size != size:
-        raise DataError(
-            f"{path}: {size} bytes found, {index_path(path).name} is of {index.shard} with {index.size} bytes; "
-            f"copy the shard again, or shard the data again"
-        )
+    check_size(path, index.shard, index.size)
     for block in index.blocks:
-        _check_members(path, block.key, set(block.members), suffixes)
+        check_members(path, block.key, set(block.members), suffixes)
         if block.rows < 1:
             raise DataError(f"{path}: block {block.key}: {block.rows} rows, at least 1 expected")
         for member in block.members.values():
-            if member.offset < 0 or member.length < 0 or member.offset + member.length > size:
-                raise DataError(f"{path}: block {block.key}: a member lies outside the tar's {size} bytes")
+            if member.offset < 0 or member.length < 0 or member.offset + member.length > index.size:
+                raise DataError(f"{path}: block {block.key}: a member lies outside the tar's {index.size} bytes")
     return index
 
 
-def _check_members(shard: Path, key: str, found: set[str], allowed: tuple[str, ...]) -> None:
+def shard_path(directory: Path, shard: str) -> Path:
+    """Where a listed tar lies.
+
+    Raises:
+        DataError: the name leads out of the directory.
+    """
+    if Path(shard).name != shard:
+        raise DataError(f"{directory}: shard {shard!r} is not a plain file name")
+    return directory / shard
+
+
+def check_size(path: Path, shard: str, size: int) -> None:
+    """Compare a tar with the name and size in its index.
+
+    Raises:
+        DataError: the tar cannot be read, or is another.
+    """
+    try:
+        found = path.stat().st_size
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror})") from error
+    if shard != path.name or size != found:
+        raise DataError(
+            f"{path}: {found} bytes found, {index_path(path).name} is of {shard} with {size} bytes; "
+            f"copy the shard again, or shard the data again"
+        )
+
+
+def check_members(shard: Path, key: str, found: set[str], allowed: tuple[str, ...]) -> None:
+    """Compare the members of a block with those that every block has.
+
+    Raises:
+        DataError: one that is not listed, or one that lacks.
+    """
     unlisted = sorted(found - set(allowed))
     if unlisted:
         raise DataError(

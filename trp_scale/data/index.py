@@ -80,10 +80,7 @@ def read_index(shard: Path) -> ShardIndex:
         DataError: the index is missing, not JSON, or of another format.
     """
     path = index_path(shard)
-    document = read_json(path)
-    if document.get("format") != INDEX_FORMAT:
-        found = document.get("format")
-        raise DataError(f"{path}: format {found!r} found, {INDEX_FORMAT} expected; shard the data again")
+    document = read_index_document(shard)
     try:
         blocks = [
             Block(
@@ -96,6 +93,20 @@ def read_index(shard: Path) -> ShardIndex:
         return ShardIndex(shard=document["shard"], size=document["size"], blocks=blocks)
     except (KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{path}: not a shard index ({type(error).__name__}: {error})") from error
+
+
+def read_index_document(shard: Path) -> dict[str, Any]:
+    """The JSON of the index beside `shard`, for who reads more of them than there is time to make `Block`s for.
+
+    Raises:
+        DataError: the index is missing, not JSON, or of another format.
+    """
+    path = index_path(shard)
+    document = read_json(path)
+    if document.get("format") != INDEX_FORMAT:
+        found = document.get("format")
+        raise DataError(f"{path}: format {found!r} found, {INDEX_FORMAT} expected; shard the data again")
+    return document
 
 
 def write_json(path: Path, document: dict[str, object]) -> None:

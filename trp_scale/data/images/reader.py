@@ -10,16 +10,16 @@ from __future__ import annotations
 import hashlib
 import os
 import zlib
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
-from trp_scale.data.blocks import read_checked_index
+from trp_scale.data.blocks import check_members, check_size, shard_path
 from trp_scale.data.hashing import Integers
-from trp_scale.data.index import Block, DataError, ShardIndex, read_index
+from trp_scale.data.index import DataError, index_path, read_index, read_index_document
 
 Counts = npt.NDArray[np.uint32]
 
@@ -70,9 +70,7 @@ class SampleTable:
         return f"{path.stem}/{blocks[place].key}"
 
 
-def read_samples(
-    directory: Path, shards: list[str], suffixes: tuple[str, ...], opened: tuple[str, ...]
-) -> SampleTable:
+def read_samples(directory: Path, shards: list[str], suffixes: tuple[str, ...], opened: tuple[str, ...]) -> SampleTable:
     """Read the indexes of the tars in `directory` and check them against the tars' sizes.
 
     Args:
@@ -82,21 +80,21 @@ def read_samples(
         opened: those among them that will be read; only these get columns.
 
     Raises:
-        DataError: what `blocks.read_checked_index` refuses, an image of several rows, a key that comes twice in a
-            shard, a shard that is listed twice, or no images at all.
+        DataError: a tar or index is missing, a size differs, an image lacks a member or has one that is not listed, a
+            member lies outside its tar, an image of several rows, a key that comes twice in a shard, a shard that is
+            listed twice, or no images at all.
     """
     if len(set(shards)) < len(shards):
         raise DataError(f"{directory}: a shard is listed twice; shard the images again")
     paths, sizes, counts, columns = [], [], [], []
     digest = hashlib.blake2b(repr((suffixes, shards)).encode(), digest_size=16)
     for name in shards:
-        index = read_checked_index(directory, name, suffixes)
-        _check_samples(directory / name, index.blocks)
-        members = _columns(index, suffixes)  # [images of the shard, all members, 3]
-        digest.update("\n".join([str(index.size), *(block.key for block in index.blocks)]).encode())
+        path = shard_path(directory, name)
+        size, keys, members = _read_columns(path, suffixes)  # members: [images of the shard, all members, 3]
+        digest.update("\n".join([str(size), *keys]).encode())
         digest.update(members.tobytes())
-        paths.append(directory / name)
-        sizes.append(index.size)
+        paths.append(path)
+        sizes.append(size)
         counts.append(len(members))
         kept = members[:, [suffixes.index(suffix) for suffix in opened]]  # [images of the shard, M, 3]
         columns.append((kept[:, :, 0], kept[:, :, 1].astype(np.uint32), kept[:, :, 2].astype(np.uint32)))
@@ -114,25 +112,43 @@ def read_samples(
     )
 
 
-def _check_samples(shard: Path, samples: list[Block]) -> None:
-    keys: set[str] = set()
-    for sample in samples:
-        if sample.rows != 1:
-            raise DataError(f"{shard}: image {sample.key}: {sample.rows} rows, 1 expected")
-        if sample.key in keys:
-            raise DataError(f"{shard}: key {sample.key!r} comes twice; shard the images again")
-        keys.add(sample.key)
+def _read_columns(path: Path, suffixes: tuple[str, ...]) -> tuple[int, list[str], Integers]:
+    """Size, keys, and offset, length and checksum of every member, [images, suffixes, 3], of one shard.
+
+    Straight from the JSON: with `Block`s and `Member`s between, opening ImageNet takes three times as long.
+    """
+    document = read_index_document(path)
+    try:
+        blocks, size = document["blocks"], document["size"]
+        check_size(path, document["shard"], size)
+        keys = [block["key"] for block in blocks]
+        wanted = frozenset(suffixes)
+        for block in blocks:
+            if block["members"].keys() != wanted:
+                check_members(path, block["key"], set(block["members"]), suffixes)
+            if block["rows"] != 1:
+                raise DataError(f"{path}: image {block['key']}: {block['rows']} rows, 1 expected")
+        places = [
+            (member["offset"], member["length"], member["crc32"])
+            for block in blocks
+            for member in map(block["members"].__getitem__, suffixes)
+        ]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{index_path(path)}: not a shard index ({type(error).__name__}: {error})") from error
+    members: Integers = np.array(places, dtype=np.int64).reshape(len(blocks), len(suffixes), 3)
+    _check_places(path, size, keys, members)
+    return size, keys, members
 
 
-def _columns(index: ShardIndex, suffixes: tuple[str, ...]) -> Integers:
-    """Offset, length and checksum of every member of a shard, [images, suffixes, 3]."""
-    rows = [
-        (member.offset, member.length, member.crc32)
-        for block in index.blocks
-        for member in (block.members[suffix] for suffix in suffixes)
-    ]
-    columns: Integers = np.array(rows, dtype=np.int64).reshape(len(index.blocks), len(suffixes), 3)
-    return columns
+def _check_places(path: Path, size: int, keys: list[str], members: Integers) -> None:
+    """Every member inside its tar, every key once."""
+    outside = (members < 0).any(axis=(1, 2)) | (members[:, :, 0] + members[:, :, 1] > size).any(axis=1)
+    outside |= (members[:, :, 1:] >= 1 << 32).any(axis=(1, 2))  # columns of 32 bits
+    if outside.any():
+        raise DataError(f"{path}: image {keys[int(outside.argmax())]}: a member lies outside the tar's {size} bytes")
+    if len(set(keys)) < len(keys):
+        twice = next(key for key, count in Counter(keys).items() if count > 1)
+        raise DataError(f"{path}: key {twice!r} comes twice; shard the images again")
 
 
 class SampleReader:

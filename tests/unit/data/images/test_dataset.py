@@ -110,13 +110,34 @@ def test_a_shard_that_differs_from_its_index_is_refused(tmp_path: Path) -> None:
         open_image_dataset(data)
 
 
-def test_a_key_that_comes_twice_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"key": "n00000"}, "key 'n00000' comes twice"),
+        ({"rows": 2}, "image n00001: 2 rows, 1 expected"),
+        ({"members": {"jpg": {"offset": 0, "length": 9, "crc32": 0}}}, r"block n00001 has no member \.cls"),
+        ({"members": 5}, r"000000\.index\.json: not a shard index"),
+        (
+            {"members": {suffix: {"offset": 0, "length": 9} for suffix in ("jpg", "cls")}},
+            r"not a shard index \(KeyError: 'crc32'",
+        ),
+        (
+            {"members": {suffix: {"offset": 9000, "length": 9000, "crc32": 0} for suffix in ("jpg", "cls")}},
+            r"image-000000\.tar: image n00001: a member lies outside the tar's \d+ bytes",
+        ),
+        (
+            {"members": {suffix: {"offset": -1, "length": 9, "crc32": 0} for suffix in ("jpg", "cls")}},
+            "image n00001: a member lies outside",
+        ),
+    ],
+)
+def test_wrong_indexes_are_refused(tmp_path: Path, changes: dict[str, object], message: str) -> None:
     data = write_images(tmp_path / "data", [[sample(0, 8, 8), sample(1, 8, 8)]])
     path = data / "shards" / "image-000000.index.json"
     document = read_json(path)
-    document["blocks"][1]["key"] = "n00000"
+    document["blocks"][1].update(changes)
     write_json(path, document)
-    with pytest.raises(DataError, match="key 'n00000' comes twice"):
+    with pytest.raises(DataError, match=message):
         open_image_dataset(data)
 
 
