@@ -96,15 +96,18 @@ class ExportArguments:
     """Run directory (its newest complete checkpoint is taken), or a checkpoint in it."""
     output: Annotated[Path, tyro.conf.arg(metavar="DIR")]
     """Directory to write; it must not exist, or be empty."""
-    to: Literal["hf"] = "hf"
-    """hf: for transformers' BertForPreTraining.from_pretrained."""
+    to: Literal["hf", "timm"] = "hf"
+    """hf: for transformers' from_pretrained, of BertForPreTraining or ViTMAEForPreTraining. timm: an image run's
+    encoder, for timm.create_model("local-dir:DIR")."""
+    image_size: int = 224
+    """timm: side of the images in pixels; the encoder's fixed positions are written for their grid."""
 
 
 def _export(argv: Sequence[str]) -> int:
     arguments = tyro.cli(ExportArguments, prog="trp-scale export", args=argv, use_underscores=True)
-    from trp_scale.checkpoint.export import export_hf
+    from trp_scale.checkpoint.export import export
 
-    checkpoint = export_hf(arguments.run, arguments.output)
+    checkpoint = export(arguments.run, arguments.output, to=arguments.to, image_size=arguments.image_size)
     print(f"{checkpoint} -> {arguments.output}")
     return 0
 

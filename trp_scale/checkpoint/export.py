@@ -1,53 +1,49 @@
-"""A checkpoint as a directory that transformers' `BertForPreTraining.from_pretrained` loads."""
+"""A checkpoint as a directory that another library loads."""
 
 from __future__ import annotations
 
 import os
 import shutil
-from dataclasses import fields
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-
-from transformers import BertForPreTraining
 
 from trp_scale.checkpoint.document import DOCUMENT_NAME, CheckpointDocument, read_document
 from trp_scale.checkpoint.durable import sync_directory
-from trp_scale.checkpoint.errors import CheckpointError
+from trp_scale.checkpoint.export_bert import write_bert
+from trp_scale.checkpoint.export_mae import write_timm, write_vitmae
 from trp_scale.checkpoint.run_directory import newest_complete
-from trp_scale.checkpoint.stored_pieces import read_full_state
-from trp_scale.config import ModelConfig, RefusedError
-from trp_scale.models.bert import PADDED_PARAMETERS, bert_config, to_transformers
+from trp_scale.config import RefusedError
 
-TOKENIZER = "tokenizer"
-"""Directory in the run directory into which the run copies its tokenizer at the start."""
+Writer = Callable[[Path, Path, CheckpointDocument], None]
+"""Writes into a directory what it makes of a checkpoint and its document."""
 
 
-def export_hf(source: Path, output: Path) -> Path:
-    """Write config.json, model.safetensors (fp32) and the tokenizer's files.
+def export(source: Path, output: Path, *, to: str = "hf", image_size: int = 224) -> Path:
+    """Write config.json, model.safetensors (fp32) and, for text, the tokenizer's files.
 
     Args:
         source: run directory (its newest complete checkpoint is taken) or checkpoint.
         output: directory that is created; it may exist if it is empty.
+        to: hf (transformers) or timm.
+        image_size: side of the images whose positions are written for timm, in pixels.
     Returns:
         the checkpoint that was exported.
     Raises:
-        RefusedError: output is not empty, or source has no complete checkpoint.
-        CheckpointError: the checkpoint is damaged, or is not of a BERT.
+        RefusedError: output is not empty, source has no complete checkpoint, or its model is none of that library's.
+        CheckpointError: the checkpoint is damaged, or is not of the model that it says.
     """
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise RefusedError(f"--output {output}: exists and is not an empty directory; give another, or remove it")
     checkpoint = find_checkpoint(source)
     document = read_document(checkpoint)
-    tokenizer = find_tokenizer(checkpoint, document)
-    model = assemble(checkpoint, document)
+    write = find_writer(document, to, image_size)
     temporary = output.with_name(f".{output.name}.tmp")
     if temporary.exists():  # left by an export that was killed
         shutil.rmtree(temporary)
     temporary.mkdir(parents=True)
     try:
-        for path in sorted(tokenizer.iterdir()):
-            if path.is_file():
-                shutil.copyfile(path, temporary / path.name)
-        model.save_pretrained(temporary)
+        write(temporary, checkpoint, document)
         for path in temporary.iterdir():
             with path.open("rb") as file:
                 os.fsync(file.fileno())
@@ -56,6 +52,24 @@ def export_hf(source: Path, output: Path) -> Path:
         shutil.rmtree(temporary, ignore_errors=True)
     sync_directory(output.parent)
     return checkpoint
+
+
+def find_writer(document: CheckpointDocument, to: str, image_size: int) -> Writer:
+    """The writer for the checkpoint's kind of model.
+
+    Raises:
+        RefusedError: that library has no such model.
+    """
+    writers: dict[tuple[str, str], Writer] = {
+        ("bert", "hf"): write_bert,
+        ("mae", "hf"): write_vitmae,
+        ("mae", "timm"): partial(write_timm, image_size=image_size),
+    }
+    kind = document.config.get("model", {}).get("kind", "bert")
+    if (kind, to) in writers:
+        return writers[kind, to]
+    allowed = ", ".join(library for model, library in writers if model == kind)
+    raise RefusedError(f"--to {to}: the run's model.kind is {kind}; allowed for it: {allowed or 'nothing'}")
 
 
 def find_checkpoint(source: Path) -> Path:
@@ -67,39 +81,3 @@ def find_checkpoint(source: Path) -> Path:
         why = "; ".join(found.warnings) or "expected a run directory with checkpoints/step_..., or a checkpoint"
         raise RefusedError(f"{source}: nothing to export: {why}")
     return found.path
-
-
-def find_tokenizer(checkpoint: Path, document: CheckpointDocument) -> Path:
-    """RUN/tokenizer, else the directory named when the checkpoint was written (a run directory may have been moved)."""
-    candidates = [checkpoint.resolve().parent.parent / TOKENIZER]
-    if named := document.extra.get("data_tokenizer"):
-        candidates.append(checkpoint.resolve().parent.parent / str(named))  # an absolute path stands for itself
-    for candidate in candidates:
-        if candidate.is_dir():
-            return candidate
-    tried = " or ".join(str(candidate) for candidate in candidates)
-    raise RefusedError(f"{checkpoint}: no tokenizer at {tried}; copy the data set's tokenizer to {candidates[0]}")
-
-
-def assemble(checkpoint: Path, document: CheckpointDocument) -> BertForPreTraining:
-    """transformers' model with the checkpoint's weights, the padding rows of the vocabulary cut off.
-
-    Raises:
-        CheckpointError: sizes or names are not those of a BERT.
-    """
-    vocab_size = document.extra.get("vocab_size")
-    if not isinstance(vocab_size, int):
-        where = checkpoint / DOCUMENT_NAME
-        raise CheckpointError(f"{where}: extra.vocab_size is {vocab_size!r}; the vocabulary's true size is needed")
-    known = {field.name for field in fields(ModelConfig)}
-    settings = {name: value for name, value in document.config.get("model", {}).items() if name in known}
-    config = bert_config(ModelConfig(**settings), vocab_size, architectures=["BertForPreTraining"])
-    weights = read_full_state(checkpoint)
-    if missing := [name for name in PADDED_PARAMETERS if name not in weights]:
-        raise CheckpointError(f"{checkpoint} is not a BertForPreTraining: {missing} are missing")
-    model = BertForPreTraining(config)
-    try:
-        model.load_state_dict(to_transformers(weights, vocab_size))
-    except RuntimeError as error:  # torch lists every missing, unexpected and misshapen tensor
-        raise CheckpointError(f"{checkpoint} is not a BertForPreTraining: {error}") from error
-    return model

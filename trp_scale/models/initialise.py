@@ -57,17 +57,16 @@ def initialise(module: nn.Module, *, seed: int, std: float) -> None:
             child.weight[child.padding_idx].zero_()
 
 
-TOKEN_STD = 0.02
-"""Standard deviation of class and mask tokens (He et al.)."""
+def initialise_vision(module: nn.Module, *, seed: int, std: float) -> None:
+    """The masked autoencoder's initialisation (He et al., A.1; Wu et al.): matrices xavier uniform, class and mask
+    tokens normal with `std`, biases and relative tables 0, norm weights 1.
 
-
-def initialise_vision(module: nn.Module, *, seed: int) -> None:
-    """The masked autoencoder's initialisation (He et al., A.1; Wu et al.): matrices xavier uniform, tokens normal with
-    TOKEN_STD, biases and relative tables 0, norm weights 1. Queries, keys and values are one matrix of 3 D rows."""
+    Queries, keys and values are one matrix of 3 D rows, as there.
+    """
 
     def rule(name: str, parameter: nn.Parameter) -> Tensor | float:
         if name.endswith("_token"):
-            return initial_tensor(seed, name, tuple(parameter.shape), TOKEN_STD)
+            return initial_tensor(seed, name, tuple(parameter.shape), std)
         if name.endswith(".table"):
             return 0.0
         if parameter.ndim >= 2:

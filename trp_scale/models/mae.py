@@ -42,8 +42,6 @@ class MaskedAutoencoder(nn.Module):
         config: sizes (model, vision, crops.size), the adversary it is built for, and the seed of its initial weights.
     Attributes:
         shape: of the perturbation that `forward` takes; None without an adversary on positions.
-    Raises:
-        RefusedError: the adversary has nothing to act on.
     """
 
     encoder_positions: Tensor
@@ -79,7 +77,7 @@ class MaskedAutoencoder(nn.Module):
             self.register_buffer("decoder_positions", sine_cosine(self.grid, last_width), persistent=False)
         self.mask_token = nn.Parameter(torch.empty(width if vision.tokens == "all" else last_width))
         self.prediction = nn.Linear(last_width, values)
-        initialise_vision(self, seed=config.training.seed)
+        initialise_vision(self, seed=config.training.seed, std=model.initializer_range)
 
     @property
     def layers(self) -> list[nn.Module]:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from trp_scale.config import AdversaryConfig, ModelConfig, RefusedError, VisionConfig
+from trp_scale.config import AdversaryConfig, ModelConfig, VisionConfig
 from trp_scale.models.relative_positions import BUCKETS
 
 
@@ -50,12 +50,10 @@ def perturbation_shape(
 ) -> PerturbationShape | None:
     """The shape for these settings, None where no position is perturbed (kinds none and pixels).
 
-    Raises:
-        RefusedError: the adversary would have nothing to act on.
+    That the adversary has something to act on is for the checks of the recipes to say.
     """
     if adversary.kind in ("none", "pixels"):
         return None
-    _refuse_without_effect(vision, adversary)
     encoder = _part(adversary, model.layers, model.hidden_size, model.heads)
     if adversary.where == "encoder":
         return PerturbationShape(kind=adversary.kind, encoder=encoder)
@@ -71,23 +69,6 @@ def _part(adversary: AdversaryConfig, layers: int, width: int, heads: int) -> tu
         "relative_embedding": (layers, BUCKETS, width // heads) if per_bucket else (layers, width // heads),
         "relative_coordinate": (layers, 2),
     }[adversary.kind]
-
-
-def _refuse_without_effect(vision: VisionConfig, adversary: AdversaryConfig) -> None:
-    if adversary.kind.startswith("relative") and vision.positions != "relative":
-        raise RefusedError(
-            f"--adversary.kind {adversary.kind} perturbs relative positions, --vision.positions is {vision.positions}; "
-            "allowed: --vision.positions relative"
-        )
-    if vision.tokens == "visible" and adversary.where == "encoder":
-        raise RefusedError(
-            "--adversary.where encoder perturbs masked patches, and with --vision.tokens visible it sees none; "
-            "allowed: --vision.tokens all, or --adversary.where both"
-        )
-    if vision.decoder == "linear" and adversary.where == "both":
-        raise RefusedError(
-            "--adversary.where both: --vision.decoder linear has no positions; allowed: --adversary.where encoder"
-        )
 
 
 class Perturbed(NamedTuple):

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, BertForPreTraining, PreTrainedTokenizerF
 
 from tests.unit.checkpoint.fake_engine import FakeEngine, save_step
 from trp_scale.checkpoint.errors import CheckpointError
-from trp_scale.checkpoint.export import export_hf
+from trp_scale.checkpoint.export import export
 from trp_scale.config import Config, ModelConfig, RefusedError
 from trp_scale.models.bert import BertForMaskedPositions, bert_config
 
@@ -55,7 +55,7 @@ def our_model() -> BertForMaskedPositions:
 def test_transformers_loads_it_and_computes_the_same(tmp_path: Path) -> None:
     weights = our_weights()
     checkpoint = write_run(tmp_path / "run", weights)
-    assert export_hf(tmp_path / "run", tmp_path / "hf") == checkpoint
+    assert export(tmp_path / "run", tmp_path / "hf") == checkpoint
     model, report = BertForPreTraining.from_pretrained(tmp_path / "hf", output_loading_info=True)
     assert not any(report.values()), report
     # The reference takes its tensors directly, by name, and never sees a file.
@@ -77,7 +77,7 @@ def test_transformers_loads_it_and_computes_the_same(tmp_path: Path) -> None:
 
 def test_the_tokenizer_comes_along(tmp_path: Path) -> None:
     checkpoint = write_run(tmp_path / "run", our_weights())
-    export_hf(checkpoint, tmp_path / "hf")
+    export(checkpoint, tmp_path / "hf")
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
     assert len(tokenizer) == VOCABULARY
     assert tokenizer("word3 [MASK]", add_special_tokens=False)["input_ids"] == [8, 4]
@@ -86,21 +86,21 @@ def test_the_tokenizer_comes_along(tmp_path: Path) -> None:
 def test_a_tokenizer_elsewhere_is_found_by_its_name(tmp_path: Path) -> None:
     write_run(tmp_path / "run", our_weights(), data_tokenizer=str(tmp_path / "data"))
     (tmp_path / "run" / "tokenizer").rename(tmp_path / "data")
-    export_hf(tmp_path / "run", tmp_path / "hf")
+    export(tmp_path / "run", tmp_path / "hf")
     assert (tmp_path / "hf" / "tokenizer.json").exists()
     (tmp_path / "data").rename(tmp_path / "gone")
     with pytest.raises(RefusedError, match=f"no tokenizer at .*run/tokenizer or {tmp_path}/data"):
-        export_hf(tmp_path / "run", tmp_path / "again")
+        export(tmp_path / "run", tmp_path / "again")
     assert not (tmp_path / "again").exists()
 
 
 def test_a_directory_that_is_not_empty_is_left_alone(tmp_path: Path) -> None:
     write_run(tmp_path / "run", our_weights())
     (tmp_path / "hf").mkdir()
-    export_hf(tmp_path / "run", tmp_path / "hf")
+    export(tmp_path / "run", tmp_path / "hf")
     before = {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()}
     with pytest.raises(RefusedError, match="not an empty directory"):
-        export_hf(tmp_path / "run", tmp_path / "hf")
+        export(tmp_path / "run", tmp_path / "hf")
     assert {path.name: path.read_bytes() for path in (tmp_path / "hf").iterdir()} == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "run"]
 
@@ -111,7 +111,7 @@ def test_weights_that_are_not_of_this_model_are_refused(tmp_path: Path) -> None:
     weights["adapter.weight"] = torch.ones(3)
     write_run(tmp_path / "run", weights)
     with pytest.raises(CheckpointError) as caught:
-        export_hf(tmp_path / "run", tmp_path / "hf")
+        export(tmp_path / "run", tmp_path / "hf")
     assert "cls.seq_relationship.bias" in str(caught.value)
     assert "adapter.weight" in str(caught.value)
     assert not (tmp_path / "hf").exists()
@@ -119,7 +119,7 @@ def test_weights_that_are_not_of_this_model_are_refused(tmp_path: Path) -> None:
 
 def test_nothing_to_export(tmp_path: Path) -> None:
     with pytest.raises(RefusedError, match="nothing to export"):
-        export_hf(tmp_path, tmp_path / "hf")
+        export(tmp_path, tmp_path / "hf")
     write_run(tmp_path / "run", our_weights(), vocab_size=None)
     with pytest.raises(CheckpointError, match="vocab_size is None"):
-        export_hf(tmp_path / "run", tmp_path / "hf")
+        export(tmp_path / "run", tmp_path / "hf")
