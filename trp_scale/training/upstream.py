@@ -20,15 +20,18 @@ class Upstream(Protocol):
 
     Attributes:
         sources: named streams of rows.
-        objective: task losses of a batch.
         positions_per_step: sequence positions of a step on all ranks, padding included.
         step_flops: model FLOPs of a training step on all ranks.
     """
 
     sources: Sources
-    objective: Objective
     positions_per_step: int
     step_flops: float
+
+    @property
+    def objective(self) -> Objective:
+        """Task losses of a batch."""
+        ...
 
     def model(self) -> nn.Module:
         """The model as initialised from the seed, whole, on the CPU."""

@@ -1,0 +1,77 @@
+"""Random images with masks, and whole training steps of masked autoencoders over them, for the benchmarks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from trp_scale.batch import Batch
+from trp_scale.config import Config
+from trp_scale.distributed.groups import ALONE
+from trp_scale.engines.plain import PlainEngine
+from trp_scale.hooks.adversary import build_adversary
+from trp_scale.hooks.balancing import build_balancer
+from trp_scale.hooks.base import Hooks
+from trp_scale.models.mae import MaskedAutoencoder
+from trp_scale.models.perturbation import perturbation_shape
+from trp_scale.objectives.mae import MaskedPatchReconstruction
+from trp_scale.training.agreement import StepAgreement
+from trp_scale.training.loop import Trainer
+
+
+def random_images(config: Config, rows: int) -> Batch:
+    """`rows` images of noise with the recipe's crops and random masks."""
+    generator = torch.Generator().manual_seed(0)
+    crops, side = config.crops.count, config.crops.size
+    patches = (side // config.vision.patch_size) ** 2
+    visible = int(patches * (1 - config.masking.ratio))
+    order = torch.rand(rows, crops, patches, generator=generator).argsort(-1)
+    fields = {
+        "images": torch.randint(0, 256, (rows, crops, 3, side, side), generator=generator, dtype=torch.uint8),
+        "visible": order[..., :visible].sort(-1).values,
+        "masked": order[..., visible:].sort(-1).values,
+        "labels": torch.zeros(rows, dtype=torch.int64),
+        "row_weights": torch.ones(rows),
+    }
+    return Batch(fields=fields, keys=torch.arange(rows), start=0)
+
+
+@dataclass
+class SameWindow:
+    """Serves the same micro-batches at every step."""
+
+    window: list[Batch]
+
+    def next_window(self) -> list[Batch]:
+        return list(self.window)
+
+
+class Unobserved:
+    """Takes no notes."""
+
+    enabled = False
+
+    def message(self, text: str) -> None:
+        """Nobody listens."""
+
+
+def training_step(config: Config, batch: Batch, device: torch.device) -> Callable[[], object]:
+    """One whole training step on one process, hooks and optimizer included."""
+    engine = PlainEngine(MaskedAutoencoder(config), config, device=device)
+    objective = MaskedPatchReconstruction(config.objective, config.vision.patch_size)
+    adversary = build_adversary(config, perturbation_shape(config.model, config.vision, config.adversary), device)
+    trainer = Trainer(
+        config=config,
+        engine=engine,
+        objective=objective,
+        hooks=Hooks(build_balancer(config.balancer, objective, device), [adversary] if adversary else []),
+        source=SameWindow([batch]),
+        observer=Unobserved(),  # type: ignore[arg-type]
+        agreement=StepAgreement(ALONE, 0),
+        save=lambda: None,
+        validate=lambda: None,
+        stop_requested=lambda: None,
+    )
+    return trainer.train_step

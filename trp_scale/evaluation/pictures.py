@@ -1,0 +1,185 @@
+"""What a masked autoencoder reconstructs, and what its adversary has done to the positions, as PNG files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from trp_scale.batch import Batch
+from trp_scale.config import RefusedError
+from trp_scale.evaluation.trained_images import TrainedImages, load_trained_images
+from trp_scale.models.patches import gather_patches, unpatchify
+from trp_scale.models.relative_positions import relaxed_index
+from trp_scale.objectives.mae import CHANNEL_DEVIATION, CHANNEL_MEAN, TARGET_EPS
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+GREY = 0.5
+"""What a masked patch is shown as."""
+
+
+def draw_pictures(source: Path, output: Path, rows: int = 8) -> list[str]:
+    """Draw reconstructions.png and, where an adversary perturbs positions, positions.png.
+
+    Args:
+        source: run directory or checkpoint.
+        output: directory; made if it is not there.
+        rows: images.
+    Returns:
+        lines that say what was drawn, with the loss on these images beside that of predicting each patch's mean.
+    Raises:
+        RefusedError: no masked autoencoder there, its data is gone, or matplotlib is not installed.
+    """
+    figure_of = _figures()
+    trained = load_trained_images(source)
+    output.mkdir(parents=True, exist_ok=True)
+    batch = trained.images(rows)
+    columns, loss, mean_patch = reconstructions(trained, batch)
+    path = output / "reconstructions.png"
+    _draw_columns(figure_of, columns, path)
+    lines = [
+        f"{path}: reconstruction loss {loss:.4f}, predicting each patch's mean {mean_patch:.4f} "
+        f"({rows} images, clean positions)"
+    ]
+    if trained.shape is not None and trained.perturbation is not None:
+        path = output / "positions.png"
+        lines.append(f"{path}: {_draw_positions(figure_of, trained, path)}")
+    return lines
+
+
+@torch.no_grad()
+def reconstructions(trained: TrainedImages, batch: Batch) -> tuple[dict[str, Tensor], float, float]:
+    """Images to show, and the two losses.
+
+    Returns:
+        {"image", "masked", "reconstruction"}: [R, 3, S, S] in [0, 1], of the first crop of each image. In the
+        reconstruction visible patches are the image's own; a predicted patch of a normalised target has the true
+        patch's mean and deviation put back, as is usual.
+        Mean squared error over masked patches of the model, and of predicting each patch's mean.
+    """
+    first = {name: value[:, :1] for name, value in batch.fields.items() if name in ("images", "visible", "masked")}
+    objective = trained.objective
+    masked = first["masked"][:, 0]  # [R, M]
+    crops = Batch(fields={**first, "row_weights": batch["row_weights"]}, keys=batch.keys, start=batch.start)
+    patches = objective.patches(crops)  # [R, N, P]
+    prediction = trained.model(patches, first["visible"][:, 0], masked).prediction  # [R, M, P]
+    true = gather_patches(patches, masked)
+    target = objective.target(true)
+    loss = float((prediction - target).square().mean())
+    means = torch.zeros_like(target) if objective.normalised else true.mean(-1, keepdim=True).expand_as(true)
+    mean_patch = float((means - target).square().mean())
+    if objective.normalised:
+        variance, mean = torch.var_mean(true, dim=-1, keepdim=True)
+        prediction = prediction * (variance + TARGET_EPS).sqrt() + mean
+    place = masked.unsqueeze(-1).expand_as(prediction)
+    grey = (GREY - torch.tensor(CHANNEL_MEAN)) / torch.tensor(CHANNEL_DEVIATION)  # [3]
+    hidden = grey.repeat(patches.shape[-1] // 3).expand_as(prediction)
+    shown = {
+        "image": patches,
+        "masked": patches.scatter(1, place, hidden),
+        "reconstruction": patches.scatter(1, place, prediction),
+    }
+    return {name: _pixels(value, objective.patch_size) for name, value in shown.items()}, loss, mean_patch
+
+
+def _pixels(patches: Tensor, patch_size: int) -> Tensor:
+    """[R, N, P] normalised -> [R, 3, S, S] in [0, 1]."""
+    mean, deviation = torch.tensor([CHANNEL_MEAN, CHANNEL_DEVIATION]).view(2, 1, 3, 1, 1)
+    pixels: Tensor = unpatchify(patches, patch_size) * deviation + mean
+    return pixels.clamp(0, 1)
+
+
+def _figures() -> type[Figure]:
+    """matplotlib's figure, without its windows."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise RefusedError("pictures need matplotlib: pip install 'trp-scale[pictures]'") from error
+    return Figure
+
+
+def _draw_columns(figure_of: type[Figure], columns: dict[str, Tensor], path: Path) -> None:
+    count = len(next(iter(columns.values())))
+    figure = figure_of(figsize=(1.6 * len(columns), 1.6 * count), layout="constrained")
+    axes = figure.subplots(count, len(columns), squeeze=False)
+    for column, (title, images) in enumerate(columns.items()):
+        axes[0, column].set_title(title)
+        for row, image in enumerate(images):
+            axes[row, column].imshow(image.permute(1, 2, 0).numpy())
+            axes[row, column].set_axis_off()
+    figure.savefig(path, dpi=120)
+
+
+def _draw_positions(figure_of: type[Figure], trained: TrainedImages, path: Path) -> str:
+    """Draw by what is perturbed; returns a sentence about it."""
+    assert trained.shape is not None and trained.perturbation is not None
+    encoder, _ = trained.shape.split(trained.perturbation)
+    grid = trained.config.crops.size // trained.config.vision.patch_size
+    kind = trained.config.adversary.kind
+    if kind == "absolute_coordinate":
+        figure = figure_of(figsize=(5, 5), layout="constrained")
+        _draw_shifted_grid(figure.subplots(), grid, encoder[0])
+        sentence = f"the {grid} x {grid} patches before and after the shift of masked ones"
+    elif kind == "relative_coordinate":
+        figure = figure_of(figsize=(10, 5), layout="constrained")
+        left, right = figure.subplots(1, 2)
+        _draw_shifts(left, encoder, trained.config.adversary.eps)
+        block = int(encoder.norm(dim=-1).argmax())
+        _draw_table_places(right, grid, encoder[block], block)
+        sentence = f"the shift of each block, and where block {block} finds its offsets in the table"
+    else:
+        figure = figure_of(figsize=(6, 4), layout="constrained")
+        _draw_norms(figure.subplots(), encoder, trained.config.adversary.eps)
+        sentence = "the size of each block's perturbation"
+    figure.savefig(path, dpi=120)
+    return sentence
+
+
+def _draw_shifted_grid(axes: Axes, grid: int, shift: Tensor) -> None:
+    row, column = torch.meshgrid(torch.arange(grid), torch.arange(grid), indexing="ij")
+    axes.scatter(column, row, color="0.6", label="before")
+    axes.scatter(column + float(shift[1]), row + float(shift[0]), color="tab:red", label="after, where masked")
+    axes.quiver(
+        column, row, *_constant(column, shift), angles="xy", scale_units="xy", scale=1, width=0.003, color="tab:red"
+    )
+    axes.set(xlabel="column in patches", ylabel="row in patches", aspect="equal")
+    axes.invert_yaxis()
+    axes.legend(loc="upper right")
+
+
+def _constant(like: Tensor, shift: Tensor) -> tuple[Any, Any]:
+    return torch.full(like.shape, float(shift[1])).numpy(), torch.full(like.shape, float(shift[0])).numpy()
+
+
+def _draw_shifts(axes: Axes, shifts: Tensor, eps: float) -> None:
+    axes.axhline(0, color="0.85")
+    axes.axvline(0, color="0.85")
+    axes.scatter(shifts[:, 1], shifts[:, 0], color="tab:red")
+    for block, (row, column) in enumerate(shifts.tolist()):
+        axes.annotate(str(block), (column, row), textcoords="offset points", xytext=(4, 4))
+    axes.set(xlabel="column shift in patches", ylabel="row shift in patches", aspect="equal")
+    axes.set_title(f"shift of each encoder block (eps {eps:g})")
+
+
+def _draw_table_places(axes: Axes, grid: int, shift: Tensor, block: int) -> None:
+    offsets = torch.arange(1 - grid, grid, dtype=torch.float32)
+    row, column = torch.meshgrid(offsets, offsets, indexing="ij")
+    axes.scatter(relaxed_index(column), relaxed_index(row), s=14, color="0.6", label="before")
+    after = relaxed_index(column + float(shift[1])), relaxed_index(row + float(shift[0]))
+    axes.scatter(*after, s=14, color="tab:red", label="after, for masked queries")
+    axes.set(xlabel="column entry of the table", ylabel="row entry of the table", aspect="equal")
+    axes.set_title(f"block {block}: place of every offset in the relative table")
+    axes.grid(color="0.9")
+    axes.legend(loc="upper right")
+
+
+def _draw_norms(axes: Axes, perturbation: Tensor, eps: float) -> None:
+    sizes = perturbation.flatten(1).abs().amax(1)
+    axes.bar(range(len(sizes)), sizes.tolist(), color="tab:red")
+    axes.axhline(eps, color="0.6", linestyle="--")
+    axes.set(xlabel="block", ylabel="largest element", title=f"perturbation of each block (eps {eps:g})")

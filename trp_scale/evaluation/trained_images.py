@@ -1,0 +1,92 @@
+"""A trained masked autoencoder with images to look at, from a run directory alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from trp_scale.batch import Batch
+from trp_scale.checkpoint.document import HOOKS_NAME, CheckpointDocument, read_document
+from trp_scale.checkpoint.export import find_checkpoint
+from trp_scale.checkpoint.nested_state import join_state
+from trp_scale.checkpoint.stored_pieces import read_full_state
+from trp_scale.config import Config, RefusedError
+from trp_scale.data.sources import open_sources
+from trp_scale.models.mae import MaskedAutoencoder
+from trp_scale.models.perturbation import PerturbationShape, perturbation_shape
+from trp_scale.objectives.mae import MaskedPatchReconstruction
+from trp_scale.recipes.loader import from_dict
+
+
+@dataclass(kw_only=True)
+class TrainedImages:
+    """What pictures are drawn from.
+
+    Attributes:
+        checkpoint: where it all was read from.
+        config: settings of the run.
+        model: the trained weights, on the CPU.
+        objective: the run's objective.
+        shape: of the adversary's perturbation, None without one.
+        perturbation: the adversary's vector in the checkpoint, [shape.numel], None without one.
+    """
+
+    checkpoint: Path
+    config: Config
+    model: MaskedAutoencoder
+    objective: MaskedPatchReconstruction
+    shape: PerturbationShape | None
+    perturbation: Tensor | None
+
+    def images(self, rows: int) -> Batch:
+        """The first held-out images of the run's data; of the training order where nothing is held out.
+
+        Raises:
+            RefusedError: the data is no longer at `data.path`.
+        """
+        held_out = self.config.data.validation_fraction > 0
+        config = self.config
+        config.data.workers = 0
+        config.batch.global_size = config.batch.micro_size = rows
+        sources = open_sources(config, rank=0, world=1)
+        try:
+            return next(iter(sources.validation.windows())) if held_out else sources.train.next_window()[0]
+        finally:
+            sources.close()
+
+
+def load_trained_images(source: Path) -> TrainedImages:
+    """Read the newest checkpoint of a run directory, or the checkpoint itself.
+
+    Raises:
+        RefusedError: there is none, or it is not of a masked autoencoder.
+    """
+    checkpoint = find_checkpoint(source)
+    document = read_document(checkpoint)
+    config = from_dict(document.config, source=str(checkpoint))
+    if config.model.kind != "mae":
+        raise RefusedError(f"{checkpoint}: pictures are of masked autoencoders; model.kind is {config.model.kind}")
+    model = MaskedAutoencoder(config)
+    weights = read_full_state(checkpoint)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(weights[name])
+    shape = perturbation_shape(config.model, config.vision, config.adversary)
+    return TrainedImages(
+        checkpoint=checkpoint,
+        config=config,
+        model=model.eval(),
+        objective=MaskedPatchReconstruction(config.objective, config.vision.patch_size),
+        shape=shape,
+        perturbation=None if shape is None else _perturbation(checkpoint, document),
+    )
+
+
+def _perturbation(checkpoint: Path, document: CheckpointDocument) -> Tensor:
+    state = join_state(document.hooks, load_file(checkpoint / HOOKS_NAME))
+    perturbation: Tensor = state["adversary"]["tensors"]["vector"]
+    return perturbation
