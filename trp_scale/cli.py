@@ -78,6 +78,9 @@ class ReportArguments:
 
     run: Annotated[Path, tyro.conf.arg(metavar="DIR")]
     """Run directory, with metrics.jsonl in it."""
+    pictures: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    """Of an image run with a checkpoint: draw reconstructions, and positions before and after the adversary's
+    perturbation, as PNG files into this directory (needs the extra `pictures`)."""
 
 
 def _report(argv: Sequence[str]) -> int:
@@ -85,6 +88,10 @@ def _report(argv: Sequence[str]) -> int:
     from trp_scale.observe.report import report
 
     print(report(arguments.run), end="")
+    if arguments.pictures is not None:
+        from trp_scale.evaluation.pictures import draw_pictures
+
+        print("\n".join(draw_pictures(arguments.run, arguments.pictures)))
     return 0
 
 
