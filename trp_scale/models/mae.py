@@ -67,14 +67,14 @@ class MaskedAutoencoder(nn.Module):
         self.cls_token = nn.Parameter(torch.empty(width))
         self.blocks = blocks(model.layers, width, model.heads, model.intermediate_size)
         self.norm = nn.LayerNorm(width, eps=model.layer_norm_eps)
-        self.register_buffer("encoder_positions", sine_cosine(self.grid, width), persistent=False)
+        self.register_buffer("encoder_positions", sine_cosine(self.grid, width).float(), persistent=False)
         self.decoder_blocks = nn.ModuleList()
         if vision.decoder == "transformer":
             last_width = vision.decoder_hidden_size
             self.decoder_embed = nn.Linear(width, last_width)
             self.decoder_blocks = blocks(vision.decoder_layers, last_width, vision.decoder_heads, 4 * last_width)
             self.decoder_norm = nn.LayerNorm(last_width, eps=model.layer_norm_eps)
-            self.register_buffer("decoder_positions", sine_cosine(self.grid, last_width), persistent=False)
+            self.register_buffer("decoder_positions", sine_cosine(self.grid, last_width).float(), persistent=False)
         self.mask_token = nn.Parameter(torch.empty(width if vision.tokens == "all" else last_width))
         self.prediction = nn.Linear(last_width, values)
         initialise_vision(self, seed=config.training.seed, std=model.initializer_range)

@@ -145,7 +145,7 @@ def ours(name: str, tensor: Tensor) -> Tensor:
 
 def stored_positions(grid: int, width: int) -> Tensor:
     """[1, 1 + grid^2, width]: the class token's, which are zero, and the patches'."""
-    return torch.cat([torch.zeros(1, width), sine_cosine(grid, width)]).unsqueeze(0)
+    return torch.cat([torch.zeros(1, width), sine_cosine(grid, width).float()]).unsqueeze(0)
 
 
 def take_positions(given: dict[str, Tensor], name: str) -> Tensor:

@@ -15,7 +15,7 @@ def frequencies(width: int, *, dtype: torch.dtype, device: torch.device | None =
 
 
 def sine_cosine(grid: int, width: int) -> Tensor:
-    """[grid^2, width] float32, positions of a square grid's patches, row by row.
+    """[grid^2, width] float64, positions of a square grid's patches, row by row.
 
     The first half of the width encodes the column, the second the row, each as sines and then cosines: the order of
     He et al.'s published weights.
@@ -30,7 +30,7 @@ def sine_cosine(grid: int, width: int) -> Tensor:
     axis = torch.cat([angles.sin(), angles.cos()], dim=-1)  # [G, width / 2]
     columns = axis.repeat(grid, 1)  # [G^2, width / 2]
     rows = axis.repeat_interleave(grid, dim=0)
-    return torch.cat([columns, rows], dim=-1).float()
+    return torch.cat([columns, rows], dim=-1)
 
 
 def shifted(positions: Tensor, shift: Tensor) -> Tensor:

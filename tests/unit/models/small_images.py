@@ -1,0 +1,97 @@
+"""A tiny masked autoencoder, crops of random patches for it, and its loss."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+from trp_scale.config import AdversaryConfig, Config, CropsConfig, MaskingConfig, ModelConfig, VisionConfig
+from trp_scale.models.mae import MaskedAutoencoder
+from trp_scale.models.positions import sine_cosine
+
+GRID = 5
+PATCH = 4
+VALUES = 3 * PATCH**2
+VISIBLE = 6
+
+
+class Crops(NamedTuple):
+    """The model's inputs, in its arguments' order."""
+
+    patches: Tensor
+    visible: Tensor
+    masked: Tensor
+
+
+def config(
+    *,
+    tokens: Literal["visible", "all"] = "all",
+    decoder: Literal["transformer", "linear"] = "transformer",
+    positions: Literal["absolute", "relative"] = "absolute",
+    index: Literal["rounded", "relaxed"] = "rounded",
+    **adversary: Any,
+) -> Config:
+    """Two blocks of 24 with 2 heads, a decoder of two of 16, 5 x 5 patches of 4 x 4 pixels, of which 6 are visible."""
+    return Config(
+        model=ModelConfig(
+            kind="mae", layers=2, hidden_size=24, heads=2, intermediate_size=40, dropout=0.0, layer_norm_eps=1e-6
+        ),
+        vision=VisionConfig(
+            patch_size=PATCH,
+            tokens=tokens,
+            decoder=decoder,
+            decoder_layers=2,
+            decoder_hidden_size=16,
+            decoder_heads=4,
+            positions=positions,
+            index=index,
+        ),
+        crops=CropsConfig(size=GRID * PATCH),
+        masking=MaskingConfig(ratio=0.75, maskings=0),
+        adversary=AdversaryConfig(**adversary),
+    )
+
+
+def small_model(settings: Config, *, seed: int = 0, dtype: torch.dtype = torch.float64) -> MaskedAutoencoder:
+    """Every weight is drawn anew, relative tables too, and large enough that all of them matter."""
+    model = MaskedAutoencoder(settings)
+    generator = torch.Generator().manual_seed(100 + seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            drawn = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_((1.0 if name.endswith("table") else 0.25) * drawn)
+            if "norm" in name and name.endswith("weight"):
+                parameter.add_(1.0)
+    model.to(dtype)
+    if dtype == torch.float64:  # as exact as the weights
+        model.encoder_positions = sine_cosine(GRID, settings.model.hidden_size)
+        if settings.vision.decoder == "transformer":
+            model.decoder_positions = sine_cosine(GRID, settings.vision.decoder_hidden_size)
+    return model
+
+
+def crops(rows: int = 2, *, seed: int = 0, dtype: torch.dtype = torch.float64) -> Crops:
+    generator = torch.Generator().manual_seed(seed)
+    order = torch.stack([torch.randperm(GRID**2, generator=generator) for _ in range(rows)])
+    return Crops(
+        patches=torch.randn(rows, GRID**2, VALUES, generator=generator, dtype=torch.float64).to(dtype),
+        visible=order[:, :VISIBLE].sort(-1).values,
+        masked=order[:, VISIBLE:].sort(-1).values,
+    )
+
+
+def perturbation(model: MaskedAutoencoder, *, seed: int = 0, scale: float = 1.0) -> Tensor:
+    """A random vector of the model's shape, [numel] float64, which takes gradients."""
+    assert model.shape is not None
+    generator = torch.Generator().manual_seed(7 + seed)
+    drawn = torch.randn(model.shape.numel, generator=generator, dtype=torch.float64)
+    return (scale * drawn).requires_grad_()
+
+
+def loss_of(model: MaskedAutoencoder, batch: Crops, vector: Tensor | None = None) -> Tensor:
+    """Mean squared error of the masked patches."""
+    target = batch.patches.gather(1, batch.masked.unsqueeze(-1).expand(-1, -1, VALUES))
+    prediction = model(*batch, perturbation=vector).prediction
+    return (prediction - target).square().mean()  # type: ignore[no-any-return]
