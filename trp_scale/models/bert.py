@@ -178,10 +178,10 @@ class BertForMaskedPositions(nn.Module):
         """Take the weights of a transformers `BertForPreTraining.state_dict()`; padding rows become zero.
 
         Raises:
-            ValueError: names that are missing, unexpected or of another shape.
+            ValueError: names that are missing, unexpected or of another shape; an output layer of its own.
         """
         own = dict(self.named_parameters())
-        ignored = {"cls.predictions.decoder.weight", "cls.predictions.decoder.bias", "bert.embeddings.position_ids"}
+        ignored = {*TIED_PARAMETERS, "bert.embeddings.position_ids"}
         given = {name: tensor for name, tensor in state.items() if name not in ignored}
         if missing := sorted(set(own) - set(given)):
             raise ValueError(f"weights for {missing} are missing")
@@ -194,6 +194,12 @@ class BertForMaskedPositions(nn.Module):
         for name, place in places.items():  # all of them before the first is written
             if place.shape != given[name].shape:
                 raise ValueError(f"{name}: shape {tuple(given[name].shape)} given, {tuple(place.shape)} expected")
+        for copy, name in TIED_PARAMETERS.items():
+            if copy in state and not torch.equal(state[copy], given[name]):
+                raise ValueError(
+                    f"{copy} is not {name}: this model uses one tensor for both, so the weights of a model trained "
+                    "with tie_word_embeddings=False cannot be taken"
+                )
         for name, place in places.items():
             place.copy_(given[name])
         for name in PADDED_PARAMETERS:
@@ -203,10 +209,14 @@ class BertForMaskedPositions(nn.Module):
 PADDED_PARAMETERS = ("bert.embeddings.word_embeddings.weight", "cls.predictions.bias")
 """Parameters whose first dimension is the padded vocabulary."""
 
+TIED_PARAMETERS = {
+    "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight",
+    "cls.predictions.decoder.bias": "cls.predictions.bias",
+}
+"""Second names of transformers for tensors that the model has once."""
+
 
 def to_transformers(weights: dict[str, Tensor], vocab_size: int) -> dict[str, Tensor]:
     """State dict for transformers' `BertForPreTraining`: padding rows cut, tied tensors named twice."""
     state = {name: tensor[:vocab_size] if name in PADDED_PARAMETERS else tensor for name, tensor in weights.items()}
-    state["cls.predictions.decoder.weight"] = state["bert.embeddings.word_embeddings.weight"]
-    state["cls.predictions.decoder.bias"] = state["cls.predictions.bias"]
-    return state
+    return state | {copy: state[name] for copy, name in TIED_PARAMETERS.items()}

@@ -100,6 +100,30 @@ def test_what_does_not_fit_is_refused_by_name() -> None:
             small_model().load_transformers(state | {embeddings: torch.zeros(rows, 16)})
 
 
+@pytest.mark.parametrize(
+    ("copy_name", "name"),
+    [
+        ("cls.predictions.decoder.weight", "bert.embeddings.word_embeddings.weight"),
+        ("cls.predictions.decoder.bias", "cls.predictions.bias"),
+    ],
+)
+def test_an_output_layer_that_is_not_tied_is_refused(copy_name: str, name: str) -> None:
+    state = to_transformers(weights(small_model(seed=1)), VOCABULARY)
+    model = small_model()
+    before = copy.deepcopy(weights(model))
+    with pytest.raises(ValueError, match=rf"{copy_name} is not {name}: .*tie_word_embeddings=False"):
+        model.load_transformers(state | {copy_name: state[name] + 1e-6})
+    assert all(torch.equal(tensor, before[key]) for key, tensor in weights(model).items())
+    model.load_transformers(state | {copy_name: state[name].clone()})  # equal values in memory of its own are the same
+    model.load_transformers({key: tensor for key, tensor in state.items() if key != copy_name})  # nor need it be named
+
+
+def test_an_untied_model_of_transformers_is_refused() -> None:
+    untied = BertForPreTraining(bert_config(small_sizes(), VOCABULARY, tie_word_embeddings=False))
+    with pytest.raises(ValueError, match=r"decoder\.weight is not bert\.embeddings\.word_embeddings\.weight"):
+        small_model().load_transformers(untied.state_dict())
+
+
 def test_a_refused_state_leaves_the_model_as_it_was() -> None:
     model = small_model()
     before = copy.deepcopy(weights(model))
