@@ -20,6 +20,7 @@ from trp_scale.data.sharding.directory import (
     is_finished,
     refuse_other_content,
 )
+from trp_scale.data.sharding.lock import only_run
 from trp_scale.data.text.corpus import Corpus, Portion, plan_corpus
 from trp_scale.data.text.documents import SKIP_REASONS, Document, ReadSettings, read_portion
 from trp_scale.data.text.embedded import embedded_documents
@@ -49,7 +50,7 @@ def shard_text(config: ShardTextConfig) -> Path:
 
     Raises:
         DataError: a setting or the input cannot be used, the directory holds something else, or too many documents
-            had to be skipped (finished shards stay, dataset.json is not written).
+            had to be skipped (finished shards stay, dataset.json is not written), or another run is at it.
         TaggerError: the tagger's data is missing.
     """
     config.check()
@@ -59,14 +60,21 @@ def shard_text(config: ShardTextConfig) -> Path:
     log.info("tagger: %s", tagger_name)
     identity = {"tagger": tagger_name, "tokenizer": _given_tokenizer(config), **config.identity()}
     refuse_other_content(output, identity)
-    (output / "progress").mkdir(parents=True, exist_ok=True)
+    with only_run(output):
+        _make(config, identity, tagger_kind)
+    return output
+
+
+def _make(config: ShardTextConfig, identity: dict[str, object], tagger_kind: str) -> None:
+    """Make the data set, or what is missing of it."""
+    output = config.output
     (output / "shards").mkdir(exist_ok=True)
     corpus = _plan(config)
     identity["input"] = corpus.fingerprint
     if is_finished(output, identity):
         log.info("%s is finished: nothing to do", output)
         shutil.rmtree(output / "progress")
-        return output
+        return
     write_json(output / "progress" / "settings.json", identity)
     read = ReadSettings(
         text_field="text" if config.embedded else config.text_field,
@@ -92,7 +100,6 @@ def shard_text(config: ShardTextConfig) -> Path:
     if total.rows == 0:
         raise DataError("the input holds no text: no row could be made")
     _write_dataset(config, corpus, identity, total, rows)
-    return output
 
 
 def _given_tokenizer(config: ShardTextConfig) -> str:

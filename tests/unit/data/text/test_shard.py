@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import logging
 import os
@@ -21,6 +22,7 @@ from transformers import AutoTokenizer
 from tests.fixtures import small_text_dataset
 from trp_scale.data.groups import GROUP_BITS, GROUPS, OTHER, WORD_START
 from trp_scale.data.index import DataError, read_index, read_json
+from trp_scale.data.sharding.lock import only_run
 from trp_scale.data.text import taggers
 from trp_scale.data.text.members import read_block
 from trp_scale.data.text.shard import ShardTextConfig, shard_text
@@ -97,6 +99,47 @@ def test_a_finished_data_set_is_left_alone_and_another_one_refused(made: Path, t
     with pytest.raises(DataError, match="not empty"):
         shard_text(config_of(made, tmp_path / "full"))
     assert content(made) == before
+
+
+def test_two_runs_at_once_on_one_output_are_refused(made: Path, tmp_path: Path) -> None:
+    """Two finished runs would both be right; what they must not do is write the same half-made shard."""
+    output = tmp_path / "data"
+    with only_run(output):
+        before = content(output)
+        with pytest.raises(DataError, match=rf"another run is making this data set \(process {os.getpid()} on .*lock"):
+            shard_text(config_of(made, output))
+        assert content(output) == before, "nothing was written"
+    shard_text(config_of(made, output))
+    assert content(output) == content(made)
+
+
+def test_the_lock_of_a_killed_run_is_free(made: Path, tmp_path: Path) -> None:
+    program = "import sys, time; from pathlib import Path; from trp_scale.data.sharding.lock import only_run\n"
+    program += "with only_run(Path(sys.argv[1])): print(flush=True); time.sleep(600)"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path / "data")], env=environment, stdout=subprocess.PIPE
+    ) as holder:
+        assert holder.stdout is not None and holder.stdout.readline() == b"\n"
+        with pytest.raises(DataError, match=f"process {holder.pid} on"):
+            shard_text(config_of(made, tmp_path / "data"))
+        holder.kill()
+    shard_text(config_of(made, tmp_path / "data"))
+    assert content(tmp_path / "data") == content(made)
+
+
+def test_a_lock_whose_file_was_taken_away_is_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run before ends, and takes the file away, between this run's opening of it and its lock."""
+    taken, path = fcntl.flock, tmp_path / "progress" / "lock"
+
+    def finishes_first(descriptor: int, operation: int) -> None:
+        monkeypatch.setattr("fcntl.flock", taken)
+        taken(descriptor, operation)
+        path.unlink()
+
+    monkeypatch.setattr("fcntl.flock", finishes_first)
+    with only_run(tmp_path), pytest.raises(DataError, match="another run"), only_run(tmp_path):
+        pass
 
 
 def test_dataset_json_counts_what_is_stored(made: Path) -> None:

@@ -1,0 +1,48 @@
+"""One run at a time makes a data set: a lock that ends with its process, however that ends."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from trp_scale.data.index import DataError
+
+
+@contextmanager
+def only_run(output: Path) -> Iterator[None]:
+    """Context in which no other run makes the data set `output`; makes its directory progress/ for the lock file.
+
+    Raises:
+        DataError: another process is in this context; the message names it.
+    """
+    path = output / "progress" / "lock"
+    while True:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a+", encoding="utf-8") as stream:
+            _take(stream.fileno(), path)
+            # A run that has just ended took the file away: the lock of a file that is gone keeps nobody out.
+            if path.exists() and os.path.samestat(os.fstat(stream.fileno()), path.stat()):
+                stream.truncate(0)
+                stream.write(f"process {os.getpid()} on {socket.gethostname()}")
+                stream.flush()
+                try:
+                    yield
+                finally:
+                    path.unlink(missing_ok=True)
+                return
+
+
+def _take(descriptor: int, path: Path) -> None:
+    try:
+        # Not lockf: its locks belong to the process, and would let a second run of this process in.
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        holder = os.pread(descriptor, 300, 0).decode() or "a process that has just started"
+        raise DataError(
+            f"--output {path.parent.parent}: another run is making this data set ({holder} holds {path}); "
+            "wait for it and run the same command again, or choose another --output"
+        ) from error
