@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 
 from trp_scale.config import RefusedError
-from trp_scale.data.hashing import Integers, mix
+from trp_scale.data.hashing import Integers, Words, mix
 from trp_scale.data.images.crops import crop_words
 from trp_scale.data.images.masks import PatchSplit, draw_masks, split_patches
+from trp_scale.data.plan import Addresses, row_states
 
 STATES = mix(np.arange(12_000, dtype=np.uint64))
 
@@ -56,12 +57,25 @@ def test_every_set_is_equally_likely() -> None:
     assert sum((count - expected) ** 2 / expected for count in counts) < 43.8
 
 
-def test_crops_rows_and_neighbouring_states_are_independent() -> None:
+def states_of(epoch: int, maskings: int) -> Words:
+    """The states of 12,000 rows with neighbouring keys."""
+    keys = np.arange(12_000)
+    nowhere = np.zeros_like(keys)
+    addresses = Addresses(
+        member=nowhere, block=nowhere, row=keys, epoch=nowhere + epoch, keys=keys, present=nowhere == 0
+    )
+    return row_states(addresses, seed=0, maskings=maskings)
+
+
+def test_crops_rows_and_epochs_are_independent() -> None:
     """Overlap of two independent masks of V among N: hypergeometric, mean V^2 / N."""
-    visible, _ = draw_masks(crop_words(STATES, 2), PatchSplit(patches=49, visible=12))
-    flags = shown(visible, 49)
+    first, second, tenth = (
+        shown(draw_masks(crop_words(states_of(epoch, 10), 2), PatchSplit(patches=49, visible=12))[0], 49)
+        for epoch in (0, 1, 10)
+    )
+    assert (first == tenth).all()
     mean, variance = 144 / 49, 12 * (12 / 49) * (37 / 49) * (37 / 48)
-    for one, other in ((flags[:, 0], flags[:, 1]), (flags[:-1, 0], flags[1:, 0])):
+    for one, other in ((first[:, 0], first[:, 1]), (first[:-1, 0], first[1:, 0]), (first[:, 0], second[:, 0])):
         overlaps = (one & other).sum(axis=1)
         assert abs(overlaps.mean() - mean) < 5 * np.sqrt(variance / len(overlaps))
         assert abs(overlaps.var() / variance - 1) < 0.08

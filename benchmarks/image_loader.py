@@ -1,0 +1,188 @@
+"""Images decoded and transformed per CPU-second of one core, against webdataset + PIL + torchvision's v1 transforms.
+
+    python benchmarks/image_loader.py [--data DATASET] [--rounds 9]
+
+Both sides read the same tars from the page cache, in one process with one thread, in alternating rounds; the rate is
+images over CPU time (so other work on the machine counts less), median over the rounds. Crops are random resized ones
+(20 % to 100 % of the area, bicubic) with flips: one of 224 pixels (MAE), or four of 112 from one decoding (MAE+). Ours
+makes whole batches (order, crops, masks, labels) of uint8, which the device normalises. The other side is measured as
+is usual, ending in ToTensor and Normalize, and also ending in uint8 as ours.
+
+Without --data it makes 512 JPEGs of about 33 kB and a short side of 256 pixels, as ImageNet's are after the usual
+resize: noise whose spectrum falls as a photograph's does, with 1 / f.
+"""
+
+from __future__ import annotations
+
+import cProfile
+import io
+import pstats
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+import tyro
+import webdataset
+from PIL import Image
+from rich.console import Console
+from rich.table import Table
+from torchvision import transforms
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.rounds import alternate
+from trp_scale.config import Config
+from trp_scale.data import fetch, plan
+from trp_scale.data.images import crops, decode, masks, reader
+from trp_scale.data.index import read_json, write_json
+from trp_scale.data.sharding.writing import new_shard
+from trp_scale.data.sources import TrainSource, open_sources
+
+STAGES = {
+    "address (order, shuffles)": (plan.__file__, "locate"),
+    "read the files": (reader.__file__, "members"),
+    "decode": (decode.__file__, "decode_image"),
+    "draw crops": (crops.__file__, "draw"),
+    "cut, resize and flip": (crops.__file__, "cut"),
+    "draw masks": (masks.__file__, "draw_masks"),
+}
+"""File and function of each stage; none calls another."""
+
+METHODS = {"MAE, 1 crop of 224": (1, 224), "MAE+, 4 crops of 112": (4, 112)}
+MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
+
+
+@dataclass(kw_only=True)
+class Settings:
+    """What is measured."""
+
+    data: Path | None = None
+    """A data set made by data_tools/shard_images.py; none = noise."""
+    images: int = 512
+    """Images per round."""
+    micro_size: int = 64
+    """Images per micro-batch."""
+    rounds: int = 9
+    """Rounds of each."""
+
+
+def noise(generator: np.random.Generator, height: int, width: int) -> Image.Image:
+    """Three channels of 1 / f noise, brighter and darker together as in photographs."""
+    rows, columns = np.fft.fftfreq(height)[:, None], np.fft.fftfreq(width)[None, :]
+    frequency = np.maximum(np.hypot(rows, columns), 1.0 / max(height, width))
+    white = generator.standard_normal((3, height, width)) * 0.35 + generator.standard_normal((1, height, width))
+    pink = np.fft.ifft2(np.fft.fft2(white) / frequency).real  # [3, H, W]
+    scaled = 128 + 50 * (pink - pink.mean()) / pink.std()
+    return Image.fromarray(scaled.clip(0, 255).astype(np.uint8).transpose(1, 2, 0))
+
+
+def make_dataset(directory: Path, images: int) -> Path:
+    """Write the noise as a stored data set of one shard."""
+    (directory / "shards").mkdir(parents=True)
+    (directory / "progress").mkdir()
+    generator = np.random.default_rng(0)
+    with new_shard(directory, "image-000000") as shard:
+        for number in range(images):
+            height, width = (256, 341) if number % 2 else (341, 256)
+            stream = io.BytesIO()
+            noise(generator, height, width).save(stream, "JPEG", quality=72)
+            shard.writer.add(f"noise-{number:06d}", 1, {"jpg": stream.getvalue(), "cls": b"0"})
+    document = {"shards": ["image-000000.tar"], "suffixes": ["jpg", "cls"], "rows": images, "rows_per_block": 64}
+    write_json(directory / "dataset.json", {"format": 1, "kind": "image", "classes": None, **document})
+    return directory
+
+
+def open_train(settings: Settings, directory: Path, count: int, size: int) -> TrainSource:
+    """The training rows in this process; one window is one round."""
+    config = Config()
+    config.model.kind, config.objective.kind, config.masking.ratio = "mae", "mae", 0.75
+    config.data.path, config.data.workers, config.data.validation_fraction = str(directory), 0, 0.0
+    config.batch.micro_size, config.batch.global_size = settings.micro_size, settings.images
+    config.crops.count, config.crops.size = count, size
+    return open_sources(config, rank=0, world=1).train
+
+
+def other_batches(settings: Settings, directory: Path, count: int, size: int, *, floats: bool) -> Iterator[object]:
+    """The same crops by webdataset, PIL and v1 transforms: batches without end."""
+    ending = [transforms.ToTensor(), transforms.Normalize(MEAN, DEVIATION)] if floats else [transforms.PILToTensor()]
+    transform = transforms.Compose(
+        [
+            transforms.RandomResizedCrop(size, (0.2, 1.0), interpolation=transforms.InterpolationMode.BICUBIC),
+            transforms.RandomHorizontalFlip(),
+            *ending,
+        ]
+    )
+
+    def cut(content: bytes) -> torch.Tensor:
+        image = Image.open(io.BytesIO(content)).convert("RGB")
+        return torch.stack([transform(image) for _ in range(count)])
+
+    tars = [str(directory / "shards" / name) for name in read_json(directory / "dataset.json")["shards"]]
+    dataset = webdataset.WebDataset(tars, shardshuffle=False).repeat().to_tuple("jpg", "cls")
+    return iter(dataset.map_tuple(cut, int).batched(settings.micro_size))
+
+
+def candidates(settings: Settings, directory: Path, count: int, size: int) -> dict[str, Callable[[], object]]:
+    """One round of each side."""
+    train = open_train(settings, directory, count, size)
+    rounds: dict[str, Callable[[], object]] = {"ours": train.next_window}
+    for name, floats in (("webdataset + PIL + v1", True), ("the same, uint8", False)):
+        batches = other_batches(settings, directory, count, size, floats=floats)
+        rounds[name] = lambda batches=batches: [next(batches) for _ in range(settings.images // settings.micro_size)]
+    return rounds
+
+
+def handing_over(train: TrainSource) -> Callable[[], object]:
+    """Packing and unpacking the batches of one window, as for a worker's queue."""
+    window = train.next_window()
+    return lambda: [fetch.pack(batch).unpack() for batch in window]
+
+
+def breakdown(train: TrainSource) -> dict[str, float]:
+    """Share of a profiled window's time by stage."""
+    profile = cProfile.Profile()
+    profile.runcall(train.next_window)
+    stats = pstats.Stats(profile).stats  # type: ignore[attr-defined]
+    total = sum(own for _, _, own, _, _ in stats.values())
+    seconds = {(file, name): cumulated for (file, _, name), (_, _, _, cumulated, _) in stats.items()}
+    shares = {stage: seconds.get(place, 0.0) / total for stage, place in STAGES.items()}
+    return {**shares, "the rest": 1.0 - sum(shares.values())}
+
+
+def measure(settings: Settings, directory: Path, method: str) -> None:
+    """Measure one method and print."""
+    count, size = METHODS[method]
+    train = open_train(settings, directory, count, size)
+    measured = alternate(candidates(settings, directory, count, size), rounds=settings.rounds, warmup=1)
+    table = Table("", "per CPU-second", "microseconds", "ours is faster", title=f"{method}: images, one core")
+    for name, one in measured.items():
+        ratio = one.cpu / measured["ours"].cpu
+        each = one.cpu / settings.images
+        table.add_row(name, f"{1 / each:,.0f}", f"{1e6 * each:,.0f}", f"{ratio:.2f} x" if name != "ours" else "")
+    handed = alternate({"pack": handing_over(train)}, rounds=5)["pack"].cpu / settings.images
+    table.add_row("to pack and unpack (workers)", "", f"+ {1e6 * handed:,.0f}", "", end_section=True)
+    for stage, share in breakdown(train).items():
+        table.add_row(f"  {stage}", "", f"{share:.0%}", "")
+    Console().print(table)
+
+
+def main(settings: Settings) -> None:
+    """Measure and print."""
+    if settings.images % settings.micro_size:
+        sys.exit(f"--images {settings.images} is not a multiple of --micro_size {settings.micro_size}")
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as directory:
+        data = settings.data or make_dataset(Path(directory) / "noise", 512)
+        tars = list((data / "shards").glob("*.tar"))
+        rows = read_json(data / "dataset.json")["rows"]
+        print(f"{rows:,} images, {sum(tar.stat().st_size for tar in tars) / rows / 1e3:.1f} kB each in their tars")
+        for method in METHODS:
+            measure(settings, data, method)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Settings, description=__doc__))
