@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 MODALITIES = {"depth": "depth.png", "semseg": "semseg.png"}
 """Suffix of each aligned modality: 16-bit depth, 8-bit class numbers."""
 
 SUFFIXES = ("jpg", "cls", *MODALITIES.values())
-"""Members that a sample may have, in the order they are stored; every sample of a data set has the same ones."""
+"""Members that a sample may have; every sample of a data set has the same ones."""
+
+
+def ordered_suffixes(found: Collection[str]) -> tuple[str, ...]:
+    """The suffixes in the order of SUFFIXES."""
+    return tuple(suffix for suffix in SUFFIXES if suffix in found)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import hashlib
 import re
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
 from PIL.Image import Image
 
 from trp_scale.data.hashing import name_hash
-from trp_scale.data.images.members import SUFFIXES
 
 SKIP_REASONS = {
     "unreadable": "the file cannot be opened or read",
@@ -116,11 +114,6 @@ def plain_key(name: str) -> str:
     if len(key) > LONGEST_KEY:
         key = f"{key[: LONGEST_KEY - 17].rstrip('/')}-{hashlib.blake2b(name.encode(), digest_size=8).hexdigest()}"
     return key
-
-
-def ordered_suffixes(found: Sequence[str] | set[str]) -> tuple[str, ...]:
-    """The suffixes in stored order."""
-    return tuple(suffix for suffix in SUFFIXES if suffix in found)
 
 
 @dataclass(frozen=True, kw_only=True)

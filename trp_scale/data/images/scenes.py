@@ -1,7 +1,7 @@
 """Synthetic scenes for runs without downloads: solids on a textured ground, with exact depth and segmentation.
 
-Rendered by casting rays with numpy: occlusion, one sun with shadows, patterns, highlights, varied cameras. The class of a
-scene is the kind of its main object, the one with the largest visible area. They are toys: good for seeing a run
+Rendered by casting rays with numpy: occlusion, one sun with shadows, patterns, highlights, varied cameras. The class of
+a scene is the kind of its main object, the one with the largest visible area. They are toys: good for seeing a run
 learn and for checking pipelines, never for a figure about real images.
 """
 
@@ -30,7 +30,7 @@ SMALLEST_SHARE = 0.06
 """Share of the image that the main object covers at least."""
 
 _ATTEMPTS = 8
-_EDGE = 0.04
+_EDGE = 0.06
 """Difference of brightness between neighbours from which on a pixel is the mean of four rays."""
 
 
@@ -64,9 +64,9 @@ def render_scene(seed: int, number: int, size: int) -> RenderedScene:
             break
     kinds = np.array([0, 1, *(FIRST_SOLID + KINDS.index(solid.kind) for solid in scene.solids)], dtype=np.uint8)
     light = _smooth(scene, size, shade(scene, directions, seen))
-    image = np.sqrt(np.clip(light, 0, 1)) * np.float32(255)  # [size * size, 3], gamma 2
+    image = np.rint(np.sqrt(np.clip(light, 0, 1)) * np.float32(255)).astype(np.uint8)  # [3, size * size], gamma 2
     return RenderedScene(
-        image=np.rint(image).astype(np.uint8).reshape(size, size, 3),
+        image=np.ascontiguousarray(image.T).reshape(size, size, 3),
         depth=np.rint(seen.t * np.float32(DEPTH_UNITS_PER_METRE)).astype(np.uint16).reshape(size, size),
         segmentation=kinds[seen.body].reshape(size, size),
         bodies=seen.body.reshape(size, size),
@@ -75,18 +75,18 @@ def render_scene(seed: int, number: int, size: int) -> RenderedScene:
 
 
 def _rays(scene: Scene, size: int, right: float, below: float, pixels: NDArray[np.intp] | None = None) -> Floats:
-    """Directions [n, 3] through the point (right, below) of each pixel; 1 along the camera's axis, so that t is depth."""
+    """Directions [3, n] through (right, below) of each pixel; 1 along the camera's axis, so that t is depth."""
     pixels = np.arange(size * size) if pixels is None else pixels
     row, column = np.divmod(pixels, size)
     across = ((column + right) / size * 2 - 1) * scene.slope
     up = (1 - (row + below) / size * 2) * scene.slope
     sine, cosine = math.sin(scene.pitch), math.cos(scene.pitch)
-    return np.stack([across, up * cosine - sine, cosine + up * sine], axis=1).astype(np.float32)
+    return np.stack([across, up * cosine - sine, cosine + up * sine]).astype(np.float32)
 
 
 def _smooth(scene: Scene, size: int, light: Floats) -> Floats:
-    """Pixels at an edge become the mean of four rays each; light [size * size, 3] is changed."""
-    brightness = np.sqrt(np.clip(light, 0, 1)).mean(axis=1).reshape(size, size)
+    """Pixels at an edge become the mean of four rays each; light [3, size * size] is changed."""
+    brightness = np.sqrt(np.clip(light, 0, 1)).mean(axis=0).reshape(size, size)
     edge = np.zeros((size, size), dtype=np.bool_)
     for first, second in (
         ((slice(None, -1), slice(None)), (slice(1, None), slice(None))),
@@ -97,9 +97,9 @@ def _smooth(scene: Scene, size: int, light: Floats) -> Floats:
         edge[second] |= steep
     pixels = np.flatnonzero(edge)
     directions = np.concatenate(
-        [_rays(scene, size, right, below, pixels) for right in (0.25, 0.75) for below in (0.25, 0.75)]
+        [_rays(scene, size, right, below, pixels) for right in (0.25, 0.75) for below in (0.25, 0.75)], axis=1
     )
     seen: Seen = see(scene, directions)
     rays = np.clip(shade(scene, directions, seen), 0, 1)
-    light[pixels] = rays.reshape(4, len(pixels), 3).mean(axis=0)
+    light[:, pixels] = rays.reshape(3, 4, len(pixels)).mean(axis=1)
     return light

@@ -140,6 +140,8 @@ def _solid(draws: _Draws, kind: str, x: float, z: float, radius: float) -> Solid
         deep = wide
     if kind in ("dome", "ring"):
         tall *= 0.6
+    if kind in ("box", "cylinder"):  # they fill their bounds
+        radius *= 0.8
     size = _vector(wide, tall, deep) * np.float32(radius)
     turn = draws.between(0, 2 * math.pi)
     rotation = np.array(

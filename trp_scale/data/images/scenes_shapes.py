@@ -1,34 +1,42 @@
 """Solids of the rendered scenes: where a ray first meets each, in closed form.
 
-Every solid lies in its own space around the origin, within |x|, |y|, |z| <= 1. A ray is o + t d; `d` is not normalised, so
-that t means the same here as in the world. All arrays are float32.
+Every solid lies in its own space around the origin, within |x|, |y|, |z| <= 1. A ray is o + t d; `d` is not normalised,
+so that t means the same here as in the world. All arrays are float32, and coordinates come first: loops over the rays
+are long then, and short ones over the coordinates cost little.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-Floats = NDArray[np.float32]
+Floats = NDArray[np.floating[Any]]
 
 RING_HOLE = 0.6
 """Radius of the hole of a ring whose outer radius is 1."""
 
 _SMALLEST = np.float32(1e-9)
+_INFINITE = np.float32(np.inf)
+
+
+def dot(first: Floats, second: Floats) -> Floats:
+    """Products of columns, [n]; first, second [k, n]."""
+    product: Floats = np.einsum("kn,kn->n", first, second)
+    return product
 
 
 class Hit(NamedTuple):
-    """First meeting of each ray with a solid: t [n], inf where there is none; outward normal [n, 3], not normalised."""
+    """First meeting of each ray with a solid: t [n], inf where there is none; outward normal [3, n], not normalised."""
 
     t: Floats
     normal: Floats
 
 
 class Interval(NamedTuple):
-    """The part of each ray inside a convex body: t of entry and exit [n] (entry > exit: none), normal at entry [n, 3]."""
+    """The part of each ray inside a convex body: t of entry and exit [n] (none if entry > exit), normal [3, n]."""
 
     entry: Floats
     exit: Floats
@@ -36,34 +44,32 @@ class Interval(NamedTuple):
 
 
 def _half_spaces(o: Floats, d: Floats, normals: Floats, offsets: Floats) -> Interval:
-    """Inside all of normal . p <= offset. o [n or 1, 3], d [n, 3], normals [k, 3], offsets [k]."""
-    speed = d @ normals.T  # [n, k]
-    speed = np.where(np.abs(speed) < _SMALLEST, _SMALLEST, speed)
-    t = (offsets - o @ normals.T) / speed  # [n, k]
-    entering = np.where(speed < 0, t, -np.inf)
-    face = entering.argmax(axis=1)
-    entry = np.take_along_axis(entering, face[:, None], axis=1)[:, 0]
-    return Interval(entry, np.where(speed > 0, t, np.inf).min(axis=1), normals[face])
+    """Inside all of normal . p <= offset. o, d [3, n], normals [k, 3], offsets [k]."""
+    speed = normals @ d  # [k, n]
+    speed[np.abs(speed) < _SMALLEST] = _SMALLEST
+    t = (offsets[:, None] - normals @ o) / speed  # [k, n]
+    entering = np.where(speed < 0, t, -_INFINITE)
+    face = entering.argmax(axis=0)
+    return Interval(entering.max(axis=0), np.where(speed > 0, t, _INFINITE).min(axis=0), normals[face].T)
 
 
 def _roots(a: Floats, half_b: Floats, c: Floats) -> tuple[Floats, Floats]:
     """Both roots of a t^2 + 2 half_b t + c, the smaller first; (inf, -inf) where there is none."""
     discriminant = half_b * half_b - a * c
     some = discriminant > 0
-    root = np.sqrt(np.where(some, discriminant, 0))
+    root = np.sqrt(np.maximum(discriminant, 0))
     a = np.where(np.abs(a) < _SMALLEST, _SMALLEST, a)
     first, second = (-half_b - root) / a, (-half_b + root) / a
     low, high = np.minimum(first, second), np.maximum(first, second)
-    return np.where(some, low, np.inf), np.where(some, high, -np.inf)
+    return np.where(some, low, _INFINITE), np.where(some, high, -_INFINITE)
 
 
 def _round(o: Floats, d: Floats, axes: list[int], radius: float = 1.0) -> Interval:
     """A sphere (three axes) or an endless upright cylinder (x and z) around the origin."""
-    o, d = o[:, axes], d[:, axes]
-    low, high = _roots((d * d).sum(1), (o * d).sum(1), (o * o).sum(1) - np.float32(radius * radius))
-    normal = np.zeros((len(d), 3), dtype=np.float32)
-    near = np.where(np.isfinite(low), low, 0)
-    normal[:, axes] = o + near[:, None] * d
+    o, d = o[axes], d[axes]
+    low, high = _roots(dot(d, d), dot(o, d), dot(o, o) - np.float32(radius * radius))
+    normal = np.zeros((3, d.shape[1]), dtype=np.float32)
+    normal[axes] = o + np.where(np.isfinite(low), low, 0) * d
     return Interval(low, high, normal)
 
 
@@ -73,13 +79,13 @@ def _both(first: Interval, second: Interval) -> Interval:
     return Interval(
         np.where(later, second.entry, first.entry),
         np.minimum(first.exit, second.exit),
-        np.where(later[:, None], second.normal, first.normal),
+        np.where(later, second.normal, first.normal),
     )
 
 
 def _hit(inside: Interval) -> Hit:
     """Where the ray enters. A ray that begins inside, or behind the body, does not meet it."""
-    return Hit(np.where((inside.entry < inside.exit) & (inside.entry > 0), inside.entry, np.inf), inside.normal)
+    return Hit(np.where((inside.entry < inside.exit) & (inside.entry > 0), inside.entry, _INFINITE), inside.normal)
 
 
 def _planes(*planes: tuple[float, float, float, float]) -> tuple[Floats, Floats]:
@@ -112,8 +118,8 @@ def _sphere(o: Floats, d: Floats) -> Hit:
 
 def _dome(o: Floats, d: Floats) -> Hit:
     """The upper half of a sphere, stretched to the height of the others."""
-    stretch = np.array([1, 0.5, 1], dtype=np.float32)
-    raised = o * stretch + np.array([0, 0.5, 0], dtype=np.float32)
+    stretch = np.array([[1], [0.5], [1]], dtype=np.float32)
+    raised = o * stretch + np.array([[0], [0.5], [0]], dtype=np.float32)
     slow = d * stretch
     inside = _both(_round(raised, slow, [0, 1, 2]), _half_spaces(raised, slow, *_UPPER))
     return _hit(inside._replace(normal=inside.normal * stretch))
@@ -130,29 +136,29 @@ def _ring(o: Floats, d: Floats) -> Hit:
     over = (outer.entry > hole.entry) & (outer.entry < hole.exit)
     t = np.where(over, hole.exit, outer.entry)
     met = (outer.entry < outer.exit) & (t < outer.exit) & (t > 0)
-    inward = -(o + np.where(over, t, 0)[:, None] * d)
-    inward[:, 1] = 0
-    return Hit(np.where(met, t, np.inf), np.where(over[:, None], inward, outer.normal))
+    inward = -(o + np.where(over, t, 0) * d)
+    inward[1] = 0
+    return Hit(np.where(met, t, _INFINITE), np.where(over, inward, outer.normal))
 
 
 def _cone(o: Floats, d: Floats) -> Hit:
     """Tip at y = 1, a disc of radius 1 at y = -1."""
-    height, fall = (1 - o[:, 1]) / 2, -d[:, 1] / 2
-    a = d[:, 0] ** 2 + d[:, 2] ** 2 - fall * fall
-    half_b = o[:, 0] * d[:, 0] + o[:, 2] * d[:, 2] - height * fall
-    c = o[:, 0] ** 2 + o[:, 2] ** 2 - height * height
-    nearest = np.full(len(d), np.inf, dtype=np.float32)
+    across, along = o[[0, 2]], d[[0, 2]]
+    height, fall = (1 - o[1]) / 2, -d[1] / 2
+    a, half_b = dot(along, along) - fall * fall, dot(across, along) - height * fall
+    c = dot(across, across) - height * height
+    nearest = np.full(d.shape[1], _INFINITE)
     for t in _roots(a, half_b, c):
-        y = o[:, 1] + np.where(np.isfinite(t), t, 0) * d[:, 1]
+        y = o[1] + np.where(np.isfinite(t), t, 0) * d[1]
         side = np.isfinite(t) & (t > 0) & (np.abs(y) <= 1)
         nearest = np.where(side, np.minimum(nearest, t), nearest)
-    met = np.where(np.isfinite(nearest), nearest, 0)[:, None]
-    normal = o + met * d
-    normal[:, 1] = (1 - normal[:, 1]) / 4
-    upward = d[:, 1] > _SMALLEST  # only then the base can be met first
-    base = np.where(upward, (-1 - o[:, 1]) / np.where(upward, d[:, 1], 1), 0)
-    on_disc = (base > 0) & (base < nearest) & ((o + base[:, None] * d)[:, [0, 2]] ** 2).sum(1).__le__(1)
-    normal[on_disc] = (0, -1, 0)
+    normal = o + np.where(np.isfinite(nearest), nearest, 0) * d
+    normal[1] = (1 - normal[1]) / 4
+    upward = d[1] > _SMALLEST  # only then the base can be met first
+    base = np.where(upward, (-1 - o[1]) / np.where(upward, d[1], 1), 0)
+    place = across + base * along
+    on_disc = (base > 0) & (base < nearest) & (dot(place, place) <= 1)
+    normal[:, on_disc] = [[0], [-1], [0]]
     return Hit(np.where(on_disc, base, nearest), normal)
 
 
@@ -166,4 +172,4 @@ SOLIDS: dict[str, Callable[[Floats, Floats], Hit]] = {
     "dome": _dome,
     "ring": _ring,
 }
-"""By name: (o [n or 1, 3], d [n, 3]) -> Hit. The place of a name is its class number."""
+"""By name: (o [3, n], d [3, n]) -> Hit. The place of a name is its class number."""

@@ -44,7 +44,8 @@ class ShardImagesConfig:
     label_column: str = "label"
     """Column of a dataset directory that holds the class numbers; empty = none."""
     short_side: int = 0
-    """Shrink images (and their maps) to this short side in pixels; smaller ones stay as they are. 0 = keep all sizes."""
+    """Shrink images (and their maps) to this short side in pixels; smaller ones stay as they are.
+    0 = keep all sizes."""
     quality: int = 0
     """Encode every image anew as JPEG of this quality. 0 = keep the bytes of baseline RGB and grey JPEGs that need no
     change; what has to be encoded is encoded with quality 95 without chroma subsampling. Transparent pixels become

@@ -7,9 +7,9 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from trp_scale.data.images.inputs import list_input
 from trp_scale.data.images.portion import PortionReport, PortionWorker, shard_stem
 from trp_scale.data.images.reencode import EncodeSettings
-from trp_scale.data.images.rows import list_scenes
 from trp_scale.data.images.samples import SKIP_REASONS, Listing, Portion, cut_into_portions
 from trp_scale.data.images.settings import ShardImagesConfig
 from trp_scale.data.index import DataError, write_json
@@ -67,11 +67,6 @@ def shard_images(config: ShardImagesConfig) -> Path:
         raise DataError("the input holds no image that can be used")
     _write_dataset(config, listing, portions, identity, total)
     return output
-
-
-def list_input(config: ShardImagesConfig) -> Listing:
-    """Find all images of the input."""
-    return list_scenes(config.seed, config.count, config.size)
 
 
 def _run(config: ShardImagesConfig, listing: Listing, portions: list[Portion]) -> dict[int, PortionReport]:

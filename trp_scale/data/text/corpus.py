@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Literal
 
 from trp_scale.data.index import DataError
+from trp_scale.data.sharding.dataset_directory import files_fingerprint, is_dataset_directory, load_dataset
 
 TEXT_SUFFIXES = (".txt", ".text", ".md")
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
@@ -90,7 +91,7 @@ def plan_corpus(inputs: Sequence[str], kind: str, split: str, one_document_per_f
         portions.append(Portion(len(portions), tuple(pending), pending_size))
     digest = hashlib.sha256()
     for (path, source_kind), size in zip(sources, sizes, strict=True):
-        digest.update(f"{source_kind} {size} ".encode() + _sample(path, source_kind, size))
+        digest.update(f"{source_kind} {size} ".encode() + files_fingerprint(_files(path, source_kind)))
     return Corpus(portions=portions, files=len(sources), size=sum(sizes), fingerprint=digest.hexdigest())
 
 
@@ -98,7 +99,7 @@ def _find(item: str, kind: str) -> Iterator[tuple[Path, Kind]]:
     """The files behind one input, sorted."""
     path = Path(item)
     if path.is_dir():
-        if (path / "state.json").exists() or (path / "dataset_dict.json").exists():
+        if is_dataset_directory(path):
             yield path, "dataset"
             return
         known = TEXT_SUFFIXES + JSON_SUFFIXES if kind == "auto" else ("",)
@@ -132,21 +133,6 @@ def _files(path: Path, kind: Kind) -> list[Path]:
 def _size(path: Path, kind: Kind) -> int:
     """Bytes of an input; 0 if it cannot be read, which is reported when its turn comes."""
     return sum(os.path.getsize(file) for file in _files(path, kind) if os.access(file, os.R_OK))  # noqa: PTH202
-
-
-def _sample(path: Path, kind: Kind, size: int) -> bytes:
-    """Digest of the ends and the middle of an input's files: changed content is noticed without reading all of it."""
-    digest = hashlib.sha256()
-    for file in _files(path, kind):
-        if not os.access(file, os.R_OK):
-            digest.update(b"unreadable")
-            continue
-        with file.open("rb") as stream:
-            length = os.fstat(stream.fileno()).st_size
-            for start in sorted({0, max(0, length // 2 - 32768), max(0, length - 65536)}):
-                stream.seek(start)
-                digest.update(stream.read(65536))
-    return digest.digest()
 
 
 def _cut(path: Path, kind: Kind, size: int, limit: int, split: str) -> Iterator[tuple[Span, int]]:
@@ -191,21 +177,3 @@ def _next_start(path: Path, kind: Kind, nominal: int, size: int) -> int:
 def dataset_rows(path: str, split: str) -> int:
     """Rows of a dataset directory."""
     return len(load_dataset(path, split))
-
-
-def load_dataset(path: str, split: str):  # type: ignore[no-untyped-def]  # `datasets` is an extra without types here
-    """Open a directory written by datasets.save_to_disk.
-
-    Raises:
-        DataError: the extra is not installed, or the directory has no such split.
-    """
-    try:
-        import datasets
-    except ImportError as error:
-        raise DataError(f"input {path}: reading a dataset directory needs `pip install trp-scale[datasets]`") from error
-    loaded = datasets.load_from_disk(path)
-    if isinstance(loaded, datasets.DatasetDict):
-        if split not in loaded:
-            raise DataError(f"input {path}: split {split!r} not found; --split may be {', '.join(loaded)}")
-        return loaded[split]
-    return loaded

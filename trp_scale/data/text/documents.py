@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from trp_scale.data.text.corpus import Portion, Span, load_dataset
+from trp_scale.data.sharding.dataset_directory import load_dataset
+from trp_scale.data.text.corpus import Portion, Span
 
 SKIP_REASONS = {
     "unreadable": "the file cannot be opened or read",

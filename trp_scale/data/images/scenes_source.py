@@ -1,4 +1,4 @@
-"""Sources that give images by number: rendered scenes, a Hugging Face dataset directory, a torchvision dataset."""
+"""Rendered scenes as a source of images: made when they are read."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from trp_scale.data.images.members import MODALITIES
+from trp_scale.data.images.members import SUFFIXES
 from trp_scale.data.images.samples import Listing, Loaded, Sample
 from trp_scale.data.images.scenes import DEPTH_UNITS_PER_METRE, SCENE_CLASSES, SEGMENTATION_CLASSES, render_scene
 
 
 class SceneSource:
-    """Synthetic scenes, rendered when they are read."""
+    """Synthetic scenes by number."""
 
     def __init__(self, seed: int, size: int) -> None:
         self._seed = seed
@@ -31,11 +31,11 @@ def list_scenes(seed: int, count: int, size: int) -> Listing:
     """`count` scenes of size x size pixels, as many of each class."""
     source = SceneSource(seed, size)
     samples = [Sample(f"scene-{number:08d}", f"scene {number}", None, number) for number in range(count)]
-    first = source.read(samples[0])  # another version of the renderer or of numpy is another input
+    first = source.read(samples[0])  # another renderer, or another numpy that rounds otherwise, is another input
     return Listing(
         source=source,
         samples=samples,
-        suffixes=("jpg", "cls", *MODALITIES.values()),
+        suffixes=SUFFIXES,
         classes=list(SCENE_CLASSES),
         fingerprint=hashlib.sha256(first.maps["depth.png"] + np.asarray(first.image).tobytes()).hexdigest(),
         described={
