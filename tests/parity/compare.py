@@ -15,7 +15,7 @@ TRAVELLED = 1e-4
 def without_gradient(name: str) -> bool:
     """Key biases: softmax does not see them, so their gradient is rounding noise, which AdamW scales up to the
     learning rate. They are compared under SGD only."""
-    return name.endswith("attention.self.key.bias")
+    return name.endswith("key.bias")
 
 
 def distances(ours: Result, reference: Result, *, skip_key_biases: bool) -> dict[str, tuple[float, float]]:

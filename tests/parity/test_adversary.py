@@ -1,0 +1,245 @@
+"""Invariant 1 with an adversary: the same weights and the same perturbation however the global batch is split."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.parity.compare import RELATIVE, TRAVELLED, distances, too_far
+from tests.ranks import RankError, Ranks
+from tests.synthetic import Layout
+from tests.synthetic_images import AdversarialResult, SyntheticImages, TwoHalves, image_config, run_images
+from trp_scale.distributed.groups import ALONE
+from trp_scale.engines.fsdp import FsdpEngine
+
+KINDS: dict[str, dict[str, Any]] = {
+    "absolute_embedding": {"lr": 10.0, "eps": 0.3},
+    "absolute_coordinate": {"lr": 10.0, "eps": 0.1},
+    "relative_embedding": {"lr": 300.0, "eps": 0.2},
+    "relative_coordinate": {"lr": 20000.0, "eps": 0.2},
+}
+"""Rates at which each kind goes a good part of the way to its ball's edge, and balls that some of it reaches."""
+
+NORM = {
+    "absolute_embedding": "linf",
+    "absolute_coordinate": "l2",
+    "relative_embedding": "l2",
+    "relative_coordinate": "linf",
+}
+
+TWO_RANKS = {
+    "fsdp": Layout(engine="fsdp", micro_size=2),
+    "zero0": Layout(engine="deepspeed", stage=0, micro_size=2),
+    "zero1": Layout(engine="deepspeed", stage=1, micro_size=2),
+    "zero2": Layout(engine="deepspeed", stage=2, micro_size=2),
+    "zero3": Layout(engine="deepspeed", stage=3, micro_size=2),
+}
+ACCUMULATIONS = {1: Layout(micro_size=8), 2: Layout(micro_size=4)}
+
+BALANCING: dict[str, dict[str, Any]] = {
+    "exact": {"kind": "minimax", "estimate": "exact", "alpha": 4.0},
+    "lagged": {"kind": "minimax", "estimate": "lagged", "alpha": 4.0},
+}
+
+NORMALISED = 1e-3
+"""The rules that divide by a gradient's size flip where it is nearly zero, so that rounding shows."""
+
+
+def changes(kind: str, *, balancer: str = "", **adversary: Any) -> dict[str, Any]:
+    """Settings of a run with this adversary at the encoder and the decoder, by default climbing by sgd."""
+    settings = {"ascent": "sgd", "norm": NORM.get(kind, "linf"), "where": "both", "check_every": 1}
+    return {
+        "adversary": {**settings, **KINDS.get(kind, {}), "kind": kind, **adversary},
+        "optimizer": {"kind": "adamw", "lr": 3e-3},
+        **({"balancer": BALANCING[balancer]} if balancer else {}),
+    }
+
+
+def key(settings: dict[str, Any]) -> tuple[Any, ...]:
+    return tuple(sorted((section, tuple(sorted(values.items()))) for section, values in settings.items()))
+
+
+@lru_cache
+def _reference(settings: tuple[Any, ...], halves: bool) -> AdversarialResult:
+    return run_images(Layout(micro_size=2), {section: dict(values) for section, values in settings}, halves=halves)
+
+
+def reference(settings: dict[str, Any], *, halves: bool = False) -> AdversarialResult:
+    """Plain, accumulation 4."""
+    return _reference(key(settings), halves)
+
+
+def vector_too_far(ours: AdversarialResult, theirs: AdversarialResult, relative: float, travelled: float) -> list[str]:
+    """As compare.too_far, for the perturbation."""
+    assert ours.vector is not None and theirs.vector is not None
+    apart = float((ours.vector - theirs.vector).norm())
+    of_norm, of_way = apart / float(theirs.vector.norm()), apart / theirs.travelled
+    if of_norm > relative or of_way > travelled:
+        return [f"adversary: {of_norm:.1e} of its norm, {of_way:.1e} of the distance travelled"]
+    return []
+
+
+def differences(ours: AdversarialResult, theirs: AdversarialResult) -> list[str]:
+    return [*too_far(ours, theirs), *vector_too_far(ours, theirs, RELATIVE, TRAVELLED)]
+
+
+def moved(result: AdversarialResult) -> None:
+    assert result.moved and result.vector is not None
+    assert all(stats.applied for stats in result.steps)
+    assert result.vector.abs().max() > 0.01, "the adversary hardly moved: agreement would mean little"
+
+
+@pytest.mark.parametrize("norm", ["l2", "linf"])
+@pytest.mark.parametrize("accumulation", ACCUMULATIONS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_accumulation_changes_neither_weights_nor_adversary(kind: str, accumulation: int, norm: str) -> None:
+    settings = changes(kind, norm=norm)
+    theirs = reference(settings)
+    moved(theirs)
+    assert differences(run_images(ACCUMULATIONS[accumulation], settings), theirs) == []
+
+
+def test_the_projection_and_the_adversary_s_effect_are_in_what_is_compared() -> None:
+    for kind, own in KINDS.items():
+        theirs = reference(changes(kind))
+        assert theirs.vector is not None
+        width = {"absolute_embedding": 1, "absolute_coordinate": 2, "relative_embedding": 16, "relative_coordinate": 1}
+        encoder = theirs.vector[: len(theirs.vector) // width[kind] * width[kind]]
+        if kind != "relative_embedding":  # whose decoder balls are of another width
+            sizes = encoder.view(-1, width[kind]).norm(dim=1)
+            assert float(sizes.max()) == pytest.approx(own["eps"], rel=1e-4), kind
+        without = reference({**changes(kind), "adversary": {"kind": "none"}})
+        assert too_far(without, theirs), f"{kind} does nothing to the weights"
+
+
+@pytest.mark.parametrize("layout", TWO_RANKS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_two_ranks_give_the_weights_and_the_adversary_of_one(two_ranks: Ranks, kind: str, layout: str) -> None:
+    settings = changes(kind)
+    first, second = two_ranks(run_images, TWO_RANKS[layout], settings)
+    assert torch.equal(first.vector, second.vector)
+    assert differences(first, reference(settings)) == []
+
+
+@pytest.mark.parametrize("layout", ["accumulation 1", "fsdp", "zero2", "zero3"])
+@pytest.mark.parametrize("update", ["parallel", "sequential"])
+@pytest.mark.parametrize("balancing", BALANCING)
+def test_it_composes_with_minimax(two_ranks: Ranks, balancing: str, update: str, layout: str) -> None:
+    settings = changes("absolute_embedding", balancer=balancing, update=update)
+    theirs = reference(settings, halves=True)
+    moved(theirs)
+    if layout == "accumulation 1":
+        ours = run_images(Layout(micro_size=8), settings, halves=True)
+    else:
+        ours = two_ranks(run_images, TWO_RANKS[layout], settings, halves=True)[0]
+    assert differences(ours, theirs) == []
+    for mine, other in zip(ours.steps, theirs.steps, strict=True):
+        assert mine.task_weights == pytest.approx(other.task_weights, rel=1e-5)
+
+
+def test_the_two_tasks_get_different_weights_and_both_updates_and_estimates_differ() -> None:
+    """What the test above compares is not the same run four times."""
+    found = [
+        reference(changes("absolute_embedding", balancer=balancing, update=update), halves=True)
+        for balancing in BALANCING
+        for update in ("parallel", "sequential")
+    ]
+    assert all(abs(stats.task_weights[0] - 0.5) > 1e-3 for stats in found[0].steps)
+    for number, one in enumerate(found):
+        assert all(too_far(one, other) for other in found[number + 1 :])
+
+
+@pytest.mark.parametrize("layout", ["accumulation 1", "fsdp", "zero1", "zero3"])
+@pytest.mark.parametrize("kind", ["absolute_coordinate", "relative_coordinate"])
+def test_sequential_updates_agree(two_ranks: Ranks, kind: str, layout: str) -> None:
+    settings = changes(kind, update="sequential")
+    theirs = reference(settings)
+    moved(theirs)
+    if layout == "accumulation 1":
+        ours = run_images(Layout(micro_size=8), settings)
+    else:
+        ours = two_ranks(run_images, TWO_RANKS[layout], settings)[0]
+    assert differences(ours, theirs) == []
+
+
+@pytest.mark.parametrize("layout", ["accumulation 1", "fsdp", "zero3"])
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("absolute_embedding", {"ascent": "adamw", "lr": 0.0}),
+        ("absolute_coordinate", {"ascent": "adamw", "lr": 0.0}),
+        ("relative_embedding", {"ascent": "adamw", "lr": 0.0}),
+        ("absolute_embedding", {"ascent": "sign", "lr": 0.01}),
+        ("relative_coordinate", {"ascent": "sign", "lr": 0.01}),
+        ("absolute_embedding", {"ascent": "linear", "lr": 0.0, "norm": "l2", "update": "sequential"}),
+    ],
+)
+def test_the_normalised_rules_agree_as_far_as_rounding_lets_them(
+    two_ranks: Ranks, kind: str, settings: dict[str, Any], layout: str
+) -> None:
+    every = changes(kind, **settings)
+    theirs = reference(every)
+    moved(theirs)
+    if layout == "accumulation 1":
+        ours = run_images(Layout(micro_size=8), every)
+    else:
+        ours = two_ranks(run_images, TWO_RANKS[layout], every)[0]
+    assert vector_too_far(ours, theirs, NORMALISED, NORMALISED) == []
+    relative, travelled = distances(ours, theirs, skip_key_biases=True)["all"]
+    assert relative < NORMALISED and travelled < NORMALISED
+
+
+@pytest.mark.parametrize("layout", ["accumulation 1", "fsdp", "zero2", "zero3"])
+@pytest.mark.parametrize(("norm", "allowed"), [("l2", TRAVELLED), ("linf", NORMALISED)])
+def test_shifts_of_pixels_agree(two_ranks: Ranks, norm: str, allowed: float, layout: str) -> None:
+    """Of linf, the sign of a gradient that is nearly zero is rounding's."""
+    settings = changes("pixels", ascent="linear", update="sequential", norm=norm, eps=0.1 if norm == "linf" else 2.0)
+    theirs = reference(settings)
+    without = reference({**settings, "adversary": {"kind": "none"}})
+    assert too_far(without, theirs), "the shift does nothing"
+    if layout == "accumulation 1":
+        ours = run_images(Layout(micro_size=8), settings)
+    else:
+        ours = two_ranks(run_images, TWO_RANKS[layout], settings)[0]
+    assert distances(ours, theirs, skip_key_biases=True)["all"][1] < allowed
+
+
+def not_divided(engine: FsdpEngine, gradient: Tensor) -> Tensor:
+    """Forgets that the loss carries the world."""
+    return engine.data_group.sum(gradient)
+
+
+def not_summed(engine: FsdpEngine, gradient: Tensor) -> Tensor:
+    """Each rank climbs along its own gradient."""
+    return gradient
+
+
+def run_with_wrong_reduction(wrong: Any, settings: dict[str, Any]) -> AdversarialResult:
+    right = FsdpEngine.reduce_hook_gradient
+    FsdpEngine.reduce_hook_gradient = wrong  # type: ignore[method-assign]
+    try:
+        return run_images(TWO_RANKS["fsdp"], settings)
+    finally:
+        FsdpEngine.reduce_hook_gradient = right  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_gradient_not_divided_by_the_world_would_be_seen(two_ranks: Ranks, kind: str) -> None:
+    ours = two_ranks(run_with_wrong_reduction, not_divided, changes(kind))[0]
+    assert len(differences(ours, reference(changes(kind)))) > 5
+
+
+def test_ranks_that_climb_apart_are_stopped(two_ranks: Ranks) -> None:
+    with pytest.raises(RankError, match=r"(?s)rank 0.*the ranks hold different adversaries.*rank 1.*the ranks hold"):
+        two_ranks(run_with_wrong_reduction, not_summed, changes("absolute_embedding"))
+
+
+def test_both_tasks_of_the_stand_in_are_uneven() -> None:
+    window = SyntheticImages(image_config(Layout(micro_size=2)), ALONE).next_window()
+    objective = TwoHalves(image_config(Layout()).objective, 4)
+    counts = torch.stack([objective.count(micro) for micro in window])
+    assert (counts > 0).all() and counts[:, 0].unique().numel() > 1

@@ -1,0 +1,204 @@
+"""Small random crops made from positions alone, and a run of a masked autoencoder over them on any engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.synthetic import Layout, RecordingTrainer, Result, SilentObserver, data_group
+from trp_scale.batch import Batch, TaskLosses
+from trp_scale.config import (
+    AdversaryConfig,
+    BalancerConfig,
+    BatchConfig,
+    Config,
+    CropsConfig,
+    MaskingConfig,
+    ModelConfig,
+    ObjectiveConfig,
+    OptimizerConfig,
+    TrainingConfig,
+    VisionConfig,
+)
+from trp_scale.distributed.groups import Group
+from trp_scale.engines.base import Engine
+from trp_scale.engines.build import build_engine
+from trp_scale.hooks.adversary import build_adversary
+from trp_scale.hooks.balancing import build_balancer
+from trp_scale.hooks.base import Hook, Hooks
+from trp_scale.models.mae import MaskedAutoencoder
+from trp_scale.models.perturbation import perturbation_shape
+from trp_scale.objectives.mae import MaskedPatchReconstruction
+from trp_scale.training.agreement import StepAgreement
+
+CROPS, SIDE, PATCH = 2, 16, 4
+PATCHES = (SIDE // PATCH) ** 2
+VISIBLE = 4
+
+
+def row(position: int) -> dict[str, Tensor]:
+    """One image of two crops: a function of its position. Smooth colours with noise, so that there is something to
+    predict from neighbours."""
+    generator = torch.Generator().manual_seed(9000 + position)
+    coarse = torch.rand(CROPS, 3, 4, 4, generator=generator)
+    smooth = torch.nn.functional.interpolate(coarse, SIDE, mode="bilinear", align_corners=True)
+    noisy = smooth + 0.1 * torch.randn(smooth.shape, generator=generator)
+    order = torch.stack([torch.randperm(PATCHES, generator=generator) for _ in range(CROPS)])
+    return {
+        "images": (noisy.clamp(0, 1) * 255).to(torch.uint8),
+        "visible": order[:, :VISIBLE].sort(dim=1).values,
+        "masked": order[:, VISIBLE:].sort(dim=1).values,
+        "labels": torch.tensor(-1),
+        "row_weights": torch.tensor(1.0),
+    }
+
+
+def batch(positions: range) -> Batch:
+    """Images at `positions` as one micro-batch."""
+    rows = [row(position) for position in positions]
+    fields = {name: torch.stack([each[name] for each in rows]) for name in rows[0]}
+    return Batch(fields=fields, keys=torch.tensor(list(positions)), start=positions[0])
+
+
+@dataclass
+class SyntheticImages:
+    """Serves the slices a real source would."""
+
+    config: Config
+    group: Group
+    cursor: int = 0
+
+    def next_window(self) -> list[Batch]:
+        size, micro = self.config.batch.global_size, self.config.batch.micro_size
+        first = self.cursor + self.group.rank * size // self.group.size
+        self.cursor += size
+        return [batch(range(start, start + micro)) for start in range(first, first + size // self.group.size, micro)]
+
+
+class TwoHalves(MaskedPatchReconstruction):
+    """A stand-in for several modalities: masked patches of the upper and of the lower half are a task each."""
+
+    tasks = ("upper", "lower")
+    balanced = (0, 1)
+
+    def count(self, batch: Batch) -> Tensor:
+        weights = batch["row_weights"].double()[:, None, None]
+        lower = (batch["masked"] >= PATCHES // 2) * weights
+        return torch.stack([(weights - lower).sum(), lower.sum()])
+
+    def __call__(self, forward: Callable[..., Any], batch: Batch) -> TaskLosses:
+        errors = self.errors(forward, batch).double() * batch["row_weights"].double()[:, None, None]  # [R, k, M]
+        lower = batch["masked"] >= PATCHES // 2
+        return TaskLosses(sums=torch.stack([(errors * ~lower).sum(), (errors * lower).sum()]), counts=self.count(batch))
+
+
+def image_config(layout: Layout, **changes: Any) -> Config:
+    """A masked autoencoder of two blocks and a decoder of two; `changes` are section dicts."""
+    config = Config(
+        model=ModelConfig(
+            kind="mae", layers=2, hidden_size=32, heads=2, intermediate_size=64, dropout=0.0, layer_norm_eps=1e-6
+        ),
+        vision=VisionConfig(
+            patch_size=PATCH,
+            tokens="all",
+            decoder_layers=2,
+            decoder_hidden_size=16,
+            decoder_heads=2,
+            positions="relative",
+        ),
+        objective=ObjectiveConfig(kind="mae"),
+        crops=CropsConfig(count=CROPS, size=SIDE),
+        masking=MaskingConfig(ratio=1 - VISIBLE / PATCHES, maskings=0),
+        batch=BatchConfig(global_size=8, micro_size=layout.micro_size),
+        training=TrainingConfig(steps=6, seed=3),
+        optimizer=OptimizerConfig(lr=1e-3, warmup_steps=0, schedule="constant"),
+        balancer=BalancerConfig(kind="uniform"),
+        adversary=AdversaryConfig(),
+    )
+    for section, values in changes.items():
+        for name, value in values.items():
+            if not hasattr(getattr(config, section), name):
+                raise AttributeError(f"{section}.{name} is no setting")
+            setattr(getattr(config, section), name, value)
+    return config
+
+
+def make_image_engine(layout: Layout, config: Config, group: Group) -> Engine:
+    """The engine of a layout with the small model in it."""
+    document = {"zero_optimization": {"stage": layout.stage}, **layout.document} if layout.stage is not None else None
+    return build_engine(
+        layout.engine,
+        MaskedAutoencoder(config),
+        config,
+        device=torch.device("cpu"),
+        data_group=group,
+        ds_document=document,
+    )
+
+
+def image_trainer(layout: Layout, config: Config, *, halves: bool = False) -> tuple[RecordingTrainer, Any]:
+    """A trainer over synthetic images, and its adversary (None where there is none)."""
+    group = data_group()
+    engine = make_image_engine(layout, config, group)
+    objective = (TwoHalves if halves else MaskedPatchReconstruction)(config.objective, PATCH)
+    shape = perturbation_shape(config.model, config.vision, config.adversary)
+    adversary = build_adversary(config, shape, engine.device)
+    others: list[Hook] = [] if adversary is None else [adversary]
+    trainer = RecordingTrainer(
+        config=config,
+        engine=engine,
+        objective=objective,
+        hooks=Hooks(build_balancer(config.balancer, objective, engine.device), others),
+        source=SyntheticImages(config, group),
+        observer=SilentObserver(),  # type: ignore[arg-type]
+        agreement=StepAgreement(group, 0),
+        save=lambda: None,
+        validate=lambda: None,
+        stop_requested=lambda: None,
+    )
+    return trainer, adversary
+
+
+def by_projection(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same weights with each `attn.qkv.bias` as its three parts, so that key biases can be told from the others."""
+    found = dict(weights)
+    for name in [name for name in weights if name.endswith("attn.qkv.bias")]:
+        for part, value in zip(("query", "key", "value"), found.pop(name).chunk(3), strict=True):
+            found[name.replace("qkv", part)] = value
+    return found
+
+
+@dataclass(kw_only=True)
+class AdversarialResult(Result):
+    """What a run gave. Attributes: vector: [numel] the adversary at the end, None without one on positions;
+    travelled: the length of its whole way."""
+
+    vector: Tensor | None
+    travelled: float
+
+
+def run_images(layout: Layout, changes: dict[str, Any], *, halves: bool = False) -> AdversarialResult:
+    """Train the small model; call on all ranks."""
+    trainer, adversary = image_trainer(layout, image_config(layout, **changes), halves=halves)
+    initial = trainer.engine.full_weights()
+    vector = getattr(adversary, "vector", None)
+    travelled, steps = 0.0, trainer.config.training.steps
+    trainer.engine.train(True)
+    for _ in range(steps):
+        before = None if vector is None else vector.detach().clone()
+        trainer.train_step()
+        travelled += 0.0 if vector is None else float((vector.detach() - before).norm())
+    weights = trainer.engine.full_weights()
+    trainer.engine.close()
+    return AdversarialResult(
+        weights=by_projection(weights),
+        initial=by_projection(initial),
+        steps=trainer.__dict__.get("history", []),
+        moved=any(not torch.equal(weights[name], initial[name]) for name in weights),
+        vector=None if vector is None else vector.detach().clone(),
+        travelled=travelled,
+    )
