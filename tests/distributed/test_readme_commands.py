@@ -1,8 +1,8 @@
 """The README's commands, run: in its order, in one directory, with less text, smaller models and fewer steps.
 
-A command keeps its words; what makes it small is appended, and of two equal flags the last one counts. One line under
-torchrun and one under deepspeed are started as processes of their own (8 s each); the others run in this process,
-through the function that the script or the console command calls.
+A command keeps its words; what makes it small is appended, and of two equal flags the last one counts. The lines under
+torchrun and deepspeed are started as processes of their own (8 s each); the others run in this process, through the
+function that the script or the console command calls.
 """
 
 from __future__ import annotations
@@ -18,7 +18,9 @@ import traceback
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from tests.ranks import free_port
 from tests.readme import COMMANDS, PRETRAIN, ROOT, Command
@@ -26,6 +28,9 @@ from tests.runs import SMALL, environment
 from trp_scale import cli
 from trp_scale.data.text.embedded import embedded_documents
 
+SMALL_IMAGES = {"samples_per_shard": 16, "rows_per_block": 8, "processes": 1}
+SMALL_SCENES = {**SMALL_IMAGES, "count": 48, "size": 48}
+SMALL_DECODER = {"vision.decoder_layers": 2, "vision.decoder_hidden_size": 32, "vision.decoder_heads": 2}
 SMALL_TEXT = {"length": 64, "vocab_size": 1000, "rows_per_block": 16, "processes": 1, "tagger": "textblob"}
 STEPS = 3
 LONGER = 2
@@ -38,7 +43,8 @@ def as_flags(values: Mapping[str, object]) -> list[str]:
 
 def small_training(steps: int) -> list[str]:
     """Flags that shrink any recipe. Those that a resume may not change are the same in all commands."""
-    return as_flags({**SMALL, "training.steps": steps, "training.precision": "fp32", "optimizer.schedule": "constant"})
+    own = {"training.steps": steps, "training.precision": "fp32", "optimizer.schedule": "constant"}
+    return as_flags({**SMALL, **SMALL_DECODER, **own})
 
 
 def why_not_run(command: Command) -> str | None:
@@ -99,10 +105,12 @@ def run_here(words: list[str]) -> tuple[int, str]:
 
 
 def made_small(command: Command, books: Path) -> list[str]:
-    """The command's words with its absolute path to books in the test's directory, and small."""
-    words = [word.replace("/data/books", str(books)) for word in command.words]
+    """The command's words with its absolute paths in the test's directory, and small."""
+    words = [word.replace("/data/", f"{books.parent}/") for word in command.words]
     if "data_tools/shard_text.py" in words:
         return [*words, *as_flags(SMALL_TEXT)]
+    if "data_tools/shard_images.py" in words:
+        return [*words, *as_flags(SMALL_SCENES if "--embedded" in words else SMALL_IMAGES)]
     if PRETRAIN in words:
         return [*words, *small_training(STEPS + LONGER if "--resume" in words else STEPS)]
     return words
@@ -123,7 +131,8 @@ def run(command: Command, books: Path) -> tuple[int, str]:
 
 @pytest.fixture(scope="module")
 def place(text_dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A checkout to stand in: the scripts, the built-in corpus (a small one), and some books in text files."""
+    """A checkout to stand in: the scripts, the built-in corpus (a small one), some books in text files, and an image
+    folder of two classes."""
     directory = tmp_path_factory.mktemp("readme")
     for name in ("launch", "ds_configs", "data_tools"):
         (directory / name).symlink_to(ROOT / name)
@@ -132,6 +141,11 @@ def place(text_dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     (directory / "books").mkdir()
     for number, (_, text) in zip(range(30), embedded_documents(), strict=False):
         (directory / "books" / f"{number}.txt").write_text(text[:4000], encoding="utf-8")
+    for number in range(24):
+        path = directory / "imagenet" / "train" / f"class{number % 2}" / f"{number}.jpg"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        noise = np.random.default_rng(number).integers(0, 256, (40, 60, 3), dtype=np.uint8)
+        Image.fromarray(noise).resize((180, 120)).save(path)
     before = Path.cwd()
     os.chdir(directory)
     yield directory
@@ -158,8 +172,8 @@ def test_it_runs(command: Command, results: dict[Command, tuple[int, str]]) -> N
 
 def test_most_commands_are_run_and_two_launchers_among_them() -> None:
     assert {command.words[0] for command in COMMANDS if why_not_run(command)} <= {"make", "sbatch", "deepspeed"}
-    assert sorted(c.words[0] for c in RUN if c.words[0] in ("torchrun", "deepspeed")) == ["deepspeed", "torchrun"]
-    assert len(RUN) >= 12
+    assert {"torchrun", "deepspeed"} <= {command.words[0] for command in RUN}
+    assert len(RUN) >= 18
 
 
 def the_run(results: dict[Command, tuple[int, str]], place: Path, part: str) -> Path:
@@ -176,7 +190,9 @@ def environment_of(run_dir: Path) -> dict[str, object]:
 def test_launchers_give_two_ranks_and_the_engine_that_was_asked_for(
     results: dict[Command, tuple[int, str]], place: Path
 ) -> None:
-    found = environment_of(the_run(results, place, "torchrun"))
+    found = environment_of(
+        the_run(results, place, "torchrun --nproc_per_node 8 launch/pretrain.py --recipe pos_bert_base")
+    )
     assert (found["engine"], found["world_size"], found["launcher"]) == ("fsdp", 2, "torchrun")
     found = environment_of(the_run(results, place, "zero2.json"))
     assert (found["engine"], found["zero_stage"], found["world_size"]) == ("deepspeed", 2, 2)
@@ -185,7 +201,7 @@ def test_launchers_give_two_ranks_and_the_engine_that_was_asked_for(
 def test_the_same_run_directory_goes_on(results: dict[Command, tuple[int, str]], place: Path) -> None:
     metrics = (place / "runs" / "tiny" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     assert [json.loads(line)["step"] for line in metrics] == list(range(1, STEPS + LONGER + 1))
-    (reported,) = [output for command, (_, output) in results.items() if command.words[:2] == ("trp-scale", "report")]
+    (reported,) = [output for command, (_, output) in results.items() if "report --run runs/tiny" in str(command)]
     assert f"steps {STEPS + LONGER} (finished)" in reported
 
 
@@ -199,7 +215,7 @@ def test_balancers_and_loggers_are_those_of_the_command(results: dict[Command, t
 
 
 def test_the_sharded_books_are_shown_and_whole(results: dict[Command, tuple[int, str]], place: Path) -> None:
-    outputs = {command.words[1]: output for command, (_, output) in results.items() if "data_tools" in str(command)}
+    outputs = {command.words[1]: output for command, (_, output) in results.items() if "data/books" in str(command)}
     assert "are whole" in outputs["data_tools/verify.py"]
     assert "text-000000-00000 row 0" in outputs["data_tools/inspect.py"]
     assert json.loads((place / "data" / "books" / "dataset.json").read_text(encoding="utf-8"))["length"] == 64
@@ -215,6 +231,28 @@ def test_transformers_loads_what_was_exported(results: dict[Command, tuple[int, 
         logits = model(**words).prediction_logits
     assert logits.shape[-1] == model.config.vocab_size <= 1000
     assert bool(logits.isfinite().all())
+
+
+def test_timm_loads_what_was_exported(results: dict[Command, tuple[int, str]], place: Path) -> None:
+    import timm
+    import torch
+
+    model = timm.create_model(f"local-dir:{place / 'exported_timm'}", pretrained=True).eval()
+    with torch.no_grad():
+        features = model(torch.zeros(1, 3, 56, 56))
+    assert features.shape == (1, 32)
+    assert bool(features.isfinite().all())
+
+
+def test_the_adversary_is_in_the_log_and_in_the_pictures(results: dict[Command, tuple[int, str]], place: Path) -> None:
+    line = json.loads((place / "runs" / "adpe" / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1])
+    assert line["adversary"]["kind"] == "relative_coordinate"
+    clean = the_run(results, place, "--adversary.kind none")
+    assert "adversary" not in json.loads((clean / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1])
+    for name in ("reconstructions.png", "positions.png"):
+        with Image.open(place / "pictures" / name) as picture:
+            assert picture.format == "PNG"
+            assert len(picture.convert("RGB").getcolors(1 << 24)) > 10
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c.words[0] == "make"], ids=str)
