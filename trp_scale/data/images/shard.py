@@ -22,6 +22,7 @@ from trp_scale.data.sharding.directory import (
     is_finished,
     refuse_other_content,
 )
+from trp_scale.data.sharding.lock import only_run
 from trp_scale.data.sharding.workers import Progressed, run_portions
 
 __all__ = ["ShardImagesConfig", "shard_images"]
@@ -34,19 +35,25 @@ def shard_images(config: ShardImagesConfig) -> Path:
 
     Raises:
         DataError: a setting or the input cannot be used, the directory holds something else, or too many images had to
-            be skipped (finished shards stay, dataset.json is not written).
+            be skipped (finished shards stay, dataset.json is not written), or another run is at it.
     """
     config.check()
-    output = config.output
-    identity = config.identity()
-    refuse_other_content(output, identity)
+    refuse_other_content(config.output, config.identity())
     listing = list_input(config)
-    identity["input"] = listing.fingerprint
+    with only_run(config.output):
+        _make(config, listing)
+    return config.output
+
+
+def _make(config: ShardImagesConfig, listing: Listing) -> None:
+    """Make the data set, or what is missing of it."""
+    output = config.output
+    identity = {**config.identity(), "input": listing.fingerprint}
+    (output / "shards").mkdir(exist_ok=True)
     if is_finished(output, identity):
         log.info("%s is finished: nothing to do", output)
-        return output
-    (output / "progress").mkdir(parents=True, exist_ok=True)
-    (output / "shards").mkdir(exist_ok=True)
+        shutil.rmtree(output / "progress")
+        return
     write_json(output / "progress" / "settings.json", identity)
     portions = cut_into_portions(listing.samples, config.samples_per_shard, config.rows_per_block)
     reports = {
@@ -66,7 +73,6 @@ def shard_images(config: ShardImagesConfig) -> Path:
     if total.images == 0:
         raise DataError("the input holds no image that can be used")
     _write_dataset(config, listing, portions, identity, total)
-    return output
 
 
 def _run(config: ShardImagesConfig, listing: Listing, portions: list[Portion]) -> dict[int, PortionReport]:

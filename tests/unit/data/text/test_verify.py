@@ -20,7 +20,7 @@ from tests.fixtures import small_text_dataset
 from trp_scale.data.index import Block, DataError, Member, read_index, read_json, write_index, write_json
 from trp_scale.data.text.display import row_texts
 from trp_scale.data.text.members import parse_array, read_block
-from trp_scale.data.text.verify import verify_dataset
+from trp_scale.data.verify import verify_dataset
 
 ROOT = Path(__file__).resolve().parents[4]
 

@@ -1,0 +1,103 @@
+"""Stored images for the eye: a line about each, and a contact sheet."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, ImageDraw
+
+from trp_scale.data.images.verify import check_members
+from trp_scale.data.index import Block, DataError, read_index, read_json
+
+CAPTION = 12
+"""Pixels under each image of a contact sheet."""
+
+_COLOURS = np.stack([np.arange(256) * step % 256 for step in (67, 113, 197)], axis=1).astype(np.uint8)
+"""Colour of each number of a segmentation map, [256, 3]: neighbours differ."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shown:
+    """One stored sample: its key, the name or number of its class, and its members as (suffix, bytes)."""
+
+    key: str
+    label: str
+    members: dict[str, bytes]
+
+    def line(self) -> str:
+        """Key, class, and of each image its size in pixels and bytes."""
+        parts = [f"class {self.label}"] if self.label else []
+        for suffix, content in self.members.items():
+            if suffix != "cls":
+                image = Image.open(io.BytesIO(content))
+                parts.append(f"{suffix} {image.width} x {image.height} {image.mode}, {len(content):,} bytes")
+        return "  ".join(parts)
+
+
+def stored_images(shard: Path, count: int, key: str | None = None) -> Iterator[Shown]:
+    """The first images of a shard, or those from `key` on.
+
+    Raises:
+        DataError: no such key, or the shard cannot be read, or it holds a member that is not listed.
+    """
+    blocks = read_index(shard).blocks
+    dataset = read_json(shard.parent.parent / "dataset.json")
+    keys = [block.key for block in blocks]
+    if key is not None and key not in keys:
+        raise DataError(f"{shard}: no image {key!r}; there are {keys[0]} to {keys[-1]}")
+    first = 0 if key is None else keys.index(key)
+    with shard.open("rb") as stream:
+        for block in blocks[first : first + count]:
+            check_members(shard, block, dataset)
+            members = {}
+            for suffix in dataset["suffixes"]:
+                member = block.members[suffix]
+                stream.seek(member.offset)
+                members[suffix] = stream.read(member.length)
+            yield Shown(key=block.key, label=_label(members, dataset["classes"]), members=members)
+
+
+def is_image_shard(blocks: list[Block]) -> bool:
+    """Whether the blocks of an index are images."""
+    return bool(blocks) and "jpg" in blocks[0].members
+
+
+def _label(members: dict[str, bytes], classes: list[str] | None) -> str:
+    """Number and name of the class, or ""."""
+    if "cls" not in members:
+        return ""
+    text = members["cls"].decode("ascii", "replace")
+    return f"{text} ({classes[int(text)]})" if classes and text.isdigit() and int(text) < len(classes) else text
+
+
+def contact_sheet(images: list[Shown], side: int = 128) -> Image.Image:
+    """All images, each fitted into `side` pixels with its maps beside it and its class and key below."""
+    across = max(len([suffix for suffix in images[0].members if suffix != "cls"]), 1)
+    columns = max(1, min(len(images), 8 // across))
+    rows = -(-len(images) // columns)
+    sheet = Image.new("RGB", (columns * across * side, rows * (side + CAPTION)), "white")
+    draw = ImageDraw.Draw(sheet)
+    for place, shown in enumerate(images):
+        top, left = place // columns * (side + CAPTION), place % columns * across * side
+        pictures = [_picture(suffix, content) for suffix, content in shown.members.items() if suffix != "cls"]
+        for number, picture in enumerate(pictures):
+            picture.thumbnail((side - 2, side - 2))
+            sheet.paste(picture, (left + number * side, top))
+        draw.text((left, top + side), f"{shown.label} {shown.key}".strip()[: across * side // 6], "black", font_size=10)
+    return sheet
+
+
+def _picture(suffix: str, content: bytes) -> Image.Image:
+    """A member as RGB: depth from black (near) to white (far), class numbers in colours."""
+    image = Image.open(io.BytesIO(content))
+    if suffix == "depth.png":
+        depth = np.asarray(image).astype(np.float32)
+        low, high = float(depth.min()), float(depth.max())
+        return Image.fromarray(((depth - low) * (255 / max(high - low, 1))).astype(np.uint8)).convert("RGB")
+    if suffix == "semseg.png":
+        return Image.fromarray(_COLOURS[np.asarray(image)])
+    return image.convert("RGB")
