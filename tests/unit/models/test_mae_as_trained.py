@@ -1,0 +1,108 @@
+"""What training asks of the masked autoencoder: gradients everywhere, low precision, one static graph."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.unit.models.small_images import config, crops, loss_of, perturbation, small_model
+from trp_scale.models.mae import MaskedAutoencoder
+
+ADVERSARIES: list[dict[str, Any]] = [
+    {"kind": "none"},
+    {"kind": "absolute_embedding"},
+    {"kind": "absolute_coordinate"},
+    {"kind": "relative_embedding"},
+    {"kind": "relative_embedding", "scope": "value"},
+    {"kind": "relative_coordinate"},
+]
+
+CASES: list[dict[str, Any]] = [
+    {"tokens": "visible"},
+    {"tokens": "visible", "positions": "relative"},
+    *(
+        {"decoder": decoder, "positions": "relative", **adversary}
+        for decoder, adversary in itertools.product(("transformer", "linear"), ADVERSARIES)
+    ),
+]
+
+
+def named(case: dict[str, Any]) -> str:
+    return " ".join(str(value) for value in case.values())
+
+
+def vector_of(model: MaskedAutoencoder) -> Tensor | None:
+    """As the adversary holds it: a leaf in single precision."""
+    return None if model.shape is None else perturbation(model).detach().float().requires_grad_()
+
+
+@pytest.mark.parametrize("given", [True, False], ids=["perturbed", "clean"])
+@pytest.mark.parametrize("case", CASES, ids=named)
+def test_every_parameter_takes_part_in_every_forward_pass(case: dict[str, Any], given: bool) -> None:
+    """ZeRO-3 keeps the last gradient of one that does not."""
+    model = small_model(config(**case), dtype=torch.float32)
+    vector = vector_of(model) if given else None
+    loss_of(model, crops(dtype=torch.float32), vector).backward()  # type: ignore[no-untyped-call]
+    assert [name for name, parameter in model.named_parameters() if parameter.grad is None] == []
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters() if parameter.grad is not None)
+    assert vector is None or (vector.grad is not None and vector.grad.isfinite().all() and vector.grad.any())
+
+
+@pytest.mark.parametrize("case", CASES, ids=named)
+@pytest.mark.parametrize("way", ["bf16 autocast", "bf16 weights", "fp16 weights"])
+def test_low_precision_is_near_single_precision(case: dict[str, Any], way: str) -> None:
+    reference = small_model(config(**case), dtype=torch.float32)
+    batch = crops(dtype=torch.float32)
+    vector = vector_of(reference)
+    expected = loss_of(reference, batch, vector)
+    dtype = {"bf16 autocast": torch.float32, "bf16 weights": torch.bfloat16, "fp16 weights": torch.float16}[way]
+    model = small_model(config(**case), dtype=torch.float32)
+    for parameter in model.parameters():  # DeepSpeed leaves buffers as they are
+        parameter.data = parameter.data.to(dtype)
+    low = None if vector is None else vector.detach().clone().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16, enabled=way == "bf16 autocast"):
+        prediction = model(*batch, perturbation=low).prediction
+    assert prediction.dtype == (torch.float16 if way == "fp16 weights" else torch.bfloat16)
+    target = batch.patches.gather(1, batch.masked.unsqueeze(-1).expand_as(prediction))
+    loss = (prediction.float() - target).square().mean()
+    assert float(loss.detach()) == pytest.approx(float(expected.detach()), rel=0.05)
+    if low is not None and vector is not None:
+        loss.backward()  # type: ignore[no-untyped-call]
+        expected.backward()  # type: ignore[no-untyped-call]
+        assert low.grad is not None and vector.grad is not None and low.grad.dtype == torch.float32
+        similarity = torch.cosine_similarity(low.grad, vector.grad, dim=0)
+        assert float(similarity) > (0.99 if way == "fp16 weights" else 0.9)
+
+
+def test_a_module_cast_whole_works_too() -> None:
+    """Buffers of positions in half precision are used in at least the weights' precision."""
+    model = small_model(config(kind="absolute_coordinate"), dtype=torch.bfloat16)
+    batch = crops(dtype=torch.float32)
+    assert model.encoder_positions.dtype == torch.bfloat16
+    assert model(*batch, perturbation=vector_of(model)).prediction.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    "case", [{"tokens": "visible"}, {"positions": "relative", "kind": "relative_coordinate"}], ids=named
+)
+def test_it_is_one_graph_of_static_shapes(case: dict[str, Any]) -> None:
+    """A look at a value on the host, or a branch on one, would break the graph, which fullgraph refuses."""
+    settings = config(**case)
+    settings.model.layers = settings.vision.decoder_layers = 1
+    model = small_model(settings, dtype=torch.float32)
+    compiled = torch.compile(model, fullgraph=True, dynamic=False, backend="eager")
+    batch, vector = crops(dtype=torch.float32), vector_of(model)
+    found = loss_of(compiled, batch, vector)  # type: ignore[arg-type]
+    torch.testing.assert_close(found, loss_of(model, batch, vector), rtol=1e-5, atol=0)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        loss_of(compiled, crops(seed=1, dtype=torch.float32), vector)  # type: ignore[arg-type]
+
+
+def test_sharding_units_are_the_blocks_in_their_order() -> None:
+    model = small_model(config())
+    assert model.layers == [*model.blocks, *model.decoder_blocks] and len(model.layers) == 4
+    assert len(small_model(config(decoder="linear")).layers) == 2

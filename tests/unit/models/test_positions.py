@@ -1,0 +1,74 @@
+"""Sine-cosine positions: He et al.'s, and shifted by any distance."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import ViTMAEConfig, ViTMAEForPreTraining
+
+from trp_scale.models.positions import shifted, sine_cosine
+
+WIDTH = 24
+
+
+@pytest.mark.parametrize(("grid", "width"), [(7, 24), (14, 512)])
+def test_they_are_those_of_transformers_vitmae(grid: int, width: int) -> None:
+    """Of its decoder: version 5.23 leaves a fresh encoder's at zero."""
+    peer = ViTMAEForPreTraining(
+        ViTMAEConfig(
+            hidden_size=16,
+            num_hidden_layers=1,
+            num_attention_heads=2,
+            intermediate_size=8,
+            image_size=8 * grid,
+            patch_size=8,
+            decoder_hidden_size=width,
+            decoder_num_hidden_layers=1,
+            decoder_num_attention_heads=2,
+            decoder_intermediate_size=8,
+        )
+    ).decoder
+    peer.initialize_weights(grid**2)
+    theirs = peer.decoder_pos_embed.detach()[0]
+    torch.testing.assert_close(sine_cosine(grid, width).float(), theirs[1:], rtol=0, atol=2e-6)
+    assert not theirs[0].any()  # the class token has none, as here
+
+
+def test_a_width_of_another_kind_is_refused() -> None:
+    with pytest.raises(ValueError, match="width 30: allowed are multiples of 4"):
+        sine_cosine(3, 30)
+
+
+def test_a_shift_of_zero_changes_nothing_at_all() -> None:
+    positions = sine_cosine(9, WIDTH).float()
+    assert torch.equal(shifted(positions, torch.zeros(2)), positions)
+
+
+@pytest.mark.parametrize(("row", "column"), [(1, 0), (0, 1), (2, -3), (-1, 4)])
+def test_a_whole_shift_is_the_position_of_another_patch(row: int, column: int) -> None:
+    grid = sine_cosine(9, WIDTH).view(9, 9, WIDTH)
+    inner = grid[3:6, 3:5]
+    found = shifted(inner, torch.tensor([row, column], dtype=torch.float64))
+    torch.testing.assert_close(found, grid[3 + row : 6 + row, 3 + column : 5 + column], rtol=0, atol=1e-13)
+
+
+@given(st.floats(-20, 20), st.floats(-20, 20), st.floats(-20, 20), st.floats(-20, 20))
+def test_shifts_add_up(row: float, column: float, more_rows: float, more_columns: float) -> None:
+    positions = sine_cosine(3, WIDTH)
+    first, second = (torch.tensor(shift, dtype=torch.float64) for shift in ((row, column), (more_rows, more_columns)))
+    torch.testing.assert_close(
+        shifted(shifted(positions, first), second), shifted(positions, first + second), rtol=0, atol=1e-12
+    )
+
+
+def test_its_gradient_is_that_of_finite_differences() -> None:
+    positions = sine_cosine(4, WIDTH)
+    shift = torch.tensor([0.37, -1.21], dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda value: shifted(positions, value), shift)
+
+
+def test_half_precision_positions_are_shifted_in_single_precision() -> None:
+    found = shifted(sine_cosine(4, WIDTH).half(), torch.tensor([0.5, 0.5]))
+    assert found.dtype == torch.float32

@@ -1,0 +1,204 @@
+"""Relative positions: Wu et al.'s rounded index, AdPE's relaxed one, and the lookups made of them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.unit.models.plain_autoencoder import entry, wu_index
+from trp_scale.models.relative_positions import (
+    ALPHA,
+    BUCKETS,
+    NODES,
+    REACH,
+    IndexKind,
+    RelativeInputs,
+    RelativePositions,
+    grid_weights,
+    node_weights,
+    offset_numbers,
+    relaxed_index,
+)
+
+FAR = st.floats(-60, 60)
+INDICES: list[IndexKind] = ["rounded", "relaxed", "straight_through"]
+
+
+def real(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float64)
+
+
+def test_rounded_is_the_piecewise_index_of_wu_et_al() -> None:
+    """Grids of up to 60 patches a side, and shifts between whole patches."""
+    offsets = torch.cat([torch.arange(-60, 61).double(), torch.linspace(-20, 20, 4001, dtype=torch.float64)])
+    expected = [wu_index(float(offset)) for offset in offsets]
+    weights = node_weights(offsets, "rounded")
+    assert (weights.argmax(-1) - REACH).tolist() == expected
+    assert weights.sum(-1).eq(1).all() and weights.max(-1).values.eq(1).all()
+    assert expected[60 - 13 : 60 + 14] == [-3] * 10 + [-2, -2, -1, 0, 1, 2, 2] + [3] * 10
+
+
+def test_the_relaxed_index_by_hand() -> None:
+    """ALPHA, GAMMA and what lies beyond, from the formula of 4.2.3."""
+    found = relaxed_index(real(0.0, 1.9, -1.9, 15.2, -15.2, 100.0, 1.9 * 8**0.5))
+    torch.testing.assert_close(found, real(0.0, 1.9, -1.9, 3.8, -3.8, 3.8, 1.9 + 0.5 * 1.9))
+
+
+@given(FAR)
+def test_the_relaxed_index_is_odd_and_grows(offset: float) -> None:
+    x = real(offset, -offset, offset + 0.5)
+    g = relaxed_index(x)
+    assert g[0] == -g[1]
+    assert g[2] >= g[0]
+
+
+@pytest.mark.parametrize("index", INDICES)
+@given(offset=FAR)
+def test_weights_are_shares_of_at_most_two_neighbouring_nodes(index: IndexKind, offset: float) -> None:
+    weights = node_weights(real(offset), index)[0]
+    assert weights.shape == (NODES,)
+    assert (weights >= 0).all() and float(weights.sum()) == pytest.approx(1, abs=1e-12)
+    used = weights.nonzero().flatten().tolist()
+    assert len(used) <= (2 if index == "relaxed" else 1) and max(used) - min(used) <= 1
+
+
+@given(FAR)
+def test_interpolation_finds_the_index_again(offset: float) -> None:
+    """The nodes' own places, interpolated, are the index, up to the clamp: so it is linear between nodes."""
+    places = torch.arange(-REACH, REACH + 1).double()
+    found = node_weights(real(offset), "relaxed") @ places
+    torch.testing.assert_close(found, relaxed_index(real(offset)).clamp(-3, 3), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("node", range(-REACH, REACH + 1))
+def test_it_is_exact_at_the_nodes_and_continuous_across_them(node: int) -> None:
+    at = torch.tensor([float(node)], dtype=torch.float64) if abs(node) <= ALPHA else inverse(node)
+    near = torch.cat([at - 1e-9, at, at + 1e-9])
+    weights = node_weights(near, "relaxed")
+    expected = (torch.arange(-REACH, REACH + 1) == node).double()
+    torch.testing.assert_close(weights, expected.expand(3, -1), rtol=0, atol=1e-8)
+
+
+def inverse(index: float) -> Tensor:
+    """The offset beyond ALPHA whose relaxed index this is."""
+    sign = 1 if index > 0 else -1
+    return real(sign * 1.9 * 8 ** ((abs(index) - 1.9) / 1.9))
+
+
+def test_continuity_over_the_whole_range() -> None:
+    """No weight moves faster than the index, whose slope is at most one."""
+    offsets = torch.linspace(-20, 20, 40001, dtype=torch.float64)
+    weights = node_weights(offsets, "relaxed")
+    assert float((weights[1:] - weights[:-1]).abs().max()) <= 1e-3 + 1e-12
+
+
+@pytest.mark.parametrize("index", ["relaxed", "straight_through"])
+def test_no_gradient_comes_from_beyond_the_clamp(index: IndexKind) -> None:
+    edge = float(inverse(3.0))
+    offsets = real(-30, -edge - 1e-6, -edge + 1e-6, 0.4, edge - 1e-6, edge + 1e-6, 30).requires_grad_()
+    places = torch.arange(-REACH, REACH + 1).double()
+    (node_weights(offsets, index) @ places).sum().backward()  # type: ignore[no-untyped-call]
+    assert offsets.grad is not None
+    assert offsets.grad.ne(0).tolist() == [False, False, True, True, True, False, False]
+    assert offsets.grad[3] == 1
+
+
+def test_gradients_at_zero_and_at_alpha_are_finite() -> None:
+    offsets = real(0.0, ALPHA, -ALPHA, 1e-300).requires_grad_()
+    node_weights(offsets, "relaxed")[:, :4].sum().backward()  # type: ignore[no-untyped-call]
+    assert offsets.grad is not None and offsets.grad.isfinite().all()
+
+
+def test_straight_through_is_rounded_forward_and_relaxed_backward() -> None:
+    torch.manual_seed(0)
+    values = torch.randn(NODES, dtype=torch.float64)
+    gradients = []
+    for index in ("relaxed", "straight_through"):
+        offsets = torch.linspace(-9, 9, 500, dtype=torch.float64).requires_grad_()
+        weights = node_weights(offsets, index)  # type: ignore[arg-type]
+        (weights @ values).sum().backward()  # type: ignore[no-untyped-call]
+        gradients.append(offsets.grad)
+    assert torch.equal(weights, node_weights(offsets, "rounded"))
+    assert torch.equal(gradients[0], gradients[1])
+
+
+class Pairs:
+    """Queries, a table and patches of one grid, with what is looked up for them."""
+
+    def __init__(self, grid: int, patches: int, *, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.grid = grid
+        self.places = torch.stack([torch.randperm(grid**2, generator=generator)[:patches] for _ in range(2)])
+        self.module = RelativePositions(8).double()
+        with torch.no_grad():
+            self.module.table.normal_(generator=generator)
+        self.queries = torch.randn(2, 3, 1 + patches, 8, generator=generator, dtype=torch.float64)
+
+    def bias(self, index: IndexKind, shift: Tensor | None = None) -> Tensor:
+        """[2, 3, T, T] with all patches shifted, as though all were masked."""
+        weights = grid_weights(self.grid, index, torch.zeros(2, dtype=torch.float64) if shift is None else shift)
+        inputs = RelativeInputs(offset_numbers(self.places, self.grid), weights, 0)
+        return self.module(self.queries, inputs)  # type: ignore[no-any-return]
+
+    def expected(self, index: IndexKind, row: float, column: float) -> Tensor:
+        """[2, 3, K, K] of patches, pair by pair."""
+        rows = []
+        for places, queries in zip(self.places.tolist(), self.queries, strict=True):
+            vectors = torch.stack(
+                [
+                    torch.stack(
+                        [
+                            entry(
+                                self.module.table,
+                                i // self.grid - j // self.grid + row,
+                                i % self.grid - j % self.grid + column,
+                                index,
+                            )
+                            for j in places
+                        ]
+                    )
+                    for i in places
+                ]
+            )
+            rows.append(torch.einsum("hid,ijd->hij", queries[:, 1:], vectors) / 8**0.5)
+        return torch.stack(rows)
+
+
+@pytest.mark.parametrize(("grid", "patches"), [(3, 9), (7, 12), (14, 20)])
+@pytest.mark.parametrize("index", INDICES)
+@pytest.mark.parametrize("shift", [(0.0, 0.0), (0.7, -2.6)], ids=str)
+def test_lookups_are_those_of_each_pair(grid: int, patches: int, index: IndexKind, shift: tuple[float, float]) -> None:
+    pairs = Pairs(grid, patches)
+    found = pairs.bias(index, real(*shift))
+    torch.testing.assert_close(found[:, :, 1:, 1:], pairs.expected(index, *shift), rtol=0, atol=1e-12)
+    to_class = torch.einsum("bhid,d->bhi", pairs.queries[:, :, 1:], pairs.module.table[BUCKETS - 1]) / 8**0.5
+    torch.testing.assert_close(found[:, :, 1:, 0], to_class, rtol=0, atol=1e-12)
+    assert not found[:, :, 0].any()
+
+
+@pytest.mark.parametrize("index", INDICES)
+@pytest.mark.parametrize(("row", "column"), [(1, 0), (0, -2), (3, 5)])
+def test_a_whole_shift_is_the_lookup_of_another_offset(index: IndexKind, row: int, column: int) -> None:
+    """Of a larger grid without a shift."""
+    small, large = 4, 12
+    shifted = grid_weights(small, index, real(row, column))  # [2, 7, 7]
+    clean = grid_weights(large, index, real(0, 0))  # offsets -11..11
+    first = large - small
+    assert torch.equal(shifted[0], clean[0, first + row : first + row + 2 * small - 1])
+    assert torch.equal(shifted[1], clean[1, first + column : first + column + 2 * small - 1])
+
+
+def test_blocks_may_be_shifted_differently() -> None:
+    shifts = torch.randn(5, 2, dtype=torch.float64)
+    together = grid_weights(6, "relaxed", shifts)
+    assert together.shape == (5, 2, 11, NODES)
+    assert all(torch.equal(one, grid_weights(6, "relaxed", shift)) for one, shift in zip(together, shifts, strict=True))
+    assert not torch.allclose(together[0], together[1])
+
+
+def test_a_table_starts_at_zero_and_gives_no_bias() -> None:
+    module = RelativePositions(8)
+    assert module.table.shape == (50, 8) and not module.table.any()

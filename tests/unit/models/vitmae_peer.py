@@ -1,0 +1,34 @@
+"""transformers' ViTMAE with random weights and He et al.'s positions, and its view of our crops."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from transformers import ViTMAEForPreTraining
+
+from tests.unit.models.small_images import GRID, PATCH, Crops
+from trp_scale.checkpoint.export_mae import vitmae_config
+from trp_scale.config import Config
+from trp_scale.models.mae_weights import stored_positions
+from trp_scale.models.patches import unpatchify
+
+
+def vitmae(config: Config, *, seed: int = 0) -> ViTMAEForPreTraining:
+    """Weights drawn so that all of them matter; not in training mode."""
+    peer = ViTMAEForPreTraining(vitmae_config(config)).eval()
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in peer.named_parameters():
+            parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
+            if "norm" in name and name.endswith("weight"):
+                parameter.add_(1.0)
+        peer.vit.embeddings.position_embeddings.copy_(stored_positions(GRID, config.model.hidden_size))
+        peer.decoder.decoder_pos_embed.copy_(stored_positions(GRID, config.vision.decoder_hidden_size))
+    return peer
+
+
+def images_and_noise(batch: Crops) -> tuple[Tensor, Tensor]:
+    """[B, 3, S, S] and [B, N]: the images of these patches, and noise whose smallest values choose the visible ones."""
+    noise = torch.ones(batch.patches.shape[:2], dtype=batch.patches.dtype).scatter(1, batch.visible, 0.0)
+    ranks = torch.arange(GRID**2, dtype=noise.dtype) / GRID**2 / 2  # no ties
+    return unpatchify(batch.patches, PATCH), noise + ranks
