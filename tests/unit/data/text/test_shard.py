@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import json
 import logging
 import os
@@ -111,35 +110,6 @@ def test_two_runs_at_once_on_one_output_are_refused(made: Path, tmp_path: Path) 
         assert content(output) == before, "nothing was written"
     shard_text(config_of(made, output))
     assert content(output) == content(made)
-
-
-def test_the_lock_of_a_killed_run_is_free(made: Path, tmp_path: Path) -> None:
-    program = "import sys, time; from pathlib import Path; from trp_scale.data.sharding.lock import only_run\n"
-    program += "with only_run(Path(sys.argv[1])): print(flush=True); time.sleep(600)"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with subprocess.Popen(
-        [sys.executable, "-c", program, str(tmp_path / "data")], env=environment, stdout=subprocess.PIPE
-    ) as holder:
-        assert holder.stdout is not None and holder.stdout.readline() == b"\n"
-        with pytest.raises(DataError, match=f"process {holder.pid} on"):
-            shard_text(config_of(made, tmp_path / "data"))
-        holder.kill()
-    shard_text(config_of(made, tmp_path / "data"))
-    assert content(tmp_path / "data") == content(made)
-
-
-def test_a_lock_whose_file_was_taken_away_is_not_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run before ends, and takes the file away, between this run's opening of it and its lock."""
-    taken, path = fcntl.flock, tmp_path / "progress" / "lock"
-
-    def finishes_first(descriptor: int, operation: int) -> None:
-        monkeypatch.setattr("fcntl.flock", taken)
-        taken(descriptor, operation)
-        path.unlink()
-
-    monkeypatch.setattr("fcntl.flock", finishes_first)
-    with only_run(tmp_path), pytest.raises(DataError, match="another run"), only_run(tmp_path):
-        pass
 
 
 def test_dataset_json_counts_what_is_stored(made: Path) -> None:
