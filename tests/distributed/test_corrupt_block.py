@@ -124,7 +124,7 @@ def test_a_block_that_a_loader_worker_of_a_launched_rank_comes_across(
     seed = seed_with_rank_1_first(flags(data, run_dir, **changes))
     changes |= {"training__seed": seed, "data__workers": 1, "data__max_corrupt_blocks": allowed}
     process = launch(launcher, flags(data, run_dir, **changes))
-    output = process.communicate(timeout=120)[0]
+    output = process.communicate(timeout=240)[0]
     assert started_with("TRP_SCALE_TEST", str(tmp_path)) == [], "a rank or a loader worker lives on"
     if allowed:
         assert process.returncode == 0, output

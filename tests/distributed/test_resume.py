@@ -68,7 +68,7 @@ def test_kill_9_of_a_whole_deepspeed_run_at_a_random_step_and_start_it_again(
     assert len(lines(killed)) < 14, "it was over before it was killed"
     taken = newest_complete(killed).path
     again = launch("deepspeed", command)
-    output = again.communicate(timeout=120)[0]
+    output = again.communicate(timeout=240)[0]
     assert again.returncode == 0, output
     assert f"resuming from {taken}" in output
     same_run(killed, whole)
