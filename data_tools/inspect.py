@@ -46,10 +46,10 @@ def show_images(console, shard, rows, block, output):  # type: ignore[no-untyped
     images = list(stored_images(shard, rows, block))
     for image in images:
         console.rule(image.key, align="left")
-        console.print(image.line(), markup=False, highlight=False)
+        console.print(image.line(), markup=False, highlight=False, soft_wrap=True)
     if output is not None:
         contact_sheet(images).save(output, "PNG")
-        console.print(f"{len(images)} images: {output}", markup=False, highlight=False)
+        console.print(f"{len(images)} images: {output}", markup=False, highlight=False, soft_wrap=True)
 
 
 def main() -> int:

@@ -86,7 +86,7 @@ def contact_sheet(images: list[Shown], side: int = 128) -> Image.Image:
         pictures = [_picture(suffix, content) for suffix, content in shown.members.items() if suffix != "cls"]
         for number, picture in enumerate(pictures):
             picture.thumbnail((side - 2, side - 2))
-            sheet.paste(picture, (left + number * side, top))
+            sheet.paste(picture, (left + number * side, top + side - picture.height))
         draw.text((left, top + side), f"{shown.label} {shown.key}".strip()[: across * side // 6], "black", font_size=10)
     return sheet
 

@@ -143,12 +143,13 @@ def _solid(draws: _Draws, kind: str, x: float, z: float, radius: float) -> Solid
     if kind in ("box", "cylinder"):  # they fill their bounds
         radius *= 0.8
     size = _vector(wide, tall, deep) * np.float32(radius)
-    turn = draws.between(0, 2 * math.pi)
+    upright = kind == "ring" and draws.between(0, 1) < 0.7
+    turn = draws.between(-1, 1) if upright else draws.between(0, 2 * math.pi)  # one sees the hole of a ring
     rotation = np.array(
         [[math.cos(turn), 0, math.sin(turn)], [0, 1, 0], [-math.sin(turn), 0, math.cos(turn)]], dtype=np.float32
     )
     centre = _vector(x, float(size[1]), z)
-    if kind == "ring" and draws.between(0, 1) < 0.7:  # upright, so that one looks through it
+    if upright:
         rotation = rotation @ np.array([[1, 0, 0], [0, 0, -1], [0, 1, 0]], dtype=np.float32)
         centre = _vector(x, float(size[2]), z)
     corners = {"box": (1, 1, 1), "pyramid": (1, 1, 1), "sphere": (1, 0, 0), "octahedron": (0, 1, 0)}
