@@ -75,7 +75,7 @@ def test_an_adversary_needs_image_patches() -> None:
     config.data.path = "data"
     check(config)
     config.adversary.kind = "absolute_embedding"
-    with pytest.raises(RefusedError, match="allowed: --model.kind mae, or --adversary.kind none"):
+    with pytest.raises(RefusedError, match=r"allowed: --model.kind mae, or --adversary.kind none"):
         check(config)
 
 

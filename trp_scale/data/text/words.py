@@ -1,8 +1,8 @@
 """Sentences into words: NLTK's word tokenizer with exact places, reused for every repeated string.
 
-A *unit* is a run of characters between white space. NLTK's rules look beyond a unit at the end of a sentence only, for a
-final period or apostrophe, so a sentence's words are the words of its units, with the units from the last one that has a
-period on taken together (the tail). A property test compares this with the tokenizer run on whole sentences.
+A *unit* is a run of characters between white space. NLTK's rules look beyond a unit at the end of a sentence only, for
+a final period or apostrophe, so a sentence's words are the words of its units, with the units from the last one that
+has a period on taken together (the tail). A property test compares this with the tokenizer run on whole sentences.
 """
 
 from __future__ import annotations
