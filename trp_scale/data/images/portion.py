@@ -91,7 +91,7 @@ class PortionWorker:
                 try:
                     members = self._members(sample, report)
                 except UnusableError as error:
-                    report.skip(error.reason, sample.place)
+                    report.skip(error.reason, f"{sample.place} ({error.detail})" if error.detail else sample.place)
                     members = {}
                 else:
                     shard.writer.add(sample.key, 1, members)

@@ -11,7 +11,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 
 from trp_scale.data.images.samples import Loaded, UnusableError
 
-FORMATS = ("JPEG", "MPO", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 """Formats that are read. Others that Pillow knows start programs (EPS) or need another library."""
 
 DEFAULT_QUALITY = 95
@@ -69,13 +69,14 @@ def encode_sample(loaded: Loaded, settings: EncodeSettings) -> Encoded:
 
 @contextmanager
 def _damage_named() -> Iterator[None]:
-    """Decoders raise whatever a broken file leads them to (OSError, SyntaxError, struct.error, ValueError ...)."""
+    """Decoders raise whatever a broken file leads them to (OSError, SyntaxError, struct.error, ValueError ...): all of it
+    means that this image cannot be used, and is listed with it."""
     try:
         yield
     except (UnusableError, MemoryError):
         raise
     except Exception as error:
-        raise UnusableError("damaged") from error
+        raise UnusableError("damaged", f"{type(error).__name__}: {error}") from error
 
 
 def _open(content: bytes, max_pixels: int) -> Image.Image:
@@ -90,7 +91,7 @@ def _open(content: bytes, max_pixels: int) -> Image.Image:
     finally:
         Image.MAX_IMAGE_PIXELS = limit
     if image.width * image.height > max_pixels:
-        raise UnusableError("too_many_pixels")
+        raise UnusableError("too_many_pixels", f"{image.width} x {image.height}")
     return image
 
 
@@ -152,11 +153,11 @@ def _map(suffix: str, content: bytes, upright: tuple[int, int], size: tuple[int,
     )
     palette = suffix == "semseg.png" and colour_type == 3
     if not palette and (bits, colour_type) != ((16, 0) if suffix == "depth.png" else (8, 0)):
-        raise UnusableError("bad_map")
+        raise UnusableError("bad_map", suffix)
     try:
         image = Image.open(io.BytesIO(content), formats=("PNG",))
         if image.size != upright:
-            raise UnusableError("map_size")
+            raise UnusableError("map_size", f"{suffix}: {image.size}, the image {upright}")
         image.load()
         if size == upright and not palette:
             return content
@@ -168,4 +169,4 @@ def _map(suffix: str, content: bytes, upright: tuple[int, int], size: tuple[int,
     except UnusableError:
         raise
     except Exception as error:  # as in _damage_named
-        raise UnusableError("bad_map") from error
+        raise UnusableError("bad_map", f"{suffix}, {type(error).__name__}: {error}") from error

@@ -71,11 +71,12 @@ class Loaded:
 
 
 class UnusableError(Exception):
-    """An image that has to be skipped; `reason` is a key of SKIP_REASONS."""
+    """An image that has to be skipped; `reason` is a key of SKIP_REASONS, `detail` what is listed beside its place."""
 
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
+    def __init__(self, reason: str, detail: str = "") -> None:
+        super().__init__(reason, detail)
         self.reason = reason
+        self.detail = detail
 
 
 class Source(Protocol):

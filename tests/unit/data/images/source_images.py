@@ -1,0 +1,94 @@
+"""Input images for tests, as files of every kind, good and bad."""
+
+from __future__ import annotations
+
+import io
+import struct
+import zlib
+from pathlib import Path
+
+import numpy as np
+from PIL import Image
+
+WIDTH, HEIGHT = 40, 28
+
+
+def pixels(seed: int = 0, width: int = WIDTH, height: int = HEIGHT) -> np.ndarray:
+    """Smooth colours that differ in every corner, uint8 [height, width, 3]."""
+    coarse = np.random.default_rng(seed).integers(0, 256, (3, 4, 3), dtype=np.uint8)
+    return np.asarray(Image.fromarray(coarse).resize((width, height), Image.Resampling.BICUBIC))
+
+
+def encoded(image: Image.Image, kind: str, **options: object) -> bytes:
+    """The content of a file."""
+    stream = io.BytesIO()
+    image.save(stream, kind, **options)
+    return stream.getvalue()
+
+
+def jpeg(seed: int = 0, **options: object) -> bytes:
+    """A plain RGB JPEG."""
+    return encoded(Image.fromarray(pixels(seed)), "JPEG", quality=90, **options)
+
+
+def rotated_jpeg(orientation: int, seed: int = 0) -> bytes:
+    """A JPEG whose EXIF tag says how it was held."""
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    return jpeg(seed, exif=exif)
+
+
+def bomb(width: int, height: int) -> bytes:
+    """A PNG of a few bytes that says it has width x height pixels."""
+
+    def chunk(kind: bytes, content: bytes) -> bytes:
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    header = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    content = zlib.compress(b"\0" * 1000)
+    return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", content) + chunk(b"IEND", b"")
+
+
+def decoded(content: bytes) -> np.ndarray:
+    """RGB pixels, int64 [height, width, 3]."""
+    return np.asarray(Image.open(io.BytesIO(content)).convert("RGB")).astype(np.int64)
+
+
+def depth_map(seed: int = 0, width: int = WIDTH, height: int = HEIGHT) -> np.ndarray:
+    """uint16 [height, width]."""
+    return np.random.default_rng(seed).integers(0, 1 << 16, (height, width)).astype(np.uint16)
+
+
+def class_map(seed: int = 0, width: int = WIDTH, height: int = HEIGHT) -> np.ndarray:
+    """uint8 [height, width]."""
+    return np.random.default_rng(seed).integers(0, 20, (height, width)).astype(np.uint8)
+
+
+def png(array: np.ndarray) -> bytes:
+    """The content of a .png file."""
+    return encoded(Image.fromarray(array), "PNG")
+
+
+def class_folder(folder: Path, classes: int = 3, each: int = 6) -> Path:
+    """A folder of class sub-folders c2, c1, c0 with plain JPEGs."""
+    for number in reversed(range(classes)):
+        (folder / f"c{number}").mkdir(parents=True)
+        for place in range(each):
+            (folder / f"c{number}" / f"image{place}.jpg").write_bytes(jpeg(10 * number + place))
+    return folder
+
+
+def stored(directory: Path) -> dict[str, dict[str, bytes]]:
+    """All members by key and suffix, read with the index from the tars' bytes."""
+    from trp_scale.data.index import read_index, read_json
+
+    found = {}
+    for name in read_json(directory / "dataset.json")["shards"]:
+        shard = directory / "shards" / name
+        content = shard.read_bytes()
+        for block in read_index(shard).blocks:
+            found[block.key] = {
+                suffix: content[member.offset : member.offset + member.length]
+                for suffix, member in block.members.items()
+            }
+    return found
