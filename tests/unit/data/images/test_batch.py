@@ -116,6 +116,20 @@ def test_a_crop_of_the_whole_image_shows_the_image_of_its_row(images: Path) -> N
     assert seen >= 20
 
 
+def test_crops_come_from_the_whole_length_of_an_image(tmp_path: Path) -> None:
+    """Left half black, right half white: over 200 epochs the crops see as much of one as of the other."""
+    halves = np.zeros((20, 120, 3), dtype=np.uint8)
+    halves[:, 60:] = 255
+    samples = [sample(0, 1, 1, jpg=jpeg(Image.fromarray(halves))), sample(1, 1, 1, jpg=jpeg(Image.fromarray(halves)))]
+    data = write_images(tmp_path / "data", [samples])
+    config = config_for(data, crops={"min_scale": 0.05, "max_scale": 0.1})  # boxes that fit at the first try
+    config.batch.global_size, config.batch.micro_size = 400, 100
+    (step,) = steps(config, 1, 1)
+    brightness = step["images"].float().mean(dim=(2, 3, 4)) / 255  # [400, 2]
+    assert 0.45 < float(brightness.mean()) < 0.55
+    assert float((brightness < 0.02).float().mean()) > 0.3 and float((brightness > 0.98).float().mean()) > 0.3
+
+
 def by_key(config: Config, epochs: int) -> list[dict[int, list[torch.Tensor]]]:
     """Per epoch: row key -> its images and masks."""
     config.batch.global_size = config.batch.micro_size = 34

@@ -59,6 +59,9 @@ def test_boxes_lie_inside_and_keep_the_limits() -> None:
     top, left, height, width = np.moveaxis(draw_boxes(crop_words(STATES, 3), sizes, 0.2, 1.0), 2, 0)  # [R, 3]
     assert (height >= 1).all() and (width >= 1).all() and (top >= 0).all() and (left >= 0).all()
     assert (top + height <= sizes[:, :1]).all() and (left + width <= sizes[:, 1:]).all()
+    for first, length, limit in ((top, height, sizes[:, :1]), (left, width, sizes[:, 1:])):
+        two_places = length == limit - 1
+        assert two_places.sum() > 500 and 0.4 < first[two_places].mean() < 0.6  # the last place is taken too
 
 
 @pytest.mark.parametrize(

@@ -57,8 +57,22 @@ def test_columns_hold_every_member_and_names_come_from_the_index(images: Path) -
 def test_a_reader_opens_its_own_files_after_pickling(images: Path) -> None:
     reader = SampleReader(open_image_dataset(images).samples, verify=True)
     first = reader.members(3)
-    again = pickle.loads(pickle.dumps(reader))
-    assert again.members(3) == first
+    stored = pickle.dumps(reader)
+    del reader  # closes its files
+    assert pickle.loads(stored).members(3) == first
+
+
+def test_members_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    samples = [sample(number, 8, 8) for number in range(3)]
+    dataset = open_image_dataset(write_images(tmp_path / "data", [samples], changes={"classes": None}))
+    shard = tmp_path / "data" / "shards" / "image-000000.tar"
+    start, length = (int(column[2, 0]) for column in (dataset.samples.offsets, dataset.samples.lengths))
+    shard.write_bytes(shard.read_bytes()[: start + 100])
+    with pytest.raises(DataError, match=rf"image-000000\.tar: image 2, \.jpg: 100 bytes found, {length} expected"):
+        SampleReader(dataset.samples, verify=False).members(2)
+    shard.unlink()
+    with pytest.raises(DataError, match=r"image-000000\.tar: cannot be opened \(No such file"):
+        SampleReader(dataset.samples, verify=False).members(2)
 
 
 def test_members_of_other_objectives_are_known_but_not_opened(tmp_path: Path) -> None:
@@ -150,7 +164,8 @@ def test_the_digest_sees_names_contents_and_blocks(tmp_path: Path) -> None:
     samples = [sample(number, 8, 8) for number in range(3)]
     digests.add(open_image_dataset(write_images(tmp_path / "e", [samples])).digest())
     digests.add(open_image_dataset(write_images(tmp_path / "f", [[*samples[:2], sample(5, 8, 8)]])).digest())
-    assert len(digests) == 5
+    digests.add(open_image_dataset(write_images(tmp_path / "g", [[*samples[:2], sample(2, 8, 8, cls=b"1")]])).digest())
+    assert len(digests) == 6
 
 
 def test_recipe_and_data_of_different_kinds_are_refused(tmp_path: Path, images: Path) -> None:
