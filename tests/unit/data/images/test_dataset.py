@@ -165,7 +165,9 @@ def test_the_digest_sees_names_contents_and_blocks(tmp_path: Path) -> None:
     digests.add(open_image_dataset(write_images(tmp_path / "e", [samples])).digest())
     digests.add(open_image_dataset(write_images(tmp_path / "f", [[*samples[:2], sample(5, 8, 8)]])).digest())
     digests.add(open_image_dataset(write_images(tmp_path / "g", [[*samples[:2], sample(2, 8, 8, cls=b"1")]])).digest())
-    assert len(digests) == 6
+    renamed = {**samples[2], "__key__": "n00009"}
+    digests.add(open_image_dataset(write_images(tmp_path / "h", [[*samples[:2], renamed]])).digest())
+    assert len(digests) == 7
 
 
 def test_recipe_and_data_of_different_kinds_are_refused(tmp_path: Path, images: Path) -> None:
