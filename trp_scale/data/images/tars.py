@@ -96,7 +96,9 @@ def _read_headers(
     """Add the members of a tar to `groups`, by (tar, key) and by what they are stored as."""
     try:
         with tarfile.open(tar, "r:") as archive:
+            end = 0
             for entry in archive:
+                end = entry.offset_data + -(-entry.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
                 if not entry.isreg():
                     continue
                 folder, slash, file = entry.name.removeprefix("./").rpartition("/")
@@ -111,6 +113,10 @@ def _read_headers(
                     continue
                 parts[stored] = Part(str(tar), entry.offset_data, entry.size)
                 digest.update(f"{entry.name}\0{entry.size}\0{entry.chksum}\0".encode("utf-8", "surrogateescape"))
+        with tar.open("rb") as stream:  # tarfile takes a cut tar for a shorter one
+            stream.seek(end)
+            if stream.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+                raise tarfile.ReadError(f"no end mark at byte {end}")
     except (OSError, tarfile.TarError) as error:
         raise DataError(
             f"--inputs {tar}: not a tar that can be read to its end ({error}); make or copy it anew"

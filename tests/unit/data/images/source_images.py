@@ -10,6 +10,10 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from trp_scale.data.images.shard import ShardImagesConfig, shard_images
+from trp_scale.data.index import read_index, read_json
+from trp_scale.data.verify import verify_dataset
+
 WIDTH, HEIGHT = 40, 28
 
 
@@ -78,10 +82,22 @@ def class_folder(folder: Path, classes: int = 3, each: int = 6) -> Path:
     return folder
 
 
+def shard(output: Path, *inputs: object, **settings: object) -> dict[str, dict[str, bytes]]:
+    """Shard, verify, and read back."""
+    config = ShardImagesConfig(
+        inputs=[str(item) for item in inputs],
+        output=output,
+        processes=1,
+        progress=False,
+        **settings,  # type: ignore[arg-type]
+    )
+    shard_images(config)
+    verify_dataset(output)
+    return stored(output)
+
+
 def stored(directory: Path) -> dict[str, dict[str, bytes]]:
     """All members by key and suffix, read with the index from the tars' bytes."""
-    from trp_scale.data.index import read_index, read_json
-
     found = {}
     for name in read_json(directory / "dataset.json")["shards"]:
         shard = directory / "shards" / name
