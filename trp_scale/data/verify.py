@@ -110,6 +110,8 @@ def _verify_header(where: str, header: bytes, position: int, block: Block, suffi
         entry = tarfile.TarInfo.frombuf(header, "utf-8", "strict")
     except tarfile.HeaderError as error:
         raise DataError(f"{place}: damaged tar header ({error})") from error
+    if header[148:156] != f"{entry.chksum:06o}\0 ".encode():  # the one field that its own checksum does not cover
+        raise DataError(f"{place}: damaged tar header (checksum field)")
     length = block.members[suffix].length
     if (entry.name, entry.size) != (f"{block.key}.{suffix}", length):
         raise DataError(

@@ -15,12 +15,11 @@ from typing import Any
 import numpy as np
 
 from trp_scale.data.hashing import Integers, Words, name_hash
+from trp_scale.data.images.members import SUFFIXES
 from trp_scale.data.images.reader import SampleTable, read_samples
 from trp_scale.data.index import DataError, read_json
 
 FORMAT = 1
-SUFFIXES = ("jpg", "cls", "depth.png", "semseg.png")
-"""Members that an image may have. cls: an ASCII integer; depth.png: 16 bits; semseg.png: 8 bits, one class a pixel."""
 
 OPENED = ("jpg", "cls")
 """Members that are read; the others belong to other objectives."""
