@@ -12,7 +12,9 @@ logger = logging.getLogger(__name__)
 IDLE_STEPS = 100
 """Steps in a row without effect after which a warning is due."""
 NEGLIGIBLE = 1e-6
-"""Share of the loss: an adversary that cannot change it by more, to first order, has no effect in fp32."""
+"""Share of the loss: an adversary that cannot change it by more, to first order, has no effect in fp32. Measured on a
+small MAE+ with eps 20: 5e-8 for the shared relative embedding, which is inert, and 0.8 to 20 for the others. Under bf16
+rounding gives the inert one 1e-3, so that only its settings tell (recipes/adversary_checks.py)."""
 
 
 class EffectWatch:

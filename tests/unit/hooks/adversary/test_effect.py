@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.synthetic import Layout
+from tests.synthetic_images import image_config, image_trainer
 from tests.unit.hooks.adversary.toy import Setting, Toy, gradient, toy_hook, toy_trainer
 from trp_scale.hooks.adversary.effect import IDLE_STEPS
 from trp_scale.hooks.base import Hook
@@ -111,6 +113,16 @@ def test_an_adversary_without_effect_is_warned_of_once(
             trainer.train_step()
             hook.metrics()
             assert warnings(caplog) == (step + 1 >= IDLE_STEPS), step
+
+
+@pytest.mark.parametrize(("scope", "idle"), [("shared", 4), ("per_bucket", 0), ("value", 0)])
+@pytest.mark.parametrize("ascent", ["adamw", "sgd"])
+def test_one_vector_for_all_buckets_has_no_effect_and_is_seen_to_have_none(ascent: str, scope: str, idle: int) -> None:
+    adversary = {"kind": "relative_embedding", "scope": scope, "ascent": ascent, "lr": 1.0, "eps": 20.0}
+    trainer, hook = image_trainer(Layout(), image_config(Layout(), adversary=adversary))
+    for _ in range(4):
+        trainer.train_step()
+    assert int(hook.effect.idle) == idle
 
 
 def test_the_count_goes_on_after_a_resume() -> None:

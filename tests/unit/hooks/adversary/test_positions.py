@@ -142,20 +142,33 @@ def test_the_micro_estimate_counts_the_weights_of_the_last_pass_only() -> None:
     assert sum(stats.task_weights) == pytest.approx(1.0)
 
 
+class NotFinite(Hook):
+    """Makes the weights' gradient NaN while it is on; the adversary's own pass, if it has one, is done by then."""
+
+    name = "not_finite"
+    on = False
+
+    def gradients(self, ctx: Any) -> None:
+        for parameter in ctx.engine.module.parameters() if self.on else ():
+            parameter.grad.fill_(math.nan)
+
+
+@pytest.mark.parametrize("reason", ["loss", "gradient"])
 @pytest.mark.parametrize("update", ["parallel", "sequential"])
 @pytest.mark.parametrize("ascent", ASCENTS)
-def test_a_skipped_step_changes_nothing(ascent: str, update: str) -> None:
+def test_a_skipped_step_changes_nothing(ascent: str, update: str, reason: str) -> None:
     hook = toy_hook(Setting(adversary={**ASCENTS[ascent], "update": update}))
     trainer = toy_trainer(Setting(adversary={**ASCENTS[ascent], "update": update}), hook)
+    spoiler, module = NotFinite(), trainer.engine.module
+    trainer.hooks.all = (hook, spoiler, trainer.hooks.balancer)
     trainer.train_step()
     before = hook.state_dict()["tensors"]
-    module: Any = trainer.engine.module
-    module.factor = math.nan
+    spoiler.on, module.factor = reason == "gradient", math.nan if reason == "loss" else 1.0  # type: ignore[assignment]
     trainer.train_step()
     assert [stats.applied for stats in trainer.__dict__["history"]] == [True, False]
     now = hook.state_dict()["tensors"]
     assert {name: value.tolist() for name, value in now.items()} == {k: v.tolist() for k, v in before.items()}
-    module.factor = 1.0
+    spoiler.on, module.factor = False, 1.0  # type: ignore[assignment]
     trainer.train_step()
     assert not torch.equal(hook.state_dict()["tensors"]["vector"], before["vector"])
 
