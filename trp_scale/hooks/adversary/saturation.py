@@ -45,7 +45,7 @@ class Saturation:
 
     def lost(self, flat: Tensor) -> Tensor:
         """[numel] bool: elements of blocks of which all offsets of both axes are clamped."""
-        blocks = [self._clamped(view).all(dim=(-1)).all(-1, keepdim=True) for view in self.balls.views(flat)]  # [L, 1]
+        blocks = [self._clamped(view).all(-1).all(-1, keepdim=True) for view in self.balls.views(flat)]  # [L, 1]
         return torch.cat([block.expand(-1, 2).flatten() for block in blocks])
 
     def restarted(self, flat: Tensor, state: State) -> tuple[Tensor, State]:
