@@ -110,14 +110,12 @@ class PortionWorker:
         return {suffix: members[suffix] for suffix in SUFFIXES if suffix in self._suffixes}
 
     def _check(self, loaded: Loaded) -> None:
-        """A class and maps, where the data set has them."""
+        """A class that there is, where the data set has classes. (Maps are looked for when the input is listed.)"""
         if "cls" in self._suffixes:
             if loaded.label is None:
                 raise UnusableError("no_class")
             if loaded.label < 0 or (self._classes is not None and loaded.label >= self._classes):
-                raise UnusableError("bad_class")
-        if not {suffix for suffix in self._suffixes if suffix.endswith(".png")} <= set(loaded.maps):
-            raise UnusableError("no_map")
+                raise UnusableError("bad_class", str(loaded.label))
 
 
 def shard_stem(number: int) -> str:

@@ -69,8 +69,8 @@ def encode_sample(loaded: Loaded, settings: EncodeSettings) -> Encoded:
 
 @contextmanager
 def _damage_named() -> Iterator[None]:
-    """Decoders raise whatever a broken file leads them to (OSError, SyntaxError, struct.error, ValueError ...): all of it
-    means that this image cannot be used, and is listed with it."""
+    """Decoders raise whatever a broken file leads them to (OSError, SyntaxError, struct.error, ValueError ...): all
+    of it means that this image cannot be used, and is listed with it."""
     try:
         yield
     except (UnusableError, MemoryError):

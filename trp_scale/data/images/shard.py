@@ -1,4 +1,17 @@
-"""Images -> a data set of shards, in parallel, resumable, the same bytes for any number of processes."""
+"""Images -> a data set of shards, in parallel, resumable, the same bytes for any number of processes.
+
+DATASET/
+  dataset.json                  what was made, from what, the classes, the counts, and what was left out and why
+  shards/image-000000.tar       WebDataset tar; one sample = one image
+      KEY.jpg                   upright RGB or grey JPEG
+      KEY.cls                   class number in ASCII, if there are classes
+      KEY.depth.png             aligned map of 16-bit numbers, if there are depth maps (scenes: millimetres)
+      KEY.semseg.png            aligned map of 8-bit class numbers, if there are segmentation maps
+  shards/image-000000.index.json
+
+Every sample has the members that "suffixes" in dataset.json names. Samples lie in the order of a hash of their keys, so
+that classes mix within a shard: inputs are read out of order for that once, here, and in order ever after.
+"""
 
 from __future__ import annotations
 

@@ -135,8 +135,9 @@ def test_a_palette_with_a_transparent_colour_shows_white_there() -> None:
         (b"this is no image, whatever its name says", "not_an_image"),
         (b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\nshowpage\n", "not_an_image"),
         (jpeg()[:200], "damaged"),
-        (jpeg()[: len(jpeg()) // 2], "damaged"),
-        (jpeg(progressive=True)[: len(jpeg()) // 2], "damaged"),
+        (jpeg()[: jpeg().index(b"\xff\xda") + 40], "damaged"),  # a whole header
+        (jpeg()[:-100], "damaged"),
+        (jpeg(progressive=True)[:-100], "damaged"),
         (png(pixels())[:-400], "damaged"),
         (png(pixels())[:60] + b"\xff" * 40 + png(pixels())[100:], "damaged"),
         (bomb(1001, 1000), "too_many_pixels"),
