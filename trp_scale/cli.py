@@ -20,6 +20,7 @@ USAGE = """usage: trp-scale COMMAND ...
   pretrain   pre-train from a recipe, on one process, FSDP2 or DeepSpeed
   report     print what a run has reached so far, or at its end
   export     write a run's weights as a directory that other libraries load
+  sweep      train several image runs that differ in named settings, and compare accuracy and hours
 
 trp-scale COMMAND --help explains the flags of a command.
 """
@@ -32,6 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "pretrain": _pretrain,
         "report": _report,
         "export": _export,
+        "sweep": _sweep,
     }
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE, end="")
@@ -116,6 +118,42 @@ def _export(argv: Sequence[str]) -> int:
 
     checkpoint = export(arguments.run, arguments.output, to=arguments.to, image_size=arguments.image_size)
     print(f"{checkpoint} -> {arguments.output}")
+    return 0
+
+
+@dataclass(kw_only=True)
+class SweepArguments:
+    """Train image runs that differ in named settings, one after the other, and compare what each reached in how many
+    hours. Every other --section.field flag is for all of them, as for `trp-scale pretrain`. Finished runs are not
+    trained again. The accuracy is a linear probe's on the run's held-out images, not the paper's fine-tuning."""
+
+    recipe: Annotated[str, tyro.conf.arg(metavar="NAME|PATH")]
+    """Recipe of all runs."""
+    run_dir: Annotated[Path, tyro.conf.arg(metavar="DIR")]
+    """Directory of the sweep: a run directory for each combination, sweep.json and sweep.png."""
+    vary: Annotated[tyro.conf.UseAppendAction[list[str]], tyro.conf.arg(metavar="SECTION.FIELD=VALUE,VALUE")]
+    """What differs, once for each setting: --vary crops.count=1,2,4 --vary vision.decoder=transformer,linear."""
+    launcher: str = ""
+    """Words before the run's own, such as "torchrun --nproc_per_node 8"; empty = one process."""
+    probe_size: int = 0
+    """Side of the probe's images in pixels; 0 = twice the crops' for MAE+, the crops' for MAE."""
+
+
+def _sweep(argv: Sequence[str]) -> int:
+    arguments, flags = tyro.cli(
+        SweepArguments, prog="trp-scale sweep", args=argv, use_underscores=True, return_unknown_args=True
+    )
+    from trp_scale.evaluation.sweep import print_table, sweep
+
+    points = sweep(
+        recipe=arguments.recipe,
+        run_dir=arguments.run_dir,
+        vary=arguments.vary,
+        flags=flags,
+        launcher=arguments.launcher,
+        probe_size=arguments.probe_size,
+    )
+    print_table(points)
     return 0
 
 

@@ -64,6 +64,11 @@ def check(words: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
         place = words.index(PRETRAIN)
         check_launcher(words[:place])
         check_pretrain(words[place + 1 :], monkeypatch)
+    elif list(words[:2]) == ["trp-scale", "sweep"]:
+        own = [word for word in rest[1:] if word.startswith("--") and "." not in word]
+        check_flags(own, sys.executable, "-m", "trp_scale.cli", "sweep")
+        place = next(number for number, word in enumerate(rest) if word.startswith("--") and "." in word)
+        check_pretrain(["--recipe", rest[rest.index("--recipe") + 1], *rest[place:]], monkeypatch)
     elif program == "trp-scale":
         check_flags(rest, sys.executable, "-m", "trp_scale.cli", rest[0])
     else:

@@ -35,7 +35,7 @@ def draw_pictures(source: Path, output: Path, rows: int = 8) -> list[str]:
     Raises:
         RefusedError: no masked autoencoder there, its data is gone, or matplotlib is not installed.
     """
-    figure_of = _figures()
+    figure_of = figure_class()
     trained = load_trained_images(source)
     output.mkdir(parents=True, exist_ok=True)
     batch = trained.images(rows)
@@ -94,7 +94,7 @@ def _pixels(patches: Tensor, patch_size: int) -> Tensor:
     return pixels.clamp(0, 1)
 
 
-def _figures() -> type[Figure]:
+def figure_class() -> type[Figure]:
     """matplotlib's figure, without its windows."""
     try:
         from matplotlib.figure import Figure

@@ -39,7 +39,8 @@ class TaskHistory:
 
 @dataclass(kw_only=True)
 class RunHistory:
-    """What a run's metrics say in all. Times are medians over logged steps; memory is rank 0's."""
+    """What a run's metrics say in all. Times are medians over logged steps, but for training_seconds, the sum over all
+    steps; memory is rank 0's."""
 
     tasks: dict[str, TaskHistory] = field(default_factory=dict)
     worst_task: str | None = None
@@ -48,6 +49,7 @@ class RunHistory:
     loss_start: float | None = None
     loss_end: float | None = None
     skipped_steps: int = 0
+    training_seconds: float = 0.0
     step_seconds: float | None = None
     tokens_per_second: float | None = None
     model_flops_utilisation: float | None = None
@@ -86,6 +88,7 @@ def read_history(run_dir: Path) -> RunHistory:
         if "tasks" not in line:
             continue
         history.first_step = history.first_step or line["step"]
+        history.training_seconds += (line.get("step_seconds") or 0.0) * (line["step"] - history.last_step)
         history.last_step = line["step"]
         history.skipped_steps += 0 if line["applied"] else 1
         history.peak_memory_bytes = max(history.peak_memory_bytes, line["peak_memory_bytes"])

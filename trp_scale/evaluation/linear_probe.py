@@ -1,0 +1,86 @@
+"""Accuracy of a linear classifier on frozen features: a quick look at an encoder, not the papers' fine-tuning."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from trp_scale.batch import Batch
+from trp_scale.config import Config, CropsConfig, RefusedError
+from trp_scale.data.sources import open_sources
+from trp_scale.evaluation.trained_images import TrainedImages
+from trp_scale.models.mae import MaskedAutoencoder
+
+BATCH = 64
+"""Images of one forward pass."""
+
+Features = npt.NDArray[np.float32]
+Labels = npt.NDArray[np.int64]
+
+
+def linear_probe(trained: TrainedImages, *, size: int, most: int = 20_000) -> float:
+    """Accuracy on the held-out images of a logistic regression fitted to features of training images.
+
+    A feature is the mean of the encoder's patch tokens of the whole, unmasked image at size x size pixels, without an
+    adversary. MAE+ is trained on small crops and used on whole images (AdPE 3.2), so its grid is larger here.
+
+    Args:
+        trained: the encoder, and the run's data.
+        size: side of the images in pixels.
+        most: training images at most, the first of the order.
+    Raises:
+        RefusedError: no classes in the data, nothing held out, or scikit-learn is not installed.
+    """
+    try:
+        from sklearn.linear_model import LogisticRegression
+        from sklearn.pipeline import make_pipeline
+        from sklearn.preprocessing import StandardScaler
+    except ImportError as error:
+        raise RefusedError("a linear probe needs scikit-learn: pip install 'trp-scale[evaluation]'") from error
+    config = whole_images(trained.config, size)
+    model = MaskedAutoencoder(config).eval()
+    model.load_state_dict(trained.model.state_dict())
+    if config.data.validation_fraction == 0:
+        raise RefusedError("--data.validation_fraction is 0: nothing is held out to measure accuracy on")
+    sources = open_sources(config, rank=0, world=1)
+    try:
+        rows = min(most, sources.train.rows)
+        windows = (sources.train.next_window()[0] for _ in range(-(-rows // BATCH)))
+        features, labels = extract(trained, model, windows)
+        held_out, answers = extract(trained, model, sources.validation.windows())
+    finally:
+        sources.close()
+    if (labels < 0).all() or (answers < 0).all():
+        raise RefusedError(f"{config.data.path}: the images have no classes; a linear probe needs them")
+    classifier = make_pipeline(StandardScaler(), LogisticRegression(max_iter=1000))
+    classifier.fit(features[:rows], labels[:rows])
+    return float(classifier.score(held_out, answers))
+
+
+def whole_images(config: Config, size: int) -> Config:
+    """The run's settings with the whole of each image as its one crop, in batches of one process."""
+    config = copy.deepcopy(config)
+    config.crops = CropsConfig(
+        size=size, min_scale=1.0, max_scale=1.0, flip=0.0, interpolation=config.crops.interpolation
+    )
+    config.batch.global_size = config.batch.micro_size = BATCH
+    config.data.workers = 0
+    return config
+
+
+@torch.no_grad()
+def extract(trained: TrainedImages, model: MaskedAutoencoder, batches: Iterator[Batch]) -> tuple[Features, Labels]:
+    """[n, D] features and [n] labels of the rows that are there."""
+    features, labels = [], []
+    for batch in batches:
+        patches = trained.objective.patches(batch)  # [R, N, P]
+        every = torch.arange(patches.shape[1]).expand(len(patches), -1)
+        tokens = model.features(patches, every)[:, 1:].mean(1)  # [R, D]
+        there = batch["row_weights"] > 0
+        features.append(tokens[there].float().numpy())
+        labels.append(batch["labels"][there].numpy())
+    return np.concatenate(features), np.concatenate(labels)
