@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
 from trp_scale.batch import Batch
 from trp_scale.config import Config
@@ -19,6 +21,23 @@ from trp_scale.models.perturbation import perturbation_shape
 from trp_scale.objectives.mae import MaskedPatchReconstruction
 from trp_scale.training.agreement import StepAgreement
 from trp_scale.training.loop import Trainer
+
+EncoderSize = Literal["tiny", "small", "base", "large"]
+
+ENCODERS: dict[EncoderSize, tuple[int, int, int]] = {
+    "tiny": (12, 192, 3),
+    "small": (12, 384, 6),
+    "base": (12, 768, 12),
+    "large": (24, 1024, 16),
+}
+"""Layers, width and heads of ViT-Ti, S, B and L."""
+
+
+def resized(config: Config, size: EncoderSize) -> Config:
+    """The same settings with an encoder of this size; the decoder stays."""
+    config.model.layers, config.model.hidden_size, config.model.heads = ENCODERS[size]
+    config.model.intermediate_size = 4 * config.model.hidden_size
+    return config
 
 
 def random_images(config: Config, rows: int) -> Batch:
@@ -75,3 +94,10 @@ def training_step(config: Config, batch: Batch, device: torch.device) -> Callabl
         stop_requested=lambda: None,
     )
     return trainer.train_step
+
+
+def counted_flops(step: Callable[[], object]) -> int:
+    """What torch's counter finds in a call: matrix products and attention; it knows no other arithmetic."""
+    with FlopCounterMode(display=False) as counter:
+        step()
+    return int(counter.get_total_flops())
