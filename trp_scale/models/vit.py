@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
 import torch.nn.functional as F
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
@@ -57,16 +58,30 @@ class TransformerBlock(Block):  # type: ignore[misc]
                 values come from all. Exactly what the whole block gives there. (The projection of the others' queries
                 is left in: one matrix product over all tokens is quicker than two.)
         """
-        projected = self.attn.qkv(self.norm1(tokens)).unflatten(-1, (3, self.heads, -1))  # [B, T, 3, H, D / H]
-        queries, keys, values = projected.permute(2, 0, 3, 1, 4).unbind(0)  # [B, H, T, D / H]
+        parts = self.attn.qkv(self.norm1(tokens)).chunk(3, dim=-1)  # [B, T, D]; one copy in the backward pass
+        queries, keys, values = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
         if last is not None:
             queries, tokens = queries[:, :, -last:], tokens[:, -last:]
         bias = None if self.relative_positions is None else self.relative_positions(queries, relative)
-        context = F.scaled_dot_product_attention(queries, keys, values, attn_mask=bias)  # [B, H, Q, D / H]
+        context = attend(queries, keys, values, bias)  # [B, H, Q, D / H]
         if value is not None:
             context = context + masked_rows(value.to(context.dtype), context.shape[2], masked)
         tokens = tokens + self.attn.proj(context.transpose(1, 2).flatten(2))  # [B, Q, D]
         return tokens + self.mlp(self.norm2(tokens))  # type: ignore[no-any-return]
+
+
+def attend(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None) -> Tensor:
+    """[B, H, Q, D / H] softmax attention with a bias [B, H, Q, T] on its scaled scores.
+
+    On a CPU in single precision at least: torch's fused kernel takes 1.6 to 2.5 times as long in bf16 there, and rounds
+    more.
+    """
+    if queries.device.type != "cpu" or queries.dtype not in (torch.bfloat16, torch.float16):
+        return F.scaled_dot_product_attention(queries, keys, values, attn_mask=bias)
+    with torch.autocast("cpu", enabled=False):
+        widened = None if bias is None else bias.float()
+        context = F.scaled_dot_product_attention(queries.float(), keys.float(), values.float(), attn_mask=widened)
+    return context.to(queries.dtype)
 
 
 def masked_rows(value: Tensor, count: int, masked: int) -> Tensor:
