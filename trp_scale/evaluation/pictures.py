@@ -39,9 +39,9 @@ def draw_pictures(source: Path, output: Path, rows: int = 8) -> list[str]:
     trained = load_trained_images(source)
     output.mkdir(parents=True, exist_ok=True)
     batch = trained.images(rows)
-    columns, loss, mean_patch = reconstructions(trained, batch)
+    strips, loss, mean_patch = reconstructions(trained, batch)
     path = output / "reconstructions.png"
-    _draw_columns(figure_of, columns, path)
+    _draw_strips(figure_of, strips, path)
     lines = [
         f"{path}: reconstruction loss {loss:.4f}, predicting each patch's mean {mean_patch:.4f} "
         f"({rows} images, clean positions)"
@@ -103,16 +103,17 @@ def figure_class() -> type[Figure]:
     return Figure
 
 
-def _draw_columns(figure_of: type[Figure], columns: dict[str, Tensor], path: Path) -> None:
-    count = len(next(iter(columns.values())))
-    figure = figure_of(figsize=(1.6 * len(columns), 1.6 * count), layout="constrained")
-    axes = figure.subplots(count, len(columns), squeeze=False)
-    for column, (title, images) in enumerate(columns.items()):
-        axes[0, column].set_title(title)
-        for row, image in enumerate(images):
+def _draw_strips(figure_of: type[Figure], strips: dict[str, Tensor], path: Path) -> None:
+    """A row of images for each name, one image below the other."""
+    count = len(next(iter(strips.values())))
+    figure = figure_of(figsize=(1.2 * count + 0.4, 1.2 * len(strips)), layout="constrained")
+    axes = figure.subplots(len(strips), count, squeeze=False)
+    for row, (name, images) in enumerate(strips.items()):
+        axes[row, 0].set_ylabel(name)
+        for column, image in enumerate(images):
             axes[row, column].imshow(image.permute(1, 2, 0).numpy())
-            axes[row, column].set_axis_off()
-    figure.savefig(path, dpi=120)
+            axes[row, column].set(xticks=[], yticks=[], frame_on=False)
+    figure.savefig(path, dpi=100)
 
 
 def _draw_positions(figure_of: type[Figure], trained: TrainedImages, path: Path) -> str:
