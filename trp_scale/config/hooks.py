@@ -68,7 +68,7 @@ class AdversaryConfig:
     index: Literal["relaxed", "straight_through"] = "relaxed"
     """relative_coordinate: interpolate between table entries, or the rounded entry with the interpolated gradient."""
     on_saturation: Literal["keep", "reset"] = "keep"
-    """relative_coordinate: what to do when a block's offsets all lie beyond the table, where no gradient comes back:
-    keep them (paper), or start that block from zero again."""
+    """relative_coordinate: what to do when a block's offsets along an axis all lie beyond the table, where no gradient
+    comes back: keep them (paper), or start that axis of the block from zero again."""
     check_every: int = 100
     """Steps between checks that all ranks hold the same perturbation; 0 = never."""

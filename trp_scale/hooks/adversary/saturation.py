@@ -44,12 +44,12 @@ class Saturation:
         return torch.cat(parts).mean()
 
     def lost(self, flat: Tensor) -> Tensor:
-        """[numel] bool: elements of blocks of which all offsets of both axes are clamped."""
-        blocks = [self._clamped(view).all(-1).all(-1, keepdim=True) for view in self.balls.views(flat)]  # [L, 1]
-        return torch.cat([block.expand(-1, 2).flatten() for block in blocks])
+        """[numel] bool: elements whose axis has all its offsets clamped: no gradient comes back to them, wherever the
+        block's other axis stands."""
+        return torch.cat([self._clamped(view).all(-1).flatten() for view in self.balls.views(flat)])
 
     def restarted(self, flat: Tensor, state: State) -> tuple[Tensor, State]:
-        """The perturbation and what its ascent remembers, with zeros for blocks that are lost."""
+        """The perturbation and what its ascent remembers, with zeros for the elements that are lost."""
         lost = self.lost(flat)
 
         def kept(value: Tensor) -> Tensor:

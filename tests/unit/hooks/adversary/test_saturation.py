@@ -11,12 +11,15 @@ from tests.unit.hooks.adversary.toy import CPU, Setting, toy_hook, toy_trainer
 from trp_scale.hooks.adversary.projection import Balls
 from trp_scale.hooks.adversary.saturation import Saturation
 from trp_scale.models.perturbation import PerturbationShape
-from trp_scale.models.relative_positions import node_weights
+from trp_scale.models.relative_positions import NODES, grid_weights, node_weights
 
 GRID = 7
 SHAPE = PerturbationShape(kind="relative_coordinate", encoder=(3, 2), decoder=(1, 2))
 VECTOR = [0.0, 0.5, 12.4, -12.5, 12.4, 3.0, -20.0, 20.0]
-"""(row, column) of three encoder blocks and one of the decoder; beyond 6 + 6.33 all offsets are clamped."""
+"""(row, column) of three encoder blocks and one of the decoder; beyond 6 + 6.33 all offsets of an axis are
+clamped."""
+LOST = [False, False, True, True, True, False, True, True]
+"""The third block is lost along its rows alone."""
 
 
 def saturation() -> Saturation:
@@ -48,9 +51,15 @@ receives_gradient_at = {
 }
 
 
-def test_a_block_is_lost_when_all_offsets_of_both_axes_are_clamped() -> None:
-    lost = saturation().lost(torch.tensor(VECTOR)).tolist()
-    assert lost == [False, False, True, True, False, False, True, True]
+def test_what_is_lost_is_what_no_gradient_comes_back_to() -> None:
+    """Of a random table interpolated to all offsets of both axes; an axis is lost whatever the other does."""
+    shifts = torch.tensor(VECTOR, dtype=torch.float64).view(-1, 2).requires_grad_()  # [L, 2]
+    rows, columns = grid_weights(GRID, "relaxed", shifts).unbind(1)  # [L, 2G - 1, 7] each
+    table = torch.randn(NODES, NODES, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    pairs = rows @ table @ columns.transpose(-1, -2)  # [L, 2G - 1, 2G - 1]
+    (pairs * torch.randn(pairs.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(6))).sum().backward()  # type: ignore[no-untyped-call]
+    assert shifts.grad is not None
+    assert saturation().lost(torch.tensor(VECTOR)).tolist() == LOST == (shifts.grad == 0).flatten().tolist()
 
 
 def test_on_a_large_grid_some_pairs_are_clamped_without_any_shift() -> None:
@@ -61,14 +70,14 @@ def test_on_a_large_grid_some_pairs_are_clamped_without_any_shift() -> None:
 
 
 @pytest.mark.parametrize(("on_saturation", "kept"), [("keep", True), ("reset", False)])
-def test_a_lost_block_starts_again_from_zero_with_its_moments(on_saturation: str, kept: bool) -> None:
+def test_a_lost_axis_starts_again_from_zero_with_its_moments(on_saturation: str, kept: bool) -> None:
     setting = Setting(adversary={"ascent": "adamw", "eps": 20.0, "on_saturation": on_saturation}, shape=SHAPE)
     hook = toy_hook(setting)
     trainer = toy_trainer(setting, hook)
     with torch.no_grad():
         hook.vector.copy_(torch.tensor(VECTOR))
     trainer.train_step()
-    lost = torch.tensor([False, False, True, True, False, False, True, True])
+    lost = torch.tensor(LOST)
     for tensor in (hook.vector.detach(), hook.state["exp_avg"], hook.state["exp_avg_sq"]):
         assert (tensor[~lost] != 0).all()
         assert (tensor[lost] != 0).all() if kept else (tensor[lost] == 0).all()
