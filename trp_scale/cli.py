@@ -83,6 +83,8 @@ class ReportArguments:
     pictures: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     """Of an image run with a checkpoint: draw reconstructions, and positions before and after the adversary's
     perturbation, as PNG files into this directory (needs the extra `pictures`)."""
+    data: Annotated[str, tyro.conf.arg(metavar="DIR")] = ""
+    """For pictures: where the run's data is now, if it was moved or the run was started elsewhere."""
 
 
 def _report(argv: Sequence[str]) -> int:
@@ -93,7 +95,7 @@ def _report(argv: Sequence[str]) -> int:
     if arguments.pictures is not None:
         from trp_scale.evaluation.pictures import draw_pictures
 
-        print("\n".join(draw_pictures(arguments.run, arguments.pictures)))
+        print("\n".join(draw_pictures(arguments.run, arguments.pictures, data=arguments.data)))
     return 0
 
 

@@ -11,14 +11,18 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch.distributed as dist
 
 from tests.ranks import Ranks
 from tests.runs import flags, lines, pretrain_here
 from trp_scale.checkpoint.run_directory import checkpoints, incompleteness
+from trp_scale.config import Config, RefusedError
 from trp_scale.data.groups import GROUPS
+from trp_scale.distributed.groups import Group
 from trp_scale.observe.report import report
 from trp_scale.recipes.arguments import parse
 from trp_scale.recipes.loader import load_recipe
+from trp_scale.training.agreement import require_same_settings
 from trp_scale.training.loop import Trainer
 
 STEPS = 6
@@ -158,3 +162,24 @@ def test_tensorboard_and_wandb_have_the_steps(run_dir: Path) -> None:
     identity = (run_dir / "wandb_id.txt").read_text(encoding="utf-8").strip()
     (stored,) = (run_dir / "wandb").glob(f"offline-run-*-{identity}/run-{identity}.wandb")
     assert b"tasks/noun/loss" in stored.read_bytes()
+
+
+def compare_settings(differing: bool) -> str:
+    """What a rank is told when it was started with another seed and another micro-batch than rank 0."""
+    config = Config()
+    if differing and dist.get_rank() == 1:
+        config.training.seed, config.batch.micro_size = 5, 16
+    try:
+        require_same_settings(Group("world", rank=dist.get_rank(), size=dist.get_world_size()), config)
+    except RefusedError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_started_with_other_settings_are_refused_on_all(two_ranks: Ranks) -> None:
+    assert two_ranks(compare_settings, False) == ["", ""]
+    first, second = two_ranks(compare_settings, True)
+    assert first == second
+    assert "training.seed: rank 0 has 0, rank 1 has 5" in first
+    assert "batch.micro_size: rank 0 has 32, rank 1 has 16" in first
+    assert "optimizer" not in first

@@ -79,5 +79,5 @@ def find_checkpoint(source: Path) -> Path:
     found = newest_complete(source)
     if found.path is None:
         why = "; ".join(found.warnings) or "expected a run directory with checkpoints/step_..., or a checkpoint"
-        raise RefusedError(f"{source}: nothing to export: {why}")
+        raise RefusedError(f"{source}: no weights to read: {why}")
     return found.path

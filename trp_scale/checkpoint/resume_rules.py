@@ -24,6 +24,7 @@ MAY_CHANGE = (
     "data.prefetch",
     "data.verify",
     "data.max_corrupt_blocks",
+    "adversary.check_every",
     "validation.*",
     "checkpoint.*",
     "logging.*",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 from collections.abc import Iterator
 
 import numpy as np
@@ -33,20 +34,17 @@ def linear_probe(trained: TrainedImages, *, size: int, most: int = 20_000) -> fl
         size: side of the images in pixels.
         most: training images at most, the first of the order.
     Raises:
-        RefusedError: no classes in the data, nothing held out, or scikit-learn is not installed.
+        RefusedError: as `check_probe`, or the training images are all of one class.
     """
-    try:
-        from sklearn.linear_model import LogisticRegression
-        from sklearn.pipeline import make_pipeline
-        from sklearn.preprocessing import StandardScaler
-    except ImportError as error:
-        raise RefusedError("a linear probe needs scikit-learn: pip install 'trp-scale[evaluation]'") from error
+    check_probe(trained.config, size)
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.pipeline import make_pipeline
+    from sklearn.preprocessing import StandardScaler
+
     config = whole_images(trained.config, size)
     model = MaskedAutoencoder(config).eval()
     model.load_state_dict(trained.model.state_dict())
-    if config.data.validation_fraction == 0:
-        raise RefusedError("--data.validation_fraction is 0: nothing is held out to measure accuracy on")
-    sources = open_sources(config, rank=0, world=1)
+    sources = trained.open_sources(config)
     try:
         rows = min(most, sources.train.rows)
         windows = (sources.train.next_window()[0] for _ in range(-(-rows // BATCH)))
@@ -54,15 +52,41 @@ def linear_probe(trained: TrainedImages, *, size: int, most: int = 20_000) -> fl
         held_out, answers = extract(trained, model, sources.validation.windows())
     finally:
         sources.close()
-    if (labels < 0).all() or (answers < 0).all():
-        raise RefusedError(f"{config.data.path}: the images have no classes; a linear probe needs them")
+    if len(np.unique(labels[:rows])) < 2:
+        raise RefusedError(f"{config.data.path}: the training images are all of one class; a linear probe needs two")
     classifier = make_pipeline(StandardScaler(), LogisticRegression(max_iter=1000))
     classifier.fit(features[:rows], labels[:rows])
     return float(classifier.score(held_out, answers))
 
 
+def check_probe(config: Config, size: int) -> None:
+    """Refuse what a linear probe cannot measure, before anything is trained for it.
+
+    Raises:
+        RefusedError: no classes in the data, nothing held out, a size that patches do not fill, or scikit-learn is not
+            installed.
+    """
+    if importlib.util.find_spec("sklearn") is None:
+        raise RefusedError("a linear probe needs scikit-learn: pip install 'trp-scale[evaluation]'")
+    if config.data.validation_fraction == 0:
+        raise RefusedError(
+            "--data.validation_fraction is 0: nothing is held out to measure accuracy on; allowed, for example: 0.01"
+        )
+    if size < config.vision.patch_size or size % config.vision.patch_size:
+        raise RefusedError(
+            f"the probe's images are {size} pixels wide, allowed: multiples of --vision.patch_size "
+            f"{config.vision.patch_size}"
+        )
+    sources = open_sources(whole_images(config, size), rank=0, world=1)
+    suffixes = sources.meta.suffixes
+    sources.close()
+    if "cls" not in suffixes:
+        raise RefusedError(f"{config.data.path}: the images have no classes; a linear probe needs them")
+
+
 def whole_images(config: Config, size: int) -> Config:
-    """The run's settings with the whole of each image as its one crop, in batches of one process."""
+    """The run's settings with the whole of each image as its one crop, squashed to a square (of one longer than 4:3 the
+    largest central part of that ratio), in batches of one process."""
     config = copy.deepcopy(config)
     config.crops = CropsConfig(
         size=size, min_scale=1.0, max_scale=1.0, flip=0.0, interpolation=config.crops.interpolation

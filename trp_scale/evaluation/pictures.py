@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from trp_scale.batch import Batch
-from trp_scale.config import RefusedError
+from trp_scale.config import AdversaryConfig, RefusedError
 from trp_scale.evaluation.trained_images import TrainedImages, load_trained_images
+from trp_scale.hooks.adversary.projection import size
 from trp_scale.models.patches import gather_patches, unpatchify
-from trp_scale.models.relative_positions import relaxed_index
+from trp_scale.models.relative_positions import REACH, relaxed_index
 from trp_scale.objectives.mae import CHANNEL_DEVIATION, CHANNEL_MEAN, TARGET_EPS
 
 if TYPE_CHECKING:
@@ -23,20 +24,21 @@ GREY = 0.5
 """What a masked patch is shown as."""
 
 
-def draw_pictures(source: Path, output: Path, rows: int = 8) -> list[str]:
+def draw_pictures(source: Path, output: Path, rows: int = 8, data: str = "") -> list[str]:
     """Draw reconstructions.png and, where an adversary perturbs positions, positions.png.
 
     Args:
         source: run directory or checkpoint.
         output: directory; made if it is not there.
-        rows: images.
+        rows: images at most.
+        data: where the run's data is now; empty = where it was.
     Returns:
         lines that say what was drawn, with the loss on these images beside that of predicting each patch's mean.
     Raises:
         RefusedError: no masked autoencoder there, its data is gone, or matplotlib is not installed.
     """
     figure_of = figure_class()
-    trained = load_trained_images(source)
+    trained = load_trained_images(source, data)
     output.mkdir(parents=True, exist_ok=True)
     batch = trained.images(rows)
     strips, loss, mean_patch = reconstructions(trained, batch)
@@ -44,7 +46,7 @@ def draw_pictures(source: Path, output: Path, rows: int = 8) -> list[str]:
     _draw_strips(figure_of, strips, path)
     lines = [
         f"{path}: reconstruction loss {loss:.4f}, predicting each patch's mean {mean_patch:.4f} "
-        f"({rows} images, clean positions)"
+        f"({batch.rows} images, clean positions)"
     ]
     if trained.shape is not None and trained.perturbation is not None:
         path = output / "positions.png"
@@ -135,8 +137,8 @@ def _draw_positions(figure_of: type[Figure], trained: TrainedImages, path: Path)
         sentence = f"the shift of each block, and where block {block} finds its offsets in the table"
     else:
         figure = figure_of(figsize=(6, 4), layout="constrained")
-        _draw_norms(figure.subplots(), encoder, trained.config.adversary.eps)
-        sentence = "the size of each block's perturbation"
+        _draw_sizes(figure.subplots(), encoder, trained.config.adversary)
+        sentence = "the largest perturbation of each block"
     figure.savefig(path, dpi=120)
     return sentence
 
@@ -170,8 +172,8 @@ def _draw_shifts(axes: Axes, shifts: Tensor, eps: float) -> None:
 def _draw_table_places(axes: Axes, grid: int, shift: Tensor, block: int) -> None:
     offsets = torch.arange(1 - grid, grid, dtype=torch.float32)
     row, column = torch.meshgrid(offsets, offsets, indexing="ij")
-    axes.scatter(relaxed_index(column), relaxed_index(row), s=14, color="0.6", label="before")
-    after = relaxed_index(column + float(shift[1])), relaxed_index(row + float(shift[0]))
+    axes.scatter(_entry(column), _entry(row), s=14, color="0.6", label="before")
+    after = _entry(column + float(shift[1])), _entry(row + float(shift[0]))
     axes.scatter(*after, s=14, color="tab:red", label="after, for masked queries")
     axes.set(xlabel="column entry of the table", ylabel="row entry of the table", aspect="equal")
     axes.set_title(f"block {block}: place of every offset in the relative table")
@@ -179,8 +181,15 @@ def _draw_table_places(axes: Axes, grid: int, shift: Tensor, block: int) -> None
     axes.legend(loc="upper right")
 
 
-def _draw_norms(axes: Axes, perturbation: Tensor, eps: float) -> None:
-    sizes = perturbation.flatten(1).abs().amax(1)
+def _entry(offset: Tensor) -> Tensor:
+    """Where the table is read, between its entries -3..3."""
+    return relaxed_index(offset).clamp(-REACH, REACH)
+
+
+def _draw_sizes(axes: Axes, perturbation: Tensor, adversary: AdversaryConfig) -> None:
+    """Norms of a block's balls, the last dimension, of which the largest is shown: eps is their limit."""
+    sizes = size(perturbation, adversary.norm).reshape(len(perturbation), -1).amax(1)  # [L]
     axes.bar(range(len(sizes)), sizes.tolist(), color="tab:red")
-    axes.axhline(eps, color="0.6", linestyle="--")
-    axes.set(xlabel="block", ylabel="largest element", title=f"perturbation of each block (eps {eps:g})")
+    axes.axhline(adversary.eps, color="0.6", linestyle="--")
+    title = f"perturbation of each block (eps {adversary.eps:g})"
+    axes.set(xlabel="block", ylabel=f"largest {adversary.norm} norm", title=title)

@@ -17,14 +17,18 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
+from trp_scale.checkpoint.document import read_document
 from trp_scale.checkpoint.durable import write_json
-from trp_scale.config import RefusedError
-from trp_scale.evaluation.linear_probe import linear_probe
+from trp_scale.checkpoint.resume_rules import check_settings
+from trp_scale.checkpoint.run_directory import newest_complete
+from trp_scale.config import Config, RefusedError
+from trp_scale.evaluation.linear_probe import check_probe, linear_probe
 from trp_scale.evaluation.pictures import figure_class
 from trp_scale.evaluation.trained_images import load_trained_images
 from trp_scale.observe.history import read_history
 from trp_scale.observe.report import read_summary
 from trp_scale.recipes.arguments import parse
+from trp_scale.recipes.loader import to_dict
 
 RESULT_FILE = "sweep.json"
 PICTURE_FILE = "sweep.png"
@@ -85,15 +89,19 @@ def sweep(
             else the crops'.
 
     Raises:
-        RefusedError: settings that cannot be; found before the first run is started.
+        RefusedError: settings that cannot be, a finished run of other settings, or data that a linear probe cannot
+            use; found before the first run is started.
     """
+    figure_class()
     chosen = combinations(vary)
     commands = [
         ["--recipe", recipe, "--run_dir", str(run_dir / name_of(settings)), *flags, *_as_flags(settings)]
         for settings in chosen
     ]
-    for command in commands:
-        parse(command)
+    for settings, command in zip(chosen, commands, strict=True):
+        config = parse(command).config
+        check_probe(config, probe_size or default_size(config))
+        _refuse_other_run(run_dir / name_of(settings), config)
     points = []
     for settings, command in zip(chosen, commands, strict=True):
         directory = run_dir / name_of(settings)
@@ -107,6 +115,26 @@ def sweep(
 def name_of(settings: dict[str, str]) -> str:
     """crops.count=2,vision.decoder=linear: a directory's name that says what the run is."""
     return ",".join(f"{name}={value}" for name, value in settings.items()).replace("/", "-")
+
+
+def default_size(config: Config) -> int:
+    """Twice the crops' side where all tokens enter the encoder (MAE+), else the crops'."""
+    return config.crops.size * (2 if config.vision.tokens == "all" else 1)
+
+
+def _refuse_other_run(directory: Path, config: Config) -> None:
+    """A directory of the sweep may hold this very run, begun or finished."""
+    found = newest_complete(directory).path if directory.is_dir() else None
+    if found is None:
+        return
+    stored = read_document(found).config
+    check_settings(stored, to_dict(config))
+    steps = stored["training"]["steps"]
+    if steps != config.training.steps:
+        raise RefusedError(
+            f"{directory} holds a run of {steps} steps, --training.steps is {config.training.steps}; "
+            "choose another --run_dir"
+        )
 
 
 def _as_flags(settings: dict[str, str]) -> list[str]:
@@ -126,8 +154,7 @@ def _train(directory: Path, command: list[str], launcher: str) -> None:
 
 def _measured(directory: Path, settings: dict[str, str], probe_size: int) -> Point:
     trained = load_trained_images(directory)
-    crops, vision = trained.config.crops, trained.config.vision
-    size = probe_size or crops.size * (2 if vision.tokens == "all" else 1)
+    size = probe_size or default_size(trained.config)
     history = read_history(directory)
     return Point(
         name=directory.name,

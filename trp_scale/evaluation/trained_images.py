@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +16,8 @@ from trp_scale.checkpoint.export import find_checkpoint
 from trp_scale.checkpoint.nested_state import join_state
 from trp_scale.checkpoint.stored_pieces import read_full_state
 from trp_scale.config import Config, RefusedError
-from trp_scale.data.sources import open_sources
+from trp_scale.data.index import DataError
+from trp_scale.data.sources import Sources, open_sources
 from trp_scale.models.mae import MaskedAutoencoder
 from trp_scale.models.perturbation import PerturbationShape, perturbation_shape
 from trp_scale.objectives.mae import MaskedPatchReconstruction
@@ -33,6 +35,7 @@ class TrainedImages:
         objective: the run's objective.
         shape: of the adversary's perturbation, None without one.
         perturbation: the adversary's vector in the checkpoint, [shape.numel], None without one.
+        data_digest: of the data set the run learned from.
     """
 
     checkpoint: Path
@@ -41,26 +44,51 @@ class TrainedImages:
     objective: MaskedPatchReconstruction
     shape: PerturbationShape | None
     perturbation: Tensor | None
+    data_digest: str | None
 
-    def images(self, rows: int) -> Batch:
-        """The first held-out images of the run's data; of the training order where nothing is held out.
+    def open_sources(self, config: Config) -> Sources:
+        """The run's data with other crops or batches, in this process.
 
         Raises:
-            RefusedError: the data is no longer at `data.path`.
+            RefusedError: the data is not at `data.path`, or is another one than the run's.
         """
-        held_out = self.config.data.validation_fraction > 0
-        config = self.config
+        config = copy.deepcopy(config)
         config.data.workers = 0
-        config.batch.global_size = config.batch.micro_size = rows
-        sources = open_sources(config, rank=0, world=1)
+        where = f"the run's data, data.path {config.data.path} from {Path.cwd()}"
         try:
-            return next(iter(sources.validation.windows())) if held_out else sources.train.next_window()[0]
+            sources = open_sources(config, rank=0, world=1)
+        except DataError as error:
+            raise RefusedError(f"{where}, cannot be read: {error}; say where it is now with --data DIR") from error
+        if self.data_digest not in (None, sources.digest()):
+            sources.close()
+            raise RefusedError(f"{where}, is not what the run learned from; say where that is with --data DIR")
+        return sources
+
+    def images(self, rows: int) -> Batch:
+        """At most `rows` of the run's held-out images, the first that can be read; of the training order where nothing
+        is held out.
+
+        Raises:
+            RefusedError: as `open_sources`.
+        """
+        config = copy.deepcopy(self.config)
+        config.batch.global_size = config.batch.micro_size = rows
+        sources = self.open_sources(config)
+        try:
+            held_out = config.data.validation_fraction > 0
+            batch = next(iter(sources.validation.windows())) if held_out else sources.train.next_window()[0]
         finally:
             sources.close()
+        there = batch["row_weights"] > 0
+        fields = {name: value[there] for name, value in batch.fields.items()}
+        return Batch(fields=fields, keys=batch.keys[there], start=batch.start)
 
 
-def load_trained_images(source: Path) -> TrainedImages:
+def load_trained_images(source: Path, data: str = "") -> TrainedImages:
     """Read the newest checkpoint of a run directory, or the checkpoint itself.
+
+    Args:
+        data: where the run's data is now; empty = at its `data.path`.
 
     Raises:
         RefusedError: there is none, or it is not of a masked autoencoder.
@@ -68,8 +96,9 @@ def load_trained_images(source: Path) -> TrainedImages:
     checkpoint = find_checkpoint(source)
     document = read_document(checkpoint)
     config = from_dict(document.config, source=str(checkpoint))
+    config.data.path = data or config.data.path
     if config.model.kind != "mae":
-        raise RefusedError(f"{checkpoint}: pictures are of masked autoencoders; model.kind is {config.model.kind}")
+        raise RefusedError(f"{checkpoint}: a masked autoencoder is needed; its model.kind is {config.model.kind}")
     model = MaskedAutoencoder(config)
     weights = read_full_state(checkpoint)
     with torch.no_grad():
@@ -83,6 +112,7 @@ def load_trained_images(source: Path) -> TrainedImages:
         objective=MaskedPatchReconstruction(config.objective, config.vision.patch_size),
         shape=shape,
         perturbation=None if shape is None else _perturbation(checkpoint, document),
+        data_digest=document.extra.get("data_digest"),
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from trp_scale.config import Config, RefusedError
 from trp_scale.recipes.adversary_checks import adversary_cautions, adversary_problems
-from trp_scale.recipes.vision_checks import vision_problems
+from trp_scale.recipes.vision_checks import unread_settings, vision_problems
 
 
 def check(config: Config) -> None:
@@ -42,6 +42,7 @@ def cautions(config: Config) -> list[str]:
         )
     if balancer.reference and balancer.scale != "reference":
         found.append(f"--balancer.reference is given but --balancer.scale is {balancer.scale}: it has no effect")
+    found += unread_settings(config)
     return found + adversary_cautions(config)
 
 

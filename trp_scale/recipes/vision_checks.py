@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import asdict
 
 from trp_scale.config import Config
 
@@ -78,3 +79,38 @@ def _crops(config: Config) -> Iterator[str]:
             f"--crops.view_size is {crops.view_size}, below --crops.size {crops.size}: no window of that size lies in "
             "the view; raise it, or use --crops.from image"
         )
+
+
+TEXT_ONLY = ("objective.other", "objective.next_sentence", "objective.next_sentence_weight", "masking.limit",
+             "masking.unit", "masking.sampling", "model.max_positions")  # fmt: skip
+IMAGES_ONLY = ("vision", "crops", "objective.target")
+VIEW_ONLY = ("crops.view_size",)
+DECODER_ONLY = ("vision.decoder_layers", "vision.decoder_hidden_size", "vision.decoder_heads")
+"""Settings, or whole sections, that only some runs read."""
+
+
+def unread_settings(config: Config) -> Iterator[str]:
+    """A caution for each setting that differs from its default and that this run does not read."""
+    images = config.model.kind == "mae"
+    yield from _unread(config, TEXT_ONLY if images else IMAGES_ONLY, f"--model.kind {config.model.kind}")
+    if not images:
+        return
+    if config.crops.from_ == "image":
+        yield from _unread(config, VIEW_ONLY, "--crops.from image")
+    if config.vision.decoder == "linear":
+        yield from _unread(config, DECODER_ONLY, "--vision.decoder linear")
+    if config.vision.positions == "absolute":
+        yield from _unread(config, ("vision.index",), "--vision.positions absolute")
+    elif config.adversary.kind == "relative_coordinate":
+        yield from _unread(
+            config, ("vision.index",), "--adversary.kind relative_coordinate, which has an index of its own"
+        )
+
+
+def _unread(config: Config, names: tuple[str, ...], because: str) -> Iterator[str]:
+    given, default = asdict(config), asdict(Config())
+    for name in names:
+        section, _, field = name.partition(".")
+        for each in (field,) if field else given[section]:
+            if given[section][each] != default[section][each]:
+                yield (f"--{section}.{each.rstrip('_')} {given[section][each]} has no effect with {because}")

@@ -1,6 +1,7 @@
 """What all ranks must agree on before a step: counts of the global batch, requests to stop, unreadable blocks.
 
-It travels in one small all-reduce on the host, so that reading the answer never waits for the accelerator.
+It travels in one small all-reduce on the host, so that reading the answer never waits for the accelerator. At start the
+ranks compare their settings.
 """
 
 from __future__ import annotations
@@ -12,8 +13,10 @@ import torch
 from torch import Tensor
 
 from trp_scale.batch import Batch
+from trp_scale.config import Config, RefusedError
 from trp_scale.data.index import DataError
 from trp_scale.distributed.groups import Group
+from trp_scale.recipes.loader import to_dict
 
 
 @dataclass(kw_only=True)
@@ -29,6 +32,26 @@ class Agreed:
     counts: Tensor
     stop: bool
     new_corrupt: list[str]
+
+
+def require_same_settings(world: Group, config: Config) -> None:
+    """Check at start that all ranks were started with the same settings; others would lead them into different
+    collectives, where they wait for each other.
+
+    Raises:
+        RefusedError: on every rank, naming each setting that differs and its value on each rank.
+    """
+    settings = world.gather_objects(to_dict(config))
+    differing = [
+        f"{section}.{name}: "
+        + ", ".join(f"rank {rank} has {each[section][name]}" for rank, each in enumerate(settings))
+        for section, fields in settings[0].items()
+        for name in fields
+        if any(each[section][name] != fields[name] for each in settings)
+    ]
+    if differing:
+        listed = "\n  ".join(differing)
+        raise RefusedError(f"the ranks were started with different settings:\n  {listed}\nStart all with one command")
 
 
 class StepAgreement:

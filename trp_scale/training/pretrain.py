@@ -27,7 +27,7 @@ from trp_scale.recipes.arguments import Arguments
 from trp_scale.recipes.checks import cautions, check_engine
 from trp_scale.recipes.loader import to_dict
 from trp_scale.training import rundir
-from trp_scale.training.agreement import StepAgreement
+from trp_scale.training.agreement import StepAgreement, require_same_settings
 from trp_scale.training.loop import Trainer, TrainingState
 from trp_scale.training.upstream import build_upstream
 from trp_scale.training.validation import validate
@@ -81,6 +81,7 @@ class Run:
         self.environment = environment
         self.run_dir = run_dir
         self.world = environment.world
+        require_same_settings(self.world, config)
         if config.training.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses to be deterministic
             torch.use_deterministic_algorithms(True)

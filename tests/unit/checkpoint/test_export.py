@@ -118,7 +118,7 @@ def test_weights_that_are_not_of_this_model_are_refused(tmp_path: Path) -> None:
 
 
 def test_nothing_to_export(tmp_path: Path) -> None:
-    with pytest.raises(RefusedError, match="nothing to export"):
+    with pytest.raises(RefusedError, match="no weights to read"):
         export(tmp_path, tmp_path / "hf")
     write_run(tmp_path / "run", our_weights(), vocab_size=None)
     with pytest.raises(CheckpointError, match="vocab_size is None"):

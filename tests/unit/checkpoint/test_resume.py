@@ -27,6 +27,7 @@ ALLOWED = {
     "data.prefetch",
     "data.verify",
     "data.max_corrupt_blocks",
+    "adversary.check_every",
     "validation.every",
     "checkpoint.every",
     "checkpoint.keep",

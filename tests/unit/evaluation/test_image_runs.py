@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 from PIL import Image
 
 from tests.fixtures import small_image_dataset
 from tests.runs import pretrain_here
-from trp_scale.config import RefusedError
+from trp_scale import cli
+from trp_scale.checkpoint.document import read_document
+from trp_scale.checkpoint.export import find_checkpoint
+from trp_scale.config import AdversaryConfig, RefusedError
 from trp_scale.evaluation.linear_probe import linear_probe
-from trp_scale.evaluation.pictures import draw_pictures, reconstructions
+from trp_scale.evaluation.pictures import _draw_sizes, draw_pictures, reconstructions
 from trp_scale.evaluation.sweep import combinations, sweep
 from trp_scale.evaluation.trained_images import load_trained_images
 
@@ -97,9 +103,64 @@ def test_visible_patches_are_the_image_and_the_losses_are_those_of_the_objective
             assert hidden or torch.allclose(shown["reconstruction"][place], image[place], atol=1e-5)
 
 
-def test_pictures_of_text_are_refused(tmp_path: Path, scenes: Path) -> None:
-    with pytest.raises(RefusedError, match="nothing to export"):
+def test_pictures_need_the_checkpoint_of_a_masked_autoencoder(
+    scenes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(RefusedError, match="no weights to read"):
         draw_pictures(tmp_path, tmp_path / "pictures")
+    run = train(scenes, tmp_path / "run")
+    document = read_document(find_checkpoint(run))
+    document.config["model"]["kind"], document.config["objective"]["kind"] = "bert", "pos_mlm"
+    monkeypatch.setattr("trp_scale.evaluation.trained_images.read_document", lambda path: document)
+    with pytest.raises(RefusedError, match=r"its model\.kind is bert"):
+        draw_pictures(run, tmp_path / "pictures")
+
+
+def test_rows_that_are_not_there_are_left_out(scenes: Path, tmp_path: Path) -> None:
+    trained = load_trained_images(train(scenes, tmp_path / "run"))
+    few, many = trained.images(3), trained.images(60)
+    assert few.rows == 3
+    held_out = many.rows
+    assert 3 < held_out < 60 and bool((many["row_weights"] > 0).all())
+    assert torch.equal(many["images"][:3], few["images"])
+    assert f"({held_out} images" in draw_pictures(tmp_path / "run", tmp_path / "pictures", rows=60)[0]
+
+
+def test_data_that_was_moved_is_asked_for_and_other_data_refused(scenes: Path, tmp_path: Path) -> None:
+    moved = shutil.copytree(scenes, tmp_path / "data")
+    run = train(moved, tmp_path / "run")
+    moved.rename(tmp_path / "elsewhere")
+    with pytest.raises(RefusedError, match=r"data\.path .*not found; say where it is now with --data DIR"):
+        draw_pictures(run, tmp_path / "pictures")
+    assert (
+        cli.main(
+            [
+                "report",
+                "--run",
+                str(run),
+                "--pictures",
+                str(tmp_path / "pictures"),
+                "--data",
+                str(tmp_path / "elsewhere"),
+            ]
+        )
+        == 0
+    )
+    assert (tmp_path / "pictures" / "reconstructions.png").exists()
+    other = small_image_dataset(tmp_path / "other", count=64, size=32, seed=1)
+    with pytest.raises(RefusedError, match="is not what the run learned from"):
+        draw_pictures(run, tmp_path / "pictures", data=str(other))
+
+
+@pytest.mark.parametrize(("norm", "eps"), [("l2", 3.0), ("linf", 20.0)])
+def test_sizes_of_perturbations_are_norms_of_their_balls(norm: Any, eps: float) -> None:
+    axes = Figure().subplots()
+    perturbation = torch.randn(2, 5, 4)
+    perturbation = perturbation / perturbation.norm(dim=-1, keepdim=True) * 3.0
+    _draw_sizes(axes, perturbation, AdversaryConfig(norm=norm, eps=eps))
+    heights = [bar.get_height() for bar in axes.patches]
+    expected = [3.0, 3.0] if norm == "l2" else perturbation.abs().amax((1, 2)).tolist()
+    assert heights == pytest.approx(expected, rel=1e-6)
 
 
 def test_the_probe_reads_classes_that_the_features_hold(
@@ -137,7 +198,34 @@ def test_a_sweep_trains_each_combination_once(scenes: Path, tmp_path: Path) -> N
     assert metrics.stat().st_mtime_ns == before
 
 
-def test_what_varies_is_read_and_checked_before_anything_runs(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"vary": ["crops.size=16,17"]}, r"crops\.size"),
+        ({"flags": ["--data.validation_fraction", "0"]}, "nothing is held out"),
+        ({"flags": ["--data.path", "nowhere"]}, "nowhere"),
+        ({"probe_size": 30}, "multiples of --vision.patch_size 4"),
+    ],
+)
+def test_nothing_is_trained_before_all_of_it_can_be(
+    scenes: Path, tmp_path: Path, changed: dict[str, Any], words: str
+) -> None:
+    flags = ["--data.path", str(scenes), *FLAGS, *changed.pop("flags", [])]
+    given = {"recipe": "adpe_tiny", "run_dir": tmp_path / "sweep", "vary": ["crops.count=1,2"], "flags": flags}
+    with pytest.raises(RefusedError, match=words):
+        sweep(**{**given, **changed})
+    assert not (tmp_path / "sweep").exists()
+
+
+@pytest.mark.parametrize("flag", ["--training.steps", "--optimizer.lr"])
+def test_a_finished_run_of_other_settings_is_not_taken_for_this_one(scenes: Path, tmp_path: Path, flag: str) -> None:
+    train(scenes, tmp_path / "sweep" / "crops.count=2")
+    flags = ["--data.path", str(scenes), *FLAGS, flag, "7"]
+    with pytest.raises(RefusedError, match=flag.removeprefix("--")):
+        sweep(recipe="adpe_tiny", run_dir=tmp_path / "sweep", vary=["crops.count=2"], flags=flags)
+
+
+def test_what_varies_is_read() -> None:
     assert combinations(["a.b=1,2", "c.d=x,y"]) == [
         {"a.b": "1", "c.d": "x"},
         {"a.b": "1", "c.d": "y"},
@@ -147,6 +235,3 @@ def test_what_varies_is_read_and_checked_before_anything_runs(tmp_path: Path) ->
     for wrong in (["crops=1"], ["crops.count"], ["crops.count="], [], ["a.b=1", "a.b=2"]):
         with pytest.raises(RefusedError, match="--vary"):
             combinations(wrong)
-    with pytest.raises(RefusedError, match=r"crops\.size"):
-        sweep(recipe="adpe_tiny", run_dir=tmp_path / "sweep", vary=["crops.size=56,57"], flags=["--data.path", "x"])
-    assert not (tmp_path / "sweep").exists()

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from trp_scale.config import RefusedError
-from trp_scale.recipes.checks import check
-from trp_scale.recipes.loader import from_dict, load_recipe, to_dict
+from trp_scale.recipes.arguments import parse
+from trp_scale.recipes.checks import cautions, check
+from trp_scale.recipes.loader import from_dict, known_recipes, load_recipe, to_dict
 
 
 def settings(**changes: dict[str, Any]) -> dict[str, Any]:
@@ -82,3 +83,67 @@ def test_the_papers_recipes_follow_appendix_a() -> None:
         assert (ours.model.layers, ours.model.hidden_size, ours.model.heads) == (24, 1024, 16)
         ours.model, ours.batch.micro_size = load_recipe(base).model, load_recipe(base).batch.micro_size
         assert ours == load_recipe(base)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "changes", "flag"),
+    [
+        ("mae_vit_b", {"masking": {"sampling": "stratified"}}, "--masking.sampling"),
+        ("mae_vit_b", {"masking": {"limit": 3}}, "--masking.limit"),
+        ("mae_vit_b", {"objective": {"other": "task"}}, "--objective.other"),
+        ("mae_vit_b", {"crops": {"view_size": 300}}, "--crops.view_size"),
+        ("mae_vit_b", {"vision": {"index": "relaxed"}}, "--vision.index"),
+        ("adpe_vit_b", {"vision": {"index": "relaxed"}}, "--vision.index"),
+        ("mae_plus_vit_b", {"vision": {"decoder": "linear", "decoder_layers": 3}}, "--vision.decoder_layers"),
+        ("pos_bert_tiny", {"vision": {"patch_size": 8}}, "--vision.patch_size"),
+        ("pos_bert_tiny", {"crops": {"from": "view"}}, "--crops.from"),
+    ],
+)
+def test_a_setting_that_nobody_reads_is_cautioned_of(recipe: str, changes: dict[str, Any], flag: str) -> None:
+    document = to_dict(load_recipe(recipe))
+    for section, values in changes.items():
+        document[section] |= values
+    assert cautions(load_recipe(recipe)) == []
+    (caution,) = cautions(from_dict(document))
+    assert flag in caution and "has no effect" in caution
+
+
+@pytest.mark.parametrize("name", known_recipes())
+def test_no_recipe_has_a_setting_that_it_does_not_read(name: str) -> None:
+    assert cautions(load_recipe(name)) == []
+
+
+ABSOLUTE = ["--vision.positions", "absolute"]
+TABLE_A2 = [
+    (positions, f"{family}_{mode}", norm, eps)
+    for family, positions, balls in (
+        ("absolute", ABSOLUTE, {"l2": (1, 3, 5), "linf": (1, 3, 5)}),
+        ("relative", [], {"l2": (3, 5, 7), "linf": (10, 15, 20)}),
+    )
+    for mode in ("embedding", "coordinate")
+    for norm, radii in balls.items()
+    for eps in radii
+]
+
+
+@pytest.mark.parametrize(("positions", "kind", "norm", "eps"), TABLE_A2)
+def test_every_row_of_table_a2_is_adpe_vit_b_with_other_flags(
+    positions: list[str], kind: str, norm: str, eps: int
+) -> None:
+    flags = ["--adversary.kind", kind, "--adversary.norm", norm, "--adversary.eps", str(eps)]
+    config = parse(["--recipe", "adpe_vit_b", "--data.path", "x", *positions, *flags]).config
+    assert (config.adversary.kind, config.adversary.norm, config.adversary.eps) == (kind, norm, eps)
+    assert cautions(config) == []
+
+
+def test_table_a2_has_24_rows() -> None:
+    assert len(TABLE_A2) == 24
+
+
+@pytest.mark.parametrize("eps", ["0.001", "0.01", "0.1"])
+def test_the_rows_of_table_a1_are_adpe_vit_b_with_other_flags(eps: str) -> None:
+    one_step = ["--adversary.ascent", "linear", "--adversary.update", "sequential", "--adversary.eps", eps]
+    config = parse(
+        ["--recipe", "adpe_vit_b", "--data.path", "x", *ABSOLUTE, "--adversary.kind", "pixels", *one_step]
+    ).config
+    assert cautions(config) == []
