@@ -3,7 +3,7 @@
 The score of query i and key j gains scale x q_i . r[offset x_i - x_j]. A block's heads share one table of 49 entries,
 7 per axis, and one more for the class token. Queries meet the table first, and what comes out is interpolated: from
 7 x 7 entries to every offset of the grid by two small matrix products, from there to the pairs by one lookup. Rounded
-and relaxed indices differ in those matrices alone, and a perturbed coordinate costs no arithmetic at all.
+and relaxed indices differ in those matrices alone, and a perturbed coordinate costs the forward pass nothing.
 """
 
 from __future__ import annotations
