@@ -49,7 +49,7 @@ def searching_run(stage: int, update: dict[str, Any], power: int) -> dict[str, A
 
 
 @pytest.mark.parametrize("update", [PARALLEL, SEQUENTIAL], ids=["parallel", "sequential"])
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_under_the_scaler_of_fp16(two_ranks: Ranks, stage: int, update: dict[str, Any]) -> None:
     first, second = two_ranks(searching_run, stage, update, 22)
     assert first["applied"] == second["applied"]
@@ -75,9 +75,16 @@ def test_the_loss_scale_is_not_in_the_gradient(two_ranks: Ranks, stage: int, upd
     assert (ours["vectors"][-1] - theirs.vector).norm() < 0.02 * theirs.vector.norm()
 
 
-@pytest.mark.parametrize("kind", ["absolute_embedding", "absolute_coordinate", "relative_embedding"])
-def test_bf16_climbs_as_fp32_does(kind: str) -> None:
-    lr = 100.0 if kind == "relative_embedding" else 1.0
+@pytest.mark.parametrize(
+    ("kind", "lr"),
+    [
+        ("absolute_embedding", 1.0),
+        ("absolute_coordinate", 1.0),
+        ("relative_embedding", 100.0),
+        ("relative_coordinate", 1000.0),
+    ],
+)
+def test_bf16_climbs_as_fp32_does(kind: str, lr: float) -> None:
     rough = {**changes(PARALLEL), "training": {"precision": "bf16", "steps": STEPS}}
     ours, theirs = (
         run_images(Layout(), {**each, "adversary": {**each["adversary"], "kind": kind, "lr": lr}})
