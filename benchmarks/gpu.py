@@ -28,6 +28,7 @@ import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.gpu_images import images
 from benchmarks.gpu_items import Item, Outcome, each
 from benchmarks.gpu_memory import memory
 from benchmarks.gpu_parity import parity, waits
@@ -41,6 +42,7 @@ SECTIONS: dict[str, Callable[[Setting], Iterator[Item]]] = {
     "waits": waits,
     "memory": memory,
     "minimax": minimax,
+    "images": images,
     "throughput": throughput,
 }
 """In the order they are measured: what takes longest, compiling, comes last and is the first to be skipped.
@@ -54,7 +56,7 @@ class Options:
     """What to measure."""
 
     sections: tuple[str, ...] = (ALL,)
-    """parity, waits, memory, minimax, throughput, or all."""
+    """parity, waits, memory, minimax, images, throughput, or all."""
     seconds: float = 450.0
     """Time for all of it; an item that does not fit into what is left is skipped, and says so."""
     small: bool = False

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 import torch
+from torch import nn
 
 from benchmarks.minimax_overhead import SameWindow, rows_of
 from benchmarks.step_time import VOCABULARY, random_batch
@@ -22,8 +23,9 @@ from trp_scale.distributed.groups import ALONE
 from trp_scale.engines.base import Engine
 from trp_scale.engines.build import build_engine
 from trp_scale.hooks.balancing import build_balancer
-from trp_scale.hooks.base import Hooks
+from trp_scale.hooks.base import Hook, Hooks
 from trp_scale.models.bert import BertForMaskedPositions
+from trp_scale.objectives.base import Objective
 from trp_scale.objectives.pos_mlm import PosMaskedLanguageModelling
 from trp_scale.observe.records import StepRecord
 from trp_scale.training.agreement import StepAgreement
@@ -136,6 +138,14 @@ def run_config(
 
 def engine_for(setting: Setting, layout: str, config: Config, device: torch.device | None = None) -> Engine:
     """The engine of a layout on one rank, BERT in it."""
+    module = BertForMaskedPositions(config.model, vocab_size=VOCABULARY, seed=config.training.seed)
+    return engine_with(setting, layout, module, config, device)
+
+
+def engine_with(
+    setting: Setting, layout: str, module: nn.Module, config: Config, device: torch.device | None = None
+) -> Engine:
+    """The engine of a layout on one rank with this model, which is on the CPU."""
     stage = ENGINES[layout]
     if layout != "plain":
         setting.environment.ensure_process_group()
@@ -145,7 +155,7 @@ def engine_for(setting: Setting, layout: str, config: Config, device: torch.devi
         document = json.loads(shipped.read_text()) if shipped.exists() else {"zero_optimization": {"stage": stage}}
     return build_engine(
         layout if stage is None else "deepspeed",
-        BertForMaskedPositions(config.model, vocab_size=VOCABULARY, seed=config.training.seed),
+        module,
         config,
         device=device or setting.device,
         data_group=setting.environment.data,
@@ -165,14 +175,20 @@ def window_for(config: Config, length: int, masked: int, *, pin: bool) -> list[B
 
 
 def trainer_for(engine: Engine, config: Config, window: list[Batch]) -> Trainer:
-    """The real loop over the same window at every step."""
-    objective = PosMaskedLanguageModelling(config.objective, GROUPS)
+    """The real loop over the same window of text at every step."""
+    return loop_over(engine, config, PosMaskedLanguageModelling(config.objective, GROUPS), window)
+
+
+def loop_over(
+    engine: Engine, config: Config, objective: Objective, window: list[Batch], others: Sequence[Hook] = ()
+) -> Trainer:
+    """The real loop over the same window at every step, with the balancer and other hooks."""
     engine.train(True)
     return Trainer(
         config=config,
         engine=engine,
         objective=objective,
-        hooks=Hooks(build_balancer(config.balancer, objective, engine.device)),
+        hooks=Hooks(build_balancer(config.balancer, objective, engine.device), others),
         source=SameWindow(window),
         observer=Notes(),  # type: ignore[arg-type]
         agreement=StepAgreement(ALONE, 0),

@@ -16,7 +16,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import gpu, gpu_memory, gpu_parity, gpu_speed
+from benchmarks import gpu, gpu_images, gpu_memory, gpu_parity, gpu_speed
 from benchmarks.gpu_items import Figures, Item, Missing, measured
 from benchmarks.gpu_setting import ENGINES, Setting
 from benchmarks.step_time import VOCABULARY, random_batch
@@ -77,6 +77,27 @@ def test_the_engines_agree_in_fp32(run: tuple[subprocess.CompletedProcess[str], 
     items = {item["name"]: item for item in run[1]["items"] if item["section"] == "parity"}
     for layout in list(ENGINES)[1:]:
         assert items[f"fp32, {layout}"]["figures"]["distance_over_travelled"] < 1e-4, layout
+
+
+def test_the_engines_agree_on_the_adversary_in_fp32(
+    run: tuple[subprocess.CompletedProcess[str], dict[str, Any]],
+) -> None:
+    items = {item["name"]: item["figures"] for item in run[1]["items"] if item["section"] == "images"}
+    assert items["adversary, fp32, plain"]["adversary_norm"] > 1e-2
+    for layout in gpu_images.COMPARED:
+        figures = items[f"adversary, fp32, {layout}"]
+        assert figures["distance_over_travelled"] < 1e-4, layout
+        assert figures["adversary_distance"] < 1e-3, layout
+
+
+def test_key_biases_alone_are_left_out() -> None:
+    weights = {"blocks.0.attn.qkv.bias": torch.arange(6.0), "blocks.0.attn.qkv.weight": torch.ones(6, 2)}
+    found = gpu_images.without_key_biases(weights)
+    assert {name: tensor.flatten().tolist() for name, tensor in found.items()} == {
+        "blocks.0.attn.qkv.bias.queries": [0, 1],
+        "blocks.0.attn.qkv.bias.values": [4, 5],
+        "blocks.0.attn.qkv.weight": [1.0] * 12,
+    }
 
 
 def test_runs_that_differ_are_seen_to_differ(setting: Setting) -> None:
