@@ -30,6 +30,9 @@ class ModelConfig:
     """Standard deviation of the normal initialisation."""
     layer_norm_eps: float = 1e-12
     """Epsilon of the layer norms."""
+    weights: str = ""
+    """Start from the weights of another library's model, a directory with model.safetensors or such a file:
+    transformers' BertForPreTraining or ViTMAEForPreTraining, or timm's ViT (its encoder). Empty = from the seed."""
 
 
 @dataclass(kw_only=True)

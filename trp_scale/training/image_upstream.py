@@ -13,6 +13,7 @@ from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group
 from trp_scale.hooks.adversary import build_adversary
 from trp_scale.hooks.base import Hook
+from trp_scale.models.given_weights import load_given_weights
 from trp_scale.models.mae import MaskedAutoencoder
 from trp_scale.models.perturbation import perturbation_shape
 from trp_scale.objectives.mae import MaskedPatchReconstruction
@@ -33,7 +34,9 @@ class ImageUpstream:
         self.step_flops = mae_step_flops(config, rows=crops)
 
     def model(self) -> nn.Module:
-        return MaskedAutoencoder(self.config)
+        model = MaskedAutoencoder(self.config)
+        load_given_weights(model, self.config.model.weights)
+        return model
 
     def hooks(self, environment: Environment) -> list[Hook]:
         adversary = build_adversary(self.config, self.shape, environment.device)

@@ -13,6 +13,7 @@ from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group
 from trp_scale.hooks.base import Hook
 from trp_scale.models.bert import BertForMaskedPositions
+from trp_scale.models.given_weights import load_given_weights
 from trp_scale.objectives.pos_mlm import PosMaskedLanguageModelling
 from trp_scale.observe.throughput import bert_step_flops
 from trp_scale.training import rundir
@@ -38,9 +39,10 @@ class TextUpstream:
         )
 
     def model(self) -> nn.Module:
-        return BertForMaskedPositions(
-            self.config.model, vocab_size=self.meta.vocab_size, seed=self.config.training.seed
-        )
+        settings, vocab_size = self.config.model, self.meta.vocab_size
+        model = BertForMaskedPositions(settings, vocab_size=vocab_size, seed=self.config.training.seed)
+        load_given_weights(model, settings.weights)
+        return model
 
     def hooks(self, environment: Environment) -> list[Hook]:
         return []

@@ -34,7 +34,7 @@ class Upstream(Protocol):
         ...
 
     def model(self) -> nn.Module:
-        """The model as initialised from the seed, whole, on the CPU."""
+        """The model with its initial weights, from the seed or from `model.weights`, whole, on the CPU."""
         ...
 
     def hooks(self, environment: Environment) -> list[Hook]:

@@ -1,0 +1,78 @@
+"""A run may start from the weights of transformers' and timm's models."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+from transformers import BertForPreTraining
+
+from tests.unit.models.small_images import GRID, PATCH, config
+from tests.unit.models.test_mae_against_transformers import loaded, timm_vit
+from tests.unit.models.vitmae_peer import vitmae
+from trp_scale.config import ModelConfig, RefusedError
+from trp_scale.models.bert import BertForMaskedPositions, bert_config
+from trp_scale.models.given_weights import load_given_weights
+from trp_scale.models.mae import MaskedAutoencoder
+from trp_scale.models.mae_weights import is_encoder, load_timm, stored_positions
+
+BERT = ModelConfig(layers=2, hidden_size=32, heads=2, intermediate_size=64, max_positions=16)
+
+
+def equal(ours: nn.Module, theirs: nn.Module) -> dict[str, bool]:
+    other = dict(theirs.named_parameters())
+    return {name: torch.equal(parameter, other[name]) for name, parameter in ours.named_parameters()}
+
+
+def test_bert_starts_from_transformers_weights(tmp_path: Path) -> None:
+    peer = BertForPreTraining(bert_config(BERT, 90))
+    peer.save_pretrained(tmp_path / "bert")
+    given, expected = (BertForMaskedPositions(BERT, vocab_size=90, seed=0) for _ in range(2))
+    expected.load_transformers(peer.state_dict())
+    load_given_weights(given, "")
+    assert not all(equal(given, expected).values())
+    load_given_weights(given, str(tmp_path / "bert"))
+    assert all(equal(given, expected).values())
+
+
+def test_an_autoencoder_starts_from_vitmae(tmp_path: Path) -> None:
+    settings = config(tokens="visible")
+    peer = vitmae(settings)
+    save_file(
+        {name: tensor.contiguous() for name, tensor in peer.state_dict().items()}, tmp_path / "vitmae.safetensors"
+    )
+    given = MaskedAutoencoder(settings)
+    load_given_weights(given, str(tmp_path / "vitmae.safetensors"))
+    assert all(equal(given, loaded(peer.state_dict(), settings)).values())
+
+
+def test_an_encoder_starts_from_timm_and_its_decoder_from_the_seed(tmp_path: Path) -> None:
+    peer = timm_vit(GRID * PATCH)
+    with torch.no_grad():
+        peer.pos_embed.copy_(stored_positions(GRID, peer.embed_dim))
+    save_file(dict(peer.state_dict()), tmp_path / "model.safetensors")
+    given, expected, seeded = (MaskedAutoencoder(config()) for _ in range(3))
+    load_timm(expected, peer.state_dict())
+    load_given_weights(given, str(tmp_path))
+    assert all(equal(given, expected).values())
+    of_the_seed = equal(given, seeded)
+    assert not of_the_seed["blocks.0.attn.qkv.weight"]
+    assert all(same for name, same in of_the_seed.items() if not is_encoder(name))
+
+
+def test_what_is_no_such_file_is_refused(tmp_path: Path) -> None:
+    model = MaskedAutoencoder(config())
+    (tmp_path / "weights.bin").write_bytes(b"\x80\x04")
+    (tmp_path / "broken.safetensors").write_bytes(b"broken")
+    save_file({"blocks.0.norm1.weight": torch.zeros(3)}, tmp_path / "few.safetensors")
+    for name, words in (
+        ("absent", "expected"),
+        ("weights.bin", "nothing is unpickled"),
+        ("broken.safetensors", "broken.safetensors"),
+        ("few.safetensors", "missing"),
+    ):
+        with pytest.raises(RefusedError, match=words):
+            load_given_weights(model, str(tmp_path / name))

@@ -1,0 +1,64 @@
+"""Initial weights from a file of another library's model instead of the seed: continued pre-training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from trp_scale.config import RefusedError
+
+FILE = "model.safetensors"
+"""What transformers' save_pretrained and timm's hub directories call it."""
+
+
+@runtime_checkable
+class FromTransformers(Protocol):
+    """A model that takes the state dict of transformers' model of the same kind."""
+
+    def load_transformers(self, state: dict[str, Tensor]) -> None: ...
+
+
+def load_given_weights(model: nn.Module, path: str) -> None:
+    """Take the weights at `path` where it is given: transformers' BertForPreTraining for BERT; transformers'
+    ViTMAEForPreTraining, or the encoder alone of a timm ViT, for a masked autoencoder.
+
+    Args:
+        path: a directory with model.safetensors, or a .safetensors file; empty: the model stays as the seed made it.
+
+    Raises:
+        RefusedError: no such file, or its tensors are not this model's; names what is missing, unexpected or of
+            another shape.
+    """
+    if not path:
+        return
+    file = Path(path) / FILE if Path(path).is_dir() else Path(path)
+    if file.suffix != ".safetensors" or not file.is_file():
+        raise RefusedError(
+            f"--model.weights {path}: a directory with {FILE} or a .safetensors file expected (nothing is unpickled)"
+        )
+    try:
+        state = load_file(file)
+        take(model, state)
+    except (ValueError, SafetensorError) as error:
+        raise RefusedError(f"--model.weights {file}: {error}") from error
+
+
+def take(model: nn.Module, state: dict[str, Tensor]) -> None:
+    """Fill the model by its kind, and by whose names the tensors have.
+
+    Raises:
+        ValueError: see `load_given_weights`.
+    """
+    if isinstance(model, FromTransformers):
+        model.load_transformers(state)
+        return
+    from trp_scale.models.mae import MaskedAutoencoder  # imports timm: only image runs pay for it
+    from trp_scale.models.mae_weights import load_timm, load_vitmae
+
+    assert isinstance(model, MaskedAutoencoder)
+    load = load_vitmae if any(name.startswith("vit.") for name in state) else load_timm
+    load(model, state)
