@@ -19,9 +19,9 @@ from trp_scale.engines.fsdp import FsdpEngine
 
 KINDS: dict[str, dict[str, Any]] = {
     "absolute_embedding": {"lr": 10.0, "eps": 0.3},
-    "absolute_coordinate": {"lr": 10.0, "eps": 0.1},
+    "absolute_coordinate": {"lr": 15.0, "eps": 0.1},
     "relative_embedding": {"lr": 300.0, "eps": 0.2},
-    "relative_coordinate": {"lr": 20000.0, "eps": 0.2},
+    "relative_coordinate": {"lr": 60000.0, "eps": 0.2},
 }
 """Rates at which each kind goes a good part of the way to its ball's edge, and balls that some of it reaches."""
 
@@ -47,6 +47,13 @@ BALANCING: dict[str, dict[str, Any]] = {
     "lagged": {"kind": "minimax", "estimate": "lagged", "alpha": 4.0},
 }
 
+STEPS = 5
+"""Relative coordinates only begin at the second, when the tables are no longer zero, and have three to their edge."""
+
+EPSILON = 1e-4
+"""Of AdamW: with 1e-6 it scales rounding up towards the learning rate where a gradient is nearly zero. In one element
+of a bias at the first step that is 3e-5 of the whole bias, which a few steps do not make up for."""
+
 NORMALISED = 1e-3
 """The rules that divide by a gradient's size flip where it is nearly zero, so that rounding shows."""
 
@@ -56,7 +63,9 @@ def changes(kind: str, *, balancer: str = "", **adversary: Any) -> dict[str, Any
     settings = {"ascent": "sgd", "norm": NORM.get(kind, "linf"), "where": "both", "check_every": 1}
     return {
         "adversary": {**settings, **KINDS.get(kind, {}), "kind": kind, **adversary},
-        "optimizer": {"kind": "adamw", "lr": 3e-3},
+        "optimizer": {"kind": "adamw", "lr": 3e-3, "eps": EPSILON},
+        "training": {"steps": STEPS},
+        "vision": {"decoder_layers": 1},
         **({"balancer": BALANCING[balancer]} if balancer else {}),
     }
 
@@ -92,7 +101,7 @@ def differences(ours: AdversarialResult, theirs: AdversarialResult) -> list[str]
 def moved(result: AdversarialResult) -> None:
     assert result.moved and result.vector is not None
     assert all(stats.applied for stats in result.steps)
-    assert result.vector.abs().max() > 0.01, "the adversary hardly moved: agreement would mean little"
+    assert result.vector.abs().max() > 0.005, "the adversary hardly moved: agreement would mean little"
 
 
 @pytest.mark.parametrize("norm", ["l2", "linf"])
@@ -155,7 +164,7 @@ def test_the_two_tasks_get_different_weights_and_both_updates_and_estimates_diff
         assert all(too_far(one, other) for other in found[number + 1 :])
 
 
-@pytest.mark.parametrize("layout", ["accumulation 1", "fsdp", "zero1", "zero3", "zero3_offload"])
+@pytest.mark.parametrize("layout", ["accumulation 1", "fsdp", "zero0", "zero1", "zero3", "zero3_offload"])
 @pytest.mark.parametrize("kind", ["absolute_coordinate", "relative_coordinate"])
 def test_sequential_updates_agree(two_ranks: Ranks, kind: str, layout: str) -> None:
     settings = changes(kind, update="sequential")
@@ -168,7 +177,7 @@ def test_sequential_updates_agree(two_ranks: Ranks, kind: str, layout: str) -> N
     assert differences(ours, theirs) == []
 
 
-@pytest.mark.parametrize("layout", ["accumulation 1", "fsdp", "zero3"])
+@pytest.mark.parametrize("layout", ["accumulation 1", "fsdp", "zero2"])
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [
