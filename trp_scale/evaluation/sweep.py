@@ -1,7 +1,8 @@
 """Several runs that differ in named settings, one after the other, and what each reached in how many hours.
 
 AdPE's Figure 1 draws accuracy against hours for k = 1, 2, 4 crops and a lighter decoder. Here the accuracy is a linear
-probe's, on the run's own held-out images: it compares the runs of one sweep, and is not the paper's figure.
+probe's, on the run's own held-out images: it compares the runs of one sweep, and is not the paper's figure. Of MAE+ the
+probe sees whole images, whose outer positions were never trained and are not fine-tuned either.
 """
 
 from __future__ import annotations
@@ -168,7 +169,10 @@ def _measured(directory: Path, settings: dict[str, str], probe_size: int) -> Poi
 
 def table_of(points: Sequence[Point]) -> Table:
     """One row a run."""
-    caption = "accuracy: linear probe on the held-out images (not the paper's fine-tuning); hours: in training steps"
+    caption = (
+        "accuracy: linear probe on the held-out images (not the paper's fine-tuning; MAE+ meets a larger grid there "
+        "than it was trained on); hours: in training steps"
+    )
     table = Table(caption=caption, caption_justify="left")
     table.add_column("run")
     for name in ("hours", "loss", "accuracy"):
