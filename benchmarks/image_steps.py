@@ -10,7 +10,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from trp_scale.batch import Batch
-from trp_scale.config import Config
+from trp_scale.config import Config, split_patches
 from trp_scale.distributed.groups import ALONE
 from trp_scale.engines.plain import PlainEngine
 from trp_scale.hooks.adversary import build_adversary
@@ -44,13 +44,12 @@ def random_images(config: Config, rows: int) -> Batch:
     """`rows` images of noise with the recipe's crops and random masks."""
     generator = torch.Generator().manual_seed(0)
     crops, side = config.crops.count, config.crops.size
-    patches = (side // config.vision.patch_size) ** 2
-    visible = int(patches * (1 - config.masking.ratio))
-    order = torch.rand(rows, crops, patches, generator=generator).argsort(-1)
+    split = split_patches(side, config.vision.patch_size, config.masking.ratio)
+    order = torch.rand(rows, crops, split.patches, generator=generator).argsort(-1)
     fields = {
         "images": torch.randint(0, 256, (rows, crops, 3, side, side), generator=generator, dtype=torch.uint8),
-        "visible": order[..., :visible].sort(-1).values,
-        "masked": order[..., visible:].sort(-1).values,
+        "visible": order[..., : split.visible].sort(-1).values,
+        "masked": order[..., split.visible :].sort(-1).values,
         "labels": torch.zeros(rows, dtype=torch.int64),
         "row_weights": torch.ones(rows),
     }

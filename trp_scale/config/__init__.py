@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from trp_scale.config.errors import RefusedError, nearest
 from trp_scale.config.hooks import AdversaryConfig, BalancerConfig
+from trp_scale.config.patches import MOST_PATCHES, PatchSplit, split_patches
 from trp_scale.config.run import (
     BatchConfig,
     CheckpointConfig,
@@ -29,6 +30,7 @@ from trp_scale.config.upstream import (
 )
 
 __all__ = [
+    "MOST_PATCHES",
     "AdversaryConfig",
     "BalancerConfig",
     "BatchConfig",
@@ -41,11 +43,13 @@ __all__ = [
     "ModelConfig",
     "ObjectiveConfig",
     "OptimizerConfig",
+    "PatchSplit",
     "RefusedError",
     "TrainingConfig",
     "ValidationConfig",
     "VisionConfig",
     "nearest",
+    "split_patches",
 ]
 
 

@@ -8,7 +8,7 @@ import time
 
 import torch
 
-from trp_scale.config import Config, ModelConfig
+from trp_scale.config import Config, ModelConfig, split_patches
 
 TRAINING_OVER_FORWARD = 3
 """The backward pass does twice the forward's arithmetic. Recomputation is not counted: these are model FLOPs."""
@@ -72,9 +72,9 @@ def mae_step_flops(config: Config, *, rows: int, computed: bool = False) -> floa
     """
     model, vision = config.model, config.vision
     grid = config.crops.size // vision.patch_size
-    patches, values = grid**2, 3 * vision.patch_size**2
-    visible = int(patches * (1 - config.masking.ratio))
-    masked = patches - visible
+    values = 3 * vision.patch_size**2
+    split = split_patches(config.crops.size, vision.patch_size, config.masking.ratio)
+    patches, visible, masked = split.patches, split.visible, split.masked
 
     def block(patches: int, queries: int, width: int, heads: int, intermediate: int) -> int:
         tokens = 1 + patches

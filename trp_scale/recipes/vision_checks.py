@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from trp_scale.config import Config
+from trp_scale.config import MOST_PATCHES, Config, split_patches
 
 OBJECTIVE_OF = {"bert": "pos_mlm", "mae": "mae"}
 """Objective that each kind of model can be trained on."""
@@ -54,12 +54,16 @@ def _sizes(config: Config) -> Iterator[str]:
             f"for example {max(1, config.crops.size // vision.patch_size) * vision.patch_size}"
         )
         return
-    patches = (config.crops.size // vision.patch_size) ** 2
-    visible = int(patches * (1 - config.masking.ratio))
-    if not 0 < visible < patches:
+    split = split_patches(config.crops.size, vision.patch_size, config.masking.ratio)
+    if split.patches > MOST_PATCHES:
         yield (
-            f"--masking.ratio {config.masking.ratio} leaves {visible} of {patches} patches visible; at least one must "
-            "be visible and one masked: change it, or --crops.size"
+            f"--crops.size {config.crops.size} has {split.patches} patches of --vision.patch_size {vision.patch_size}; "
+            f"allowed: at most {MOST_PATCHES}"
+        )
+    if not 0 < split.visible < split.patches:
+        yield (
+            f"--masking.ratio {config.masking.ratio} leaves {split.visible} of {split.patches} patches visible; at "
+            "least one must be visible and one masked: change it, or --crops.size"
         )
 
 

@@ -33,10 +33,15 @@ def settings(**changes: dict[str, Any]) -> dict[str, Any]:
         ({"vision": {"patch_size": 0}}, "--vision.patch_size"),
         ({"vision": {"decoder": "linear"}}, "--vision.tokens all"),
         ({"crops": {"size": 100}}, "for example 96"),
+        ({"crops": {"size": 0}}, "--crops.size is 0"),
         ({"crops": {"size": 16}}, "leaves 0 of 1"),
+        ({"crops": {"size": 514}, "vision": {"patch_size": 2}}, "has 66049 patches"),
+        ({"masking": {"ratio": 0.0}}, "leaves 196 of 196"),
         ({"masking": {"ratio": 0.999}}, "leaves 0 of 196"),
         ({"crops": {"count": 0}}, "--crops.count"),
+        ({"crops": {"min_scale": 0.0}}, "--crops.min_scale is 0"),
         ({"crops": {"min_scale": 0.9, "max_scale": 0.5}}, "--crops.min_scale"),
+        ({"crops": {"max_scale": 1.5}}, "--crops.max_scale 1.5"),
         ({"crops": {"flip": 1.5}}, "--crops.flip"),
         ({"crops": {"from": "view", "view_size": 112}}, "--crops.view_size is 112"),
     ],
@@ -55,6 +60,7 @@ def test_refused_with_the_flag(changes: dict[str, Any], words: str) -> None:
         {"crops": {"from": "view", "size": 112}},
         {"crops": {"from": "image", "view_size": 1}},
         {"masking": {"ratio": 0.994}},
+        {"crops": {"size": 512}, "vision": {"patch_size": 2}},
     ],
 )
 def test_what_is_near_the_limits_is_allowed(changes: dict[str, Any]) -> None:

@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from trp_scale.batch import Batch
-from trp_scale.config import Config
+from trp_scale.config import Config, split_patches
 from trp_scale.data.hashing import Integers, Words
 from trp_scale.data.images.crops import Cropper, crop_words
 from trp_scale.data.images.dataset import ImageDataset, ImageMeta
 from trp_scale.data.images.decode import decode_image, parse_label
-from trp_scale.data.images.masks import draw_masks, split_patches
+from trp_scale.data.images.masks import draw_masks
 from trp_scale.data.images.reader import SampleReader
 from trp_scale.data.index import DataError
 from trp_scale.data.plan import Addresses, row_states

@@ -14,7 +14,7 @@ from torch import Tensor
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional
 
-from trp_scale.config import CropsConfig, RefusedError
+from trp_scale.config import CropsConfig
 from trp_scale.data.hashing import Integers, Words, below, mix, name_hash
 
 _CROP = np.uint64(name_hash("crop"))
@@ -47,29 +47,10 @@ class Cropper:
     """Draws crops and cuts them out.
 
     Args:
-        settings: the section `crops`.
-
-    Raises:
-        RefusedError: settings that contradict each other.
+        settings: the section `crops`, checked (recipes/vision_checks.py).
     """
 
     def __init__(self, settings: CropsConfig) -> None:
-        if settings.count < 1 or settings.size < 1:
-            raise RefusedError(
-                f"crops.count {settings.count}, crops.size {settings.size} found, each at least 1 allowed"
-            )
-        if not 0.0 < settings.min_scale <= settings.max_scale <= 1.0:
-            raise RefusedError(
-                f"crops.min_scale {settings.min_scale}, crops.max_scale {settings.max_scale} found, "
-                f"0 < min_scale <= max_scale <= 1 allowed"
-            )
-        if not 0.0 <= settings.flip <= 1.0:
-            raise RefusedError(f"crops.flip: {settings.flip} found, a probability from 0 to 1 allowed")
-        if settings.from_ == "view" and settings.view_size < settings.size:
-            raise RefusedError(
-                f"crops.view_size: {settings.view_size} found, at least crops.size = {settings.size} allowed: "
-                f"crops are windows of the view"
-            )
         self._settings = settings
         self._mode = InterpolationMode[settings.interpolation.upper()]
 

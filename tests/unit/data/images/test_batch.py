@@ -21,7 +21,7 @@ from tests.unit.data.images.stored import (
     steps,
     write_images,
 )
-from trp_scale.config import Config, RefusedError
+from trp_scale.config import Config
 from trp_scale.data.images.dataset import open_image_dataset
 from trp_scale.data.sources import open_sources
 
@@ -286,8 +286,3 @@ def test_grey_and_other_colours_become_three_channels(tmp_path: Path) -> None:
                 assert red.float().std() > 5
             else:  # decoded, or named where torchvision cannot
                 assert bool(batch["row_weights"][row]) != (batch.corrupt == ["image-000000/n00001"])
-
-
-def test_settings_that_do_not_fit_are_refused(images: Path) -> None:
-    with pytest.raises(RefusedError, match=r"vision\.patch_size: 7 found, a divisor of crops\.size = 32"):
-        open_sources(config_for(images, vision={"patch_size": 7}), rank=0, world=1)

@@ -9,7 +9,7 @@ from PIL import Image
 from torchvision.transforms import RandomResizedCrop
 
 from tests.unit.data.images.stored import photograph
-from trp_scale.config import CropsConfig, RefusedError
+from trp_scale.config import CropsConfig
 from trp_scale.data.hashing import mix
 from trp_scale.data.images.crops import Cropper, Crops, crop_words, draw_boxes
 
@@ -131,20 +131,3 @@ def test_windows_are_cut_from_the_view() -> None:
     view = as_tensor(image.crop((5, 3, 45, 34)).resize((24, 24), Image.Resampling.BICUBIC))
     assert_near(out[0], view[:, 2:12, 9:19].flip(-1))
     assert_near(out[1], view[:, 14:24, 0:10])
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"count": 0}, r"crops\.count 0"),
-        ({"size": 0}, r"crops\.size 0"),
-        ({"min_scale": 0.0}, r"crops\.min_scale 0\.0"),
-        ({"min_scale": 0.9, "max_scale": 0.5}, "0 < min_scale <= max_scale <= 1"),
-        ({"max_scale": 1.5}, r"crops\.max_scale 1\.5"),
-        ({"flip": 1.1}, r"crops\.flip: 1\.1"),
-        ({"from_": "view", "size": 112, "view_size": 96}, r"crops\.view_size: 96 found, at least crops\.size = 112"),
-    ],
-)
-def test_settings_that_cannot_be_are_refused(settings: dict[str, object], message: str) -> None:
-    with pytest.raises(RefusedError, match=message):
-        Cropper(CropsConfig(**settings))  # type: ignore[arg-type]

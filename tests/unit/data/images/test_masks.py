@@ -5,12 +5,11 @@ from __future__ import annotations
 from itertools import combinations
 
 import numpy as np
-import pytest
 
-from trp_scale.config import RefusedError
+from trp_scale.config import PatchSplit
 from trp_scale.data.hashing import Integers, Words, mix
 from trp_scale.data.images.crops import crop_words
-from trp_scale.data.images.masks import PatchSplit, draw_masks, split_patches
+from trp_scale.data.images.masks import draw_masks
 from trp_scale.data.plan import Addresses, row_states
 
 STATES = mix(np.arange(12_000, dtype=np.uint64))
@@ -21,15 +20,6 @@ def shown(visible: Integers, patches: int) -> np.ndarray:
     flags = np.zeros((*visible.shape[:2], patches), dtype=bool)
     np.put_along_axis(flags, visible, True, axis=2)
     return flags
-
-
-@pytest.mark.parametrize(
-    ("size", "patch_size", "ratio", "patches", "visible"),
-    [(224, 16, 0.75, 196, 49), (112, 16, 0.75, 49, 12), (32, 8, 0.5, 16, 8), (224, 16, 0.9, 196, 19)],
-)
-def test_how_many_are_visible(size: int, patch_size: int, ratio: float, patches: int, visible: int) -> None:
-    assert split_patches(size, patch_size, ratio) == PatchSplit(patches=patches, visible=visible)
-    assert split_patches(size, patch_size, ratio).masked == patches - visible
 
 
 def test_visible_and_masked_are_ascending_and_complete() -> None:
@@ -79,18 +69,3 @@ def test_crops_rows_and_epochs_are_independent() -> None:
         overlaps = (one & other).sum(axis=1)
         assert abs(overlaps.mean() - mean) < 5 * np.sqrt(variance / len(overlaps))
         assert abs(overlaps.var() / variance - 1) < 0.08
-
-
-@pytest.mark.parametrize(
-    ("size", "patch_size", "ratio", "message"),
-    [
-        (224, 15, 0.75, r"vision\.patch_size: 15 found, a divisor of crops\.size = 224"),
-        (224, 0, 0.75, r"vision\.patch_size: 0 found"),
-        (32, 16, 0.9, "leaves 0 of 4 patches visible; 1 to 3 allowed"),
-        (32, 16, 0.0, "leaves 4 of 4 patches visible"),
-        (514, 2, 0.75, "66049 patches of a crop, at most 65536"),
-    ],
-)
-def test_splits_that_cannot_be_are_refused(size: int, patch_size: int, ratio: float, message: str) -> None:
-    with pytest.raises(RefusedError, match=message):
-        split_patches(size, patch_size, ratio)
