@@ -16,7 +16,9 @@ class ShardImagesConfig:
     """Shard images for pre-training, with their classes and aligned depth and segmentation maps where there are any."""
 
     output: Path
-    """Directory of the data set. A run that was stopped goes on there; one with other settings is refused."""
+    """Directory of the data set. A run that was stopped goes on there; one with other settings or other inputs is
+    refused. The files of a folder of images are known by their names and sizes alone: if one was changed in place and
+    kept its size, give another directory."""
     inputs: list[str] = field(default_factory=list)
     """One of: a folder of images (sub-folders are classes, numbered by sorted name; a flat folder has none); tars with
     .jpg, .jpeg or .png and .cls members (files, globs, or a folder of them); a directory written by
