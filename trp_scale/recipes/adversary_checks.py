@@ -81,7 +81,7 @@ def _positions(config: Config) -> Iterator[str]:
     if vision.tokens == "visible":
         yield (
             f"--adversary.kind is {adversary.kind} but --vision.tokens is visible: no masked patch is in the encoder; "
-            "allowed: --vision.tokens all"
+            "allowed: --vision.tokens all, as in the recipe mae_plus_vit_b"
         )
     if adversary.kind.startswith("relative") and vision.positions != "relative":
         yield (
@@ -111,6 +111,13 @@ def adversary_cautions(config: Config) -> list[str]:
             "--adversary.mask_token learned lets the mask token undo the perturbation, since both are added at the "
             "same places; frozen does not"
         )
+    if adversary.kind == "pixels":
+        widest = 1.0 if adversary.norm == "linf" else math.sqrt(3) * config.crops.size  # of [0, 1]^(3 x S x S)
+        if adversary.eps > widest:
+            found.append(
+                f"--adversary.eps {adversary.eps:g} is wider than any two images are apart in --adversary.norm "
+                f"{adversary.norm} ({widest:g}), since pixels are in [0, 1]; AdPE takes 0.001 to 0.1 of linf"
+            )
     default = AdversaryConfig()
     for name, kinds in KINDS_OF.items():
         value = getattr(adversary, name)

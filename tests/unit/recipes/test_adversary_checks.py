@@ -56,7 +56,7 @@ def test_each_kind_with_its_defaults_passes(kind: str) -> None:
         ("pixels", {"ascent": "adamw"}, "--adversary.kind pixels: linear"),
         ("pixels", {"update": "parallel"}, "--adversary.kind pixels: sequential"),
         ("pixels", {"lr": 0.1}, "--adversary.kind pixels: 0"),
-        ("absolute_coordinate", {"vision__tokens": "visible"}, "allowed: --vision.tokens all"),
+        ("absolute_coordinate", {"vision__tokens": "visible"}, "--vision.tokens all, as in the recipe mae_plus_vit_b"),
         ("absolute_coordinate", {"vision__tokens": "visible", "where": "both"}, "allowed: --vision.tokens all"),
         ("relative_coordinate", {"vision__positions": "absolute"}, "--vision.positions relative"),
         ("relative_embedding", {"vision__positions": "absolute"}, "--vision.positions relative"),
@@ -89,6 +89,8 @@ def test_an_adversary_needs_image_patches() -> None:
         ("relative_embedding", {"index": "straight_through"}, "--adversary.index straight_through has no effect"),
         ("absolute_coordinate", {"on_saturation": "reset"}, "--adversary.on_saturation reset has no effect"),
         ("pixels", {"where": "both"}, "--adversary.where both has no effect"),
+        ("pixels", {"eps": 1.5}, "--adversary.eps 1.5 is wider than any two images are apart"),
+        ("pixels", {"eps": 196.0, "norm": "l2"}, "--adversary.norm l2 (193.99)"),  # sqrt(3 x 112 x 112)
     ],
 )
 def test_allowed_with_a_caution(kind: str, changes: dict[str, Any], words: str) -> None:
@@ -96,6 +98,11 @@ def test_allowed_with_a_caution(kind: str, changes: dict[str, Any], words: str) 
     check(config)
     (caution,) = cautions(config)
     assert words in caution
+
+
+@pytest.mark.parametrize("changes", [{"eps": 1.0}, {"eps": 193.0, "norm": "l2"}])
+def test_balls_that_pixels_can_lie_in_need_no_word(changes: dict[str, Any]) -> None:
+    assert cautions(settings("pixels", **changes)) == []
 
 
 def test_no_adversary_no_words() -> None:
