@@ -65,7 +65,7 @@ def test_under_the_scaler_of_fp16(two_ranks: Ranks, stage: int, update: dict[str
 
 
 @pytest.mark.parametrize("update", [PARALLEL, SEQUENTIAL], ids=["parallel", "sequential"])
-@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("stage", [0, 1, 3])
 def test_the_loss_scale_is_not_in_the_gradient(two_ranks: Ranks, stage: int, update: dict[str, Any]) -> None:
     """From a scale that never overflows, fp16 climbs as fp32 does, within fp16's rounding."""
     ours = two_ranks(searching_run, stage, update, 8)[0]
