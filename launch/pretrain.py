@@ -12,7 +12,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a checkout works without being installed
 
-from trp_scale.cli import pretrain
+from trp_scale.cli import leave, pretrain
 
 if __name__ == "__main__":
-    sys.exit(pretrain(sys.argv[1:]))
+    leave(pretrain(sys.argv[1:]))
