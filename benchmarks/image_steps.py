@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.minimax_overhead import SameWindow, Unobserved
 from trp_scale.batch import Batch
 from trp_scale.config import Config, split_patches
 from trp_scale.distributed.groups import ALONE
@@ -54,25 +54,6 @@ def random_images(config: Config, rows: int) -> Batch:
         "row_weights": torch.ones(rows),
     }
     return Batch(fields=fields, keys=torch.arange(rows), start=0)
-
-
-@dataclass
-class SameWindow:
-    """Serves the same micro-batches at every step."""
-
-    window: list[Batch]
-
-    def next_window(self) -> list[Batch]:
-        return list(self.window)
-
-
-class Unobserved:
-    """Takes no notes."""
-
-    enabled = False
-
-    def message(self, text: str) -> None:
-        """Nobody listens."""
 
 
 def training_step(config: Config, batch: Batch, device: torch.device) -> Callable[[], object]:
