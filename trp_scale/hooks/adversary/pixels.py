@@ -12,6 +12,7 @@ from torch import Tensor
 from trp_scale.batch import Batch, StepStats
 from trp_scale.config import Config
 from trp_scale.hooks.adversary.effect import EffectWatch
+from trp_scale.hooks.adversary.log_line import log_line
 from trp_scale.hooks.adversary.own_pass import run_own_pass
 from trp_scale.hooks.adversary.projection import size, steepest
 from trp_scale.hooks.base import Hook, StepContext
@@ -70,17 +71,7 @@ class PixelAdversary(Hook):
     def metrics(self) -> Mapping[str, Any]:
         """norm: of the crops' perturbations on this rank, mean and largest; sensitivity: |dL/d pixels| of the global
         batch."""
-        values = [self._sizes.mean(), self._sizes.max(), self._sensitivity, self.effect.idle.double()]
-        mean, largest, sensitivity, idle = torch.stack(values).tolist()  # the one read
-        self.effect.warn(int(idle), self.settings.kind)
-        return {
-            "kind": self.settings.kind,
-            "norm": mean,
-            "largest_norm": largest,
-            "eps": self.settings.eps,
-            "share_of_eps": mean / self.settings.eps,
-            "sensitivity": sensitivity,
-        }
+        return log_line(self.settings, self.effect, sizes=self._sizes, sensitivity=self._sensitivity)
 
     def state_dict(self) -> dict[str, Any]:
         return {"idle": self.effect.idle.cpu()}

@@ -14,6 +14,7 @@ from trp_scale.config import Config
 from trp_scale.hooks.adversary.agreement import AgreementCheck
 from trp_scale.hooks.adversary.ascent import ASCENTS
 from trp_scale.hooks.adversary.effect import NEGLIGIBLE, EffectWatch
+from trp_scale.hooks.adversary.log_line import log_line
 from trp_scale.hooks.adversary.own_pass import run_own_pass
 from trp_scale.hooks.adversary.projection import Balls
 from trp_scale.hooks.adversary.saturation import Saturation
@@ -94,21 +95,9 @@ class ParallelPositions(Hook):
     def metrics(self) -> Mapping[str, Any]:
         """norm: of each ball, mean and largest; share_of_eps: the mean over eps; sensitivity: |dL/da|, l2 over all
         balls; saturated: share of offsets beyond the relative table (relative_coordinate only)."""
-        sizes = self.balls.sizes(self.vector)
-        values = [sizes.mean(), sizes.max(), self.gradient.double().norm(), self.effect.idle.double()]
-        if self.saturation is not None:
-            values.append(self.saturation.share(self.vector))
-        mean, largest, sensitivity, idle, *saturated = torch.stack(values).tolist()  # the one read
-        self.effect.warn(int(idle), self.settings.kind)
-        return {
-            "kind": self.settings.kind,
-            "norm": mean,
-            "largest_norm": largest,
-            "eps": self.settings.eps,
-            "share_of_eps": mean / self.settings.eps,
-            "sensitivity": sensitivity,
-            **({"saturated": saturated[0]} if saturated else {}),
-        }
+        shares = {} if self.saturation is None else {"saturated": self.saturation.share(self.vector)}
+        sizes, sensitivity = self.balls.sizes(self.vector), self.gradient.double().norm()
+        return log_line(self.settings, self.effect, sizes=sizes, sensitivity=sensitivity, **shares)
 
     def state_dict(self) -> dict[str, Any]:
         tensors = {"vector": self.vector, "idle": self.effect.idle, **self.state}
