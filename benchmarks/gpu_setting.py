@@ -176,7 +176,9 @@ def window_for(config: Config, length: int, masked: int, *, pin: bool) -> list[B
 
 def trainer_for(engine: Engine, config: Config, window: list[Batch]) -> Trainer:
     """The real loop over the same window of text at every step."""
-    return loop_over(engine, config, PosMaskedLanguageModelling(config.objective, GROUPS), window)
+    return loop_over(
+        engine, config, PosMaskedLanguageModelling(config.objective, GROUPS, config.model.hidden_size), window
+    )
 
 
 def loop_over(

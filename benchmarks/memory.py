@@ -84,7 +84,7 @@ def measure(rank: int, layout: str, options: Options, answers: Any) -> None:
         engine = build_engine(
             engine_name, module, config, device=environment.device, data_group=environment.data, ds_document=document
         )
-        objective = PosMaskedLanguageModelling(config.objective, GROUPS)
+        objective = PosMaskedLanguageModelling(config.objective, GROUPS, config.model.hidden_size)
         batch = random_batch(ROWS).to(environment.device)
         for _ in range(STEPS):
             losses = objective(engine, batch)

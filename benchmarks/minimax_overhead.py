@@ -89,7 +89,7 @@ def step_of(
         balancer=balancing,
     )
     engine = PlainEngine(BertForMaskedPositions(config.model, vocab_size=VOCABULARY, seed=0), config, device=device)
-    objective = PosMaskedLanguageModelling(config.objective, GROUPS)
+    objective = PosMaskedLanguageModelling(config.objective, GROUPS, config.model.hidden_size)
     batch = random_batch(options.rows)
     trainer = Trainer(
         config=config,

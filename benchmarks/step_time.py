@@ -72,7 +72,7 @@ def our_step(config: Config, batch: Batch, device: torch.device) -> tuple[Callab
     """Proportional weights: the very loss of the peer."""
     module = BertForMaskedPositions(config.model, vocab_size=VOCABULARY, seed=0)
     engine = PlainEngine(module, config, device=device)
-    objective = PosMaskedLanguageModelling(config.objective, GROUPS)
+    objective = PosMaskedLanguageModelling(config.objective, GROUPS, config.model.hidden_size)
     batch = batch.to(device)
     counts = objective.count(batch)
     weights = counts / counts[:-1].sum()

@@ -134,7 +134,7 @@ def make_engine(layout: Layout, config: Config, group: Group) -> tuple[Engine, P
     engine = build_engine(
         layout.engine, module, config, device=torch.device("cpu"), data_group=group, ds_document=document
     )
-    return engine, PosMaskedLanguageModelling(config.objective, GROUPS)
+    return engine, PosMaskedLanguageModelling(config.objective, GROUPS, config.model.hidden_size)
 
 
 @dataclass(kw_only=True)

@@ -86,7 +86,7 @@ class Reference:
     def __init__(self, **model: Any) -> None:
         self.config = small_config(Layout(), model=model)
         self.module = BertForMaskedPositions(self.config.model, vocab_size=VOCABULARY, seed=self.config.training.seed)
-        self.objective = PosMaskedLanguageModelling(self.config.objective, GROUPS)
+        self.objective = PosMaskedLanguageModelling(self.config.objective, GROUPS, self.config.model.hidden_size)
 
     def window(self, number: int) -> list[Batch]:
         config = small_config(Layout(micro_size=self.config.batch.global_size))

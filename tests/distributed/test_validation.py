@@ -56,7 +56,9 @@ def computed_anew(dataset: Path, checkpoint: Path) -> tuple[list[float], list[fl
     module.load_state_dict(read_full_state(checkpoint))
     module.eval()
     with torch.no_grad():
-        losses = PosMaskedLanguageModelling(config.objective, sources.meta.groups)(module, batch)
+        losses = PosMaskedLanguageModelling(config.objective, sources.meta.groups, config.model.hidden_size)(
+            module, batch
+        )
     return (losses.sums / losses.counts.clamp(min=1)).tolist(), losses.counts.tolist()
 
 

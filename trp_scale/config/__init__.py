@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from trp_scale.config.errors import RefusedError, nearest
 from trp_scale.config.hooks import AdversaryConfig, BalancerConfig
+from trp_scale.config.modalities import ModalitiesConfig
 from trp_scale.config.patches import MOST_PATCHES, PatchSplit, split_patches
 from trp_scale.config.run import (
     BatchConfig,
@@ -40,6 +41,7 @@ __all__ = [
     "DataConfig",
     "LoggingConfig",
     "MaskingConfig",
+    "ModalitiesConfig",
     "ModelConfig",
     "ObjectiveConfig",
     "OptimizerConfig",
@@ -59,6 +61,7 @@ class Config:
 
     model: ModelConfig = field(default_factory=ModelConfig)
     vision: VisionConfig = field(default_factory=VisionConfig)
+    modalities: ModalitiesConfig = field(default_factory=ModalitiesConfig)
     objective: ObjectiveConfig = field(default_factory=ObjectiveConfig)
     data: DataConfig = field(default_factory=DataConfig)
     crops: CropsConfig = field(default_factory=CropsConfig)

@@ -12,8 +12,9 @@ import tyro.conf
 class ModelConfig:
     """The encoder. Defaults are BERT-base (TRP 001, Table 4)."""
 
-    kind: Literal["bert", "mae"] = "bert"
-    """bert: text. mae: masked autoencoder on images; its other settings are under --vision, and it has no dropout."""
+    kind: Literal["bert", "mae", "mm_mae"] = "bert"
+    """bert: text. mae: masked autoencoder on images; its other settings are under --vision, and it has no dropout.
+    mm_mae: the same with depth and segmentation beside the image (TRP 4.2), set under --modalities."""
     layers: int = 12
     """Number of transformer blocks."""
     hidden_size: int = 768
@@ -62,8 +63,9 @@ class VisionConfig:
 class ObjectiveConfig:
     """What is predicted, and which of it takes part in the maximum (algorithms.md, PoS-BERT)."""
 
-    kind: Literal["pos_mlm", "mae"] = "pos_mlm"
-    """pos_mlm: masked words in nine part-of-speech groups, and next-sentence prediction. mae: masked image patches."""
+    kind: Literal["pos_mlm", "mae", "mm_mae"] = "pos_mlm"
+    """pos_mlm: masked words in nine part-of-speech groups, and next-sentence prediction. mae: masked image patches.
+    mm_mae: masked patches of several modalities, each a task."""
     other: Literal["outside", "exclude", "unmasked", "task"] = "outside"
     """Words outside the nine groups: outside = added with their natural share n_other / n, exclude = no loss,
     unmasked = never chosen for masking, task = a tenth task in the maximum."""
@@ -73,6 +75,9 @@ class ObjectiveConfig:
     """Weight of next-sentence prediction when it is outside the maximum."""
     target: Literal["normalised", "pixels"] = "normalised"
     """What mae predicts: pixels with each patch's mean and deviation taken out (He et al.), or as they are."""
+    reduction: Literal["sample", "element"] = "sample"
+    """mm_mae, a task's loss: sample = the mean of each image's masked elements, then over images that have any
+    (MultiMAE); element = the mean over all masked elements of the global batch."""
 
 
 @dataclass(kw_only=True)

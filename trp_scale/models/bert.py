@@ -51,10 +51,12 @@ class BertOutput(NamedTuple):
     Attributes:
         prediction_logits: [R, M, V_padded], rows beyond the vocabulary are -inf.
         next_sentence_logits: [R, 2], index 0 = the second sentence follows the first (transformers' convention).
+        shared_inputs: [R, M, D] without a graph, what entered the transform; only with a tap at its output.
     """
 
     prediction_logits: Tensor
     next_sentence_logits: Tensor
+    shared_inputs: Tensor | None = None
 
 
 class LastLayer(BertLayer):  # type: ignore[misc]
@@ -93,8 +95,11 @@ class PredictionTransform(nn.Module):
         self.dense = nn.Linear(hidden_size, hidden_size)
         self.LayerNorm = nn.LayerNorm(hidden_size, eps=eps)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        return self.LayerNorm(F.gelu(self.dense(hidden)))  # type: ignore[no-any-return]
+    def forward(self, hidden: Tensor, tap: Tensor | None = None) -> Tensor:
+        hidden = self.dense(hidden)
+        if tap is not None:
+            hidden = hidden + tap.to(hidden.dtype)
+        return self.LayerNorm(F.gelu(hidden))  # type: ignore[no-any-return]
 
 
 class PredictionHead(nn.Module):
@@ -112,10 +117,10 @@ class PredictionHead(nn.Module):
         mask[vocab_size:] = -torch.inf
         self.register_buffer("out_of_vocabulary", mask, persistent=False)
 
-    def forward(self, hidden: Tensor, embeddings: Tensor) -> Tensor:
+    def forward(self, hidden: Tensor, embeddings: Tensor, tap: Tensor | None = None) -> Tensor:
         # DeepSpeed casts parameters to bf16 or fp16 and leaves buffers as they are.
         bias = self.bias + self.out_of_vocabulary.to(self.bias.dtype)
-        return F.linear(self.transform(hidden), embeddings, bias)
+        return F.linear(self.transform(hidden, tap), embeddings, bias)
 
 
 class PretrainingHeads(nn.Module):
@@ -151,7 +156,13 @@ class BertForMaskedPositions(nn.Module):
         return self.bert.encoder.layer  # type: ignore[no-any-return]
 
     def forward(
-        self, tokens: Tensor, token_types: Tensor, attention_mask: Tensor, masked_positions: Tensor
+        self,
+        tokens: Tensor,
+        token_types: Tensor,
+        attention_mask: Tensor,
+        masked_positions: Tensor,
+        representation_tap: Tensor | None = None,
+        transform_tap: Tensor | None = None,
     ) -> BertOutput:
         """Predict the masked words and whether the second sentence follows.
 
@@ -160,6 +171,8 @@ class BertForMaskedPositions(nn.Module):
             token_types: [R, L] int64, 0 for the first sentence, 1 for the second.
             attention_mask: [R, L] bool, True at real tokens.
             masked_positions: [R, M] int64; unused slots may hold any valid position.
+            representation_tap: [R, 1 + M, D] zeros, added to what the heads read.
+            transform_tap: [R, M, D] zeros, added to the output of the transform's matrix.
         """
         mask = attention_mask[:, None, None, :]  # [R, 1, 1, L]
         hidden = self.bert.embeddings(input_ids=tokens, token_type_ids=token_types)  # [R, L, D]
@@ -168,9 +181,13 @@ class BertForMaskedPositions(nn.Module):
             hidden = layer(hidden, mask)
         first = torch.zeros_like(masked_positions[:, :1])  # the pooler reads [CLS]
         selected = last(hidden, mask, torch.cat([first, masked_positions], dim=1))  # [R, 1 + M, D]
+        if representation_tap is not None:
+            selected = selected + representation_tap.to(selected.dtype)
+        words, embeddings = selected[:, 1:], self.bert.embeddings.word_embeddings.weight
         return BertOutput(
-            prediction_logits=self.cls.predictions(selected[:, 1:], self.bert.embeddings.word_embeddings.weight),
+            prediction_logits=self.cls.predictions(words, embeddings, transform_tap),
             next_sentence_logits=self.cls.seq_relationship(self.bert.pooler(selected)),
+            shared_inputs=None if transform_tap is None else words.detach(),
         )
 
     @torch.no_grad()

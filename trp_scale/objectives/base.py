@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -16,10 +16,12 @@ class Objective(Protocol):
     Attributes:
         tasks: names, in the order of every [T] vector.
         balanced: positions of the tasks whose weights the balancer decides.
+        regression: positions of the tasks whose loss is a distance, not a cross-entropy.
     """
 
     tasks: tuple[str, ...]
     balanced: tuple[int, ...]
+    regression: tuple[int, ...]
 
     def count(self, batch: Batch) -> Tensor:
         """[T] float64, elements of each task in the batch; from the labels alone, before any forward pass."""
@@ -31,4 +33,41 @@ class Objective(Protocol):
 
     def __call__(self, forward: Callable[..., Any], batch: Batch) -> TaskLosses:
         """Run the model and sum each task's losses."""
+        ...
+
+
+TapPlace = Literal["weights", "representation"]
+"""Where tasks are told apart: at the output of the last layer whose weights they share, or at what they share."""
+
+
+class Tap(NamedTuple):
+    """A tensor of zeros that the model adds where the tasks branch from what they share: after the backward pass its
+    `.grad` holds the tasks' gradients there, which no other graph or pass has to give.
+
+    Attributes:
+        name: under which it goes into `Batch.extras`.
+        shape: what the model expects for this batch.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+
+
+class TappedObjective(Objective, Protocol):
+    """An objective whose tasks' gradients can be told apart where they branch."""
+
+    def tapped(self, at: TapPlace) -> tuple[int, ...]:
+        """Positions of the tasks that pass this place."""
+        ...
+
+    def tap(self, batch: Batch, at: TapPlace) -> Tap:
+        """The tap for one micro-batch; with `at` = weights the losses then hold `shared_inputs`."""
+        ...
+
+    def task_gradients(self, batch: Batch, at: TapPlace, gradient: Tensor) -> dict[int, Tensor]:
+        """Each tapped task's part of a tap's gradient, [rows, D], by position.
+
+        With `at` = weights its rows are those of `shared_inputs`, so that (part^T shared_inputs) [D, K] is the task's
+        gradient of the shared layer's weights.
+        """
         ...

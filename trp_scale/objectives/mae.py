@@ -36,6 +36,7 @@ class MaskedPatchReconstruction:
 
     tasks: tuple[str, ...] = (RECONSTRUCTION,)
     balanced: tuple[int, ...] = (0,)
+    regression: tuple[int, ...] = (0,)
 
     def __init__(self, config: ObjectiveConfig, patch_size: int) -> None:
         self.normalised = config.target == "normalised"

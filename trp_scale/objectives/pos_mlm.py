@@ -11,6 +11,10 @@ from torch import Tensor
 from trp_scale.batch import Batch, TaskLosses
 from trp_scale.config import ObjectiveConfig
 from trp_scale.models.bert import BertOutput
+from trp_scale.objectives.base import Tap, TapPlace
+
+TAPS: dict[TapPlace, str] = {"weights": "transform_tap", "representation": "representation_tap"}
+"""Argument of the model that takes a tap."""
 
 NEXT_SENTENCE = "next_sentence"
 
@@ -25,13 +29,16 @@ class PosMaskedLanguageModelling:
     Args:
         config: settings.
         groups: names of the groups as numbered in the shards; the last one is `other`.
+        hidden_size: D, the encoder's width.
     """
 
-    def __init__(self, config: ObjectiveConfig, groups: Sequence[str]) -> None:
+    def __init__(self, config: ObjectiveConfig, groups: Sequence[str], hidden_size: int) -> None:
         self.config = config
+        self.hidden_size = hidden_size
         self.tasks: tuple[str, ...] = (*groups, NEXT_SENTENCE)
         self.other = len(groups) - 1
         self.next_sentence = len(groups)
+        self.regression: tuple[int, ...] = ()
         self.balanced: tuple[int, ...] = tuple(range(self.other))
         if config.other == "task":
             self.balanced += (self.other,)
@@ -67,7 +74,13 @@ class PosMaskedLanguageModelling:
 
         The sums are taken in float64: they are compared and divided across ranks, and T numbers cost nothing.
         """
-        output = forward(batch["tokens"], batch["token_types"], batch["attention_mask"], batch["masked_positions"])
+        output = forward(
+            batch["tokens"],
+            batch["token_types"],
+            batch["attention_mask"],
+            batch["masked_positions"],
+            **{name: batch.extras[name] for name in TAPS.values() if name in batch.extras},
+        )
         words = F.cross_entropy(
             output.prediction_logits.flatten(0, 1).float(), batch["labels"].flatten(), reduction="none"
         )  # [R * M]
@@ -77,4 +90,29 @@ class PosMaskedLanguageModelling:
             # The head still takes part in the graph: ZeRO-3 keeps the last gradient of a parameter that does not.
             rows = rows * 0.0
         rows_sum = (rows.double() * batch["row_weights"].double()).sum().reshape(1)
-        return TaskLosses(sums=torch.cat([weighted @ self._membership(batch), rows_sum]), counts=self.count(batch))
+        return TaskLosses(
+            sums=torch.cat([weighted @ self._membership(batch), rows_sum]),
+            counts=self.count(batch),
+            shared_inputs=None if output.shared_inputs is None else output.shared_inputs.flatten(0, 1),  # [R * M, D]
+        )
+
+    def tapped(self, at: TapPlace) -> tuple[int, ...]:
+        """The last layer with weights that masked words share is the head's transform, which next-sentence prediction
+        does not pass; at the head's input each row belongs to one task, the first to next-sentence prediction."""
+        words = tuple(range(self.next_sentence))
+        return words if at == "weights" else (*words, self.next_sentence)
+
+    def tap(self, batch: Batch, at: TapPlace) -> Tap:
+        """At the transform's output [R, M, D], or at the heads' input [R, 1 + M, D]."""
+        rows, masked = batch["masked_positions"].shape
+        return Tap(TAPS[at], (rows, masked if at == "weights" else 1 + masked, self.hidden_size))
+
+    def task_gradients(self, batch: Batch, at: TapPlace, gradient: Tensor) -> dict[int, Tensor]:
+        """The rows of a group's words, the others 0."""
+        rows = gradient if at == "weights" else gradient[:, 1:]  # [R, M, D]
+        words = rows.flatten(0, 1)  # [R * M, D]
+        members = self._membership(batch).to(words.dtype)  # [R * M, groups]
+        parts = {group: words * members[:, group, None] for group in range(self.next_sentence)}
+        if at == "representation":
+            parts[self.next_sentence] = gradient[:, 0]  # [R, D]
+        return parts

@@ -173,15 +173,26 @@ def _value(kind: Any, value: object) -> object:
         text = str(value) if number else value  # `total: 1` in YAML is meant as the choice "1"
         if isinstance(text, str) and text in allowed:
             return text
-        raise TypeError(f"one of {', '.join(allowed)}")
+        raise TypeError(_allowed(kind))
     if get_origin(kind) is dict:
         if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
             raise TypeError("names with numbers")
         return {key: _value(get_args(kind)[1], item) for key, item in value.items()}
+    if get_origin(kind) is list:
+        if not isinstance(value, list):
+            raise TypeError(f"a list, each {_allowed(get_args(kind)[0])}")
+        return [_value(get_args(kind)[0], item) for item in value]
     if kind is float and number:
         return float(value)  # type: ignore[arg-type]
     if kind is int and number and float(value).is_integer():  # type: ignore[arg-type]
         return int(value)  # type: ignore[call-overload]
     if kind in (bool, str) and isinstance(value, kind):
         return value
-    raise TypeError({float: "a number", int: "a whole number", bool: "true or false", str: "text"}[kind])
+    raise TypeError(_allowed(kind))
+
+
+def _allowed(kind: Any) -> str:
+    """What may stand for the type `kind`, in words."""
+    if get_origin(kind) is Literal:
+        return f"one of {', '.join(get_args(kind))}"
+    return {float: "a number", int: "a whole number", bool: "true or false", str: "text"}[kind]

@@ -27,7 +27,7 @@ class TextUpstream:
         self.config = config
         self.sources = open_sources(config, rank=data.rank, world=data.size, device_type=environment.device.type)
         self.meta = self.sources.meta
-        self.objective = PosMaskedLanguageModelling(config.objective, self.meta.groups)
+        self.objective = PosMaskedLanguageModelling(config.objective, self.meta.groups, config.model.hidden_size)
         self.positions_per_step = config.batch.global_size * self.meta.length
         self.step_flops = bert_step_flops(
             config.model,

@@ -167,7 +167,7 @@ def test_transformers_own_loss_and_gradient_are_proportional_with_next_sentence(
     """BERT: the mean over all masked positions + the mean over rows; with `other: task`, proportional is just that."""
     model, batch = small_model(), masked_rows(9)
     reference = reference_of(model)
-    objective = PosMaskedLanguageModelling(ObjectiveConfig(other="task"), GROUPS)
+    objective = PosMaskedLanguageModelling(ObjectiveConfig(other="task"), GROUPS, hidden_size=32)
     window = [batch] if accumulation == 1 else [part(batch, 0, 2), part(batch, 2, 3), part(batch, 3, 9)]
     step = take_step(balancer(objective, "proportional"), objective, model, window)
     theirs = reference_output(reference, batch, labels=labels_of(batch), next_sentence_label=batch["next_sentence"])

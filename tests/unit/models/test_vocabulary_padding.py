@@ -12,7 +12,7 @@ from trp_scale.data.groups import GROUPS
 from trp_scale.models.bert import PADDED_PARAMETERS, BertForMaskedPositions
 from trp_scale.objectives.pos_mlm import PosMaskedLanguageModelling
 
-OBJECTIVE = PosMaskedLanguageModelling(ObjectiveConfig(), GROUPS)
+OBJECTIVE = PosMaskedLanguageModelling(ObjectiveConfig(), GROUPS, hidden_size=32)
 BATCH = masked_rows(7)
 
 

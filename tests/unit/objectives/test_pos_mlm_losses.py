@@ -26,7 +26,7 @@ NEXT_SENTENCES = ["outside", "inside", "off"]
 
 
 def objective_of(**settings: Any) -> PosMaskedLanguageModelling:
-    return PosMaskedLanguageModelling(ObjectiveConfig(**settings), GROUPS)
+    return PosMaskedLanguageModelling(ObjectiveConfig(**settings), GROUPS, hidden_size=8)
 
 
 def surprise(logits: Tensor, label: Tensor) -> float:

@@ -31,8 +31,11 @@ def test_every_field_can_be_given_as_section_field_value() -> None:
     for section, kind in get_type_hints(Config).items():
         for field, of in get_type_hints(kind).items():
             default = getattr(getattr(Config(), section), field)
-            value = values.get(of, "verb" if isinstance(default, dict) else str(default))
-            argv += [f"--{section}.{setting_name(field)}", value, *(["0.5"] if isinstance(default, dict) else [])]
+            if isinstance(default, dict):
+                words = ["verb", "0.5"]
+            else:
+                words = default if isinstance(default, list) else [values.get(of, str(default))]
+            argv += [f"--{section}.{setting_name(field)}", *words]
     # Sevens everywhere agree with each other (7 heads of width 1, one micro-batch of 7) but for these two.
     argv += ["--optimizer.min_lr", "0.1", "--model.max_positions", "64"]
     config = parse(argv).config
