@@ -14,7 +14,7 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the shared ranks are gloo ranks on th
 import hypothesis
 import pytest
 
-from tests.fixtures import small_text_dataset
+from tests.fixtures import small_image_dataset, small_text_dataset
 from tests.ranks import Ranks
 
 # No example may fail for being slow: the machine decides that, not the code.
@@ -34,3 +34,9 @@ def two_ranks() -> Iterator[Ranks]:
 def text_dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A few hundred rows of real English, sharded."""
     return small_text_dataset(tmp_path_factory.mktemp("data") / "text")
+
+
+@pytest.fixture(scope="session")
+def image_dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A hundred rendered scenes with depth and segmentation, sharded."""
+    return small_image_dataset(tmp_path_factory.mktemp("data") / "scenes")

@@ -7,6 +7,8 @@ import os
 import random
 import signal
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ import torch
 
 from tests.distributed.launched import kill_all, launch, wait_for_steps
 from tests.ranks import Ranks
-from tests.runs import essence, flags, lines, pretrain_here, start
+from tests.runs import essence, flags, image_flags, lines, pretrain_here, start
 from trp_scale.checkpoint.run_directory import checkpoint_path, newest_complete
 from trp_scale.checkpoint.stored_pieces import read_full_state
 
@@ -36,11 +38,17 @@ def same_run(ours: Path, reference: Path) -> None:
         assert line == other
 
 
-def test_kill_9_at_a_random_step_and_resume(text_dataset: Path, tmp_path: Path) -> None:
-    changes = {"training__steps": 14, "checkpoint__every": 3, "model__dropout": 0.1, "data__workers": 1}
-    assert pretrain_here(flags(text_dataset, tmp_path / "whole", **changes)) == 0
+RUNS: dict[str, Callable[..., list[str]]] = {"pos_bert_tiny": flags, "adpe_tiny": partial(image_flags, "adpe_tiny")}
+
+
+@pytest.mark.parametrize("recipe", RUNS)
+def test_kill_9_at_a_random_step_and_resume(request: pytest.FixtureRequest, tmp_path: Path, recipe: str) -> None:
+    dataset: Path = request.getfixturevalue("text_dataset" if recipe == "pos_bert_tiny" else "image_dataset")
+    changes = {"training__steps": 14, "checkpoint__every": 3, "data__workers": 1}
+    changes |= {"model__dropout": 0.1} if recipe == "pos_bert_tiny" else {}
+    assert pretrain_here(RUNS[recipe](dataset, tmp_path / "whole", **changes)) == 0
     kill_at = random.SystemRandom().randint(4, 12)
-    victim = start(flags(text_dataset, tmp_path / "killed", **changes))
+    victim = start(RUNS[recipe](dataset, tmp_path / "killed", **changes))
     metrics = tmp_path / "killed" / "metrics.jsonl"
     deadline = time.monotonic() + 120
     while not metrics.exists() or metrics.read_bytes().count(b"\n") < kill_at:
@@ -50,7 +58,8 @@ def test_kill_9_at_a_random_step_and_resume(text_dataset: Path, tmp_path: Path) 
     victim.communicate()
     assert victim.returncode == -signal.SIGKILL
     assert newest_complete(tmp_path / "killed").path is not None
-    assert pretrain_here(flags(text_dataset, tmp_path / "killed", **changes)) == 0
+    assert pretrain_here(RUNS[recipe](dataset, tmp_path / "killed", **changes)) == 0
+    assert lines(tmp_path / "killed")[-1]["step"] == 14
     same_run(tmp_path / "killed", tmp_path / "whole")
 
 
