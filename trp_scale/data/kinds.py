@@ -15,10 +15,19 @@ from trp_scale.data.text_batch import TextBatchBuilder
 from trp_scale.data.text_dataset import TextMeta, agree, open_text_dataset
 
 if TYPE_CHECKING:
-    from trp_scale.data.images.dataset import ImageMeta
+    from trp_scale.data.images.batch import ImageBatchBuilder
+    from trp_scale.data.images.dataset import ImageDataset, ImageMeta
+    from trp_scale.data.images.multimodal_batch import MultimodalBatchBuilder
 
-BUILDERS = {"text": "trp_scale.data.text_batch", "image": "trp_scale.data.images.batch"}
-"""Module of the batch builder, by the kind in dataset.json."""
+KINDS = {"pos_mlm": "text", "mae": "image", "mm_mae": "image"}
+"""Kind in dataset.json, by the objective that learns from it."""
+
+BUILDERS = {
+    "pos_mlm": "trp_scale.data.text_batch",
+    "mae": "trp_scale.data.images.batch",
+    "mm_mae": "trp_scale.data.images.multimodal_batch",
+}
+"""Module of the batch builder, by objective."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +37,8 @@ class Rows:
     Attributes:
         blocks: of each data set.
         meta: what all rows have in common.
-        limit: predicted places of a sequence: masked slots of a text row, masked patches of a crop.
+        limit: predicted places of a sequence: masked slots of a text row, masked patches of a crop (of all input
+            modalities together).
         builder: makes batches of their rows.
         digests: of each data set.
     """
@@ -42,7 +52,7 @@ class Rows:
 
 def kind_of(config: Config) -> str:
     """The kind of rows that the objective learns from."""
-    return "image" if config.objective.kind == "mae" else "text"
+    return KINDS[config.objective.kind]
 
 
 def open_rows(config: Config, paths: Sequence[MemberPath]) -> Rows:
@@ -55,7 +65,7 @@ def open_rows(config: Config, paths: Sequence[MemberPath]) -> Rows:
     wanted = kind_of(config)
     for path in paths:
         found = read_json(path.path / "dataset.json").get("kind")
-        if found != wanted and found in BUILDERS:
+        if found != wanted and found in KINDS.values():
             raise RefusedError(
                 f"{path.path}: kind {found!r} found, but --objective.kind {config.objective.kind} learns from kind "
                 f"{wanted!r}; give other data (--data.path), or choose a recipe for {found} data"
@@ -82,16 +92,29 @@ def _open_text(config: Config, paths: Sequence[MemberPath]) -> Rows:
 
 
 def _open_images(config: Config, paths: Sequence[MemberPath]) -> Rows:
-    from trp_scale.data.images.batch import ImageBatchBuilder  # torchvision: a second that text need not wait for
-    from trp_scale.data.images.dataset import agree_images, open_image_dataset
+    from trp_scale.data.images.dataset import agree_images, open_image_dataset  # torchvision: text need not wait for it
+    from trp_scale.data.images.stored_modalities import used_modalities
 
-    datasets = [open_image_dataset(path.path, path.name) for path in paths]
+    used = used_modalities(config)
+    datasets = [open_image_dataset(path.path, path.name, used) for path in paths]
     meta = agree_images(datasets)
-    builder = ImageBatchBuilder(config, datasets, meta)
+    builder = _image_builder(config, datasets, meta)
     return Rows(
         blocks=[dataset.blocks for dataset in datasets],
         meta=meta,
-        limit=builder.split.masked,
+        limit=builder.limit,
         builder=builder,
         digests=[dataset.digest() for dataset in datasets],
     )
+
+
+def _image_builder(
+    config: Config, datasets: list[ImageDataset], meta: ImageMeta
+) -> ImageBatchBuilder | MultimodalBatchBuilder:
+    if config.objective.kind == "mm_mae":
+        from trp_scale.data.images.multimodal_batch import MultimodalBatchBuilder
+
+        return MultimodalBatchBuilder(config, datasets, meta)
+    from trp_scale.data.images.batch import ImageBatchBuilder
+
+    return ImageBatchBuilder(config, datasets, meta)

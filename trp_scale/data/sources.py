@@ -10,7 +10,7 @@ from typing import Any, Literal, overload
 from trp_scale.batch import Batch
 from trp_scale.config import Config, RefusedError
 from trp_scale.data.fetch import BatchBuilder, Fetcher, MicroBatches, start_worker_server
-from trp_scale.data.kinds import BUILDERS, Rows, kind_of, open_rows
+from trp_scale.data.kinds import BUILDERS, Rows, open_rows
 from trp_scale.data.mixture import parse_paths
 from trp_scale.data.partition import check_partition
 from trp_scale.data.plan import HeldOutPlan, Member, Plan, TrainPlan
@@ -143,7 +143,7 @@ class Sources:
 
     Attributes:
         meta: what all rows have in common: a `TextMeta`, or an `ImageMeta` when the objective learns from images.
-        limit: predicted places of a sequence: masked slots of a text row, masked patches of a crop.
+        limit: predicted places of a sequence (kinds.Rows).
     """
 
     def __init__(self, train: TrainSource, validation: ValidationSource, rows: Rows) -> None:
@@ -197,7 +197,7 @@ def open_sources(config: Config, *, rank: int, world: int, device_type: str = "c
             objective does not learn from.
     """
     if config.data.workers > 0:
-        start_worker_server(BUILDERS[kind_of(config)])  # first, so that its imports go on beside everything else
+        start_worker_server(BUILDERS[config.objective.kind])  # first, so that its imports go on beside everything else
     paths = parse_paths(config.data.path)
     rows = open_rows(config, paths)
     fraction = config.data.validation_fraction

@@ -16,6 +16,7 @@ from torchvision.transforms.v2 import functional
 
 from trp_scale.config import CropsConfig
 from trp_scale.data.hashing import Integers, Words, below, mix, name_hash
+from trp_scale.data.images.members import Map
 
 _CROP = np.uint64(name_hash("crop"))
 _VIEW = np.uint64(name_hash("crop: view"))
@@ -48,10 +49,14 @@ class Cropper:
 
     Args:
         settings: the section `crops`, checked (recipes/vision_checks.py).
+
+    Attributes:
+        size: side of a crop in pixels.
     """
 
     def __init__(self, settings: CropsConfig) -> None:
         self._settings = settings
+        self.size = settings.size
         self._mode = InterpolationMode[settings.interpolation.upper()]
 
     def draw(self, states: Words, sizes: Integers) -> Crops:
@@ -79,7 +84,7 @@ class Cropper:
             row: number of the row in it.
             out: [k, 3, S, S] uint8, is written.
         """
-        size, view_size = self._settings.size, self._settings.view_size
+        size, view_size = self.size, self._settings.view_size
         flips = crops.flips[row].tolist()
         if crops.windows is None:
             for number, box in enumerate(crops.boxes[row].tolist()):
@@ -88,6 +93,26 @@ class Cropper:
         view = self._resized(image, crops.boxes[row, 0].tolist(), view_size)  # [3, view, view]
         for number, (top, left) in enumerate(crops.windows[row].tolist()):
             _place(view[:, top : top + size, left : left + size], flips[number], out[number])
+
+    def pick(self, map_: Map, crops: Crops, row: int, size: int) -> Map:
+        """The crop of one row out of its depth or segmentation map, numbers picked, never mixed: [size, size].
+
+        Output pixel i of n takes the input pixel that holds its centre, floor((i + 1/2) height / n), so that maps keep
+        their place beside the image at any size. In integers: floating point is one pixel off at some sizes.
+
+        Args:
+            map_: [H, W].
+            crops: of the batch, for crops.from = image; the first one of the row is taken.
+            row: number of the row in it.
+            size: side of the result.
+        """
+        top, left, height, width = crops.boxes[row, 0].tolist()
+        centres = 2 * np.arange(size) + 1
+        lines, columns = top + centres * height // (2 * size), left + centres * width // (2 * size)
+        if crops.flips[row, 0]:
+            columns = columns[::-1]
+        picked: Map = map_.take(lines, axis=0).take(columns, axis=1)
+        return picked
 
     def _resized(self, image: Tensor, box: list[int], size: int) -> Tensor:
         """A box of the image as [3, size, size]; neighbours outside the box do not enter."""

@@ -4,10 +4,13 @@ DATASET/
   dataset.json                  what was made, from what, and the counts
   shards/image-000000.tar       WebDataset tar; one sample = one image: KEY.jpg, KEY.cls, aligned KEY.depth.png ...
   shards/image-000000.index.json
+  DIRECTORY/image-000000.tar    maps that were made later: tars of the same names, keys and order (stored_modalities.py)
+  DIRECTORY/image-000000.index.json
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -15,14 +18,16 @@ from typing import Any
 import numpy as np
 
 from trp_scale.data.hashing import Integers, Words, name_hash
+from trp_scale.data.images.aligned import read_aligned
 from trp_scale.data.images.members import SUFFIXES
 from trp_scale.data.images.reader import SampleTable, read_samples
+from trp_scale.data.images.stored_modalities import OWN_TAR, StoredModality, required, stored_modalities
 from trp_scale.data.index import DataError, read_json
 
 FORMAT = 1
 
 OPENED = ("jpg", "cls")
-"""Members that are read; the others belong to other objectives."""
+"""Members that are read for every objective; depth and segmentation only for one that asks for them."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,13 +36,17 @@ class ImageMeta:
 
     Attributes:
         classes: names of the classes, by label; None when labels have no names or images no labels.
-        suffixes: members that every image has.
+        suffixes: members that every image has in its own sample.
         rows: images, of a mixture: of all its members.
+        modalities: names of those that the objective reads beside the image, in the order of members.MODALITIES.
+        semseg_classes: names of the classes of segmentation maps, by number; None if the objective reads none.
     """
 
     classes: tuple[str, ...] | None
     suffixes: tuple[str, ...]
     rows: int
+    modalities: tuple[str, ...] = ()
+    semseg_classes: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,37 +70,65 @@ class ImageBlocks:
 
 @dataclass(frozen=True, kw_only=True)
 class ImageDataset:
-    """One opened data set; `name` is "" unless it is a member of a mixture."""
+    """One opened data set.
+
+    Attributes:
+        name: "" unless it is a member of a mixture.
+        meta: what its images have in common.
+        modalities: those that the objective reads.
+        rows_per_block: images of an order-block.
+        samples: members in the images' own tars.
+        aligned: members in other directories, the same images in the same order.
+        blocks: what order and split see.
+    """
 
     name: str
     meta: ImageMeta
+    modalities: tuple[StoredModality, ...]
     rows_per_block: int
     samples: SampleTable
+    aligned: tuple[SampleTable, ...]
     blocks: ImageBlocks
 
     def digest(self) -> str:
-        """Equal on two ranks if they see the same dataset.json, indexes and tar sizes."""
-        return f"{self.name} {self.meta} {self.rows_per_block} {self.samples.digest}"
+        """Equal on two ranks if they see the same dataset.json, indexes and tar sizes, as far as they are read."""
+        tables = " ".join(table.digest for table in (self.samples, *self.aligned))
+        parts = (self.name, self.meta, *self.modalities, self.rows_per_block, tables)
+        return " ".join(str(part) for part in parts)
 
 
-def open_image_dataset(directory: Path, name: str = "") -> ImageDataset:
+def open_image_dataset(directory: Path, name: str = "", used: Sequence[str] = ()) -> ImageDataset:
     """Read dataset.json and all indexes.
+
+    Args:
+        directory: of the data set.
+        name: its name in a mixture.
+        used: modalities that the objective reads beside the image (`used_modalities`).
 
     Raises:
         DataError: something is missing or of another format, or the tars differ from their indexes.
+        RefusedError: the data set has not all modalities that are used.
     """
     path = directory / "dataset.json"
     document = read_json(path)
     meta, rows_per_block = _read_meta(path, document)
-    opened = tuple(suffix for suffix in OPENED if suffix in meta.suffixes)
-    samples = read_samples(directory / "shards", list(document["shards"]), meta.suffixes, opened)
+    modalities = required(directory, stored_modalities(path, document), used)
+    own = [modality.suffix for modality in modalities if modality.directory == OWN_TAR]
+    opened = tuple(suffix for suffix in (*OPENED, *own) if suffix in meta.suffixes)
+    samples = read_samples(directory / OWN_TAR, list(document["shards"]), meta.suffixes, opened)
     if samples.rows != meta.rows:
         raise DataError(f"{path}: {meta.rows} rows written there, {samples.rows} images found; copy the data again")
     return ImageDataset(
         name=name,
-        meta=meta,
+        meta=replace(
+            meta,
+            modalities=tuple(used),
+            semseg_classes=next((each.classes for each in modalities if each.classes is not None), None),
+        ),
+        modalities=modalities,
         rows_per_block=rows_per_block,
         samples=samples,
+        aligned=tuple(read_aligned(directory, each, samples) for each in modalities if each.directory != OWN_TAR),
         blocks=cut_blocks(samples, rows_per_block),
     )
 
@@ -119,21 +156,26 @@ def agree_images(datasets: list[ImageDataset]) -> ImageMeta:
     Raises:
         DataError: two members have different classes; both are named.
     """
-    named = [dataset for dataset in datasets if dataset.meta.classes is not None]
-    for other in named[1:]:
-        ours, theirs = named[0].meta.classes, other.meta.classes
-        if ours != theirs:
-            raise DataError(
-                f"data.path: members of a mixture must have the same classes: {named[0].name} has "
-                f"{_listed(ours)}, {other.name} has {_listed(theirs)}"
-            )
+    named = [(each.name, each.meta.classes) for each in datasets if each.meta.classes is not None]
+    _require_same("classes", named)
+    _require_same("classes in segmentation maps", [(each.name, each.meta.semseg_classes) for each in datasets])
     first = datasets[0].meta
     return replace(
         first,
-        classes=named[0].meta.classes if named else None,
+        classes=named[0][1] if named else None,
         suffixes=tuple(s for s in first.suffixes if all(s in dataset.meta.suffixes for dataset in datasets)),
         rows=sum(dataset.meta.rows for dataset in datasets),
     )
+
+
+def _require_same(what: str, named: Sequence[tuple[str, tuple[str, ...] | None]]) -> None:
+    """Raise DataError if one of (member, classes) differs from the first."""
+    for name, classes in named[1:]:
+        if classes != named[0][1]:
+            raise DataError(
+                f"data.path: members of a mixture must have the same {what}: {named[0][0]} has "
+                f"{_listed(named[0][1])}, {name} has {_listed(classes)}"
+            )
 
 
 def _listed(classes: tuple[str, ...] | None) -> str:

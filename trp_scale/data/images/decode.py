@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torchvision.io import ImageReadMode, decode_jpeg
+from torchvision.io import ImageReadMode, decode_jpeg, decode_png
 
+from trp_scale.data.images.members import GREY_PNG, MAP_BITS, VOID, Map, png_format, unlisted_class
 from trp_scale.data.index import DataError
 
 
@@ -24,6 +25,39 @@ def decode_image(content: bytearray) -> Tensor:
     except RuntimeError as error:
         raise DataError(f"not a JPEG that can be decoded ({error})") from error
     return pixels
+
+
+def decode_map(suffix: str, content: bytearray, size: tuple[int, ...]) -> Map:
+    """The numbers of a depth or segmentation map, [H, W] uint16 or uint8.
+
+    Args:
+        suffix: of the member.
+        size: (H, W) of its image.
+
+    Raises:
+        DataError: not a grey PNG of the modality's bits that can be decoded, or of another size.
+    """
+    bits, colour_type = png_format(content)
+    if (bits, colour_type) != (MAP_BITS[suffix], GREY_PNG):
+        raise DataError(
+            f".{suffix}: {bits} bits and colour type {colour_type} found, a PNG of {MAP_BITS[suffix]} bits and colour "
+            f"type {GREY_PNG} (grey) expected"
+        )
+    try:
+        pixels: Tensor = decode_png(torch.frombuffer(content, dtype=torch.uint8), mode=ImageReadMode.UNCHANGED)
+    except RuntimeError as error:
+        raise DataError(f".{suffix}: not a PNG that can be decoded ({error})") from error
+    if pixels.shape[1:] != size:
+        raise DataError(f".{suffix}: {tuple(pixels.shape[1:])} pixels found, the image has {tuple(size)}")
+    numbers: Map = pixels[0].numpy()
+    return numbers
+
+
+def check_classes(numbers: Map, classes: int) -> None:
+    """Raises DataError if a segmentation map has a number that is neither one of so many classes nor void."""
+    wrong = unlisted_class(numbers, classes)
+    if wrong is not None:
+        raise DataError(f"class {wrong} found, 0 to {classes - 1} or {VOID} (void) expected")
 
 
 def parse_label(content: bytearray, classes: int | None) -> int:

@@ -24,12 +24,15 @@ def draw_masks(words: Words, split: PatchSplit) -> tuple[Integers, Integers]:
     Returns:
         visible [R, k, V] and masked [R, k, N - V], patch numbers row by row, both ascending.
     """
-    place = np.arange(split.patches, dtype=np.uint64)
-    hashes = mix(mix(words ^ _MASK)[:, :, None] ^ place)  # [R, k, N]
-    order = (hashes & ~_PLACE) | place
-    order.sort(axis=2)  # carries the patch's number: equal hashes keep their order
-    order &= _PLACE
-    visible, masked = order[:, :, : split.visible].astype(np.int64), order[:, :, split.visible :].astype(np.int64)
-    visible.sort(axis=2)
-    masked.sort(axis=2)
+    order = random_order(mix(words ^ _MASK), split.patches)  # [R, k, N]
+    visible, masked = np.sort(order[:, :, : split.visible], axis=2), np.sort(order[:, :, split.visible :], axis=2)
     return visible, masked
+
+
+def random_order(words: Words, patches: int) -> Integers:
+    """Patch numbers 0 .. patches - 1 in the order of their hashes, [..., patches] for words [...]."""
+    place = np.arange(patches, dtype=np.uint64)
+    order = (mix(words[..., None] ^ place) & ~_PLACE) | place
+    order.sort(axis=-1)  # carries the patch's number: equal hashes keep their order
+    numbers: Integers = (order & _PLACE).astype(np.int64)
+    return numbers

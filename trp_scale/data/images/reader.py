@@ -35,6 +35,7 @@ class SampleTable:
         starts: [shards + 1] number of the first image of each tar; the last entry is the number of all images.
         offsets: [n, M] int64, first byte of a member in its tar.
         lengths, checksums: [n, M] uint32, bytes and crc32 of a member.
+        key_digests: [shards] hash of the keys of a tar's images, in their order.
         digest: hash of all indexes (names, all members) and tar sizes.
     """
 
@@ -45,6 +46,7 @@ class SampleTable:
     offsets: Integers
     lengths: Counts
     checksums: Counts
+    key_digests: list[bytes]
     digest: str
 
     @property
@@ -86,13 +88,15 @@ def read_samples(directory: Path, shards: list[str], suffixes: tuple[str, ...], 
     """
     if len(set(shards)) < len(shards):
         raise DataError(f"{directory}: a shard is listed twice; shard the images again")
-    paths, sizes, counts, columns = [], [], [], []
+    paths, sizes, counts, columns, key_digests = [], [], [], [], []
     digest = hashlib.blake2b(repr((suffixes, shards)).encode(), digest_size=16)
     for name in shards:
         path = shard_path(directory, name)
         size, keys, members = _read_columns(path, suffixes)  # members: [images of the shard, all members, 3]
-        digest.update("\n".join([str(size), *keys]).encode())
+        names = "\n".join(keys).encode()
+        digest.update(f"{size}\n".encode() + names)
         digest.update(members.tobytes())
+        key_digests.append(hashlib.blake2b(names, digest_size=16).digest())
         paths.append(path)
         sizes.append(size)
         counts.append(len(members))
@@ -108,6 +112,7 @@ def read_samples(directory: Path, shards: list[str], suffixes: tuple[str, ...], 
         offsets=np.concatenate([offsets for offsets, _, _ in columns]),
         lengths=np.concatenate([lengths for _, lengths, _ in columns]),
         checksums=np.concatenate([checksums for _, _, checksums in columns]),
+        key_digests=key_digests,
         digest=digest.hexdigest(),
     )
 

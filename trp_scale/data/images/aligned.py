@@ -1,0 +1,48 @@
+"""Maps in tars of their own, joined to their images by position.
+
+DATASET/DIRECTORY/image-000000.tar holds the maps of the images in DATASET/shards/image-000000.tar, under the same keys
+in the same order.
+"""
+
+from __future__ import annotations
+
+from itertools import zip_longest
+from pathlib import Path
+
+from trp_scale.data.images.reader import SampleTable, read_samples
+from trp_scale.data.images.stored_modalities import StoredModality
+from trp_scale.data.index import DataError, read_index
+
+
+def read_aligned(directory: Path, modality: StoredModality, images: SampleTable) -> SampleTable:
+    """Read the indexes of the tars in a modality's own directory.
+
+    Args:
+        directory: of the data set.
+        modality: its maps lie in `directory / modality.directory`.
+        images: the data set's images.
+
+    Raises:
+        DataError: a tar, a member or a key is missing or another than beside the image.
+    """
+    advice = f"make the {modality.name} maps again (data_tools/pseudo_label.py), or copy {modality.directory} again"
+    suffixes = (modality.suffix,)
+    try:
+        maps = read_samples(directory / modality.directory, [path.name for path in images.shards], suffixes, suffixes)
+    except DataError as error:
+        raise DataError(f"{modality.name} maps beside the images: {error}; {advice}") from error
+    for image, map_, ours, theirs in zip(images.shards, maps.shards, images.key_digests, maps.key_digests, strict=True):
+        if ours != theirs:
+            raise DataError(f"{_first_difference(image, map_)}; {advice}")
+    return maps
+
+
+def _first_difference(images: Path, maps: Path) -> str:
+    """The first place at which two tars have different keys."""
+    keys = ([block.key for block in read_index(path).blocks] for path in (images, maps))
+    for place, (ours, theirs) in enumerate(zip_longest(*keys)):
+        if ours != theirs:
+            found = "no more maps" if theirs is None else f"a map of {theirs}"
+            expected = "no more images" if ours is None else f"image {ours}"
+            return f"{maps}: place {place}: {found} found, {images} has {expected} there"
+    return f"{maps}: keys changed while they were read"
