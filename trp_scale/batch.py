@@ -55,8 +55,8 @@ class TaskLosses:
     Attributes:
         sums: [T] float64, sum over the elements of each task; carries the graph.
         counts: [T] float64, number of elements.
-        shared_inputs: [rows, K] without a graph, what entered the last layer that the tasks share; only where a tap
-            asked for it (objectives/base.py).
+        shared_inputs: [rows, K] without a graph, what entered the last layer that the tasks share, in the precision
+            that the layer computes in; only where a tap asked for it (objectives/base.py).
     """
 
     sums: Tensor

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
@@ -53,6 +53,7 @@ class Tap(NamedTuple):
     shape: tuple[int, ...]
 
 
+@runtime_checkable
 class TappedObjective(Objective, Protocol):
     """An objective whose tasks' gradients can be told apart where they branch."""
 

@@ -90,10 +90,13 @@ class PosMaskedLanguageModelling:
             # The head still takes part in the graph: ZeRO-3 keeps the last gradient of a parameter that does not.
             rows = rows * 0.0
         rows_sum = (rows.double() * batch["row_weights"].double()).sum().reshape(1)
+        shared = output.shared_inputs
+        if shared is not None:  # [R, M, D]; under autocast the layer itself reads it in the precision of its output
+            shared = shared.flatten(0, 1).to(output.prediction_logits.dtype)  # [R * M, D]
         return TaskLosses(
             sums=torch.cat([weighted @ self._membership(batch), rows_sum]),
             counts=self.count(batch),
-            shared_inputs=None if output.shared_inputs is None else output.shared_inputs.flatten(0, 1),  # [R * M, D]
+            shared_inputs=shared,
         )
 
     def tapped(self, at: TapPlace) -> tuple[int, ...]:

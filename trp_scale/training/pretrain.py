@@ -90,8 +90,9 @@ class Run:
         self.sources, self.objective = self.upstream.sources, self.upstream.objective
         self.world.require_equal(self.sources.digest(), f"the data set {config.data.path}")
         notices = [*selection.notices, *self._check_checkpoint(selection.checkpoint)]
+        steps_per_epoch = -(-self.sources.train.rows // config.batch.global_size)
+        balancer = build_balancer(config.balancer, self.objective, environment.device, steps_per_epoch=steps_per_epoch)
         self.engine = self._engine(engine_name, arguments.ds_config)
-        balancer = build_balancer(config.balancer, self.objective, environment.device)
         self.hooks = Hooks(balancer, self.upstream.hooks(environment))
         self.state = TrainingState()
         self.agreement = StepAgreement(self.world, config.data.max_corrupt_blocks)

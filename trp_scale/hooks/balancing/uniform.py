@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from trp_scale.hooks.balancing.base import TaskBalancer, normalised
+from trp_scale.hooks.balancing.base import TaskBalancer
 from trp_scale.hooks.base import StepContext
 
 
 class Uniform(TaskBalancer):
-    """1/T for every balanced task; with `total: 1` over those present in the global batch, so that they sum to 1."""
+    """The same weight for every balanced task: with `total: 1` they sum to 1 over the tasks present in the global
+    batch; with `paper` each has 1/T, or 1 with `uniform_form: sum`, whoever is absent."""
 
     def balanced_weights(self, ctx: StepContext, losses: Tensor | None) -> Tensor:
-        present = (self.balanced & (ctx.counts > 0)).double()
-        if self.config.total == "paper":
-            return present / self.balanced.sum().clamp(min=1)
-        return normalised(present)
+        divided = self.config.total == "paper" and self.config.uniform_form == "mean"
+        each = self.balanced.double()
+        return self.totalled(each / each.sum().clamp(min=1) if divided else each, ctx.counts)
