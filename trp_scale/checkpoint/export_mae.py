@@ -17,7 +17,7 @@ from trp_scale.config import Config, RefusedError
 from trp_scale.models.mae import MaskedAutoencoder
 from trp_scale.models.mae_weights import to_timm, to_vitmae
 from trp_scale.models.vit import feed_forward_ratio
-from trp_scale.objectives.mae import CHANNEL_DEVIATION, CHANNEL_MEAN
+from trp_scale.objectives.image_patches import CHANNEL_DEVIATION, CHANNEL_MEAN
 from trp_scale.recipes.loader import from_dict
 
 TIMM_ARCHITECTURE = "vit_base_patch16_224"

@@ -14,7 +14,7 @@ from trp_scale.evaluation.trained_images import TrainedImages, load_trained_imag
 from trp_scale.hooks.adversary.projection import size
 from trp_scale.models.patches import gather_patches, unpatchify
 from trp_scale.models.relative_positions import REACH, relaxed_index
-from trp_scale.objectives.mae import CHANNEL_DEVIATION, CHANNEL_MEAN, TARGET_EPS
+from trp_scale.objectives.image_patches import CHANNEL_DEVIATION, CHANNEL_MEAN, TARGET_EPS
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -59,13 +59,13 @@ def initialise(module: nn.Module, *, seed: int, std: float) -> None:
 
 def initialise_vision(module: nn.Module, *, seed: int, std: float) -> None:
     """The masked autoencoder's initialisation (He et al., A.1; Wu et al.): matrices xavier uniform, class and mask
-    tokens normal with `std`, biases and relative tables 0, norm weights 1.
+    tokens and embeddings normal with `std`, biases and relative tables 0, norm weights 1.
 
     Queries, keys and values are one matrix of 3 D rows, as there.
     """
 
     def rule(name: str, parameter: nn.Parameter) -> Tensor | float:
-        if name.endswith("_token"):
+        if name.endswith(("_token", "_embedding")):
             return initial_tensor(seed, name, tuple(parameter.shape), std)
         if name.endswith(".table"):
             return 0.0

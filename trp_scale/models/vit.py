@@ -47,7 +47,8 @@ class TransformerBlock(Block):  # type: ignore[misc]
         value: Tensor | None = None,
         masked: int = 0,
         last: int | None = None,
-    ) -> Tensor:
+        feed_forward_input: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """[B, T, D] -> [B, T, D], or [B, last, D].
 
         Args:
@@ -57,6 +58,8 @@ class TransformerBlock(Block):  # type: ignore[misc]
             last: compute this many last tokens only: queries, their attention's output and the feed-forward; keys and
                 values come from all. Exactly what the whole block gives there. (The projection of the others' queries
                 is left in: one matrix product over all tokens is quicker than two.)
+            feed_forward_input: give also what entered the feed-forward's second matrix, [B, T, intermediate] without a
+                graph.
         """
         parts = self.attn.qkv(self.norm1(tokens)).chunk(3, dim=-1)  # [B, T, D]; one copy in the backward pass
         queries, keys, values = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
@@ -67,7 +70,10 @@ class TransformerBlock(Block):  # type: ignore[misc]
         if value is not None:
             context = context + masked_rows(value.to(context.dtype), context.shape[2], masked)
         tokens = tokens + self.attn.proj(context.transpose(1, 2).flatten(2))  # [B, Q, D]
-        return tokens + self.mlp(self.norm2(tokens))  # type: ignore[no-any-return]
+        if not feed_forward_input:
+            return tokens + self.mlp(self.norm2(tokens))  # type: ignore[no-any-return]
+        hidden = self.mlp.norm(self.mlp.drop1(self.mlp.act(self.mlp.fc1(self.norm2(tokens)))))
+        return tokens + self.mlp.drop2(self.mlp.fc2(hidden)), hidden.detach()
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None) -> Tensor:

@@ -10,16 +10,10 @@ from torch import Tensor
 from trp_scale.batch import Batch, TaskLosses
 from trp_scale.config import ObjectiveConfig
 from trp_scale.models.mae import MaeOutput
-from trp_scale.models.patches import gather_patches, patchify
+from trp_scale.models.patches import gather_patches
+from trp_scale.objectives.image_patches import ImagePatches, normalised
 
 RECONSTRUCTION = "reconstruction"
-
-CHANNEL_MEAN = (0.485, 0.456, 0.406)
-CHANNEL_DEVIATION = (0.229, 0.224, 0.225)
-"""Of ImageNet's pixels in [0, 1]; what enters the model has them taken out, as everywhere in this field."""
-
-TARGET_EPS = 1e-6
-"""Added to a patch's variance before its root is taken (He et al.)."""
 
 
 class MaskedPatchReconstruction:
@@ -40,8 +34,7 @@ class MaskedPatchReconstruction:
 
     def __init__(self, config: ObjectiveConfig, patch_size: int) -> None:
         self.normalised = config.target == "normalised"
-        self.patch_size = patch_size
-        self._statistics = torch.tensor([CHANNEL_MEAN, CHANNEL_DEVIATION])  # [2, 3]
+        self._image_patches = ImagePatches(patch_size)
 
     def count(self, batch: Batch) -> Tensor:
         """[1] float64, masked patches of the rows that are there."""
@@ -74,18 +67,10 @@ class MaskedPatchReconstruction:
 
     def patches(self, batch: Batch, pixel_shift: Tensor | None = None) -> Tensor:
         """[B, N, P] float32 patches of the normalised images."""
-        images = batch["images"].flatten(0, 1).float() / 255.0  # [B, 3, S, S]
-        if pixel_shift is not None:
-            images = images + pixel_shift.flatten(0, 1)
-        if self._statistics.device != images.device:
-            self._statistics = self._statistics.to(images.device)
-        mean, deviation = self._statistics.view(2, 1, 3, 1, 1)
-        return patchify((images - mean) / deviation, self.patch_size)
+        shift = None if pixel_shift is None else pixel_shift.flatten(0, 1)
+        return self._image_patches(batch["images"].flatten(0, 1), shift)
 
     def target(self, patches: Tensor) -> Tensor:
         """[B, M, P] what is predicted of the given patches."""
         patches = patches.detach()
-        if not self.normalised:
-            return patches
-        variance, mean = torch.var_mean(patches, dim=-1, keepdim=True)
-        return (patches - mean) / (variance + TARGET_EPS).sqrt()
+        return normalised(patches) if self.normalised else patches

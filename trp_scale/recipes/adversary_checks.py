@@ -26,11 +26,13 @@ def adversary_problems(config: Config) -> Iterator[str]:
     if adversary.kind == "none":
         return
     yield from _numbers(adversary)
-    if config.model.kind != "mae":
+    if config.model.kind == "bert":
         yield (
             f"--adversary.kind is {adversary.kind} but --model.kind is {config.model.kind}, which has no patches; "
             "allowed: --model.kind mae, or --adversary.kind none"
         )
+    elif config.model.kind == "mm_mae":
+        yield from _modalities(config)
     elif adversary.kind != "pixels":
         yield from _positions(config)
     yield from _pixels(adversary) if adversary.kind == "pixels" else _ascent(adversary)
@@ -74,6 +76,21 @@ def _pixels(adversary: AdversaryConfig) -> Iterator[str]:
         yield f"--adversary.update is {adversary.update}, allowed with --adversary.kind pixels: sequential"
     if adversary.lr > 0:
         yield f"--adversary.lr is {adversary.lr:g}, allowed with --adversary.kind pixels: 0 (eps is its step)"
+
+
+def _modalities(config: Config) -> Iterator[str]:
+    """Positions are perturbed at masked patches, of which none is in MM-MAE's encoder."""
+    kind = config.adversary.kind
+    if kind != "pixels":
+        yield (
+            f"--adversary.kind is {kind} but --model.kind is mm_mae, whose encoder sees no masked patch; allowed: "
+            "--adversary.kind pixels or none, or --model.kind mae"
+        )
+    elif "rgb" not in config.modalities.inputs:
+        yield (
+            "--adversary.kind is pixels but --modalities.inputs has no rgb; allowed: rgb among them, or "
+            "--adversary.kind none"
+        )
 
 
 def _positions(config: Config) -> Iterator[str]:

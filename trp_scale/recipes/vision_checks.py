@@ -6,8 +6,9 @@ from collections.abc import Iterator
 from dataclasses import asdict
 
 from trp_scale.config import MOST_PATCHES, Config, split_patches
+from trp_scale.recipes.modality_checks import modality_problems, unread_modalities
 
-OBJECTIVE_OF = {"bert": "pos_mlm", "mae": "mae"}
+OBJECTIVE_OF = {"bert": "pos_mlm", "mae": "mae", "mm_mae": "mm_mae"}
 """Objective that each kind of model can be trained on."""
 
 
@@ -19,15 +20,18 @@ def vision_problems(config: Config) -> Iterator[str]:
             f"--model.kind is {model.kind} but --objective.kind is {objective.kind}; "
             f"allowed: --objective.kind {OBJECTIVE_OF[model.kind]}"
         )
-    if model.kind == "mae":
-        yield from _sizes(config)
-        yield from _crops(config)
+    if model.kind == "bert":
+        return
+    yield from _sizes(config)
+    yield from _crops(config)
+    if model.kind == "mm_mae":
+        yield from modality_problems(config)
 
 
 def _sizes(config: Config) -> Iterator[str]:
     model, vision = config.model, config.vision
     if model.dropout:
-        yield f"--model.dropout is {model.dropout}, allowed for mae: 0 (a masked autoencoder has no dropout)"
+        yield f"--model.dropout is {model.dropout}, allowed for {model.kind}: 0 (a masked autoencoder has no dropout)"
     for name in ("patch_size", "decoder_layers", "decoder_hidden_size", "decoder_heads"):
         if getattr(vision, name) < 1:
             yield f"--vision.{name} is {getattr(vision, name)}, allowed: 1 or more"
@@ -43,7 +47,7 @@ def _sizes(config: Config) -> Iterator[str]:
     ):
         if width % 4:
             yield f"{flag} is {width}, allowed: multiples of 4 (sine and cosine of two coordinates)"
-    if vision.decoder == "linear" and vision.tokens == "visible":
+    if model.kind == "mae" and vision.decoder == "linear" and vision.tokens == "visible":
         yield (
             "--vision.decoder linear predicts from the encoder's tokens alone, and --vision.tokens visible leaves the "
             "masked ones out; allowed: --vision.tokens all, or --vision.decoder transformer"
@@ -60,7 +64,7 @@ def _sizes(config: Config) -> Iterator[str]:
             f"--crops.size {config.crops.size} has {split.patches} patches of --vision.patch_size {vision.patch_size}; "
             f"allowed: at most {MOST_PATCHES}"
         )
-    if not 0 < split.visible < split.patches:
+    if model.kind == "mae" and not 0 < split.visible < split.patches:
         yield (
             f"--masking.ratio {config.masking.ratio} leaves {split.visible} of {split.patches} patches visible; at "
             "least one must be visible and one masked: change it, or --crops.size"
@@ -87,7 +91,13 @@ def _crops(config: Config) -> Iterator[str]:
 
 TEXT_ONLY = ("objective.other", "objective.next_sentence", "objective.next_sentence_weight", "masking.limit",
              "masking.unit", "masking.sampling", "model.max_positions")  # fmt: skip
-IMAGES_ONLY = ("vision", "crops", "objective.target")
+MAE_ONLY = ("objective.target",)
+MODALITIES_ONLY = ("modalities", "objective.reduction")
+UNREAD = {
+    "bert": ("vision", "crops", *MAE_ONLY, *MODALITIES_ONLY),
+    "mae": (*TEXT_ONLY, *MODALITIES_ONLY),
+    "mm_mae": (*TEXT_ONLY, *MAE_ONLY, "masking.ratio"),
+}
 VIEW_ONLY = ("crops.view_size",)
 DECODER_ONLY = ("vision.decoder_layers", "vision.decoder_hidden_size", "vision.decoder_heads")
 """Settings, or whole sections, that only some runs read."""
@@ -95,10 +105,12 @@ DECODER_ONLY = ("vision.decoder_layers", "vision.decoder_hidden_size", "vision.d
 
 def unread_settings(config: Config) -> Iterator[str]:
     """A caution for each setting that differs from its default and that this run does not read."""
-    images = config.model.kind == "mae"
-    yield from _unread(config, TEXT_ONLY if images else IMAGES_ONLY, f"--model.kind {config.model.kind}")
-    if not images:
+    yield from _unread(config, UNREAD[config.model.kind], f"--model.kind {config.model.kind}")
+    if config.model.kind == "bert":
         return
+    if config.model.kind == "mm_mae":
+        for name, because in unread_modalities(config):
+            yield from _unread(config, (name,), because)
     if config.crops.from_ == "image":
         yield from _unread(config, VIEW_ONLY, "--crops.from image")
     if config.vision.decoder == "linear":
@@ -116,5 +128,7 @@ def _unread(config: Config, names: tuple[str, ...], because: str) -> Iterator[st
     for name in names:
         section, _, field = name.partition(".")
         for each in (field,) if field else given[section]:
-            if given[section][each] != default[section][each]:
-                yield (f"--{section}.{each.rstrip('_')} {given[section][each]} has no effect with {because}")
+            value = given[section][each]
+            if value != default[section][each]:
+                shown = " ".join(value) if isinstance(value, list) else value
+                yield f"--{section}.{each.rstrip('_')} {shown} has no effect with {because}"

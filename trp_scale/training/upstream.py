@@ -57,6 +57,10 @@ def build_upstream(config: Config, environment: Environment) -> Upstream:
         from trp_scale.training.image_upstream import ImageUpstream
 
         return ImageUpstream(config, environment)
+    if config.objective.kind == "mm_mae":
+        from trp_scale.training.multimodal_upstream import MultimodalUpstream
+
+        return MultimodalUpstream(config, environment)
     from trp_scale.training.text_upstream import TextUpstream
 
     return TextUpstream(config, environment)

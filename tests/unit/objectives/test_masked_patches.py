@@ -12,7 +12,8 @@ from torch import Tensor
 from trp_scale.batch import Batch
 from trp_scale.config import ObjectiveConfig
 from trp_scale.models.patches import patchify, unpatchify
-from trp_scale.objectives.mae import CHANNEL_DEVIATION, CHANNEL_MEAN, MaskedPatchReconstruction
+from trp_scale.objectives.image_patches import CHANNEL_DEVIATION, CHANNEL_MEAN
+from trp_scale.objectives.mae import MaskedPatchReconstruction
 
 SIDE, PATCH, ROWS, CROPS, MASKED = 12, 4, 3, 2, 6
 PATCHES, VALUES = (SIDE // PATCH) ** 2, PATCH * PATCH * 3

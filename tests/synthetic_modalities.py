@@ -1,0 +1,187 @@
+"""Small random images with depth and segmentation, made from positions alone, and a run of the multi-modal masked
+autoencoder over them on any engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.synthetic import Layout, RecordingTrainer, Result, SilentObserver, data_group
+from tests.synthetic_images import by_projection
+from trp_scale.batch import Batch
+from trp_scale.config import (
+    BalancerConfig,
+    BatchConfig,
+    Config,
+    CropsConfig,
+    ModalitiesConfig,
+    ModelConfig,
+    ObjectiveConfig,
+    OptimizerConfig,
+    TrainingConfig,
+    VisionConfig,
+)
+from trp_scale.distributed.groups import Group
+from trp_scale.engines.base import Engine
+from trp_scale.engines.build import build_engine
+from trp_scale.hooks.balancing import build_balancer
+from trp_scale.hooks.base import Hooks
+from trp_scale.models.mm_mae import MultimodalMaskedAutoencoder
+from trp_scale.models.mm_mae_tokens import VOID
+from trp_scale.models.patches import patchify
+from trp_scale.objectives.mm_mae import MultimodalReconstruction
+from trp_scale.training.agreement import StepAgreement
+
+SIDE, PATCH, STRIDE = 16, 4, 2
+PATCHES = (SIDE // PATCH) ** 2
+VISIBLE = 9
+CLASSES = 5
+
+Absent = tuple[str, ...]
+"""Modalities of which a row has no valid element."""
+
+
+def row(position: int, visible: int = VISIBLE, inputs: int = 3, absent: Absent = ()) -> dict[str, Tensor]:
+    """One image: a function of its position. Smooth, so that there is something to predict, with holes in the depth and
+    void labels, more in some rows than in others."""
+    generator = torch.Generator().manual_seed(4000 + position)
+    coarse = torch.rand(1, 5, 4, 4, generator=generator)
+    smooth = torch.nn.functional.interpolate(coarse, SIDE, mode="bilinear", align_corners=True)[0]
+    smooth = smooth + 0.05 * torch.randn(smooth.shape, generator=generator)
+    holes = torch.rand(2, SIDE, SIDE, generator=generator) < 0.4 * torch.rand(2, 1, 1, generator=generator)
+    depth = torch.where(holes[0], torch.nan, 3.0 * (smooth[3] - 0.5))
+    labels = (smooth[4].clamp(0, 0.999) * CLASSES).to(torch.uint8)
+    semseg = torch.where(holes[1], VOID, labels)[::STRIDE, ::STRIDE].to(torch.uint8)
+    if "depth" in absent:
+        depth = torch.full_like(depth, torch.nan)
+    if "semseg" in absent:
+        semseg = torch.full_like(semseg, VOID)
+    order = torch.randperm(inputs * PATCHES, generator=generator)
+    return {
+        "images": (smooth[:3].clamp(0, 1) * 255).to(torch.uint8),
+        "depth": depth,
+        "semseg": semseg,
+        "visible": order[:visible].sort().values,
+        "depth_counts": patch_sums(~depth.isnan(), PATCH),
+        "semseg_counts": patch_sums(semseg != VOID, PATCH // STRIDE),
+        "labels": torch.tensor(-1),
+        "row_weights": torch.tensor(1.0),
+    }
+
+
+def patch_sums(valid: Tensor, side: int) -> Tensor:
+    """[S, S] bool -> [N] int32."""
+    return patchify(valid[None, None].int(), side)[0].sum(-1).int()
+
+
+def batch(positions: range, visible: int = VISIBLE, inputs: int = 3, absent: Absent = ()) -> Batch:
+    """Images at `positions` as one micro-batch."""
+    rows = [row(position, visible, inputs, absent) for position in positions]
+    fields = {name: torch.stack([each[name] for each in rows]) for name in rows[0]}
+    return Batch(fields=fields, keys=torch.tensor(list(positions)), start=positions[0])
+
+
+@dataclass
+class SyntheticModalities:
+    """Serves the slices a real source would; `absent(step)` says which modalities a whole global batch lacks."""
+
+    config: Config
+    group: Group
+    absent: Callable[[int], Absent] = lambda step: ()
+    cursor: int = 0
+
+    def next_window(self) -> list[Batch]:
+        size, micro = self.config.batch.global_size, self.config.batch.micro_size
+        modalities, absent = self.config.modalities, self.absent(self.cursor // size)
+        first = self.cursor + self.group.rank * size // self.group.size
+        self.cursor += size
+        return [
+            batch(range(start, start + micro), modalities.visible_tokens, len(modalities.inputs), absent)
+            for start in range(first, first + size // self.group.size, micro)
+        ]
+
+
+def modality_config(layout: Layout | None = None, **changes: Any) -> Config:
+    """Two blocks of 32 and decoders of one block of 16, 4 x 4 patches in three modalities; `changes` are section
+    dicts."""
+    config = Config(
+        model=ModelConfig(
+            kind="mm_mae", layers=2, hidden_size=32, heads=2, intermediate_size=64, dropout=0.0, layer_norm_eps=1e-6
+        ),
+        vision=VisionConfig(patch_size=PATCH, decoder_layers=1, decoder_hidden_size=16, decoder_heads=2),
+        modalities=ModalitiesConfig(visible_tokens=VISIBLE, segmentation_stride=STRIDE, class_embedding=8),
+        objective=ObjectiveConfig(kind="mm_mae"),
+        crops=CropsConfig(size=SIDE),
+        batch=BatchConfig(global_size=8, micro_size=(layout or Layout()).micro_size),
+        training=TrainingConfig(steps=6, seed=3),
+        optimizer=OptimizerConfig(lr=1e-3, warmup_steps=0, schedule="constant"),
+        balancer=BalancerConfig(kind="uniform"),
+    )
+    for section, values in changes.items():
+        for name, value in values.items():
+            if not hasattr(getattr(config, section), name):
+                raise AttributeError(f"{section}.{name} is no setting")
+            setattr(getattr(config, section), name, value)
+    return config
+
+
+def make_modality_engine(layout: Layout, config: Config, group: Group) -> Engine:
+    """The engine of a layout with the small model in it."""
+    document = {"zero_optimization": {"stage": layout.stage}, **layout.document} if layout.stage is not None else None
+    return build_engine(
+        layout.engine,
+        MultimodalMaskedAutoencoder(config, CLASSES),
+        config,
+        device=torch.device("cpu"),
+        data_group=group,
+        ds_document=document,
+    )
+
+
+def modality_trainer(layout: Layout, config: Config, **source: Any) -> RecordingTrainer:
+    """A trainer over synthetic images with depth and segmentation."""
+    group = data_group()
+    engine = make_modality_engine(layout, config, group)
+    objective = MultimodalReconstruction(config)
+    return RecordingTrainer(
+        config=config,
+        engine=engine,
+        objective=objective,
+        hooks=Hooks(build_balancer(config.balancer, objective, engine.device)),
+        source=SyntheticModalities(config, group, **source),
+        observer=SilentObserver(),  # type: ignore[arg-type]
+        agreement=StepAgreement(group, 0),
+        save=lambda: None,
+        validate=lambda: None,
+        stop_requested=lambda: None,
+    )
+
+
+def run_modalities(
+    layout: Layout, changes: dict[str, Any], absent: Callable[[int], Absent] = lambda step: ()
+) -> Result:
+    """Train the small model; call on all ranks."""
+    trainer = modality_trainer(layout, modality_config(layout, **changes), absent=absent)
+    initial = trainer.engine.full_weights()
+    trainer.run()
+    weights = trainer.engine.full_weights()
+    trainer.engine.close()
+    return Result(
+        weights=by_parts(weights),
+        initial=by_parts(initial),
+        steps=trainer.__dict__.get("history", []),
+        moved=any(not torch.equal(weights[name], initial[name]) for name in weights),
+    )
+
+
+def by_parts(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same weights with every projection's bias by its parts, so that key biases can be told from the others."""
+    found = by_projection(weights)
+    for name in [name for name in found if name.endswith("key_value.bias")]:
+        for part, value in zip(("key", "value"), found.pop(name).chunk(2), strict=True):
+            found[name.replace("key_value", part)] = value
+    return found

@@ -1,0 +1,74 @@
+"""Checks of the settings of multi-modal masked autoencoders; every message names the flag to change."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from trp_scale.config import Config
+
+
+def modality_problems(config: Config) -> Iterator[str]:
+    """What no MM-MAE can have. Sizes and crops are checked with those of the other masked autoencoders."""
+    yield from _lists(config)
+    yield from _model(config)
+    yield from _numbers(config)
+
+
+def _lists(config: Config) -> Iterator[str]:
+    for name, found in (("inputs", config.modalities.inputs), ("outputs", config.modalities.outputs)):
+        if not found:
+            yield f"--modalities.{name} is empty; allowed: one modality or more, for example rgb depth semseg"
+        if repeated := sorted({each for each in found if found.count(each) > 1}):
+            yield f"--modalities.{name} has {', '.join(repeated)} more than once; allowed: each once"
+
+
+def _model(config: Config) -> Iterator[str]:
+    """What the other masked autoencoders leave open and this one does not."""
+    for flag, found, allowed, why in (
+        ("--vision.tokens", config.vision.tokens, "visible", "only visible patches enter the encoder"),
+        ("--vision.decoder", config.vision.decoder, "transformer", "each task's queries look at the visible patches"),
+        ("--vision.positions", config.vision.positions, "absolute", "patches of all modalities are in one sequence"),
+        ("--crops.count", config.crops.count, 1, "all modalities of an image share one crop"),
+        ("--crops.from", config.crops.from_, "image", "all modalities of an image share one crop"),
+    ):
+        if found != allowed:
+            yield f"{flag} is {found}, allowed with --model.kind mm_mae: {allowed} ({why})"
+    if config.model.weights:
+        yield (
+            f"--model.weights is {config.model.weights}, allowed with --model.kind mm_mae: nothing (no other library "
+            "has this model)"
+        )
+
+
+def _numbers(config: Config) -> Iterator[str]:
+    modalities, patch_size = config.modalities, config.vision.patch_size
+    if not 0 < modalities.concentration < math.inf:
+        yield f"--modalities.concentration is {modalities.concentration}, allowed: more than 0"
+    if modalities.class_embedding < 1:
+        yield f"--modalities.class_embedding is {modalities.class_embedding}, allowed: 1 or more"
+    stride = modalities.segmentation_stride
+    if patch_size > 0 and (stride < 1 or patch_size % stride):
+        near = [size for size in range(1, patch_size + 1) if patch_size % size == 0]
+        yield (
+            f"--modalities.segmentation_stride is {stride} and does not divide --vision.patch_size {patch_size}; "
+            f"allowed: {', '.join(map(str, near))}"
+        )
+    inputs = len(modalities.inputs)
+    tokens = inputs * (config.crops.size // patch_size) ** 2 if patch_size > 0 else 0
+    if tokens > 0 and not 0 < modalities.visible_tokens < tokens:
+        yield (
+            f"--modalities.visible_tokens is {modalities.visible_tokens}, allowed: 1 to {tokens - 1}, since "
+            f"--crops.size {config.crops.size} has {tokens // inputs} patches in each of {inputs} input(s) and one must be masked"
+        )
+
+
+def unread_modalities(config: Config) -> Iterator[tuple[str, str]]:
+    """Settings that an MM-MAE does not read, each with the reason."""
+    modalities = config.modalities
+    if "semseg" not in modalities.inputs:
+        yield "modalities.class_embedding", "--modalities.inputs without semseg"
+        if "semseg" not in modalities.outputs:
+            yield "modalities.segmentation_stride", "--modalities.inputs and --modalities.outputs without semseg"
+    if len(modalities.inputs) == 1:
+        yield "modalities.concentration", "a single one of --modalities.inputs"
