@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import IO, Any, Protocol
 
 from trp_scale.data.images import verify as images
+from trp_scale.data.images.stored_modalities import second_directories
 from trp_scale.data.index import Block, DataError, ShardIndex, read_index, read_json
 from trp_scale.data.text import verify as text
 
@@ -31,7 +32,7 @@ KINDS: dict[str, Kind] = {"text": text, "image": images}
 
 @dataclass(frozen=True, kw_only=True)
 class Verified:
-    """What was found to be whole."""
+    """What was found to be whole. `bytes`: of all tars, also of those of maps beside the images'."""
 
     shards: int
     blocks: int
@@ -51,10 +52,7 @@ def verify_dataset(directory: Path) -> Verified:
         raise DataError(
             f"{directory / 'dataset.json'}: kind {dataset.get('kind')!r} found, one of {', '.join(KINDS)} expected"
         )
-    listed = set(dataset["shards"])
-    for path in sorted((directory / "shards").glob("*.tar")):
-        if path.name not in listed:
-            raise DataError(f"{path}: not listed in dataset.json")
+    _refuse_unlisted(directory / "shards", dataset)
     blocks = rows = size = 0
     seen: set[str] = set()
     for name in dataset["shards"]:
@@ -71,7 +69,26 @@ def verify_dataset(directory: Path) -> Verified:
     for what, found in (("blocks", blocks), ("rows", rows)):
         if dataset.get(what, found) != found:
             raise DataError(f"{directory / 'dataset.json'}: {dataset[what]} {what} written there, {found} found")
+    for name, modality in second_directories(directory / "dataset.json", dataset).items():
+        _refuse_unlisted(directory / name, dataset)
+        for shard in dataset["shards"]:
+            size += _verify_maps(directory / "shards" / shard, directory / name / shard, modality.suffix, dataset)
     return Verified(shards=len(dataset["shards"]), blocks=blocks, rows=rows, bytes=size)
+
+
+def _refuse_unlisted(directory: Path, dataset: dict[str, Any]) -> None:
+    listed = set(dataset["shards"])
+    for path in sorted(directory.glob("*.tar")):
+        if path.name not in listed:
+            raise DataError(f"{path}: not listed in dataset.json")
+
+
+def _verify_maps(images_tar: Path, maps_tar: Path, suffix: str, dataset: dict[str, Any]) -> int:
+    """Check a tar of maps by itself and beside its images' tar; returns its size in bytes."""
+    index = read_index(maps_tar)
+    _verify_shard(maps_tar, index, {**dataset, "suffixes": [suffix]}, images)
+    images.check_aligned(images_tar, maps_tar, suffix)
+    return index.size
 
 
 def _verify_shard(shard: Path, index: ShardIndex, dataset: dict[str, Any], kind: Kind) -> None:

@@ -31,18 +31,20 @@ def read_aligned(directory: Path, modality: StoredModality, images: SampleTable)
         maps = read_samples(directory / modality.directory, [path.name for path in images.shards], suffixes, suffixes)
     except DataError as error:
         raise DataError(f"{modality.name} maps beside the images: {error}; {advice}") from error
-    for image, map_, ours, theirs in zip(images.shards, maps.shards, images.key_digests, maps.key_digests, strict=True):
+    for images_tar, maps_tar, ours, theirs in zip(
+        images.shards, maps.shards, images.key_digests, maps.key_digests, strict=True
+    ):
         if ours != theirs:
-            raise DataError(f"{_first_difference(image, map_)}; {advice}")
+            raise DataError(f"{first_difference(images_tar, maps_tar)}; {advice}")
     return maps
 
 
-def _first_difference(images: Path, maps: Path) -> str:
-    """The first place at which two tars have different keys."""
+def first_difference(images: Path, maps: Path) -> str:
+    """The first place at which two tars have different keys, by their indexes; "" if there is none."""
     keys = ([block.key for block in read_index(path).blocks] for path in (images, maps))
     for place, (ours, theirs) in enumerate(zip_longest(*keys)):
         if ours != theirs:
             found = "no more maps" if theirs is None else f"a map of {theirs}"
             expected = "no more images" if ours is None else f"image {ours}"
             return f"{maps}: place {place}: {found} found, {images} has {expected} there"
-    return f"{maps}: keys changed while they were read"
+    return ""

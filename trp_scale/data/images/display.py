@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, ImageDraw
 
+from trp_scale.data.images.members import SUFFIXES
+from trp_scale.data.images.stored_modalities import OWN_TAR, second_directories
 from trp_scale.data.images.verify import check_members
 from trp_scale.data.index import Block, DataError, read_index, read_json
 
@@ -39,13 +41,17 @@ class Shown:
 
 
 def stored_images(shard: Path, count: int, key: str | None = None) -> Iterator[Shown]:
-    """The first images of a shard, or those from `key` on.
+    """The first images of a shard, or those from `key` on, with all their maps; of a tar of maps, the same.
 
     Raises:
         DataError: no such key, or the shard cannot be read, or it holds a member that is not listed.
     """
+    directory = shard.parent.parent
+    dataset = read_json(directory / "dataset.json")
+    shard = directory / OWN_TAR / shard.name
     blocks = read_index(shard).blocks
-    dataset = read_json(shard.parent.parent / "dataset.json")
+    second = second_directories(directory / "dataset.json", dataset)
+    maps = [_Maps(directory / name / shard.name, modality.suffix) for name, modality in second.items()]
     keys = [block.key for block in blocks]
     if key is not None and key not in keys:
         raise DataError(f"{shard}: no image {key!r}; there are {keys[0]} to {keys[-1]}")
@@ -58,12 +64,33 @@ def stored_images(shard: Path, count: int, key: str | None = None) -> Iterator[S
                 member = block.members[suffix]
                 stream.seek(member.offset)
                 members[suffix] = stream.read(member.length)
+            members |= {each.suffix: each.read(block.key) for each in maps}
             yield Shown(key=block.key, label=_label(members, dataset["classes"]), members=members)
 
 
 def is_image_shard(blocks: list[Block]) -> bool:
-    """Whether the blocks of an index are images."""
-    return bool(blocks) and "jpg" in blocks[0].members
+    """Whether the blocks of an index are images, or maps of images."""
+    return bool(blocks) and not set(SUFFIXES).isdisjoint(blocks[0].members)
+
+
+class _Maps:
+    """A tar of maps beside the images' own."""
+
+    def __init__(self, tar: Path, suffix: str) -> None:
+        self.suffix = suffix
+        self._tar = tar
+        self._members = {block.key: block.members.get(suffix) for block in read_index(tar).blocks}
+
+    def read(self, key: str) -> bytes:
+        """The map of an image."""
+        member = self._members.get(key)
+        if member is None:
+            raise DataError(
+                f"{self._tar}: no .{self.suffix} of {key!r}, which is an image of {OWN_TAR}/{self._tar.name}"
+            )
+        with self._tar.open("rb") as stream:
+            stream.seek(member.offset)
+            return stream.read(member.length)
 
 
 def _label(members: dict[str, bytes], classes: list[str] | None) -> str:

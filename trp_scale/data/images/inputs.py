@@ -6,6 +6,7 @@ from pathlib import Path
 
 from trp_scale.data.images.dataset_libraries import TORCHVISION, list_directory, list_torchvision
 from trp_scale.data.images.files import list_folder
+from trp_scale.data.images.map_descriptions import describe_maps
 from trp_scale.data.images.samples import Listing
 from trp_scale.data.images.scenes_source import list_scenes
 from trp_scale.data.images.settings import ShardImagesConfig
@@ -20,6 +21,12 @@ def list_input(config: ShardImagesConfig) -> Listing:
     Raises:
         DataError: the input is of no known kind, or a setting does not go with it.
     """
+    listing = _list(config)
+    describe_maps(config, listing)
+    return listing
+
+
+def _list(config: ShardImagesConfig) -> Listing:
     if config.embedded:
         _refuse_tied_settings(config, "--embedded")
         return list_scenes(config.seed, config.count, config.size)

@@ -7,8 +7,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
+from trp_scale.data.images.members import GREY_PNG, MAP_BITS, PALETTE_PNG, VOID, png_format, unlisted_class
 from trp_scale.data.images.samples import Loaded, UnusableError
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
@@ -22,11 +24,20 @@ ORIENTATION = 0x0112
 
 @dataclass(frozen=True, kw_only=True)
 class EncodeSettings:
-    """`short_side`, `quality`: 0 = leave as it is. `max_pixels`: of an image that may be decoded."""
+    """How images and maps are stored.
+
+    Attributes:
+        short_side, quality: 0 = leave as it is.
+        max_pixels: of an image that may be decoded.
+        segmentation_classes: how many there are in segmentation maps.
+        void_label: number in them that is stored as VOID.
+    """
 
     short_side: int
     quality: int
     max_pixels: int
+    segmentation_classes: int = VOID
+    void_label: int = VOID
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +74,7 @@ def encode_sample(loaded: Loaded, settings: EncodeSettings) -> Encoded:
             if size != upright:
                 image.draft(None, (2 * max(size), 2 * max(size)))  # JPEG: decode no larger than the filter needs
             content = _jpeg(image, size, settings.quality or DEFAULT_QUALITY)
-    maps = {suffix: _map(suffix, stored, upright, size) for suffix, stored in loaded.maps.items()}
+    maps = {suffix: _map(suffix, stored, upright, size, settings) for suffix, stored in loaded.maps.items()}
     return Encoded(image=content, maps=maps, size=size, unchanged=keeps)
 
 
@@ -146,23 +157,27 @@ def _rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def _map(suffix: str, content: bytes, upright: tuple[int, int], size: tuple[int, int]) -> bytes:
+def _map(
+    suffix: str, content: bytes, upright: tuple[int, int], size: tuple[int, int], settings: EncodeSettings
+) -> bytes:
     """A depth or segmentation map: its own bytes, or its numbers picked (never mixed) at the image's new size."""
-    bits, colour_type = (
-        (content[24], content[25]) if content[:8] == b"\x89PNG\r\n\x1a\n" and len(content) > 25 else (0, 0)
-    )
-    palette = suffix == "semseg.png" and colour_type == 3
-    if not palette and (bits, colour_type) != ((16, 0) if suffix == "depth.png" else (8, 0)):
+    bits, colour_type = png_format(content)
+    palette = suffix == "semseg.png" and colour_type == PALETTE_PNG
+    if not palette and (bits, colour_type) != (MAP_BITS[suffix], GREY_PNG):
         raise UnusableError("bad_map", suffix)
     try:
         image = Image.open(io.BytesIO(content), formats=("PNG",))
         if image.size != upright:
             raise UnusableError("map_size", f"{suffix}: {image.size}, the image {upright}")
         image.load()
-        if size == upright and not palette:
-            return content
         if palette:  # the numbers are what counts, not the colours that they are shown in
             image = Image.frombytes("L", image.size, image.tobytes())
+        changed = palette
+        if suffix == "semseg.png":
+            image, voided = _classes(image, settings)
+            changed |= voided
+        if size == upright and not changed:
+            return content
         stream = io.BytesIO()
         (image if size == upright else image.resize(size, Image.Resampling.NEAREST)).save(stream, "PNG")
         return stream.getvalue()
@@ -170,3 +185,17 @@ def _map(suffix: str, content: bytes, upright: tuple[int, int], size: tuple[int,
         raise
     except Exception as error:  # as in _damage_named
         raise UnusableError("bad_map", f"{suffix}, {type(error).__name__}: {error}") from error
+
+
+def _classes(image: Image.Image, settings: EncodeSettings) -> tuple[Image.Image, bool]:
+    """A segmentation map with `settings.void_label` stored as VOID, and whether anything was changed for that."""
+    numbers = np.asarray(image)
+    void = numbers == settings.void_label
+    changed = settings.void_label != VOID and bool(void.any())
+    if changed:
+        numbers = np.where(void, np.uint8(VOID), numbers)
+        image = Image.fromarray(numbers)
+    wrong = unlisted_class(numbers, settings.segmentation_classes)
+    if wrong is not None:
+        raise UnusableError("bad_segmentation_class", str(wrong))
+    return image, changed

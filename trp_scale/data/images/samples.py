@@ -6,7 +6,7 @@ import hashlib
 import re
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from PIL.Image import Image
 
@@ -25,6 +25,7 @@ SKIP_REASONS = {
     "duplicate_key": "another file has the same name apart from its suffix",
     "no_map": "no depth or segmentation map, where others have one",
     "bad_map": "a depth map that is not a 16-bit grey PNG, or a segmentation map that is not a PNG of 8-bit numbers",
+    "bad_segmentation_class": "a number in the segmentation map that has no name in --semseg_classes and is not void",
     "map_size": "a depth or segmentation map of another size than its upright image",
 }
 """Why an image is skipped."""
@@ -106,7 +107,7 @@ class Listing:
     classes: list[str] | None
     fingerprint: str
     skipped: list[tuple[str, str]] = field(default_factory=list)
-    described: dict[str, object] = field(default_factory=dict)
+    described: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 def plain_key(name: str) -> str:

@@ -39,7 +39,11 @@ def list_scenes(seed: int, count: int, size: int) -> Listing:
         classes=list(SCENE_CLASSES),
         fingerprint=hashlib.sha256(first.maps["depth.png"] + np.asarray(first.image).tobytes()).hexdigest(),
         described={
-            "depth": {"unit": f"1/{DEPTH_UNITS_PER_METRE} metre along the camera's axis", "exact": True},
+            "depth": {
+                "scale": 1 / DEPTH_UNITS_PER_METRE,
+                "unit": f"1/{DEPTH_UNITS_PER_METRE} metre along the camera's axis",
+                "exact": True,
+            },
             "semseg": {"classes": list(SEGMENTATION_CLASSES), "exact": True},
         },
     )

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tyro.conf import UseAppendAction
 
-from trp_scale.data.images.members import MODALITIES
+from trp_scale.data.images.members import MODALITIES, VOID
 from trp_scale.data.index import DataError
 
 
@@ -39,6 +40,12 @@ class ShardImagesConfig:
     .semseg.png members."""
     class_names: str = ""
     """Tars: text file with the name of each class, one a line, in the order of their numbers."""
+    depth_scale: float | None = None
+    """Metres per unit of the depth maps (0.001: millimetres). None = relative depth, of an unknown unit."""
+    semseg_classes: str = ""
+    """Text file with the name of each class in the segmentation maps, one a line from number 0 on; needed with them."""
+    void_label: int = VOID
+    """Number in the segmentation maps that means no class; stored as 255."""
     split: str = "train"
     """Split of a dataset directory or of a torchvision dataset that has several."""
     image_column: str = "image"
@@ -78,9 +85,12 @@ class ShardImagesConfig:
             ("samples_per_shard", 0, 1 << 20),
             ("rows_per_block", 1, 1 << 20),
             ("processes", 0, 4096),
+            ("void_label", 0, VOID),
         ):
             if not smallest <= getattr(self, name) <= largest:
                 raise DataError(f"--{name} {getattr(self, name)}: {smallest} to {largest} is allowed")
+        if self.depth_scale is not None and not 0 < self.depth_scale < math.inf:
+            raise DataError(f"--depth_scale {self.depth_scale}: metres per unit, more than 0, expected")
         if not 0 <= self.max_skipped <= 1:
             raise DataError(f"--max_skipped {self.max_skipped}: a share from 0 to 1 is allowed")
         self.modality_folders()
@@ -101,4 +111,5 @@ class ShardImagesConfig:
         """The settings that change the bytes of the output; where files lie and how the work is shared do not."""
         names = ["embedded", "short_side", "quality", "max_pixels", "samples_per_shard", "rows_per_block"]
         names += ["count", "size", "seed"] if self.embedded else ["split", "image_column", "label_column"]
+        names += [] if self.embedded else ["depth_scale", "void_label"]
         return {name: getattr(self, name) for name in names} | {"modality": list(self.modality_folders())}

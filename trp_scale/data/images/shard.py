@@ -21,6 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from trp_scale.data.images.inputs import list_input
+from trp_scale.data.images.members import VOID
 from trp_scale.data.images.portion import PortionReport, PortionWorker, shard_stem
 from trp_scale.data.images.reencode import EncodeSettings
 from trp_scale.data.images.samples import SKIP_REASONS, Listing, Portion, cut_into_portions
@@ -93,7 +94,13 @@ def _run(config: ShardImagesConfig, listing: Listing, portions: list[Portion]) -
         stored, images = values
         return f"{images:,} images  {images / seconds:,.0f} images/s  {stored / seconds / 1e6:,.1f} MB/s"
 
-    encode = EncodeSettings(short_side=config.short_side, quality=config.quality, max_pixels=config.max_pixels)
+    encode = EncodeSettings(
+        short_side=config.short_side,
+        quality=config.quality,
+        max_pixels=config.max_pixels,
+        segmentation_classes=len(listing.described["semseg"]["classes"]) if "semseg" in listing.described else VOID,
+        void_label=config.void_label,
+    )
     classes = None if listing.classes is None else len(listing.classes)
     return run_portions(
         portions,

@@ -62,12 +62,12 @@ def stored_modalities(path: Path, document: dict[str, Any]) -> dict[str, StoredM
     Raises:
         DataError: a description that cannot be.
     """
-    described = document.get("modalities") or {}
+    described, suffixes = document.get("modalities") or {}, document.get("suffixes", ())
     found = {}
     for name, suffix in MODALITIES.items():
-        if name in described or suffix in document["suffixes"]:
+        if name in described or suffix in suffixes:
             found[name] = _read(path, name, described.get(name) or {})
-            if found[name].directory == OWN_TAR and suffix not in document["suffixes"]:
+            if found[name].directory == OWN_TAR and suffix not in suffixes:
                 raise DataError(
                     f"{path}: modality {name} is described, but samples have no member .{suffix} and no other "
                     f"directory is named for it; shard the images again"
@@ -76,7 +76,7 @@ def stored_modalities(path: Path, document: dict[str, Any]) -> dict[str, StoredM
 
 
 def second_directories(path: Path, document: dict[str, Any]) -> dict[str, StoredModality]:
-    """The modalities whose maps lie in tars of their own, by directory.
+    """The modalities whose maps lie in tars of their own, by directory; none of a data set of text.
 
     Raises:
         DataError: as `stored_modalities`.

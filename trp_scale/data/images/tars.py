@@ -11,6 +11,7 @@ from pathlib import Path
 
 from trp_scale.data.images.files import FileSource
 from trp_scale.data.images.members import MODALITIES, ordered_suffixes
+from trp_scale.data.images.name_lists import read_names
 from trp_scale.data.images.samples import Listing, Part, Sample, plain_key, without_duplicates
 from trp_scale.data.index import DataError
 
@@ -76,11 +77,15 @@ def list_tars(tars: list[Path], class_names: str) -> Listing:
         ordered = tuple((suffix, parts[suffix]) for suffix in suffixes)
         samples.append(Sample(plain_key(f"{tar.stem}/{key}" if repeated else key), place, None, parts=ordered))
     samples, twice = without_duplicates(samples)
+    classes = None
+    if class_names:
+        classes, content = read_names("--class_names", class_names)
+        digest.update(content)
     return Listing(
         source=FileSource(),
         samples=samples,
         suffixes=suffixes,
-        classes=_names(class_names, digest) if class_names else None,
+        classes=classes,
         fingerprint=digest.hexdigest(),
         skipped=skipped + twice,
     )
@@ -130,13 +135,3 @@ def _lacking(parts: dict[str, Part], suffixes: tuple[str, ...]) -> str:
     if "cls" in suffixes and "cls" not in parts:
         return "no_class"
     return "" if set(suffixes) <= set(parts) else "no_map"
-
-
-def _names(file: str, digest: hashlib._Hash) -> list[str]:
-    try:
-        content = Path(file).read_bytes()
-        names = content.decode("utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"--class_names {file}: not a text file that can be read ({error})") from error
-    digest.update(content)
-    return [name.strip() for name in names if name.strip()]

@@ -91,16 +91,24 @@ def maps_folder(folder: Path, images: Path, make: object) -> Path:
     return folder
 
 
+def class_names(folder: Path, count: int = 20) -> str:
+    """A file that names the numbers of `class_map`."""
+    path = folder / "classes.txt"
+    path.write_text("".join(f"kind {number}\n" for number in range(count)))
+    return str(path)
+
+
 def test_maps_are_found_by_relative_path_and_stored_as_they_are(tmp_path: Path) -> None:
     images = class_folder(tmp_path / "images", each=10)
     depth = maps_folder(tmp_path / "depth", images, depth_map)
     semseg = maps_folder(tmp_path / "semseg", images, class_map)
     modality = [f"semseg={semseg}", f"depth={depth}"]
+    names = class_names(tmp_path)
     (depth / "c0" / "image3.png").unlink()
     (semseg / "c2" / "image1.png").write_bytes(png(class_map(width=5)))
     with pytest.raises(DataError, match="2 of 30 images were skipped"):
-        shard(tmp_path / "out", images, modality=modality)
-    found = shard(tmp_path / "out", images, modality=modality, max_skipped=0.1)
+        shard(tmp_path / "out", images, modality=modality, semseg_classes=names)
+    found = shard(tmp_path / "out", images, modality=modality, semseg_classes=names, max_skipped=0.1)
     dataset = read_json(tmp_path / "out" / "dataset.json")
     assert dataset["suffixes"] == ["jpg", "cls", "depth.png", "semseg.png"]
     assert dataset["skipped"] == {"no_map": 1, "map_size": 1}
@@ -217,6 +225,7 @@ def test_the_command_takes_a_modality_twice(tmp_path: Path) -> None:
     depth, semseg = (maps_folder(tmp_path / n, images, m) for n, m in (("depth", depth_map), ("semseg", class_map)))
     command = [sys.executable, "data_tools/shard_images.py", "--inputs", str(images), "--output", str(tmp_path / "out")]
     command += ["--modality", f"depth={depth}", "--modality", f"semseg={semseg}", "--processes", "1"]
+    command += ["--semseg_classes", class_names(tmp_path)]
     result = subprocess.run(
         command, cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, capture_output=True, text=True, check=False
     )
