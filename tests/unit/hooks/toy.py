@@ -34,11 +34,13 @@ class Twins(Group):
 class ToyObjective:
     """An objective whose batch lists single elements: `inputs` [E, ...] and the `task` of each [E].
 
-    `forward` gives the loss of each element. `outside` holds the weights of tasks outside the balance.
+    `forward` gives the loss of each element. `outside` holds the weights of tasks outside the balance; `regression`
+    the tasks whose loss is a distance.
     """
 
     tasks: tuple[str, ...]
     outside: Mapping[int, float] = field(default_factory=dict)
+    regression: tuple[int, ...] = ()
 
     @property
     def balanced(self) -> tuple[int, ...]:
@@ -54,9 +56,11 @@ class ToyObjective:
         return weights
 
     def __call__(self, forward: Callable[..., Any], batch: Batch) -> TaskLosses:
-        losses = forward(batch["inputs"])  # [E]
-        sums = torch.stack([losses[batch["task"] == t].sum() for t in range(len(self.tasks))])
-        return TaskLosses(sums=sums, counts=self.count(batch))
+        return TaskLosses(sums=self.sums(batch, forward(batch["inputs"])), counts=self.count(batch))
+
+    def sums(self, batch: Batch, losses: Tensor) -> Tensor:
+        """[E] -> [T]."""
+        return torch.stack([losses[batch["task"] == t].sum() for t in range(len(self.tasks))])
 
 
 def batch(elements: Mapping[int, Sequence[Any]]) -> Batch:
@@ -78,6 +82,9 @@ class StandInEngine:
 
     data_group: Group = ALONE
     device: torch.device = CPU
+
+    def reduce_hook_gradient(self, gradient: Tensor) -> Tensor:
+        return self.data_group.sum(gradient)
 
 
 @dataclass(kw_only=True)
@@ -111,7 +118,7 @@ def take_step(
     def losses_of(micro: Batch) -> TaskLosses:
         nonlocal passes
         passes += 1
-        return cast(TaskLosses, objective(forward, micro))
+        return cast(TaskLosses, objective(forward, hooks.batch(ctx, micro)))
 
     counts = group.sum(torch.stack([objective.count(micro) for micro in window]).sum(0))
     engine = cast(Engine, StandInEngine(group))

@@ -87,6 +87,7 @@ class TaskGradients:
         if pending is None:
             return
         gradient = torch.zeros_like(pending.tap) if pending.tap.grad is None else pending.tap.grad
+        pending.tap.grad = None  # the caller's losses may keep the tap itself for a while
         parts = self.objective.task_gradients(pending.batch, self.at, gradient)
         if self.at == "representation":
             norms = torch.stack(
