@@ -13,19 +13,27 @@ from trp_scale.data.index import DataError
 
 
 @contextmanager
-def only_run(output: Path) -> Iterator[None]:
+def only_run(output: Path, name: str = "lock") -> Iterator[None]:
     """Context in which no other run makes the data set `output`; makes its directory progress/ for the lock file.
+
+    Args:
+        output: directory of the data set.
+        name: of the lock file; another one, where runs share the work, is for a part of the data set.
 
     Raises:
         DataError: another process is in this context; the message names it.
     """
-    path = output / "progress" / "lock"
+    path = output / "progress" / name
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a+", encoding="utf-8") as stream:
+        try:
+            stream = path.open("a+", encoding="utf-8")
+        except FileNotFoundError:  # a run that has just ended took the directory away
+            continue
+        with stream:
             _take(stream.fileno(), path)
             # A run that has just ended took the file away: the lock of a file that is gone keeps nobody out.
-            if path.exists() and os.path.samestat(os.fstat(stream.fileno()), path.stat()):
+            if _is_at(path, stream.fileno()):
                 stream.truncate(0)
                 stream.write(f"process {os.getpid()} on {socket.gethostname()}")
                 stream.flush()
@@ -34,6 +42,13 @@ def only_run(output: Path) -> Iterator[None]:
                 finally:
                     path.unlink(missing_ok=True)
                 return
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def _take(descriptor: int, path: Path) -> None:

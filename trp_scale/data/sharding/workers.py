@@ -40,12 +40,14 @@ class Progressed:
         total: value of the last counter when all is done.
         text: (values of the counters, seconds since the start) -> text beside the bar.
         shown: whether there is a bar at all.
+        title: of what is done.
     """
 
     counters: int
     total: int
     text: Callable[[Sequence[int], float], str]
     shown: bool
+    title: str = "sharding"
 
 
 _worker: Callable[[Any], Any] | None = None
@@ -115,8 +117,8 @@ def run_portions(
                 return {number: future.result() for number, future in futures.items()}
             except BrokenProcessPool as error:
                 raise DataError(
-                    "a sharding process died (killed, or out of memory); run the same command again to go on, "
-                    "with fewer --processes if memory is short"
+                    f"a {progressed.title} process died (killed, or out of memory); run the same command again to go "
+                    "on, with fewer --processes if memory is short"
                 ) from error
             finally:
                 pool.shutdown(wait=False, cancel_futures=True)
@@ -127,7 +129,7 @@ class _Display:
 
     def __init__(self, progressed: Progressed, counters: Any) -> None:
         columns = (
-            TextColumn("sharding"),
+            TextColumn(progressed.title),
             BarColumn(),
             TextColumn("{task.fields[rate]}"),
             TimeElapsedColumn(),

@@ -65,9 +65,15 @@ class OpenShard:
 
 @contextmanager
 def new_shard(directory: Path, stem: str) -> Iterator[OpenShard]:
-    """A shard of the data set `directory`: the tar, then its report, then its index; each appears under its name when
-    it is whole. The index is last: it marks a finished shard."""
-    shard = directory / "shards" / f"{stem}.tar"
+    """A shard of the data set `directory`, and its report among the data set's."""
+    with new_tar(directory / "shards" / f"{stem}.tar", report_path(directory, stem)) as opened:
+        yield opened
+
+
+@contextmanager
+def new_tar(shard: Path, report: Path) -> Iterator[OpenShard]:
+    """The tar, then its report, then its index; each appears under its name when it is whole. The index is last: it
+    marks a finished shard."""
     temporary = shard.with_name(f".{shard.name}.{os.getpid()}.tmp")
     with temporary.open("wb") as stream:
         opened = OpenShard(ShardWriter(stream))
@@ -77,7 +83,7 @@ def new_shard(directory: Path, stem: str) -> Iterator[OpenShard]:
         os.fsync(stream.fileno())
     index = opened.writer.index(temporary, shard.name)
     temporary.replace(shard)
-    write_json(report_path(directory, stem), opened.report)
+    write_json(report, opened.report)
     write_index(shard, index)
 
 
