@@ -45,14 +45,16 @@ Absent = tuple[str, ...]
 """Modalities of which a row has no valid element."""
 
 
-def row(position: int, visible: int = VISIBLE, inputs: int = 3, absent: Absent = ()) -> dict[str, Tensor]:
+def row(
+    position: int, visible: int = VISIBLE, inputs: int = 3, absent: Absent = (), side: int = SIDE
+) -> dict[str, Tensor]:
     """One image: a function of its position. Smooth, so that there is something to predict, with holes in the depth and
     void labels, more in some rows than in others."""
     generator = torch.Generator().manual_seed(4000 + position)
     coarse = torch.rand(1, 5, 4, 4, generator=generator)
-    smooth = torch.nn.functional.interpolate(coarse, SIDE, mode="bilinear", align_corners=True)[0]
+    smooth = torch.nn.functional.interpolate(coarse, side, mode="bilinear", align_corners=True)[0]
     smooth = smooth + 0.05 * torch.randn(smooth.shape, generator=generator)
-    holes = torch.rand(2, SIDE, SIDE, generator=generator) < 0.4 * torch.rand(2, 1, 1, generator=generator)
+    holes = torch.rand(2, side, side, generator=generator) < 0.4 * torch.rand(2, 1, 1, generator=generator)
     depth = torch.where(holes[0], torch.nan, 3.0 * (smooth[3] - 0.5))
     labels = (smooth[4].clamp(0, 0.999) * CLASSES).to(torch.uint8)
     semseg = torch.where(holes[1], VOID, labels)[::STRIDE, ::STRIDE].to(torch.uint8)
@@ -60,7 +62,7 @@ def row(position: int, visible: int = VISIBLE, inputs: int = 3, absent: Absent =
         depth = torch.full_like(depth, torch.nan)
     if "semseg" in absent:
         semseg = torch.full_like(semseg, VOID)
-    order = torch.randperm(inputs * PATCHES, generator=generator)
+    order = torch.randperm(inputs * (side // PATCH) ** 2, generator=generator)
     return {
         "images": (smooth[:3].clamp(0, 1) * 255).to(torch.uint8),
         "depth": depth,
@@ -78,9 +80,11 @@ def patch_sums(valid: Tensor, side: int) -> Tensor:
     return patchify(valid[None, None].int(), side)[0].sum(-1).int()
 
 
-def batch(positions: range, visible: int = VISIBLE, inputs: int = 3, absent: Absent = ()) -> Batch:
+def batch(
+    positions: range, visible: int = VISIBLE, inputs: int = 3, absent: Absent = (), side: int = SIDE
+) -> Batch:
     """Images at `positions` as one micro-batch."""
-    rows = [row(position, visible, inputs, absent) for position in positions]
+    rows = [row(position, visible, inputs, absent, side) for position in positions]
     fields = {name: torch.stack([each[name] for each in rows]) for name in rows[0]}
     return Batch(fields=fields, keys=torch.tensor(list(positions)), start=positions[0])
 
@@ -106,19 +110,19 @@ class SyntheticModalities:
 
 
 def modality_config(layout: Layout | None = None, **changes: Any) -> Config:
-    """Two blocks of 32 and decoders of one block of 16, 4 x 4 patches in three modalities; `changes` are section
-    dicts."""
+    """Two blocks of 32 and decoders of one block of 32, 4 x 4 patches in three modalities; `changes` are section
+    dicts. AdamW's epsilon is large, so that rounding in gradients near zero is not scaled up."""
     config = Config(
         model=ModelConfig(
             kind="mm_mae", layers=2, hidden_size=32, heads=2, intermediate_size=64, dropout=0.0, layer_norm_eps=1e-6
         ),
-        vision=VisionConfig(patch_size=PATCH, decoder_layers=1, decoder_hidden_size=16, decoder_heads=2),
+        vision=VisionConfig(patch_size=PATCH, decoder_layers=1, decoder_hidden_size=32, decoder_heads=2),
         modalities=ModalitiesConfig(visible_tokens=VISIBLE, segmentation_stride=STRIDE, class_embedding=8),
         objective=ObjectiveConfig(kind="mm_mae"),
         crops=CropsConfig(size=SIDE),
         batch=BatchConfig(global_size=8, micro_size=(layout or Layout()).micro_size),
         training=TrainingConfig(steps=6, seed=3),
-        optimizer=OptimizerConfig(lr=1e-3, warmup_steps=0, schedule="constant"),
+        optimizer=OptimizerConfig(lr=1e-3, eps=1e-4, warmup_steps=0, schedule="constant"),
         balancer=BalancerConfig(kind="uniform"),
     )
     for section, values in changes.items():

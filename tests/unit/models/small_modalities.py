@@ -1,0 +1,49 @@
+"""A tiny multi-modal masked autoencoder with weights that all matter, and its objective."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from tests.synthetic_modalities import CLASSES, modality_config
+from trp_scale.batch import Batch
+from trp_scale.config import Config
+from trp_scale.models.mm_mae import MultimodalMaskedAutoencoder
+from trp_scale.models.positions import sine_cosine
+
+ALL = ("rgb", "depth", "semseg")
+EVERY_TASK = (*ALL, "raw_rgb")
+
+
+def config(
+    inputs: tuple[str, ...] = ALL, outputs: tuple[str, ...] = ALL, visible_tokens: int = 9, **changes: Any
+) -> Config:
+    """The synthetic run's, with narrower decoders and other modalities."""
+    modalities = {"inputs": list(inputs), "outputs": list(outputs), "visible_tokens": visible_tokens}
+    vision = {"decoder_hidden_size": 16}
+    return modality_config(modalities=modalities, vision=vision, **changes)
+
+
+def small_model(settings: Config, *, dtype: torch.dtype = torch.float64) -> MultimodalMaskedAutoencoder:
+    """Every weight is drawn anew, large enough that all of them matter."""
+    model = MultimodalMaskedAutoencoder(settings, CLASSES)
+    generator = torch.Generator().manual_seed(100)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(0.25 * torch.randn(parameter.shape, generator=generator))
+            if "norm" in name and name.endswith("weight"):
+                parameter.add_(1.0)
+    model.to(dtype)
+    if dtype == torch.float64:  # as exact as the weights
+        model.positions = sine_cosine(model.grid, settings.model.hidden_size)
+        for decoder in model.decoders.values():
+            decoder.positions = sine_cosine(model.grid, settings.vision.decoder_hidden_size)
+    return model
+
+
+def changed(rows: Batch, **fields: Any) -> Batch:
+    """The batch with some of its fields replaced."""
+    assert not set(fields) - set(rows.fields)
+    return replace(rows, fields={**rows.fields, **fields})
