@@ -40,9 +40,10 @@ class TaskHistory:
 @dataclass(kw_only=True)
 class RunHistory:
     """What a run's metrics say in all. Times are medians over logged steps, but for training_seconds, the sum over all
-    steps; memory is rank 0's."""
+    steps; memory is rank 0's. outside_tasks: those whose weights the balancer does not decide."""
 
     tasks: dict[str, TaskHistory] = field(default_factory=dict)
+    outside_tasks: set[str] = field(default_factory=set)
     worst_task: str | None = None
     first_step: int = 0
     last_step: int = 0
@@ -79,7 +80,6 @@ def read_history(run_dir: Path) -> RunHistory:
     """Read a run's metrics. Raises what `read_metrics` raises."""
     history = RunHistory()
     starts: dict[str, float | None] = {}
-    outside: set[str] = set()
     recent: deque[dict[str, Any]] = deque(maxlen=END_LINES)
     columns: dict[str, list[float]] = {"step_seconds": [], "tokens_per_second": [], "model_flops_utilisation": []}
     for line in read_metrics(run_dir):
@@ -92,7 +92,7 @@ def read_history(run_dir: Path) -> RunHistory:
         history.last_step = line["step"]
         history.skipped_steps += 0 if line["applied"] else 1
         history.peak_memory_bytes = max(history.peak_memory_bytes, line["peak_memory_bytes"])
-        outside.update(line.get("outside_tasks", ()))
+        history.outside_tasks.update(line.get("outside_tasks", ()))
         for name, values in columns.items():
             if line.get(name) is not None:
                 values.append(line[name])
@@ -106,7 +106,8 @@ def read_history(run_dir: Path) -> RunHistory:
     history.tasks = {name: task_history(name, start, recent) for name, start in starts.items()}
     # A task that balancer.min_count kept out in all these steps is not the worst for its few elements' sake.
     unweighted = {name for name, task in history.tasks.items() if task.weight == 0.0}
-    history.worst_task = worst({name: task.end for name, task in history.tasks.items()}, outside | unweighted)
+    left_out = history.outside_tasks | unweighted
+    history.worst_task = worst({name: task.end for name, task in history.tasks.items()}, left_out)
     for name, values in columns.items():
         setattr(history, name, statistics.median(values) if values else None)
     return history

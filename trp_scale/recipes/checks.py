@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from trp_scale.config import Config, RefusedError
 from trp_scale.recipes.adversary_checks import adversary_cautions, adversary_problems
+from trp_scale.recipes.balancer_checks import balancer_cautions, balancer_problems
 from trp_scale.recipes.vision_checks import unread_settings, vision_problems
 
 
@@ -15,7 +16,13 @@ def check(config: Config) -> None:
     Raises:
         RefusedError: naming each flag, the value found and the values allowed.
     """
-    problems = [*_ranges(config), *_relations(config), *vision_problems(config), *adversary_problems(config)]
+    problems = [
+        *_ranges(config),
+        *_relations(config),
+        *balancer_problems(config),
+        *vision_problems(config),
+        *adversary_problems(config),
+    ]
     if problems:
         listed = "\n".join(f"  {problem}" for problem in problems)
         raise RefusedError(f"{len(problems)} setting(s) cannot be used:\n{listed}")
@@ -24,24 +31,13 @@ def check(config: Config) -> None:
 def cautions(config: Config) -> list[str]:
     """What a user should know of settings that are allowed but are rarely meant; for the log."""
     found: list[str] = []
-    optimizer, balancer, steps = config.optimizer, config.balancer, config.training.steps
+    optimizer, steps = config.optimizer, config.training.steps
     if optimizer.warmup_steps >= steps and optimizer.schedule != "constant":
         found.append(
             f"--optimizer.warmup_steps {optimizer.warmup_steps} is not below --training.steps {steps}: "
             f"the learning rate never reaches --optimizer.lr {optimizer.lr:g}"
         )
-    if balancer.kind == "minimax" and balancer.estimate == "micro":
-        found.append(
-            "--balancer.estimate micro takes the softmax of each micro-batch alone: a wrong estimate of TRP eq. 7, "
-            "kept as a baseline; exact and lagged use the losses of the global batch"
-        )
-    if balancer.kind == "minimax" and balancer.estimate == "micro" and balancer.loss_ema > 0:
-        found.append(
-            f"--balancer.loss_ema {balancer.loss_ema:g} has no effect with --balancer.estimate micro, which takes each "
-            "micro-batch's losses as they are; exact and lagged smooth them"
-        )
-    if balancer.reference and balancer.scale != "reference":
-        found.append(f"--balancer.reference is given but --balancer.scale is {balancer.scale}: it has no effect")
+    found += balancer_cautions(config)
     found += unread_settings(config)
     return found + adversary_cautions(config)
 
@@ -72,7 +68,6 @@ def _ranges(config: Config) -> Iterator[str]:
         "batch": {"global_size": 1, "micro_size": 1},
         "training": {"steps": 1, "seed": 0, "max_hours": 0, "max_skipped_steps": 0},
         "optimizer": {"weight_decay": 0, "warmup_steps": 0, "min_lr": 0, "clipping": 0},
-        "balancer": {"alpha": 0, "min_count": 0},
         "validation": {"every": 0},
         "checkpoint": {"every": 0, "keep": 0},
         "logging": {"every": 1},
@@ -81,14 +76,12 @@ def _ranges(config: Config) -> Iterator[str]:
         "model": ["initializer_range", "layer_norm_eps"],
         "masking": ["ratio"],
         "optimizer": ["lr", "eps"],
-        "balancer": ["radius", "lipschitz", "bound"],
     }
     below_one = {
         "model": ["dropout"],
         "data": ["validation_fraction"],
         "masking": ["ratio"],
         "optimizer": ["beta1", "beta2"],
-        "balancer": ["loss_ema"],
     }
     for section, limits in at_least.items():
         for name, limit in limits.items():
@@ -108,7 +101,7 @@ def _ranges(config: Config) -> Iterator[str]:
 
 
 def _relations(config: Config) -> Iterator[str]:
-    model, batch, optimizer, balancer = config.model, config.batch, config.optimizer, config.balancer
+    model, batch, optimizer = config.model, config.batch, config.optimizer
     if model.heads > 0 and model.hidden_size % model.heads:
         allowed = [heads for heads in range(1, model.hidden_size + 1) if model.hidden_size % heads == 0]
         near = sorted(sorted(allowed, key=lambda heads: abs(heads - model.heads))[:4])
@@ -135,5 +128,3 @@ def _relations(config: Config) -> Iterator[str]:
             f"--validation.every is {config.validation.every} but --data.validation_fraction is 0: nothing is held "
             "out; allowed: --validation.every 0, or a fraction such as 0.01"
         )
-    if balancer.scale == "reference" and not balancer.reference:
-        yield "--balancer.scale is reference but --balancer.reference is empty; allowed, for example: verb 2.1 noun 3"
