@@ -77,7 +77,7 @@ class BranchingObjective(ToyObjective):
 
 
 def elements(step: int, absent: Mapping[int, tuple[int, ...]], tasks: int) -> dict[str, Tensor]:
-    """Inputs [E, 2] and tasks [E] of a step's global batch: uneven counts, and none of the tasks absent at this step."""
+    """Inputs [E, 2] and tasks [E] of a step's global batch: uneven counts, none of the tasks absent at this step."""
     generator = torch.Generator().manual_seed(500 + step)
     share = torch.tensor([6.0, 3.0, 1.5, 1.0][:tasks])
     share[list(absent.get(step, ()))] = 0.0

@@ -40,9 +40,7 @@ def group_dro(tasks: list[int], *, rate: float, adjustment: float) -> Reference:
 
     def weigh(seen: Seen) -> dict[int, float]:
         present = [t for t in tasks if t in seen.losses]
-        raised = {
-            t: q[t] * math.exp(rate * (seen.loss(t) + adjustment / math.sqrt(seen.counts[t]))) for t in present
-        }
+        raised = {t: q[t] * math.exp(rate * (seen.loss(t) + adjustment / math.sqrt(seen.counts[t]))) for t in present}
         had, has = sum(q[t] for t in present), sum(raised.values())
         q.update({t: raised[t] * had / has for t in present})
         return {t: raised[t] / has for t in present}

@@ -20,9 +20,9 @@ STEPS = 50
 TASKS = [0, 1, 2]
 OBJECTIVE = BranchingObjective(tasks=("a", "b", "c", "far"), outside={3: 0.3}, regression=(1, 3))
 ABSENT: dict[int, tuple[int, ...]] = {
-    **{step: (2,) for step in range(9)},  # c is first seen at step 9
-    **{step: (0, 3) for step in (12, 13, 40)},
-    **{step: (1, 2) for step in range(22, 30)},
+    **dict.fromkeys(range(9), (2,)),  # c is first seen at step 9
+    **dict.fromkeys((12, 13, 40), (0, 3)),
+    **dict.fromkeys(range(22, 30), (1, 2)),
     33: (0, 1, 2),
 }
 """Tasks that a step's global batch lacks."""

@@ -167,9 +167,7 @@ def test_passes_of_other_hooks_are_not_tapped_and_change_nothing() -> None:
 
     engine: Any = PassEngine(watched.model)
     counts = torch.stack([THREE.count(micro) for micro in parts]).sum(0)
-    ctx = StepContext(
-        step=0, window=parts, counts=counts, lr=1.0, engine=engine, losses_of=losses_of, balancer=weigher
-    )
+    ctx = StepContext(step=0, window=parts, counts=counts, lr=1.0, engine=engine, losses_of=losses_of, balancer=weigher)
     hooks.before_step(ctx)
     assert watched.taps == [None] * 4
     ctx.losses_of(parts[0])  # begun, and given up by a new before_step: its tap must not be read

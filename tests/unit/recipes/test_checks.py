@@ -42,8 +42,6 @@ def test_the_defaults_pass_and_give_no_caution() -> None:
         ({"training__steps": 0}, "--training.steps is 0"),
         ({"training__max_hours": float("nan")}, "--training.max_hours is nan"),
         ({"validation__every": 5, "data__validation_fraction": 0.0}, "nothing is held out"),
-        ({"balancer__scale": "reference"}, "--balancer.reference is empty"),
-        ({"balancer__alpha": -1.0}, "--balancer.alpha is -1.0"),
         ({"logging__every": 0}, "--logging.every is 0"),
     ],
 )
@@ -65,24 +63,12 @@ def test_all_mistakes_are_listed_at_once() -> None:
     ("changes", "expected"),
     [
         ({"training__steps": 100}, "--optimizer.warmup_steps 10000 is not below --training.steps 100"),
-        ({"balancer__estimate": "micro"}, "a wrong estimate"),
-        ({"balancer__reference": {"verb": 1.0}}, "--balancer.scale is none: it has no effect"),
     ],
 )
 def test_what_is_rarely_meant_is_allowed_with_a_caution(changes: dict[str, object], expected: str) -> None:
     check(config(**changes))
     (caution,) = cautions(config(**changes))
     assert expected in caution
-
-
-def test_a_smoothing_that_the_estimate_micro_never_reads_is_cautioned_against() -> None:
-    def smoothed(**changes: object) -> list[str]:
-        return cautions(config(balancer__loss_ema=0.9, **changes))
-
-    (caution,) = (text for text in smoothed(balancer__estimate="micro") if "loss_ema" in text)
-    assert "--balancer.loss_ema 0.9 has no effect with --balancer.estimate micro" in caution
-    assert smoothed(balancer__estimate="exact") == smoothed(balancer__estimate="lagged") == []
-    assert smoothed(balancer__kind="uniform", balancer__estimate="micro") == []  # no estimate is made at all
 
 
 def test_fp16_needs_deepspeed_and_a_gpu() -> None:
