@@ -80,9 +80,7 @@ def patch_sums(valid: Tensor, side: int) -> Tensor:
     return patchify(valid[None, None].int(), side)[0].sum(-1).int()
 
 
-def batch(
-    positions: range, visible: int = VISIBLE, inputs: int = 3, absent: Absent = (), side: int = SIDE
-) -> Batch:
+def batch(positions: range, visible: int = VISIBLE, inputs: int = 3, absent: Absent = (), side: int = SIDE) -> Batch:
     """Images at `positions` as one micro-batch."""
     rows = [row(position, visible, inputs, absent, side) for position in positions]
     fields = {name: torch.stack([each[name] for each in rows]) for name in rows[0]}

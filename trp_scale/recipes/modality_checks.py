@@ -54,12 +54,12 @@ def _numbers(config: Config) -> Iterator[str]:
             f"--modalities.segmentation_stride is {stride} and does not divide --vision.patch_size {patch_size}; "
             f"allowed: {', '.join(map(str, near))}"
         )
-    inputs = len(modalities.inputs)
-    tokens = inputs * (config.crops.size // patch_size) ** 2 if patch_size > 0 else 0
-    if tokens > 0 and not 0 < modalities.visible_tokens < tokens:
+    inputs, size = len(modalities.inputs), config.crops.size
+    patches = (size // patch_size) ** 2 if patch_size > 0 else 0
+    if inputs and patches and not 0 < modalities.visible_tokens < inputs * patches:
         yield (
-            f"--modalities.visible_tokens is {modalities.visible_tokens}, allowed: 1 to {tokens - 1}, since "
-            f"--crops.size {config.crops.size} has {tokens // inputs} patches in each of {inputs} input(s) and one must be masked"
+            f"--modalities.visible_tokens is {modalities.visible_tokens}, allowed: 1 to {inputs * patches - 1}, since "
+            f"--crops.size {size} has {patches} patches in each of {inputs} input(s) and one must be masked"
         )
 
 

@@ -1,0 +1,94 @@
+"""Step time of MM-MAE as a share of what the machine's matrix products allow.
+
+    python benchmarks/mm_mae_step_time.py [--model tiny] [--rows 16] [--precision bf16]
+
+ViT-Ti/16 (12 x 192) on 224 px with 98 visible patches of three modalities, decoders of 2 x 256 with 8 heads, 133
+classes; a whole step of the loop on random images, and a large matrix product of the same precision, in turn. Model
+FLOPs are those of trp_scale/observe/mm_mae_flops.py; torch's own count is beside it.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+import tyro
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.balancing_cost import CLASSES, random_modalities, whole_step
+from benchmarks.image_steps import EncoderSize, counted_flops, resized
+from benchmarks.rounds import Measured, alternate
+from trp_scale.config import BalancerConfig
+from trp_scale.models.mm_mae import MultimodalMaskedAutoencoder
+from trp_scale.objectives.mm_mae import MultimodalReconstruction
+from trp_scale.observe.mm_mae_flops import mm_mae_step_flops
+from trp_scale.recipes.loader import load_recipe
+
+
+@dataclass(kw_only=True)
+class Options:
+    """What to measure."""
+
+    rows: int = 16
+    """Images per step."""
+    rounds: int = 7
+    """Measured steps, and as many measurements of the product."""
+    model: EncoderSize = "tiny"
+    """ViT-Ti, S, B or L."""
+    precision: Literal["bf16", "fp32"] = "bf16"
+    """Of forward and backward, and of the product."""
+    compile: bool = False
+    """torch.compile on the model."""
+    threads: int = 0
+    """Threads of torch; 0 = as torch chooses."""
+    side: int = 2048
+    """Of the product's square matrices."""
+    products: int = 10
+    """Products in one measurement."""
+
+
+def main(options: Options) -> None:
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    config = resized(load_recipe("mm_mae_vit_b_in1k_400"), options.model)
+    config.training.precision, config.training.compile = options.precision, options.compile
+    config.balancer = BalancerConfig(kind="uniform")
+    model, objective = MultimodalMaskedAutoencoder(config, CLASSES), MultimodalReconstruction(config)
+    step = whole_step(config, model, objective, random_modalities(config, options.rows), device)
+    dtype = torch.bfloat16 if options.precision == "bf16" else torch.float32
+    left, right, out = (torch.randn(options.side, options.side, device=device).to(dtype) for _ in range(3))
+
+    def product() -> None:
+        for _ in range(options.products):
+            torch.matmul(left, right, out=out)
+
+    measured = alternate({"step": step, "product": product}, rounds=options.rounds)
+    model_flops = mm_mae_step_flops(config, rows=options.rows, classes=CLASSES)
+    product_flops = 2.0 * options.side**3 * options.products
+    print(f"{options.rows} images of {config.crops.size} px, ViT {options.model}, {options.precision}, {device.type}, ")
+    print(f"{torch.get_num_threads()} threads; {model_flops / 1e9:.1f} GFLOP a step")
+    print(f"(torch counts {counted_flops(step) / 1e9:.1f} as computed: every visible patch in all tokenisers, and")
+    print("attention's scores again in the backward pass)")
+    for clock in ("wall", "cpu"):
+        print_share(measured, model_flops, product_flops, clock)
+
+
+def print_share(measured: dict[str, Measured], model_flops: float, product_flops: float, clock: str) -> None:
+    """The step's rate over the product's, the median over rounds."""
+    steps, products = (getattr(measured[name], f"{clock}s") for name in ("step", "product"))
+    rates = [product_flops / seconds / 1e9 for seconds in products]
+    shares = [model_flops / step / (product_flops / product) for step, product in zip(steps, products, strict=True)]
+    print(
+        f"{clock}: step {statistics.median(steps) * 1e3:.0f} ms, product {statistics.median(rates):.0f} GFLOP/s, "
+        f"share {statistics.median(shares):.3f} ({min(shares):.3f} to {max(shares):.3f})"
+    )
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))

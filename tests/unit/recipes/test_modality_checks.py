@@ -1,0 +1,107 @@
+"""Settings of MM-MAE that no run can have are refused with the flag to change; what nobody reads is cautioned of."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from trp_scale.config import RefusedError
+from trp_scale.recipes.checks import cautions, check
+from trp_scale.recipes.loader import from_dict, load_recipe, to_dict
+
+
+def settings(recipe: str = "mm_mae_vit_b_in1k_400", **changes: dict[str, Any]) -> dict[str, Any]:
+    document = to_dict(load_recipe(recipe))
+    document["data"]["path"] = "data"
+    for section, values in changes.items():
+        document[section] |= values
+    return document
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"objective": {"kind": "mae"}}, "--objective.kind mm_mae"),
+        ({"modalities": {"inputs": []}}, "--modalities.inputs is empty"),
+        ({"modalities": {"outputs": []}}, "--modalities.outputs is empty"),
+        ({"modalities": {"inputs": ["rgb", "depth", "rgb"]}}, "--modalities.inputs has rgb more than once"),
+        ({"modalities": {"outputs": ["semseg", "semseg"]}}, "--modalities.outputs has semseg more than once"),
+        ({"modalities": {"visible_tokens": 0}}, "--modalities.visible_tokens is 0, allowed: 1 to 587"),
+        ({"modalities": {"visible_tokens": 588}}, "--modalities.visible_tokens is 588, allowed: 1 to 587"),
+        ({"modalities": {"inputs": ["depth"], "visible_tokens": 196}}, "allowed: 1 to 195"),
+        ({"modalities": {"segmentation_stride": 3}}, "--modalities.segmentation_stride is 3"),
+        ({"modalities": {"segmentation_stride": 0}}, "allowed: 1, 2, 4, 8, 16"),
+        ({"modalities": {"segmentation_stride": 32}}, "--modalities.segmentation_stride is 32"),
+        ({"modalities": {"concentration": 0.0}}, "--modalities.concentration is 0.0"),
+        ({"modalities": {"class_embedding": 0}}, "--modalities.class_embedding is 0"),
+        ({"crops": {"count": 2}}, "--crops.count is 2, allowed with --model.kind mm_mae: 1"),
+        ({"crops": {"from": "view"}}, "--crops.from is view"),
+        ({"crops": {"size": 100}}, "for example 96"),
+        ({"model": {"dropout": 0.1}}, "--model.dropout is 0.1, allowed for mm_mae: 0"),
+        ({"model": {"weights": "x"}}, "--model.weights is x"),
+        ({"vision": {"positions": "relative"}}, "--vision.positions is relative"),
+        ({"vision": {"tokens": "all"}}, "--vision.tokens is all"),
+        ({"vision": {"decoder": "linear"}}, "--vision.decoder is linear"),
+        ({"vision": {"decoder_heads": 7}}, "--vision.decoder_heads"),
+        ({"vision": {"patch_size": 0}}, "--vision.patch_size is 0"),
+        ({"adversary": {"kind": "absolute_embedding"}}, "whose encoder sees no masked patch"),
+        ({"adversary": {"kind": "relative_coordinate"}}, "--adversary.kind pixels or none"),
+        (
+            {
+                "adversary": {"kind": "pixels", "ascent": "linear", "update": "sequential"},
+                "modalities": {"inputs": ["depth"]},
+            },
+            "--modalities.inputs has no rgb",
+        ),
+    ],
+)
+def test_refused_with_the_flag(changes: dict[str, Any], words: str) -> None:
+    check(from_dict(settings()))
+    with pytest.raises(RefusedError) as caught:
+        check(from_dict(settings(**changes)))
+    assert words in str(caught.value)
+    assert len(str(caught.value).splitlines()) == 2, "one problem, one message"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"modalities": {"visible_tokens": 587}},
+        {"modalities": {"inputs": ["rgb"], "outputs": ["raw_rgb", "rgb", "depth", "semseg"], "visible_tokens": 195}},
+        {"modalities": {"segmentation_stride": 16}},
+        {"masking": {"ratio": 0.001}},
+        {"adversary": {"kind": "pixels", "ascent": "linear", "update": "sequential", "eps": 0.01}},
+    ],
+)
+def test_what_is_near_the_limits_is_allowed(changes: dict[str, Any]) -> None:
+    check(from_dict(settings(**changes)))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "changes", "flag"),
+    [
+        ("mm_mae_vit_b_in1k_400", {"masking": {"ratio": 0.75}}, "--masking.ratio 0.75"),
+        ("mm_mae_vit_b_in1k_400", {"objective": {"target": "pixels"}}, "--objective.target pixels"),
+        ("mm_mae_vit_b_in1k_400", {"masking": {"unit": "word"}}, "--masking.unit word"),
+        ("mm_mae_vit_b_in1k_400", {"modalities": {"inputs": ["rgb"], "concentration": 2.0}}, "concentration 2.0"),
+        (
+            "mm_mae_vit_b_in1k_400",
+            {"modalities": {"inputs": ["rgb", "depth"], "class_embedding": 32}},
+            "--modalities.class_embedding 32",
+        ),
+        (
+            "mm_mae_vit_b_in1k_400",
+            {"modalities": {"inputs": ["rgb"], "outputs": ["depth"], "segmentation_stride": 2}},
+            "--modalities.segmentation_stride 2",
+        ),
+        ("mae_vit_b", {"modalities": {"inputs": ["rgb", "depth"]}}, "--modalities.inputs rgb depth has no effect"),
+        ("mae_vit_b", {"objective": {"reduction": "element"}}, "--objective.reduction element"),
+        ("pos_bert_tiny", {"modalities": {"visible_tokens": 5}}, "--modalities.visible_tokens 5"),
+        ("pos_bert_tiny", {"objective": {"target": "pixels"}}, "--objective.target pixels"),
+    ],
+)
+def test_a_setting_that_nobody_reads_is_cautioned_of(recipe: str, changes: dict[str, Any], flag: str) -> None:
+    assert cautions(from_dict(settings(recipe))) == []
+    (caution,) = cautions(from_dict(settings(recipe, **changes)))
+    assert flag in caution and "has no effect" in caution
