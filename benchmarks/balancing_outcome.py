@@ -59,6 +59,7 @@ def train(recipe: str, balancer: str, seed: int, directory: Path, steps: int) ->
         settings = {
             "run_dir": directory,
             "balancer.kind": balancer,
+            "batch.micro_size": load_recipe(recipe).batch.global_size,  # minimax then needs no forward pass of its own
             "training.seed": seed,
             "training.steps": steps,
             "validation.every": steps,
