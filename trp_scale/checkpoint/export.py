@@ -12,6 +12,7 @@ from trp_scale.checkpoint.document import DOCUMENT_NAME, CheckpointDocument, rea
 from trp_scale.checkpoint.durable import sync_directory
 from trp_scale.checkpoint.export_bert import write_bert
 from trp_scale.checkpoint.export_mae import write_timm, write_vitmae
+from trp_scale.checkpoint.export_mm_mae import write_multimodal_timm
 from trp_scale.checkpoint.run_directory import newest_complete
 from trp_scale.config import RefusedError
 
@@ -64,6 +65,7 @@ def find_writer(document: CheckpointDocument, to: str, image_size: int) -> Write
         ("bert", "hf"): write_bert,
         ("mae", "hf"): write_vitmae,
         ("mae", "timm"): partial(write_timm, image_size=image_size),
+        ("mm_mae", "timm"): partial(write_multimodal_timm, image_size=image_size),
     }
     kind = document.config.get("model", {}).get("kind", "bert")
     if (kind, to) in writers:

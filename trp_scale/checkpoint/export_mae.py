@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from safetensors.torch import save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import ViTMAEConfig
 
 from trp_scale.checkpoint.document import CheckpointDocument
@@ -38,6 +39,16 @@ def write_timm(directory: Path, checkpoint: Path, document: CheckpointDocument, 
         CheckpointError: the checkpoint is damaged, or is not of a masked autoencoder.
     """
     config = from_dict(document.config, source=str(checkpoint))
+    check_timm(config, image_size)
+    write_encoder(directory, config, read_weights(checkpoint, MaskedAutoencoder(config)), image_size)
+
+
+def check_timm(config: Config, image_size: int) -> None:
+    """Refuse what timm's vision transformer does not compute.
+
+    Raises:
+        RefusedError: naming the setting.
+    """
     model, patch_size = config.model, config.vision.patch_size
     _refuse_relative_positions(config, "timm's vision transformer")
     if model.layer_norm_eps != TIMM_EPS:
@@ -48,7 +59,12 @@ def write_timm(directory: Path, checkpoint: Path, document: CheckpointDocument, 
         raise RefusedError(
             f"--image_size is {image_size}, allowed: multiples of the run's vision.patch_size {patch_size}"
         )
-    weights = to_timm(_weights(checkpoint, config), patch_size=patch_size, image_size=image_size)
+
+
+def write_encoder(directory: Path, config: Config, weights: Mapping[str, Tensor], image_size: int) -> None:
+    """Write timm's files of an encoder with a masked autoencoder's names (models/mae_weights.py)."""
+    model, patch_size = config.model, config.vision.patch_size
+    state = to_timm(weights, patch_size=patch_size, image_size=image_size)
     arguments = {
         "img_size": image_size,
         "patch_size": patch_size,
@@ -75,7 +91,7 @@ def write_timm(directory: Path, checkpoint: Path, document: CheckpointDocument, 
         },
     }
     (directory / "config.json").write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
-    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    save_file(state, directory / "model.safetensors", metadata={"format": "pt"})
 
 
 def write_vitmae(directory: Path, checkpoint: Path, document: CheckpointDocument) -> None:
@@ -94,7 +110,7 @@ def write_vitmae(directory: Path, checkpoint: Path, document: CheckpointDocument
             "ViTMAE has mask tokens in a transformer decoder only; allowed: --to timm (the encoder)"
         )
     grid = config.crops.size // vision.patch_size
-    weights = to_vitmae(_weights(checkpoint, config), patch_size=vision.patch_size, grid=grid)
+    weights = to_vitmae(read_weights(checkpoint, MaskedAutoencoder(config)), patch_size=vision.patch_size, grid=grid)
     vitmae_config(config).save_pretrained(directory)
     # Not the model's save_pretrained: what transformers 5.23 calls the decoder's layers in a file, older ones reject.
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
@@ -130,10 +146,14 @@ def _refuse_relative_positions(config: Config, model: str) -> None:
         )
 
 
-def _weights(checkpoint: Path, config: Config) -> dict[str, Tensor]:
-    """All weights of the checkpoint, which must be those of the model that its settings describe."""
+def read_weights(checkpoint: Path, model: nn.Module) -> dict[str, Tensor]:
+    """All weights of the checkpoint, which must be those of `model`, made from the checkpoint's settings.
+
+    Raises:
+        CheckpointError: they are not.
+    """
     weights = {name: tensor.float() for name, tensor in read_full_state(checkpoint).items()}
-    expected = {name: tuple(parameter.shape) for name, parameter in MaskedAutoencoder(config).named_parameters()}
+    expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     wrong = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
     if wrong:

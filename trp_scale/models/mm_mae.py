@@ -112,6 +112,18 @@ class MultimodalMaskedAutoencoder(nn.Module):
         )
         return MultimodalOutput(predictions=predictions, shared_inputs=shared_inputs)
 
+    def features(self, patches: Mapping[str, Tensor], visible: Tensor) -> Tensor:
+        """[R, 1 + V, D] the encoder's output for these tokens alone.
+
+        Args:
+            patches: as `forward`'s; a modality of which no token is visible may be left out.
+            visible: [R, V] int64, token numbers.
+        """
+        tokens = self.embed(patches, visible)
+        for block in self.blocks:
+            tokens = block(tokens)
+        return self.norm(tokens)  # type: ignore[no-any-return]
+
     def own_slots(self, slots: Tensor, masked: int, modality: str) -> Tensor:
         """[R, N] the part of all slots [R, I N] that is one modality's; `masked` everywhere if it is no input."""
         count = self.grid**2
@@ -129,8 +141,9 @@ class MultimodalMaskedAutoencoder(nn.Module):
         count, dtype = self.grid**2, self.cls_token.dtype
         places = visible % count
         tokens = self.positions[places].to(dtype)  # [R, V, D]
-        for number, modality in enumerate(self.inputs):
-            given = gather_patches(patches[modality], places)  # [R, V, P]
+        for modality, values in patches.items():
+            given = gather_patches(values, places)  # [R, V, P]
             made = self.tokenisers[modality](given.to(dtype) if given.is_floating_point() else given)
-            tokens = tokens + torch.where((visible // count == number).unsqueeze(-1), made, 0.0)
+            own = visible // count == self.inputs.index(modality)
+            tokens = tokens + torch.where(own.unsqueeze(-1), made, 0.0)
         return torch.cat([self.cls_token.expand(len(tokens), 1, -1), tokens], dim=1)

@@ -39,7 +39,7 @@ class MultimodalUpstream:
         return [] if adversary is None else [adversary]
 
     def leave(self, run_dir: Path, world: Group) -> None:
-        """Nothing: the model is known by its settings and the checkpoint's `semseg_classes`."""
+        """Nothing: the model is known by its settings and the checkpoint's number of classes."""
 
     def checkpoint_extra(self) -> dict[str, Any]:
         return {"semseg_classes": self.classes}

@@ -21,6 +21,8 @@ from trp_scale.hooks.base import Hook, StepContext
 class PixelAdversary(Hook):
     """Adds eps sign(g) (linf) or eps g / ||g|| (l2, per crop) to the input, g the gradient at the clean pixels.
 
+    A batch's images are [R, k, C, S, S], or [R, C, S, S] where there is one crop of each.
+
     It takes a pass of its own over the window, and holds the window's shifts in fp32 until the step ends. The target
     stays the clean image. Nothing is remembered from step to step.
 
@@ -46,16 +48,16 @@ class PixelAdversary(Hook):
         }
         self.shifts = leaves
         run_own_pass(ctx)
-        gradients = {start: gradient_of(leaf) for start, leaf in leaves.items()}  # [R, k, C, S, S] each
+        gradients = {start: gradient_of(leaf) for start, leaf in leaves.items()}  # as the images each
         self.shifts = {start: self.shift(gradient) for start, gradient in gradients.items()}
         self._sizes = torch.cat(
-            [size(shift.flatten(2), self.settings.norm).flatten() for shift in self.shifts.values()]
+            [size(shift.flatten(-3), self.settings.norm).flatten() for shift in self.shifts.values()]
         )
         self._sensitivity = norm_over_ranks(ctx, gradients.values())
 
     def shift(self, gradients: Tensor) -> Tensor:
-        """[R, k, C, S, S] -> the same: the one-step rule for each crop; zero where its gradient is not finite."""
-        flat = gradients.flatten(2)  # [R, k, C * S * S]
+        """[..., C, S, S] -> the same: the one-step rule for each crop; zero where its gradient is not finite."""
+        flat = gradients.flatten(-3)  # [..., C * S * S]
         finite = flat.isfinite().all(-1, keepdim=True)
         shifts = steepest(torch.where(finite, flat, 0.0), self.settings.norm, self.settings.eps)
         return shifts.view_as(gradients)

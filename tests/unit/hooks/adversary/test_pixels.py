@@ -12,6 +12,7 @@ from torch import Tensor
 from tests.synthetic import Layout
 from tests.synthetic_images import PATCH, batch, image_config, image_trainer
 from trp_scale.batch import Batch
+from trp_scale.hooks.adversary.pixels import PixelAdversary
 from trp_scale.models.mae import MaskedAutoencoder
 from trp_scale.objectives.mae import MaskedPatchReconstruction
 
@@ -69,6 +70,15 @@ def test_the_weights_follow_the_loss_at_the_shifted_pixels(norm: str, micro_size
     for name, gradient in gradients.items():
         moved = (before[name] - after[name]).double() / 0.1
         assert (moved - gradient).norm() <= 2e-3 * gradient.norm() + 1e-6, name
+
+
+def test_an_image_that_is_its_own_crop_has_one_shift() -> None:
+    """As a multi-modal batch's images are, [R, C, S, S]."""
+    hook = PixelAdversary(image_config(Layout(), **settings("l2")), torch.device("cpu"))
+    gradient = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(0))
+    shifts = hook.shift(gradient)
+    assert shifts.flatten(1).norm(dim=1).tolist() == pytest.approx([EPS["l2"]] * 2)
+    assert torch.allclose(shifts[1], EPS["l2"] * gradient[1] / gradient[1].norm())
 
 
 def test_what_is_logged() -> None:
