@@ -107,8 +107,8 @@ class MultimodalMaskedAutoencoder(nn.Module):
             read = self.norm(tokens + task_taps.to(tokens.dtype)).unbind(0)
         slots = visible_slots(visible, len(self.inputs) * self.grid**2)
         predictions = tuple(
-            decoder(one, visible, self.own_slots(slots, visible.shape[1], decoder.own))
-            for decoder, one in zip(self.decoders.values(), read, strict=True)
+            self.decoders[task](one, visible, self.own_slots(slots, visible.shape[1], MODALITY_OF[task]))
+            for task, one in zip(self.outputs, read, strict=True)
         )
         return MultimodalOutput(predictions=predictions, shared_inputs=shared_inputs)
 

@@ -34,6 +34,7 @@ class MaskedPatchReconstruction:
 
     def __init__(self, config: ObjectiveConfig, patch_size: int) -> None:
         self.normalised = config.target == "normalised"
+        self.patch_size = patch_size
         self._image_patches = ImagePatches(patch_size)
 
     def count(self, batch: Batch) -> Tensor:

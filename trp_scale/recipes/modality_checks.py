@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from trp_scale.config import Config
 
@@ -16,7 +16,8 @@ def modality_problems(config: Config) -> Iterator[str]:
 
 
 def _lists(config: Config) -> Iterator[str]:
-    for name, found in (("inputs", config.modalities.inputs), ("outputs", config.modalities.outputs)):
+    given: dict[str, Sequence[str]] = {"inputs": config.modalities.inputs, "outputs": config.modalities.outputs}
+    for name, found in given.items():
         if not found:
             yield f"--modalities.{name} is empty; allowed: one modality or more, for example rgb depth semseg"
         if repeated := sorted({each for each in found if found.count(each) > 1}):
