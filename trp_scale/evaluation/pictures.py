@@ -10,7 +10,14 @@ from torch import Tensor
 
 from trp_scale.batch import Batch
 from trp_scale.config import AdversaryConfig, RefusedError
-from trp_scale.evaluation.trained_images import TrainedImages, load_trained_images
+from trp_scale.evaluation.modality_pictures import draw_modalities, modality_reconstructions, task_losses
+from trp_scale.evaluation.trained_images import (
+    TrainedImages,
+    TrainedModalities,
+    load_trained_images,
+    load_trained_modalities,
+    model_kind,
+)
 from trp_scale.hooks.adversary.projection import size
 from trp_scale.models.patches import gather_patches, unpatchify
 from trp_scale.models.relative_positions import REACH, relaxed_index
@@ -25,7 +32,8 @@ GREY = 0.5
 
 
 def draw_pictures(source: Path, output: Path, rows: int = 8, data: str = "") -> list[str]:
-    """Draw reconstructions.png and, where an adversary perturbs positions, positions.png.
+    """Draw reconstructions.png (of several modalities: of each) and, where an adversary perturbs positions,
+    positions.png.
 
     Args:
         source: run directory or checkpoint.
@@ -33,11 +41,14 @@ def draw_pictures(source: Path, output: Path, rows: int = 8, data: str = "") -> 
         rows: images at most.
         data: where the run's data is now; empty = where it was.
     Returns:
-        lines that say what was drawn, with the loss on these images beside that of predicting each patch's mean.
+        lines that say what was drawn, with the losses on these images beside those of the plainest guess, such as each
+        patch's mean.
     Raises:
         RefusedError: no masked autoencoder there, its data is gone, or matplotlib is not installed.
     """
     figure_of = figure_class()
+    if model_kind(source) == "mm_mae":
+        return _draw_modalities(figure_of, load_trained_modalities(source, data), output, rows)
     trained = load_trained_images(source, data)
     output.mkdir(parents=True, exist_ok=True)
     batch = trained.images(rows)
@@ -52,6 +63,17 @@ def draw_pictures(source: Path, output: Path, rows: int = 8, data: str = "") -> 
         path = output / "positions.png"
         lines.append(f"{path}: {_draw_positions(figure_of, trained, path)}")
     return lines
+
+
+def _draw_modalities(figure_of: type[Figure], trained: TrainedModalities, output: Path, rows: int) -> list[str]:
+    batch = trained.images(rows)
+    output.mkdir(parents=True, exist_ok=True)
+    path = output / "reconstructions.png"
+    draw_modalities(figure_of, modality_reconstructions(trained, batch), path)
+    losses = ", ".join(
+        f"{task} {loss:.4f} (plainest guess {plain:.4f})" for task, (loss, plain) in task_losses(trained, batch).items()
+    )
+    return [f"{path}: {losses}; {batch.rows} images"]
 
 
 @torch.no_grad()
@@ -86,7 +108,7 @@ def reconstructions(trained: TrainedImages, batch: Batch) -> tuple[dict[str, Ten
         "masked": patches.scatter(1, place, hidden),
         "reconstruction": patches.scatter(1, place, prediction),
     }
-    return {name: _pixels(value, objective.patch_size) for name, value in shown.items()}, loss, mean_patch
+    return {name: _pixels(value, trained.config.vision.patch_size) for name, value in shown.items()}, loss, mean_patch
 
 
 def _pixels(patches: Tensor, patch_size: int) -> Tensor:

@@ -1,14 +1,15 @@
-"""A trained masked autoencoder with images to look at, from a run directory alone."""
+"""A trained masked autoencoder, of one or several modalities, with images to look at, from a run directory alone."""
 
 from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from safetensors.torch import load_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from trp_scale.batch import Batch
 from trp_scale.checkpoint.document import HOOKS_NAME, CheckpointDocument, read_document
@@ -19,31 +20,27 @@ from trp_scale.config import Config, RefusedError
 from trp_scale.data.index import DataError
 from trp_scale.data.sources import Sources, open_sources
 from trp_scale.models.mae import MaskedAutoencoder
+from trp_scale.models.mm_mae import MultimodalMaskedAutoencoder
 from trp_scale.models.perturbation import PerturbationShape, perturbation_shape
 from trp_scale.objectives.mae import MaskedPatchReconstruction
+from trp_scale.objectives.mm_mae import MultimodalReconstruction
 from trp_scale.recipes.loader import from_dict
+
+Model = TypeVar("Model", bound=nn.Module)
 
 
 @dataclass(kw_only=True)
-class TrainedImages:
-    """What pictures are drawn from.
+class TrainedRun:
+    """What every trained model of images comes with.
 
     Attributes:
         checkpoint: where it all was read from.
         config: settings of the run.
-        model: the trained weights, on the CPU.
-        objective: the run's objective.
-        shape: of the adversary's perturbation, None without one.
-        perturbation: the adversary's vector in the checkpoint, [shape.numel], None without one.
         data_digest: of the data set the run learned from.
     """
 
     checkpoint: Path
     config: Config
-    model: MaskedAutoencoder
-    objective: MaskedPatchReconstruction
-    shape: PerturbationShape | None
-    perturbation: Tensor | None
     data_digest: str | None
 
     def open_sources(self, config: Config) -> Sources:
@@ -84,6 +81,36 @@ class TrainedImages:
         return Batch(fields=fields, keys=batch.keys[there], start=batch.start)
 
 
+@dataclass(kw_only=True)
+class TrainedImages(TrainedRun):
+    """A masked autoencoder.
+
+    Attributes:
+        model: the trained weights, on the CPU.
+        objective: the run's objective.
+        shape: of the adversary's perturbation, None without one.
+        perturbation: the adversary's vector in the checkpoint, [shape.numel], None without one.
+    """
+
+    model: MaskedAutoencoder
+    objective: MaskedPatchReconstruction
+    shape: PerturbationShape | None
+    perturbation: Tensor | None
+
+
+@dataclass(kw_only=True)
+class TrainedModalities(TrainedRun):
+    """A multi-modal masked autoencoder.
+
+    Attributes:
+        model: the trained weights, on the CPU.
+        objective: the run's objective.
+    """
+
+    model: MultimodalMaskedAutoencoder
+    objective: MultimodalReconstruction
+
+
 def load_trained_images(source: Path, data: str = "") -> TrainedImages:
     """Read the newest checkpoint of a run directory, or the checkpoint itself.
 
@@ -93,27 +120,60 @@ def load_trained_images(source: Path, data: str = "") -> TrainedImages:
     Raises:
         RefusedError: there is none, or it is not of a masked autoencoder.
     """
-    checkpoint = find_checkpoint(source)
-    document = read_document(checkpoint)
-    config = from_dict(document.config, source=str(checkpoint))
-    config.data.path = data or config.data.path
-    if config.model.kind != "mae":
-        raise RefusedError(f"{checkpoint}: a masked autoencoder is needed; its model.kind is {config.model.kind}")
-    model = MaskedAutoencoder(config)
-    weights = read_full_state(checkpoint)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(weights[name])
+    checkpoint, document, config = _read(source, data, "mae")
     shape = perturbation_shape(config.model, config.vision, config.adversary)
     return TrainedImages(
         checkpoint=checkpoint,
         config=config,
-        model=model.eval(),
+        data_digest=document.extra.get("data_digest"),
+        model=_with_weights(MaskedAutoencoder(config), checkpoint),
         objective=MaskedPatchReconstruction(config.objective, config.vision.patch_size),
         shape=shape,
         perturbation=None if shape is None else _perturbation(checkpoint, document),
-        data_digest=document.extra.get("data_digest"),
     )
+
+
+def load_trained_modalities(source: Path, data: str = "") -> TrainedModalities:
+    """As `load_trained_images`, of a multi-modal masked autoencoder."""
+    checkpoint, document, config = _read(source, data, "mm_mae")
+    return TrainedModalities(
+        checkpoint=checkpoint,
+        config=config,
+        data_digest=document.extra.get("data_digest"),
+        model=_with_weights(MultimodalMaskedAutoencoder(config, document.extra["semseg_classes"]), checkpoint),
+        objective=MultimodalReconstruction(config),
+    )
+
+
+def model_kind(source: Path) -> str:
+    """model.kind of the run.
+
+    Raises:
+        RefusedError: no checkpoint there.
+    """
+    kind: str = read_document(find_checkpoint(source)).config["model"]["kind"]
+    return kind
+
+
+def _read(source: Path, data: str, kind: str) -> tuple[Path, CheckpointDocument, Config]:
+    checkpoint = find_checkpoint(source)
+    document = read_document(checkpoint)
+    config = from_dict(document.config, source=str(checkpoint))
+    config.data.path = data or config.data.path
+    if config.model.kind != kind:
+        raise RefusedError(
+            f"{checkpoint}: a model of kind {kind} is needed, a masked autoencoder; its model.kind is "
+            f"{config.model.kind}"
+        )
+    return checkpoint, document, config
+
+
+def _with_weights(model: Model, checkpoint: Path) -> Model:
+    weights = read_full_state(checkpoint)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(weights[name])
+    return model.eval()
 
 
 def _perturbation(checkpoint: Path, document: CheckpointDocument) -> Tensor:
