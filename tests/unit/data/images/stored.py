@@ -21,7 +21,6 @@ from trp_scale.data.index import Block, Member, ShardIndex, write_index, write_j
 from trp_scale.data.sources import open_sources
 
 CLASSES = ["ant", "bee", "cat"]
-FIELDS = ("images", "visible", "masked", "labels", "row_weights")
 
 
 def photograph(height: int, width: int, seed: int = 0) -> Image.Image:
@@ -39,7 +38,7 @@ def jpeg(image: Image.Image) -> bytes:
 
 def write_tar(path: Path, samples: Iterable[dict[str, str | bytes]]) -> int:
     """A tar with its index; returns the number of samples. `samples`: "__key__" and members' contents by suffix."""
-    with TarWriter(str(path), encoder=False) as writer:
+    with TarWriter(str(path), encoder=False, mtime=0) as writer:
         for sample in samples:
             writer.write(sample)
     found: dict[str, dict[str, Member]] = {}
@@ -109,7 +108,7 @@ def config_for(path: Path | str, **sections: dict[str, object]) -> Config:
 def joined(windows: list[list[Batch]]) -> dict[str, torch.Tensor]:
     """All rows of the windows of all ranks, in order."""
     batches = [batch for window in windows for batch in window]
-    fields = {name: torch.cat([batch[name] for batch in batches]) for name in FIELDS}
+    fields = {name: torch.cat([batch[name] for batch in batches]) for name in batches[0].fields}
     return {**fields, "keys": torch.cat([batch.keys for batch in batches])}
 
 

@@ -1,0 +1,151 @@
+"""What is asked and written down about depth and segmentation maps that come from files."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.unit.data.images.source_images import HEIGHT, WIDTH, class_folder, class_map, depth_map, jpeg, png, shard
+from trp_scale.data.images.shard import ShardImagesConfig, shard_images
+from trp_scale.data.index import DataError, read_json
+from trp_scale.data.verify import verify_dataset
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """images/, depth/ and semseg/ of six images; the classes 0 to 19 are named in names.txt."""
+    class_folder(tmp_path / "images", classes=1, each=6)
+    for name, make in (("depth", depth_map), ("semseg", class_map)):
+        (tmp_path / name / "c0").mkdir(parents=True)
+        for number in range(6):
+            (tmp_path / name / "c0" / f"image{number}.png").write_bytes(png(make(number)))
+    (tmp_path / "names.txt").write_text("".join(f"kind {number}\n" for number in range(20)))
+    return tmp_path
+
+
+def modality(folder: Path, *names: str) -> list[str]:
+    return [f"{name}={folder / name}" for name in names]
+
+
+def test_scale_and_classes_are_written_down(folder: Path) -> None:
+    names = str(folder / "names.txt")
+    maps = modality(folder, "depth", "semseg")
+    shard(folder / "out", folder / "images", modality=maps, semseg_classes=names, depth_scale=0.001)
+    described = read_json(folder / "out" / "dataset.json")["modalities"]
+    assert described == {
+        "depth": {"scale": 0.001, "unit": "0.001 metres", "exact": False},
+        "semseg": {"classes": [f"kind {number}" for number in range(20)], "exact": False},
+    }
+    shard(folder / "relative", folder / "images", modality=maps[:1])
+    assert read_json(folder / "relative" / "dataset.json")["modalities"]["depth"]["scale"] is None
+    for changes, message in (
+        ({"depth_scale": 0.01}, r"depth_scale 0\.001 there, 0\.01 asked for"),
+        ({"void_label": 3}, "void_label 255 there, 3 asked for"),
+    ):
+        settings = {"modality": maps, "semseg_classes": names, "depth_scale": 0.001, **changes}
+        with pytest.raises(DataError, match=message):
+            shard(folder / "out", folder / "images", **settings)
+    (folder / "names.txt").write_text("".join(f"sort {number}\n" for number in range(20)))
+    with pytest.raises(DataError, match="input"):
+        shard(folder / "out", folder / "images", modality=maps, semseg_classes=names, depth_scale=0.001)
+
+
+def test_rendered_scenes_know_their_scale_and_classes(tmp_path: Path) -> None:
+    shard_images(ShardImagesConfig(output=tmp_path, embedded=True, count=2, size=16, processes=1, progress=False))
+    described = read_json(tmp_path / "dataset.json")["modalities"]
+    assert described["depth"]["scale"] == 0.001 and described["depth"]["exact"] and described["semseg"]["exact"]
+    assert described["semseg"]["classes"][:2] == ["wall", "ground"] and len(described["semseg"]["classes"]) == 10
+
+
+@pytest.mark.parametrize(
+    ("maps", "settings", "message"),
+    [
+        (("semseg",), {}, "nothing says what their numbers mean: give --semseg_classes FILE"),
+        (("depth",), {"semseg_classes": "names.txt"}, r"--semseg_classes names\.txt: goes with semseg maps"),
+        (("depth",), {"void_label": 11}, "--void_label 11: goes with semseg maps from files, --modality semseg=FOLDER"),
+        (("semseg",), {"depth_scale": 0.1}, r"--depth_scale 0\.1: goes with depth maps .* or \.depth\.png members"),
+        (("depth",), {"depth_scale": 0.0}, r"--depth_scale 0\.0: metres per unit, more than 0"),
+        (("semseg",), {"void_label": 256}, "--void_label 256: 0 to 255 is allowed"),
+        (("semseg",), {"semseg_classes": "nowhere.txt"}, r"--semseg_classes nowhere\.txt: not a text file"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(
+    folder: Path, maps: tuple[str, ...], settings: dict[str, object], message: str
+) -> None:
+    with pytest.raises(DataError, match=message):
+        shard(folder / "out", folder / "images", modality=modality(folder, *maps), **settings)
+    assert not (folder / "out" / "dataset.json").exists()
+
+
+def test_rendered_scenes_refuse_descriptions(tmp_path: Path) -> None:
+    config = ShardImagesConfig(output=tmp_path / "out", embedded=True, count=1, size=16, depth_scale=0.5)
+    with pytest.raises(DataError, match=r"--depth_scale 0\.5: goes with depth maps from files"):
+        shard_images(config)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("a\n\nb\n", "line 2 is empty; the place of a name is its number"),
+        (" \n", "no name in it"),
+        ("".join(f"{n}\n" for n in range(256)), "256 names, at most 255 are allowed"),
+    ],
+)
+def test_lists_of_classes_that_cannot_be_are_refused(folder: Path, content: str, message: str) -> None:
+    (folder / "names.txt").write_text(content)
+    with pytest.raises(DataError, match=message):
+        shard(
+            folder / "out",
+            folder / "images",
+            modality=modality(folder, "semseg"),
+            semseg_classes=str(folder / "names.txt"),
+        )
+
+
+def test_unnamed_classes_are_skipped_and_void_is_stored_as_255(folder: Path) -> None:
+    numbers = class_map(0)
+    numbers[0, 0] = 255
+    (folder / "semseg" / "c0" / "image0.png").write_bytes(png(numbers))
+    numbers[5, 7] = 20
+    (folder / "semseg" / "c0" / "image4.png").write_bytes(png(numbers))
+    coloured = Image.frombytes("P", (WIDTH, HEIGHT), class_map(2).tobytes())
+    coloured.putpalette([value for number in range(256) for value in (number, 255 - number, 7)])
+    coloured.save(folder / "semseg" / "c0" / "image2.png")
+    settings = {
+        "modality": modality(folder, "semseg"),
+        "semseg_classes": str(folder / "names.txt"),
+        "max_skipped": 0.5,
+    }
+    plain = shard(folder / "plain", folder / "images", **settings)
+    assert plain["c0/image0"]["semseg.png"] == (folder / "semseg" / "c0" / "image0.png").read_bytes()
+    found = shard(folder / "out", folder / "images", void_label=11, **settings)
+    for output in ("plain", "out"):
+        dataset = read_json(folder / output / "dataset.json")
+        assert dataset["skipped"] == {"bad_segmentation_class": 1} and dataset["rows"] == 5
+        assert dataset["skipped_places"][0]["place"] == f"{folder}/images/c0/image4.jpg (20)"
+    for number in (1, 2, 3, 5):
+        stored = np.asarray(Image.open(io.BytesIO(found[f"c0/image{number}"]["semseg.png"])))
+        wanted = class_map(number)
+        assert 11 in wanted and (stored == np.where(wanted == 11, 255, wanted)).all()
+    verify_dataset(folder / "out")
+
+
+def test_numbers_above_the_void_label_may_have_no_name(tmp_path: Path) -> None:
+    """CamVid's way: 11 classes, void is 11."""
+    for name in ("images", "semseg"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "images" / "a.jpg").write_bytes(jpeg())
+    (tmp_path / "semseg" / "a.png").write_bytes(png(class_map() % 12))
+    (tmp_path / "names.txt").write_text("\n".join("abcdefghijk"))
+    settings = {"modality": modality(tmp_path, "semseg"), "semseg_classes": str(tmp_path / "names.txt")}
+    with pytest.raises(
+        DataError, match=r"1 bad_segmentation_class \(a number in the segmentation map that has no name"
+    ):
+        shard(tmp_path / "refused", tmp_path / "images", **settings)
+    found = shard(tmp_path / "out", tmp_path / "images", void_label=11, **settings)
+    stored = np.asarray(Image.open(io.BytesIO(found["a"]["semseg.png"])))
+    assert set(np.unique(stored).tolist()) == {*range(11), 255}

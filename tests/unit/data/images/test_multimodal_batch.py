@@ -1,0 +1,343 @@
+"""Batches of images with depth and segmentation: what is in them, that the modalities stay aligned, and bad maps."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from tests.unit.data.images.multimodal import (
+    SUFFIXES,
+    maps,
+    multimodal_config,
+    sample,
+    samples,
+    write_beside,
+    write_multimodal,
+)
+from tests.unit.data.images.source_images import encoded, png
+from tests.unit.data.images.stored import config_for, jpeg, steps, write_images
+from trp_scale.batch import Batch
+from trp_scale.config import Config, CropsConfig, RefusedError
+from trp_scale.data.images.crops import Cropper, Crops
+from trp_scale.data.images.dataset import open_image_dataset
+from trp_scale.data.images.multimodal_batch import count_patches
+from trp_scale.data.images.stored_modalities import used_modalities
+from trp_scale.data.index import DataError
+from trp_scale.data.kinds import BUILDERS, open_rows
+from trp_scale.data.mixture import parse_paths
+from trp_scale.data.sources import open_sources
+
+
+@pytest.fixture(scope="module")
+def shards() -> list[list[dict[str, str | bytes]]]:
+    every = samples(21)
+    return [every[:9], every[9:]]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory, shards: list[list[dict[str, str | bytes]]]) -> Path:
+    return write_multimodal(tmp_path_factory.mktemp("multimodal") / "data", shards)
+
+
+@pytest.fixture(scope="module")
+def reference(data: Path) -> list[dict[str, torch.Tensor]]:
+    """Four steps in micro-batches of 3: two epochs and six rows."""
+    return steps(multimodal_config(data), 1, 4)
+
+
+def assert_same(ours: list[dict[str, torch.Tensor]], theirs: list[dict[str, torch.Tensor]]) -> None:
+    assert len(ours) == len(theirs)
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.keys() == other.keys()
+        for name, value in one.items():
+            torch.testing.assert_close(value, other[name], rtol=0, atol=0, equal_nan=True, msg=name)
+
+
+def first_window(config: Config) -> list[Batch]:
+    return open_sources(config, rank=0, world=1).train.next_window()
+
+
+def test_shapes_types_and_counts(data: Path) -> None:
+    sources = open_sources(multimodal_config(data), rank=0, world=1)
+    assert sources.limit == 38 and sources.meta.semseg_classes == ("ground", "box", "sky")
+    for batch in sources.train.next_window():
+        found = {name: (value.dtype, tuple(value.shape)) for name, value in batch.fields.items()}
+        assert found == {
+            "images": (torch.uint8, (3, 3, 32, 32)),
+            "depth": (torch.float32, (3, 32, 32)),
+            "semseg": (torch.uint8, (3, 8, 8)),
+            "visible": (torch.int64, (3, 10)),
+            "depth_counts": (torch.int32, (3, 16)),
+            "semseg_counts": (torch.int32, (3, 16)),
+            "labels": (torch.int64, (3,)),
+            "row_weights": (torch.float32, (3,)),
+        }
+        assert all(value.is_contiguous() for value in batch.fields.values())
+        assert batch.corrupt == [] and (batch["row_weights"] == 1).all()
+        assert set(batch["semseg"].unique().tolist()) <= {0, 1, 2, 255}
+        for row in range(3):
+            for patch in range(16):
+                top, left = patch // 4 * 8, patch % 4 * 8
+                measured = ~batch["depth"][row, top : top + 8, left : left + 8].isnan()
+                labelled = batch["semseg"][row, top // 4 : top // 4 + 2, left // 4 : left // 4 + 2] != 255
+                assert batch["depth_counts"][row, patch] == measured.sum()
+                assert batch["semseg_counts"][row, patch] == labelled.sum()
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "fields"),
+    [
+        (["rgb"], ["depth"], {"depth", "depth_counts"}),
+        (["semseg", "rgb"], ["rgb", "raw_rgb"], {"semseg", "semseg_counts"}),
+        (["rgb"], ["raw_rgb"], set()),
+    ],
+)
+def test_only_what_is_used_is_read(data: Path, inputs: list[str], outputs: list[str], fields: set[str]) -> None:
+    config = multimodal_config(data, modalities={"inputs": inputs, "outputs": outputs})
+    sources = open_sources(config, rank=0, world=1)
+    batch = sources.train.next_window()[0]
+    assert set(batch.fields) == {"images", "visible", "labels", "row_weights"} | fields
+    assert int(batch["visible"].max()) < 16 * len(inputs)
+    assert sources.limit == 16 * len(inputs) - 10
+    opened = open_image_dataset(data, used=used_modalities(config))
+    assert opened.samples.suffixes == ("jpg", "cls", *(f"{name}.png" for name in ("depth", "semseg") if name in fields))
+
+
+@pytest.mark.parametrize(("world", "workers", "micro_size"), [(1, 0, 12), (2, 0, 2), (1, 1, 3)])
+def test_ranks_workers_and_batch_sizes_change_nothing(
+    data: Path, reference: list[dict[str, torch.Tensor]], world: int, workers: int, micro_size: int
+) -> None:
+    config = multimodal_config(data, data={"workers": workers}, batch={"micro_size": micro_size})
+    assert_same(steps(config, world, 4), reference)
+
+
+def test_resume_equals_the_uninterrupted_run(data: Path, reference: list[dict[str, torch.Tensor]]) -> None:
+    assert_same(steps(multimodal_config(data), 1, 2, cursor=24), reference[2:])
+
+
+def test_maps_beside_the_images_make_the_same_batches(
+    tmp_path: Path, shards: list[list[dict[str, str | bytes]]], reference: list[dict[str, torch.Tensor]]
+) -> None:
+    beside = multimodal_config(write_beside(tmp_path / "data", shards), data={"verify": True})
+    assert_same(steps(beside, 1, 4), reference)
+
+
+def test_images_and_labels_are_those_of_plain_masked_autoencoding(data: Path) -> None:
+    """The same crops: one code cuts them."""
+    (plain,) = steps(config_for(data, crops={"count": 1}), 1, 1)
+    (ours,) = steps(multimodal_config(data), 1, 1)
+    assert torch.equal(ours["images"], plain["images"][:, 0]) and torch.equal(ours["labels"], plain["labels"])
+
+
+def test_masks_are_drawn_anew_and_repeat_after_as_many_epochs_as_there_are_maskings(data: Path) -> None:
+    config = multimodal_config(data, masking={"maskings": 2}, batch={"global_size": 21, "micro_size": 21})
+    by_key = [dict(zip(step["keys"].tolist(), step["visible"], strict=True)) for step in steps(config, 1, 3)]
+    assert all(torch.equal(by_key[2][key], visible) for key, visible in by_key[0].items())
+    assert sum(not torch.equal(by_key[1][key], visible) for key, visible in by_key[0].items()) >= 19
+
+
+def board(height: int, width: int, cell: int) -> np.ndarray:
+    """A checkerboard [height, width], and one corner that breaks its symmetry."""
+    squares = (np.arange(height)[:, None] // cell + np.arange(width) // cell) % 2 == 0
+    squares[: height // 3, : width // 3] = True
+    return squares
+
+
+@pytest.mark.parametrize("flip", [0.0, 1.0])
+def test_a_checkerboard_painted_in_all_three_stays_aligned(tmp_path: Path, flip: float) -> None:
+    """Wherever a resized colour is clearly one of the two, the depth and the class there are those of that colour.
+
+    The colour in between is met within half a pixel of an edge only, so a map that is shifted by a pixel, mirrored or
+    of another crop is found.
+    """
+    painted = []
+    sizes = [(150, 200), (96, 64), (64, 64), (131, 77), (333, 250), (127, 255)]
+    for number, (height, width) in enumerate(sizes):
+        squares = board(height, width, cell=13)
+        colour = Image.fromarray(np.where(squares, 255, 0).astype(np.uint8)).convert("RGB")
+        depth, semseg = np.where(squares, 4000, 1000).astype(np.uint16), squares.astype(np.uint8)
+        stored = {"jpg": jpeg(colour), "depth.png": png(depth), "semseg.png": png(semseg)}
+        painted.append(sample(number, 1, 1, **stored))
+    config = multimodal_config(write_multimodal(tmp_path / "data", [painted]), crops={"flip": flip, "size": 64})
+    config.batch.global_size = config.batch.micro_size = 6
+    clear = 0
+    for step in steps(config, 1, 10):
+        brightness = step["images"].float().mean(dim=1)  # [6, 64, 64]
+        sure = (brightness - 127.5).abs() > 60
+        lit = step["depth"] > 0
+        assert torch.equal(lit[sure], (brightness > 127.5)[sure])
+        clear += int(sure.sum())
+        middle = brightness_at_labels(brightness)  # [6, 16, 16]
+        sure = (middle - 127.5).abs() > 100
+        assert torch.equal((step["semseg"] == 1)[sure], (middle > 127.5)[sure])
+        assert float(sure.float().mean()) > 0.3
+        assert set(step["semseg"].unique().tolist()) == {0, 1}
+    assert clear / (10 * 6 * 64 * 64) > 0.8
+
+
+def brightness_at_labels(brightness: torch.Tensor) -> torch.Tensor:
+    """Mean of the 2 x 2 pixels around the centre of each label, [R, S / 4, S / 4] of [R, S, S]."""
+    rows, size, _ = brightness.shape
+    return brightness.view(rows, size // 4, 4, size // 4, 4)[:, :, 1:3, :, 1:3].mean(dim=(2, 4))
+
+
+def whole(height: int, width: int, flip: bool = False) -> Crops:
+    return Crops(boxes=np.array([[[0, 0, height, width]]]), windows=None, flips=np.array([[flip]]))
+
+
+def test_a_picked_pixel_holds_the_centre_it_is_picked_for() -> None:
+    """Exactly, where floating point gives the neighbour at some sizes (torch's nearest-exact does at some of these)."""
+    cropper = Cropper(CropsConfig())
+    differing = 0
+    for length in [*range(1, 60), 97, 127, 224, 255, 333, 375, 427, 500, 640, 1023]:
+        line = np.arange(length, dtype=np.uint16)
+        for size in (7, 14, 56, 112, 224):
+            picked = cropper.pick(line[:, None], whole(length, 1), 0, size)[:, 0].astype(np.int64)
+            twice = (2 * np.arange(size) + 1) * length  # 2 size times the centre's place
+            assert (2 * size * picked <= twice).all() and (twice < 2 * size * (picked + 1)).all()
+            theirs = torch.nn.functional.interpolate(
+                torch.from_numpy(line.astype(np.float32))[None, None], size, mode="nearest-exact"
+            )
+            differing += int((theirs.numpy()[0, 0] != picked).sum())
+    assert differing < 100  # they agree but for floating point
+
+
+def test_a_box_and_a_flip_are_applied_to_maps() -> None:
+    numbers = np.arange(30, dtype=np.uint8).reshape(5, 6)
+    crops = Crops(boxes=np.array([[[1, 2, 3, 3]]]), windows=None, flips=np.array([[True]]))
+    assert (Cropper(CropsConfig()).pick(numbers, crops, 0, 3) == numbers[1:4, 2:5][:, ::-1]).all()
+
+
+def test_patches_are_counted_row_by_row() -> None:
+    valid = np.random.default_rng(0).random((2, 12, 12)) < 0.4
+    counts = count_patches(valid, 4)
+    assert counts.dtype == np.int32 and counts.shape == (2, 9)
+    assert counts[1, 5] == valid[1, 4:8, 8:12].sum() and counts[0, 6] == valid[0, 8:12, :4].sum()
+    assert count_patches(np.ones((1, 600, 600), dtype=np.bool_), 300).tolist() == [[90_000] * 4]
+
+
+def bad_maps() -> dict[str, dict[str, bytes]]:
+    """Members that make a sample of 40 x 50 pixels unusable."""
+    depth, semseg = maps(40, 50, seed=0)
+    unlisted = semseg.copy()
+    unlisted[39, 49] = 3
+    coloured = Image.fromarray(semseg).convert("P")
+    return {
+        "depth of 8 bits": {"depth.png": png(semseg)},
+        "depth as a JPEG": {"depth.png": jpeg(Image.fromarray(semseg))},
+        "depth of another size": {"depth.png": png(depth[:, :-1])},
+        "depth cut short": {"depth.png": png(depth)[:-400]},
+        "no depth": {"depth.png": b""},
+        "classes of 16 bits": {"semseg.png": png(depth)},
+        "classes as colours": {"semseg.png": encoded(Image.fromarray(semseg).convert("RGB"), "PNG")},
+        "classes of a palette": {"semseg.png": encoded(coloured, "PNG")},
+        "an unlisted class": {"semseg.png": png(unlisted)},
+        "classes on their side": {"semseg.png": png(semseg.T)},
+    }
+
+
+def test_samples_with_a_bad_map_are_named_and_left_out(tmp_path: Path) -> None:
+    good = [sample(number, 40, 50) for number in range(24)]
+    bad = list(bad_maps().values())
+    mixed = [{**one, **bad[number // 2]} if number in range(0, 20, 2) else one for number, one in enumerate(good)]
+    names = {f"image-000000/{one['__key__']}" for one in mixed[:20:2]}
+    config = multimodal_config(write_multimodal(tmp_path / "data", [mixed]))
+    config.batch.global_size = config.batch.micro_size = 24
+    (batch,) = first_window(config)
+    assert set(batch.corrupt) == names
+    expected_config = multimodal_config(write_multimodal(tmp_path / "good", [good]))
+    expected_config.batch.global_size = expected_config.batch.micro_size = 24
+    (expected,) = first_window(expected_config)
+    there = batch["row_weights"] == 1
+    assert int(there.sum()) == 14 and torch.equal(batch.keys, expected.keys)
+    assert torch.equal(batch["visible"], expected["visible"])
+    for name in ("images", "semseg", "semseg_counts", "depth_counts", "labels"):
+        assert torch.equal(batch[name][there], expected[name][there])
+    assert batch["depth"][~there].isnan().all() and (batch["semseg"][~there] == 255).all()
+    assert (batch["depth_counts"][~there] == 0).all() and (batch["semseg_counts"][~there] == 0).all()
+    assert (batch["images"][~there] == 128).all() and (batch["labels"][~there] == -1).all()
+
+
+def test_maps_that_are_not_read_may_be_bad(tmp_path: Path) -> None:
+    bad = [sample(number, 40, 50, **{"semseg.png": b"x"}) for number in range(3)]
+    data = write_multimodal(tmp_path / "data", [bad])
+    config = multimodal_config(data, modalities={"inputs": ["rgb"], "outputs": ["depth"]})
+    assert all(batch.corrupt == [] for batch in first_window(config))
+
+
+def test_what_the_data_lacks_is_refused_at_opening(tmp_path: Path) -> None:
+    contents = [{name: one[name] for name in ("__key__", "jpg", "cls", "depth.png")} for one in samples(3)]
+    plain = write_images(tmp_path / "plain", [contents], changes={"suffixes": SUFFIXES[:3]})
+    message = r"--modalities.inputs or --modalities.outputs has semseg, but .*plain has rgb, depth only; make the maps "
+    with pytest.raises(RefusedError, match=message + r"with data_tools/pseudo_label.py"):
+        open_sources(multimodal_config(plain), rank=0, world=1)
+    config = multimodal_config(plain, modalities={"inputs": ["rgb"], "outputs": ["depth"]})
+    assert open_sources(config, rank=0, world=1).meta.modalities == ("depth",)
+    nameless = write_multimodal(tmp_path / "nameless", [samples(3)], modalities={"depth": {}})
+    with pytest.raises(RefusedError, match=r"nameless/dataset\.json has no list of its classes; .* --semseg_classes"):
+        open_sources(multimodal_config(nameless), rank=0, world=1)
+
+
+@pytest.mark.parametrize(
+    ("modalities", "message"),
+    [
+        ({"depth": {"scale": -1}}, "scale -1 of modality depth: metres per unit expected, or null"),
+        ({"depth": {"directory": "../elsewhere"}}, r"directory '\.\./elsewhere' of modality depth: a plain name"),
+        ({"semseg": {"classes": [str(n) for n in range(256)]}}, "256 classes of modality semseg found, 1 to 255"),
+    ],
+)
+def test_descriptions_that_cannot_be_are_refused(
+    tmp_path: Path, modalities: dict[str, dict[str, object]], message: str
+) -> None:
+    data = write_multimodal(tmp_path / "data", [samples(2)], modalities=modalities)
+    with pytest.raises(DataError, match=message):
+        open_sources(multimodal_config(data), rank=0, world=1)
+
+
+def test_a_described_modality_must_lie_somewhere(tmp_path: Path) -> None:
+    data = write_images(tmp_path / "data", [[sample(0, 9, 9)]], changes={"suffixes": SUFFIXES})
+    bare = [{name: one[name] for name in ("__key__", "jpg", "cls")} for one in samples(2)]
+    data = write_images(tmp_path / "bare", [bare], changes={"modalities": {"depth": {"scale": None}}})
+    with pytest.raises(DataError, match=r"modality depth is described, but samples have no member \.depth\.png"):
+        open_sources(multimodal_config(data), rank=0, world=1)
+
+
+def test_members_of_a_mixture_have_their_own_scale_and_the_same_segmentation_classes(tmp_path: Path) -> None:
+    """A floor that is flat up to 3 mm, in units of 1 and of 0.1 mm: the variance floor of 1 mm^2 damps both alike."""
+    heights = 1000 + np.random.default_rng(0).integers(0, 4, (40, 40))
+    described = {"semseg": {"classes": ["a", "b", "c"]}}
+    for number, per_millimetre in enumerate((1, 10)):
+        floor = png((heights * per_millimetre).astype(np.uint16))
+        stored = [sample(number, 40, 40, **{"depth.png": floor, "cls": str(number).encode()})]
+        scale = {"depth": {"scale": 0.001 / per_millimetre}}
+        write_multimodal(tmp_path / f"data{number}", [stored], modalities={**described, **scale})
+    config = multimodal_config(f"zero:1={tmp_path / 'data0'},one:1={tmp_path / 'data1'}", crops={"min_scale": 1.0})
+    deviations: dict[int, list[float]] = {0: [], 1: []}
+    for batch in first_window(config):
+        for label, depth in zip(batch["labels"].tolist(), batch["depth"], strict=True):
+            deviations[label].append(float(depth.std()))
+    # without the floor it would be 1.12 / 0.84, and with the other member's scale for one of them as well
+    assert all(abs(value - 0.83) < 0.1 for values in deviations.values() for value in values), deviations
+    other = write_multimodal(tmp_path / "other", [samples(2)], modalities={"semseg": {"classes": ["a", "c", "b"]}})
+    config.data.path = f"zero:1={tmp_path / 'data0'},other:1={other}"
+    with pytest.raises(DataError, match=r"the same classes in segmentation maps: zero has 3 \(a, b, c\), other has 3"):
+        open_sources(config, rank=0, world=1)
+
+
+@pytest.mark.parametrize("kind", ["mae", "mm_mae"])
+def test_workers_import_the_builder_beforehand(data: Path, kind: Literal["mae", "mm_mae"]) -> None:
+    config = multimodal_config(data)
+    config.objective.kind = kind
+    assert BUILDERS[kind] == type(open_rows(config, parse_paths(config.data.path)).builder).__module__
+
+
+def test_more_than_one_crop_is_refused(data: Path) -> None:
+    config = multimodal_config(data)
+    config.crops.count = 2
+    with pytest.raises(ValueError, match="one crop of the image expected"):
+        open_sources(config, rank=0, world=1)
