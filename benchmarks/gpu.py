@@ -31,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.gpu_images import images
 from benchmarks.gpu_items import Item, Outcome, each
 from benchmarks.gpu_memory import memory
+from benchmarks.gpu_modalities import modalities
 from benchmarks.gpu_parity import parity, waits
 from benchmarks.gpu_setting import Setting
 from benchmarks.gpu_speed import minimax, throughput
@@ -43,6 +44,7 @@ SECTIONS: dict[str, Callable[[Setting], Iterator[Item]]] = {
     "memory": memory,
     "minimax": minimax,
     "images": images,
+    "modalities": modalities,
     "throughput": throughput,
 }
 """In the order they are measured: what takes longest, compiling, comes last and is the first to be skipped.
@@ -56,7 +58,7 @@ class Options:
     """What to measure."""
 
     sections: tuple[str, ...] = (ALL,)
-    """parity, waits, memory, minimax, images, throughput, or all."""
+    """parity, waits, memory, minimax, images, modalities, throughput, or all."""
     seconds: float = 450.0
     """Time for all of it; an item that does not fit into what is left is skipped, and says so."""
     small: bool = False
