@@ -140,6 +140,7 @@ def test_a_model_without_all_its_weights(tmp_path: Path, models: Models) -> None
     config = json.loads((model / "config.json").read_text())
     DPTModel.from_pretrained(model).save_pretrained(model)
     (model / "config.json").write_text(json.dumps(config))
+    data = nine_images(tmp_path / "data")
     with pytest.raises(DataError, match=r"weights are not in its safetensors \(.* the whole model, not its backbone"):
         label(data, models, segmentation_model=str(model), depth_model="")
     assert "modalities" not in read_json(data / "dataset.json")
