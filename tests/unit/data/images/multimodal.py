@@ -9,7 +9,9 @@ from PIL import Image
 
 from tests.unit.data.images.source_images import png
 from tests.unit.data.images.stored import config_for, jpeg, write_images, write_tar
+from trp_scale.batch import Batch
 from trp_scale.config import Config
+from trp_scale.data.sources import open_sources
 
 SEMSEG_CLASSES = ["ground", "box", "sky"]
 DESCRIBED: dict[str, dict[str, object]] = {
@@ -73,3 +75,8 @@ def multimodal_config(path: Path | str, **sections: dict[str, object]) -> Config
     if "visible_tokens" not in given.get("modalities", {}):
         config.modalities.visible_tokens = 10
     return config
+
+
+def first_window(config: Config) -> list[Batch]:
+    """The first window of one rank."""
+    return open_sources(config, rank=0, world=1).train.next_window()
