@@ -89,24 +89,43 @@ class LabelDirectory:
         found: dict[str, Any] | None = (document.get("modalities") or {}).get(self.modality)
         return {} if found is None and MODALITIES[self.modality] in document["suffixes"] else found
 
-    def begin(self, document: Mapping[str, Any], *, replace: bool) -> None:
-        """Make the directory, or see that it holds labels of the same making.
+    def check(self, document: Mapping[str, Any], *, replace: bool) -> None:
+        """See that labels of this making may be made here.
 
         Raises:
-            DataError: it holds other ones, or the data set has the modality already and is to keep it.
+            DataError: the directory holds other ones, or the data set has the modality already and is to keep it.
         """
         if self.listed(document):
             return
         self.refuse_present(document, replace=replace)
-        settings = self.path / "progress" / "settings.json"
-        if settings.exists():
-            self._refuse_differences(settings, read_json(settings))
-        elif any(self.path.glob("*.tar")):
+        if not any(self.path.glob("*.tar")):
+            if self._is_busy():
+                self.check_settings()
+        elif self._settings.exists():
+            self.check_settings()
+        else:
             raise DataError(
                 f"{self.path}: tars of unknown making lie there; remove the directory or give another {self.flag}"
             )
-        settings.parent.mkdir(parents=True, exist_ok=True)
-        write_json(settings, dict(self.identity))
+
+    def begin(self, document: Mapping[str, Any]) -> None:
+        """Make the directory, after `check`."""
+        if not self.listed(document):
+            self._settings.parent.mkdir(parents=True, exist_ok=True)
+            write_json(self._settings, dict(self.identity))
+
+    def check_settings(self) -> None:
+        """Raise DataError if a run has written down, since this one began, that it makes other labels here."""
+        if self._settings.exists():
+            self._refuse_differences(self._settings, read_json(self._settings))
+
+    @property
+    def _settings(self) -> Path:
+        return self.path / "progress" / "settings.json"
+
+    def _is_busy(self) -> bool:
+        """Whether a run is at a shard."""
+        return any(_is_held(self.path, lock.name) for lock in (self.path / "progress").glob("*.lock"))
 
     def refuse_present(self, document: Mapping[str, Any], *, replace: bool) -> None:
         """Raise DataError if dataset.json has the modality from elsewhere and is to keep it."""
@@ -169,6 +188,14 @@ class LabelDirectory:
             return True
         # The run that finished the directory took the reports away, after it had written dataset.json.
         return self.listed(read_json(self.dataset / "dataset.json")) and self.is_whole(shard)
+
+
+def _is_held(directory: Path, lock: str) -> bool:
+    try:
+        with only_run(directory, lock):
+            return False
+    except DataError:
+        return True
 
 
 def digest_of_images(dataset: Path, shard: str) -> str:

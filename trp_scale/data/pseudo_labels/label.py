@@ -54,7 +54,9 @@ def pseudo_label(config: PseudoLabelConfig) -> bool:
     tasks = tuple(_task(config, precision, find_model(*given)) for given in config.models().items())
     with turn(config.data) as current:
         for task in tasks:
-            task.directory.begin(current, replace=config.replace)
+            task.directory.check(current, replace=config.replace)
+        for task in tasks:
+            task.directory.begin(current)
     mine = [LabelPortion(number=number, shard=shard) for number, shard in enumerate(document["shards"])]
     mine = mine[config.shard_index :: config.num_shards]
     missing = {

@@ -87,6 +87,8 @@ class LabelWorker:
         self._work = work
         self._advance = advance
         self._labellers: dict[str, Labeller] = {}
+        if self._device.type == "cuda":  # else pinned memory would cost the first GPU something for each process
+            torch.cuda.set_device(self._device)
         if work.model_threads:
             torch.set_num_threads(work.model_threads)
 
@@ -109,6 +111,7 @@ class LabelWorker:
             return None
         if directory.is_finished(shard):
             return None
+        directory.check_settings()
         index_path(directory.tar(shard)).unlink(missing_ok=True)  # of other images, or of a tar that was cut
         return stack.enter_context(new_tar(directory.tar(shard), directory.report_path(shard)))
 

@@ -20,8 +20,8 @@ from trp_scale.data.sharding.writing import OpenShard
 EMPTY = {"depth": NOT_MEASURED, "semseg": VOID}
 """What an empty label is full of, by modality."""
 
-PNG_LEVEL = {"depth": 2, "semseg": 6}
-"""Of zlib. Depth hardly gets smaller for twice the time, class maps do."""
+PNG_LEVEL = {"depth": 3, "semseg": 6}
+"""Of zlib. At 6 depth would be 4 % smaller and take three times as long (512 x 384: 196 KB, 47 ms)."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ from tests.unit.data.pseudo_labels.labelled import Models, files, label, maps, n
 from tests.unit.data.pseudo_labels.tiny_models import depth_anything
 from trp_scale.data.images.dataset import open_image_dataset
 from trp_scale.data.index import DataError, read_index, read_json, write_json
+from trp_scale.data.pseudo_labels import label as labelling
 from trp_scale.data.pseudo_labels.writing import LabelStream
 from trp_scale.data.sharding.lock import only_run
 from trp_scale.data.verify import verify_dataset
@@ -247,3 +248,30 @@ def test_exact_maps_are_kept_unless_they_are_to_be_replaced(tmp_path: Path, mode
     assert not (data / "depth").exists()
     assert label(data, models, replace=True)
     assert read_json(data / "dataset.json")["modalities"]["depth"]["replaced"] == exact
+
+
+def test_a_model_that_was_refused_leaves_the_directory_to_another(tmp_path: Path, models: Models) -> None:
+    data = nine_images(tmp_path / "data")
+    bad = depth_anything(tmp_path / "bad")
+    (bad / "model.safetensors").write_bytes(b"cut short")
+    with pytest.raises(DataError, match="weights cannot be loaded"):
+        label(data, models._replace(depth=bad), segmentation_model="")
+    with (
+        only_run(data / "depth", "image-000001.tar.lock"),
+        pytest.raises(DataError, match="another making: model"),
+    ):
+        label(data, models, segmentation_model="")
+    assert label(data, models, segmentation_model="")
+
+
+def test_two_makings_begun_at_once_do_not_mix(tmp_path: Path, models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, run = nine_images(tmp_path / "data"), labelling._run
+
+    def after_another_began(*given: object) -> None:
+        write_json(data / "depth" / "progress" / "settings.json", {"model": "another"})
+        run(*given)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(labelling, "_run", after_another_began)
+    with pytest.raises(DataError, match="another making: model 'another' there"):
+        label(data, models, segmentation_model="")
+    assert not list((data / "depth").glob("*.tar"))
