@@ -86,8 +86,8 @@ class MultimodalReconstruction:
         elements = self.elements(batch)  # [T, R, N]
         errors = torch.stack(
             [
-                self.errors(task, prediction, patches, own > 0)
-                for task, prediction, own in zip(self.tasks, output.predictions, elements, strict=True)
+                self.errors(task, prediction, patches)
+                for task, prediction in zip(self.tasks, output.predictions, strict=True)
             ]
         )  # [T, R, N]
         rows = torch.where(elements > 0, errors.double(), 0.0).sum(2)  # [T, R]
@@ -113,11 +113,11 @@ class MultimodalReconstruction:
             patches["semseg"] = patchify(batch["semseg"].unsqueeze(1), self.label_patch)
         return patches
 
-    def errors(self, task: str, prediction: Tensor, patches: dict[str, Tensor], masked: Tensor) -> Tensor:
-        """[R, N] sum of a task's losses over each patch's elements, in fp32 at least; anything where not `masked`."""
+    def errors(self, task: str, prediction: Tensor, patches: dict[str, Tensor]) -> Tensor:
+        """[R, N] sum of a task's losses over the elements of each patch, masked or not, in fp32 at least."""
         guess = prediction.to(torch.promote_types(prediction.dtype, torch.float32))
         if task == "semseg":
-            labels = torch.where(masked.unsqueeze(-1), patches["semseg"], VOID).long()  # [R, N, L]
+            labels = patches["semseg"].long()  # [R, N, L]
             logits = guess.view(labels.numel(), -1)  # [R N L, C]
             losses = F.cross_entropy(logits, labels.flatten(), ignore_index=VOID, reduction="none")
             return losses.view(labels.shape).sum(-1)

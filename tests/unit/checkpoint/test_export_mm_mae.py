@@ -48,6 +48,8 @@ def test_what_cannot_be_exported_is_refused(tmp_path: Path) -> None:
     write_run(tmp_path / "run", config())
     with pytest.raises(RefusedError, match=r"model.kind is mm_mae; allowed for it: timm"):
         export(tmp_path / "run", tmp_path / "out", to="hf")
+    with pytest.raises(RefusedError, match=r"--image_size is 30, allowed: multiples"):
+        export(tmp_path / "run", tmp_path / "out", to="timm", image_size=30)
     write_run(tmp_path / "other", config(), classes=CLASSES + 1)
     with pytest.raises(CheckpointError, match=r"decoders.semseg.prediction.weight"):
         export(tmp_path / "other", tmp_path / "out", to="timm", image_size=SIDE)
