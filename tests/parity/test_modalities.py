@@ -1,0 +1,83 @@
+"""Invariant 1 for MM-MAE with each balancer: the same weights however the global batch is split, on every engine."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import pytest
+
+from tests.parity.compare import RELATIVE, TRAVELLED, distances, too_far
+from tests.parity.test_balancers import TWO_RANKS
+from tests.ranks import Ranks
+from tests.synthetic import Layout, Result
+from tests.synthetic_modalities import Absent, run_modalities
+
+STEPS = 5
+
+BALANCING: dict[str, dict[str, Any]] = {
+    "uniform": {"kind": "uniform"},
+    "proportional": {"kind": "proportional"},
+    "minimax": {"kind": "minimax", "alpha": 4.0, "scale": "initial"},
+    "group_dro": {"kind": "group_dro", "group_dro_rate": 0.3},
+    "uncertainty": {"kind": "uncertainty", "uncertainty_lr": 0.05, "uncertainty_form": "kendall"},
+    "dwa": {"kind": "dwa", "dwa_interval_steps": 1, "dwa_temperature": 0.05},
+    "gradnorm": {"kind": "gradnorm", "gradnorm_lr": 0.05},
+    "representation": {"kind": "gradnorm", "gradnorm_lr": 0.05, "gradnorm_at": "representation"},
+}
+ACROSS = ("minimax", "uncertainty", "gradnorm", "representation")
+"""Compared over engines here; the other balancers read nothing but losses, and all are in test_balancers.py."""
+LAYOUTS = {"accumulation 1": Layout(micro_size=8), **{name: TWO_RANKS[name] for name in ("fsdp", "zero2", "zero3")}}
+
+
+def sometimes_absent(step: int) -> Absent:
+    """Each is gone once."""
+    return {1: ("depth",), 3: ("semseg",)}.get(step, ())
+
+
+def changes(balancing: str) -> dict[str, Any]:
+    """Half of them with sums over elements; four tasks, of which two predict the image."""
+    reduction = "element" if len(balancing) % 2 else "sample"
+    return {
+        "balancer": BALANCING[balancing],
+        "objective": {"reduction": reduction},
+        "modalities": {"outputs": ["rgb", "depth", "semseg", "raw_rgb"]},
+        "training": {"steps": STEPS},
+    }
+
+
+@lru_cache
+def reference(balancing: str) -> Result:
+    """Plain, accumulation 4."""
+    return run_modalities(Layout(micro_size=2), changes(balancing), sometimes_absent)
+
+
+def differences(ours: Result, theirs: Result) -> list[str]:
+    """As compare.too_far; a tensor that starts at 0 has a norm that is the distance it travelled, and is held to that
+    limit. (The queries' biases in a decoder's block travel 1e-3 in all.)"""
+    return [
+        f"{name}: {relative:.1e} of its norm, {travelled:.1e} of the distance travelled"
+        for name, (relative, travelled) in distances(ours, theirs, skip_key_biases=True).items()
+        if travelled > TRAVELLED or (relative > RELATIVE and (name == "all" or theirs.initial[name].any()))
+    ]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("balancing", ACROSS)
+def test_every_split_gives_the_same_weights(two_ranks: Ranks, balancing: str, layout: str) -> None:
+    arguments = (LAYOUTS[layout], changes(balancing), sometimes_absent)
+    ours = run_modalities(*arguments) if layout == "accumulation 1" else two_ranks(run_modalities, *arguments)[0]
+    theirs = reference(balancing)
+    assert ours.moved and differences(ours, theirs) == []
+    for step, (mine, other) in enumerate(zip(ours.steps, theirs.steps, strict=True)):
+        assert mine.loss == pytest.approx(other.loss, rel=1e-5), step
+        assert mine.task_weights == pytest.approx(other.task_weights, rel=1e-5, abs=1e-9), step
+
+
+def test_no_two_balancers_do_the_same_and_absent_tasks_have_no_weight() -> None:
+    for number, balancing in enumerate(BALANCING):
+        for other in list(BALANCING)[number + 1 :]:
+            assert too_far(reference(balancing), reference(other)), (balancing, other)
+        weights = [stats.task_weights for stats in reference(balancing).steps]
+        assert weights[1][1] == weights[3][2] == 0.0
+        assert weights[2][1] > 0.0 and weights[2][2] > 0.0
