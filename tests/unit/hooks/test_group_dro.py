@@ -79,8 +79,9 @@ def test_the_losses_are_scaled_and_smoothed_as_minimax_s_are() -> None:
     initial = weights_of(dro(scale="initial"), {0: 2.0, 1: 4.0}, {0: 1.0, 1: 6.0})
     assert initial[0][:2] == pytest.approx([0.5, 0.5])
     assert initial[1] == pytest.approx(shares({0: 0.5 * 1.5, 1: 0.5 * 2.5}), rel=1e-14)
-    smooth = weights_of(dro(loss_ema=0.75), {0: 2.0, 1: 4.0}, {0: 1.0, 1: 6.0})
+    smooth = weights_of(dro(loss_ema=0.75), {0: 2.0, 1: 4.0}, {0: 1.0, 1: 6.0}, {0: 2.0, 1: 2.0})
     assert smooth[1] == pytest.approx(shares({0: 0.5 * (2 + 1.75), 1: 0.5 * (4 + 4.5)}), rel=1e-14)
+    assert smooth[2] == pytest.approx(shares({0: 0.5 * (3.75 + 1.8125), 1: 0.5 * (8.5 + 3.875)}), rel=1e-14)
 
 
 def test_a_share_too_small_for_a_float_comes_back() -> None:
