@@ -147,6 +147,15 @@ def test_a_model_without_all_its_weights(tmp_path: Path, models: Models) -> None
     assert not list((data / "semseg").glob("image-*.tar"))
 
 
+def test_weights_that_are_no_safetensors_are_not_opened(tmp_path: Path, models: Models) -> None:
+    model = shutil.copytree(models.depth, tmp_path / "model")
+    found = find_model("depth", str(model))
+    torch.save(load_model(found, torch.device("cpu")).state_dict(), model / "pytorch_model.bin")
+    (model / "model.safetensors").unlink()
+    with pytest.raises(DataError, match=r"the weights cannot be loaded .*safetensors"):
+        load_model(found, torch.device("cpu"))
+
+
 def test_weights_of_another_shape(tmp_path: Path, models: Models) -> None:
     model = shutil.copytree(models.depth, tmp_path / "model")
     changed("config.json", head_hidden_size=6)(model)

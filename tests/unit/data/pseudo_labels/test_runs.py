@@ -64,7 +64,11 @@ def test_parts_of_a_job_array_make_what_one_run_makes(tmp_path: Path, whole: Pat
     assert not label(data, models, shard_index=1, num_shards=2)
     assert (data / "dataset.json").read_bytes() == before
     assert [path.name for path in sorted((data / "depth").glob("*.tar"))] == ["image-000001.tar"]
-    assert label(data, models, shard_index=0, num_shards=2)
+    for directory in DIRECTORIES:
+        (data / directory / "image-000001.tar").write_bytes(b"cut short by a full disk")
+    assert not label(data, models, shard_index=0, num_shards=2)
+    assert (data / "dataset.json").read_bytes() == before
+    assert label(data, models, shard_index=1, num_shards=2)
     assert files(data) == files(whole)
 
 
@@ -83,6 +87,7 @@ def test_a_stopped_run_goes_on_to_the_same_bytes(
         assert [path.name for path in (data / directory).glob("image-*.tar")] == ["image-000000.tar"]
         assert list((data / directory).glob(".*.tmp")), "the half-written one has no name yet"
     kept = (data / "depth" / "image-000000.tar").stat().st_mtime_ns
+    (data / "depth" / ".image-000002.tar.1.tmp").write_bytes(b"half of one")  # of a process that was killed
     (data / "semseg" / "image-000000.index.json").unlink()  # as if it had been stopped before this one's last step
     assert label(data, models)
     assert files(data) == files(whole)
@@ -123,6 +128,9 @@ def test_labels_of_other_images_are_made_again(tmp_path: Path, models: Models) -
     assert label(data, models)
     after = maps(data, "depth", "depth.png")["n00000"]
     assert after.shape == before.shape and (after != before).any()
+    write_tar(data / "shards" / "image-000002.tar", [sample(42, 40, 60)])  # when the labels are finished, too
+    assert keys(data, "depth") != keys(data, "shards")
+    assert label(data, models)
     verify_dataset(data)
 
 
