@@ -31,6 +31,7 @@ BALANCING: dict[str, dict[str, Any]] = {
 ACCUMULATIONS = {1: Layout(micro_size=8), 2: Layout(micro_size=4)}
 TWO_RANKS = {
     "fsdp": Layout(engine="fsdp"),
+    "zero0": Layout(engine="deepspeed", stage=0),
     "zero1": Layout(engine="deepspeed", stage=1),
     "zero2": Layout(engine="deepspeed", stage=2),
     "zero3": Layout(engine="deepspeed", stage=3),
