@@ -9,25 +9,18 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.image_steps import counted_flops, resized
-from benchmarks.minimax_overhead import SameWindow, Unobserved
+from benchmarks.image_steps import counted_flops, resized, same_step
 from benchmarks.rounds import Measured, alternate, pair_ratio
 from benchmarks.step_time import LENGTH, VOCABULARY, random_batch
 from trp_scale.batch import Batch
 from trp_scale.config import BalancerConfig, BatchConfig, Config, ModelConfig, ObjectiveConfig, OptimizerConfig
 from trp_scale.data.groups import GROUPS
-from trp_scale.distributed.groups import ALONE
-from trp_scale.engines.plain import PlainEngine
-from trp_scale.hooks.balancing import build_balancer
-from trp_scale.hooks.base import Hooks
 from trp_scale.models.bert import BertForMaskedPositions
 from trp_scale.models.mm_mae import MultimodalMaskedAutoencoder
 from trp_scale.objectives.base import Objective
 from trp_scale.objectives.mm_mae import MultimodalReconstruction
 from trp_scale.objectives.pos_mlm import PosMaskedLanguageModelling
 from trp_scale.recipes.loader import load_recipe
-from trp_scale.training.agreement import StepAgreement
-from trp_scale.training.loop import Trainer
 
 BALANCING: dict[str, tuple[BalancerConfig, str]] = {
     "uniform": (BalancerConfig(kind="uniform"), "T"),
@@ -133,16 +126,4 @@ def whole_step(
     config.batch = BatchConfig(global_size=batch.rows, micro_size=batch.rows)
     config.optimizer = OptimizerConfig(warmup_steps=0, schedule="constant", lr=1e-5)
     config.training.steps = 10**9
-    trainer = Trainer(
-        config=config,
-        engine=PlainEngine(module, config, device=device),
-        objective=objective,
-        hooks=Hooks(build_balancer(config.balancer, objective, device, steps_per_epoch=100)),
-        source=SameWindow([batch]),
-        observer=Unobserved(),  # type: ignore[arg-type]
-        agreement=StepAgreement(ALONE, 0),
-        save=lambda: None,
-        validate=lambda: None,
-        stop_requested=lambda: None,
-    )
-    return trainer.train_step
+    return same_step(config, module, objective, batch, device)

@@ -10,14 +10,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
-import torch
 from torch import Tensor
 
-from benchmarks.gpu_items import Figures, Item, Missing, Value, release_memory
-from benchmarks.gpu_memory import MEGABYTE
+from benchmarks.gpu_image_speed import best_speed
+from benchmarks.gpu_items import Figures, Item
 from benchmarks.gpu_parity import EXPECTED_WAITS, FEW_STEPS, STEPS, Trained, apart, waits_of
-from benchmarks.gpu_setting import NEEDS_GPU, Notes, Precision, Setting, engine_with, lacking, loop_over
-from benchmarks.gpu_speed import SAME_LOSS, WORTH_GOING_ON
+from benchmarks.gpu_setting import Notes, Precision, Setting, engine_with, lacking, loop_over
+from benchmarks.gpu_speed import SAME_LOSS
 from benchmarks.image_steps import EncoderSize, random_images, resized
 from benchmarks.mae_step_time import our_step, peer_step
 from benchmarks.minimax_overhead import rows_of
@@ -29,7 +28,7 @@ from trp_scale.hooks.adversary import build_adversary
 from trp_scale.models.mae import MaskedAutoencoder
 from trp_scale.models.perturbation import perturbation_shape
 from trp_scale.objectives.mae import MaskedPatchReconstruction
-from trp_scale.observe.throughput import mae_step_flops, peak_flops
+from trp_scale.observe.throughput import mae_step_flops
 from trp_scale.recipes.loader import load_recipe
 from trp_scale.training.loop import Trainer
 
@@ -96,59 +95,22 @@ def training(setting: Setting, layout: str, config: Config) -> Iterator[Trainer]
         engine.close()
 
 
-def images_tried(setting: Setting, name: str) -> tuple[int, ...]:
-    return (2, 4) if setting.small else MODELS[name][2]
-
-
 def speed(setting: Setting, name: str) -> Figures:
     """Images per second of the whole loop, use of the device's peak, and peak memory, at the best size tried.
 
     `utilisation` counts every block as a whole, as in metrics.jsonl, `computed_utilisation` what is computed: the last
     block at masked tokens only.
     """
-    recipe, size, _ = MODELS[name]
-    config = image_config(setting, recipe, size=size, rows=1)
-    engine = engine_with(setting, "plain", MaskedAutoencoder(config), config)
-    found: dict[int, tuple[float, float]] = {}
-    for rows in images_tried(setting, name):
-        config = image_config(setting, recipe, size=size, rows=rows)
-        try:
-            found[rows] = timed(setting, image_trainer(engine, config))
-        except torch.OutOfMemoryError:
-            break
-        rates = [one / seconds for one, (seconds, _) in found.items()]
-        if len(rates) > 1 and rates[-1] < WORTH_GOING_ON * max(rates[:-1]):
-            break
-    if not found:
-        raise RuntimeError(f"{images_tried(setting, name)[0]} images do not fit into the memory")
-    rows = max(found, key=lambda one: one / found[one][0])
-    seconds, memory = found[rows]
-    config = image_config(setting, recipe, size=size, rows=rows)
-    figures: dict[str, Value | Missing] = {
-        "images": rows,
-        "crops_per_image": config.crops.count,
-        "tried": [float(one) for one in found],
-        "rates": [one / took for one, (took, _) in found.items()],
-        "step_ms": seconds * 1e3,
-        "images_per_second": rows / seconds,
-        "peak_mb": memory if setting.on_gpu else Missing(NEEDS_GPU),
-    }
-    peak = peak_flops(setting.device_name, "bf16")
-    for key, computed in (("utilisation", False), ("computed_utilisation", True)):
-        flops = mae_step_flops(config, rows=rows * config.crops.count, computed=computed)
-        unknown = Missing(f"no peak arithmetic is known for {setting.device_name}")
-        figures[key] = flops / seconds / peak if peak else unknown
-    return figures
+    recipe, size, tried = MODELS[name]
 
+    def config(rows: int) -> Config:
+        return image_config(setting, recipe, size=size, rows=rows)
 
-def timed(setting: Setting, trainer: Trainer) -> tuple[float, float]:
-    """Seconds of a step, and the most memory in MB that was allocated meanwhile, weights and moments included."""
-    if setting.on_gpu:
-        release_memory()
-        torch.cuda.reset_peak_memory_stats(setting.device)
-    seconds = alternate({"step": trainer.train_step}, rounds=2 if setting.small else 5)["step"].wall
-    memory = torch.cuda.max_memory_allocated(setting.device) / MEGABYTE if setting.on_gpu else 0.0
-    return seconds, memory
+    def flops(rows: int, computed: bool) -> float:
+        return mae_step_flops(config(rows), rows=rows * config(rows).crops.count, computed=computed)
+
+    figures = best_speed(setting, tried, lambda rows: training(setting, "plain", config(rows)), flops)
+    return {**figures, "crops_per_image": config(1).crops.count}
 
 
 def beside_transformers(setting: Setting) -> Figures:

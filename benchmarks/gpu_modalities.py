@@ -7,14 +7,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 
-import torch
-
 from benchmarks.balancing_cost import BALANCING, CLASSES, random_modalities
-from benchmarks.gpu_images import COMPARED, timed, without_key_biases
-from benchmarks.gpu_items import Figures, Item, Missing, Value
+from benchmarks.gpu_image_speed import best_speed
+from benchmarks.gpu_images import COMPARED, without_key_biases
+from benchmarks.gpu_items import Figures, Item
 from benchmarks.gpu_parity import EXPECTED_WAITS, FEW_STEPS, STEPS, Trained, apart, waits_of
-from benchmarks.gpu_setting import NEEDS_GPU, Notes, Precision, Setting, engine_with, lacking, loop_over
-from benchmarks.gpu_speed import WORTH_GOING_ON
+from benchmarks.gpu_setting import Notes, Precision, Setting, engine_with, lacking, loop_over
 from benchmarks.image_steps import EncoderSize, resized
 from benchmarks.minimax_overhead import rows_of
 from benchmarks.rounds import alternate, pair_ratio
@@ -23,7 +21,6 @@ from trp_scale.engines.base import Engine
 from trp_scale.models.mm_mae import MultimodalMaskedAutoencoder
 from trp_scale.objectives.mm_mae import MultimodalReconstruction
 from trp_scale.observe.mm_mae_flops import mm_mae_step_flops
-from trp_scale.observe.throughput import peak_flops
 from trp_scale.recipes.loader import load_recipe
 from trp_scale.training.loop import Trainer
 
@@ -76,34 +73,14 @@ def training(setting: Setting, layout: str, config: Config) -> Iterator[Trainer]
 
 def speed(setting: Setting) -> Figures:
     """Images per second of the whole loop, use of the device's peak, and peak memory, at the best size tried."""
-    found: dict[int, tuple[float, float]] = {}
-    for rows in (2, 4) if setting.small else ROWS:
-        try:
-            with training(setting, "plain", modality_config(setting, size="base", rows=rows)) as trainer:
-                found[rows] = timed(setting, trainer)
-        except torch.OutOfMemoryError:
-            break
-        rates = [one / seconds for one, (seconds, _) in found.items()]
-        if len(rates) > 1 and rates[-1] < WORTH_GOING_ON * max(rates[:-1]):
-            break
-    if not found:
-        raise RuntimeError(f"{ROWS[0]} images do not fit into the memory")
-    rows = max(found, key=lambda one: one / found[one][0])
-    seconds, memory = found[rows]
-    config = modality_config(setting, size="base", rows=rows)
-    peak = peak_flops(setting.device_name, "bf16")
-    flops = mm_mae_step_flops(config, rows=rows, classes=CLASSES)
-    unknown = Missing(f"no peak arithmetic is known for {setting.device_name}")
-    figures: dict[str, Value | Missing] = {
-        "images": rows,
-        "tried": [float(one) for one in found],
-        "rates": [one / took for one, (took, _) in found.items()],
-        "step_ms": seconds * 1e3,
-        "images_per_second": rows / seconds,
-        "peak_mb": memory if setting.on_gpu else Missing(NEEDS_GPU),
-        "utilisation": flops / seconds / peak if peak else unknown,
-    }
-    return figures
+
+    def config(rows: int) -> Config:
+        return modality_config(setting, size="base", rows=rows)
+
+    def flops(rows: int, computed: bool) -> float:
+        return mm_mae_step_flops(config(rows), rows=rows, classes=CLASSES, computed=computed)
+
+    return best_speed(setting, ROWS, lambda rows: training(setting, "plain", config(rows)), flops)
 
 
 def overheads(setting: Setting) -> Figures:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import torch
+from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.minimax_overhead import SameWindow, Unobserved
@@ -15,9 +16,10 @@ from trp_scale.distributed.groups import ALONE
 from trp_scale.engines.plain import PlainEngine
 from trp_scale.hooks.adversary import build_adversary
 from trp_scale.hooks.balancing import build_balancer
-from trp_scale.hooks.base import Hooks
+from trp_scale.hooks.base import Hook, Hooks
 from trp_scale.models.mae import MaskedAutoencoder
 from trp_scale.models.perturbation import perturbation_shape
+from trp_scale.objectives.base import Objective
 from trp_scale.objectives.mae import MaskedPatchReconstruction
 from trp_scale.training.agreement import StepAgreement
 from trp_scale.training.loop import Trainer
@@ -57,15 +59,26 @@ def random_images(config: Config, rows: int) -> Batch:
 
 
 def training_step(config: Config, batch: Batch, device: torch.device) -> Callable[[], object]:
-    """One whole training step on one process, hooks and optimizer included."""
-    engine = PlainEngine(MaskedAutoencoder(config), config, device=device)
+    """One whole training step of a masked autoencoder on one process, hooks and optimizer included."""
     objective = MaskedPatchReconstruction(config.objective, config.vision.patch_size)
     adversary = build_adversary(config, perturbation_shape(config.model, config.vision, config.adversary), device)
+    return same_step(config, MaskedAutoencoder(config), objective, batch, device, [adversary] if adversary else [])
+
+
+def same_step(
+    config: Config,
+    module: nn.Module,
+    objective: Objective,
+    batch: Batch,
+    device: torch.device,
+    others: Sequence[Hook] = (),
+) -> Callable[[], object]:
+    """The loop's own step on one process over the same micro-batch every time, with the balancer and other hooks."""
     trainer = Trainer(
         config=config,
-        engine=engine,
+        engine=PlainEngine(module, config, device=device),
         objective=objective,
-        hooks=Hooks(build_balancer(config.balancer, objective, device), [adversary] if adversary else []),
+        hooks=Hooks(build_balancer(config.balancer, objective, device), others),
         source=SameWindow([batch]),
         observer=Unobserved(),  # type: ignore[arg-type]
         agreement=StepAgreement(ALONE, 0),

@@ -13,7 +13,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from tests.fixtures import small_image_dataset
-from tests.runs import pretrain_here
+from tests.runs import SMALL_IMAGES, pretrain_here
 from trp_scale import cli
 from trp_scale.checkpoint.document import read_document
 from trp_scale.checkpoint.export import find_checkpoint
@@ -24,22 +24,13 @@ from trp_scale.evaluation.sweep import combinations, sweep
 from trp_scale.evaluation.trained_images import load_trained_images
 
 SMALL = {
-    "model.layers": 2,
-    "model.hidden_size": 32,
-    "model.heads": 2,
-    "model.intermediate_size": 64,
-    "vision.decoder_layers": 1,
-    "vision.decoder_hidden_size": 32,
-    "vision.decoder_heads": 2,
+    **SMALL_IMAGES,
     "vision.patch_size": 4,
     "crops.size": 16,
-    "batch.global_size": 8,
     "batch.micro_size": 8,
     "training.steps": 3,
     "optimizer.warmup_steps": 1,
-    "data.workers": 0,
     "data.validation_fraction": 0.3,
-    "validation.every": 0,
 }
 FLAGS = [word for name, value in SMALL.items() for word in (f"--{name}", str(value))]
 
