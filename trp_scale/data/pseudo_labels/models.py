@@ -33,6 +33,10 @@ TASKS = {
 METRIC_KINDS = ("depth_pro", "glpn", "zoedepth")
 """Kinds whose output is in metres; Depth Anything says in its configuration whether it is."""
 
+NEVER_RUN = {"dpt": "neck.fusion_stage.layers.0.residual_layer1."}
+"""By kind, how the names of weights begin that no output depends on, so that a model may come without them. DPT's first
+fusion layer has nothing to add to its input, and Intel/dpt-* have no weights for that (transformers' issue 28292)."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class FoundModel:
@@ -215,7 +219,10 @@ def load_model(found: FoundModel, device: torch.device) -> Any:
     except Exception as error:  # as in _read_config
         raise DataError(f"{found.flag}: the weights cannot be loaded ({_first_line(error)})") from error
     parameters = {name for name, _ in model.named_parameters()}
-    missing = sorted(parameters & set(info["missing_keys"]))
+    never_run = NEVER_RUN.get(model.config.model_type)
+    missing = sorted(
+        name for name in parameters & set(info["missing_keys"]) if never_run is None or not name.startswith(never_run)
+    )
     if missing:
         raise DataError(
             f"{found.flag}: {len(missing)} weights are not in its safetensors ({', '.join(missing[:3])}) and would be "

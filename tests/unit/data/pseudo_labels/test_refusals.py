@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import DPTModel
 
 from tests.unit.data.images.stored import write_images
-from tests.unit.data.pseudo_labels.labelled import Models, config_of, label, nine_images
-from tests.unit.data.pseudo_labels.tiny_models import dpt_segmentation, segformer
+from tests.unit.data.pseudo_labels.labelled import Models, config_of, files, label, nine_images
+from tests.unit.data.pseudo_labels.tiny_models import dpt_depth, dpt_segmentation, segformer
 from trp_scale.data.index import DataError, read_json
 from trp_scale.data.pseudo_labels.interpret import depth_maps
 from trp_scale.data.pseudo_labels.label import pseudo_label
@@ -145,6 +146,31 @@ def test_a_model_without_all_its_weights(tmp_path: Path, models: Models) -> None
         label(data, models, segmentation_model=str(model), depth_model="")
     assert "modalities" not in read_json(data / "dataset.json")
     assert not list((data / "semseg").glob("image-*.tar"))
+
+
+def forget_weights(model: Path, beginning: str) -> int:
+    """Take the weights whose names begin so out of a model's safetensors; how many they were."""
+    path = model / "model.safetensors"
+    weights = load_file(path)
+    kept = {name: weight for name, weight in weights.items() if not name.startswith(beginning)}
+    save_file(kept, path, metadata={"format": "pt"})
+    return len(weights) - len(kept)
+
+
+def test_a_dpt_without_the_weights_that_it_never_uses(tmp_path: Path, models: Models) -> None:
+    """As Intel/dpt-large is: the first fusion layer has no second input, its unit for it no weights."""
+    model = dpt_depth(tmp_path / "dpt")
+    whole, without = (nine_images(tmp_path / name) for name in ("whole", "without"))
+    assert label(whole, models._replace(depth=model), segmentation_model="")
+    assert forget_weights(model, "neck.fusion_stage.layers.0.residual_layer1.") == 4
+    assert label(without, models._replace(depth=model), segmentation_model="")
+    labels = [files(each / "depth") for each in (whole, without)]
+    assert labels[0] == labels[1] and len(labels[0]) == 6
+    found = find_model("depth", str(model))
+    for needed in ("neck.fusion_stage.layers.0.residual_layer2.", "neck.fusion_stage.layers.1.residual_layer1."):
+        assert forget_weights(model, needed) == 4
+        with pytest.raises(DataError, match=r"weights are not in its safetensors \(neck\.fusion_stage\.layers\.[01]"):
+            load_model(found, torch.device("cpu"))
 
 
 def test_weights_that_are_no_safetensors_are_not_opened(tmp_path: Path, models: Models) -> None:

@@ -14,6 +14,7 @@ from transformers import (
     DepthAnythingForDepthEstimation,
     Dinov2Config,
     DPTConfig,
+    DPTForDepthEstimation,
     DPTForSemanticSegmentation,
     DPTImageProcessor,
     Mask2FormerConfig,
@@ -103,7 +104,20 @@ def segformer(directory: Path, *, classes: int = 4, **processing: object) -> Pat
 
 def dpt_segmentation(directory: Path) -> Path:
     """DPT with the head for segmentation: of the same kind as its depth estimators."""
-    config = DPTConfig(
+    config = dpt_config(id2label={0: "floor", 1: "wall"})
+    processor = DPTImageProcessor(size={"height": 32, "width": 32})
+    return save(directory, DPTForSemanticSegmentation(config), processor, 0)
+
+
+def dpt_depth(directory: Path) -> Path:
+    """DPT with the head for depth."""
+    processor = DPTImageProcessor(size={"height": 32, "width": 32})
+    return save(directory, DPTForDepthEstimation(dpt_config()), processor, 0)
+
+
+def dpt_config(**changes: Any) -> DPTConfig:
+    """Four layers, inputs of 32 pixels."""
+    return DPTConfig(
         hidden_size=16,
         num_hidden_layers=4,
         num_attention_heads=2,
@@ -113,10 +127,8 @@ def dpt_segmentation(directory: Path) -> Path:
         backbone_out_indices=[0, 1, 2, 3],
         neck_hidden_sizes=[4, 4, 4, 4],
         fusion_hidden_size=8,
-        id2label={0: "floor", 1: "wall"},
+        **changes,
     )
-    processor = DPTImageProcessor(size={"height": 32, "width": 32})
-    return save(directory, DPTForSemanticSegmentation(config), processor, 0)
 
 
 def save(
