@@ -27,11 +27,12 @@ class PseudoLabelConfig:
     """Depth estimator (DPT and Depth Anything, and others that transformers has): a directory that save_pretrained
     wrote, or a name on the Hugging Face hub. Weights are read from safetensors alone, and no code of theirs is run."""
     segmentation_model: str = ""
-    """Model for semantic segmentation (Mask2Former, SegFormer, UPerNet and others), as --depth_model. Its classes, at
-    most 255, become the data set's."""
+    """Model for semantic or panoptic segmentation (Mask2Former, SegFormer, UPerNet and others), as --depth_model. Its
+    classes, at most 255, become the data set's. One for instances (such as ...-coco-instance) will not do: it knows
+    things only, and sky, walls and ground would become some thing."""
     depth_scale: float | None = None
-    """Depth in metres: stored as 16-bit numbers of so many metres each (0.001: up to 65 m). Without it each image's
-    output goes to 1..65535, from its smallest to its largest."""
+    """Depth in metres: stored as 16-bit numbers of so many metres each (0.001: up to 65 m); for a model whose output
+    is in metres. Without it each image's output goes to 1..65535, from its smallest to its largest."""
     larger_is: Literal["auto", "nearer", "farther"] = "auto"
     """What a larger output of the depth estimator means; auto: farther if it is in metres by --depth_scale or by the
     model's configuration, else nearer (DPT and Depth Anything estimate inverse depth)."""
