@@ -135,6 +135,14 @@ def _larger_is(config: PseudoLabelConfig, found: FoundModel) -> str:
                 f"--depth_scale {config.depth_scale}: {found.flag} says in its configuration that its depth is "
                 f"relative, not in metres; leave --depth_scale out, or choose a metric model"
             )
+        if found.metric is None and config.larger_is == "auto":
+            log.warning(
+                "--depth_scale %g: %s does not say in its configuration that its depth is in metres, and it will be "
+                "stored as if it were. Give --larger_is farther if it is; if it is inverse depth, as that of DPT from "
+                "MiDaS, or relative, leave --depth_scale out and say with --larger_is what a larger output means",
+                config.depth_scale,
+                found.flag,
+            )
         return "farther"
     if config.larger_is != "auto":
         return config.larger_is

@@ -16,7 +16,7 @@ from transformers import DPTModel
 
 from tests.unit.data.images.stored import write_images
 from tests.unit.data.pseudo_labels.labelled import Models, config_of, files, label, nine_images
-from tests.unit.data.pseudo_labels.tiny_models import dpt_depth, dpt_segmentation, segformer
+from tests.unit.data.pseudo_labels.tiny_models import depth_anything, dpt_depth, dpt_segmentation, segformer
 from trp_scale.data.index import DataError, read_json
 from trp_scale.data.pseudo_labels.interpret import depth_maps
 from trp_scale.data.pseudo_labels.label import pseudo_label
@@ -173,6 +173,27 @@ def test_a_dpt_without_the_weights_that_it_never_uses(tmp_path: Path, models: Mo
             load_model(found, torch.device("cpu"))
 
 
+def test_metres_of_a_model_that_does_not_speak_of_metres(
+    tmp_path: Path, models: Models, caplog: pytest.LogCaptureFixture
+) -> None:
+    """DPT may be MiDaS, whose output is inverse depth, or trained on metres: only who asks knows."""
+    unknown, metric = dpt_depth(tmp_path / "dpt"), depth_anything(tmp_path / "m", depth_estimation_type="metric")
+    silent: dict[str, object] = {"depth_scale": 0.001, "larger_is": "farther"}
+    for number, (model, settings, warned) in enumerate(
+        (
+            (unknown, {"depth_scale": 0.001}, True),
+            (unknown, silent, False),
+            (unknown, {}, False),
+            (metric, silent, False),
+        )
+    ):
+        caplog.clear()
+        data = nine_images(tmp_path / f"data{number}")
+        assert label(data, models._replace(depth=model), segmentation_model="", **settings)
+        said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+        assert any(f"--depth_model {model} does not say" in each and "--larger_is" in each for each in said) == warned
+
+
 def test_weights_that_are_no_safetensors_are_not_opened(tmp_path: Path, models: Models) -> None:
     model = shutil.copytree(models.depth, tmp_path / "model")
     found = find_model("depth", str(model))
@@ -249,3 +270,4 @@ def test_the_script_labels_refuses_and_explains_itself(
     shown = capsys.readouterr().out
     for flag in ("--depth_model", "--shard_index", "--num_shards", "--depth_scale", "--precision", "--max_skipped"):
         assert flag in shown
+    assert "panoptic" in shown and "coco-instance" in shown
