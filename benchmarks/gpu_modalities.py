@@ -154,7 +154,7 @@ def parity(setting: Setting) -> Iterator[Item]:
 def modalities(setting: Setting) -> Iterator[Item]:
     """Agreement and waits first, then figures."""
     yield from parity(setting)
-    for balancer in ("minimax", "gradnorm", "uncertainty"):
+    for balancer in BALANCING:
         measure = partial(waited, setting, balancer)
         yield Item(name=f"waits, {balancer}", measure=measure, seconds=5, lacking=setting.no_gpu)
     yield Item(name="balancers over uniform", measure=partial(overheads, setting), seconds=30)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trp_scale.batch import Batch
 from trp_scale.evaluation.trained_images import TrainedModalities
-from trp_scale.models.mm_mae_tokens import MODALITY_OF, VOID, visible_slots
+from trp_scale.models.mm_mae_tokens import MODALITY_OF, VOID
 from trp_scale.models.patches import unpatchify
 from trp_scale.objectives.image_patches import CHANNEL_DEVIATION, CHANNEL_MEAN, TARGET_EPS
 
@@ -26,6 +26,10 @@ GREYED = 0.5
 """What is masked is shown as, of [0, 1]."""
 
 
+COLOURS = 20
+"""Of the palette; classes beyond take them again."""
+
+
 @torch.no_grad()
 def modality_reconstructions(trained: TrainedModalities, batch: Batch) -> dict[str, dict[str, Tensor]]:
     """Maps to show by task and stage: [R, 3, S, S] in [0, 1] for rgb, raw_rgb; [R, S, S] for depth, standardised, NaN
@@ -36,25 +40,17 @@ def modality_reconstructions(trained: TrainedModalities, batch: Batch) -> dict[s
     objective = trained.objective
     patches = objective.patches(batch)
     output = trained.model({name: patches[name] for name in objective.inputs}, batch["visible"])
+    hidden = objective.masked(batch)
     shown = {}
     for task, prediction in zip(objective.tasks, output.predictions, strict=True):
-        masked = masked_patches(trained, batch, MODALITY_OF[task]).unsqueeze(-1)  # [R, N, 1]
-        shown[task] = _stages(trained, task, patches, prediction, masked)
+        shown[task] = _stages(trained, task, patches, prediction, hidden[MODALITY_OF[task]].unsqueeze(-1))
     return shown
-
-
-def masked_patches(trained: TrainedModalities, batch: Batch, modality: str) -> Tensor:
-    """[R, N] bool: patches of a modality that the encoder does not see."""
-    inputs, count, visible = trained.objective.inputs, trained.objective.patches_per_row, batch["visible"]
-    slots = visible_slots(visible, len(inputs) * count).view(len(visible), len(inputs), count)
-    if modality not in inputs:
-        return torch.ones_like(slots[:, 0], dtype=torch.bool)
-    return slots[:, inputs.index(modality)] == visible.shape[1]
 
 
 def _stages(
     trained: TrainedModalities, task: str, patches: dict[str, Tensor], prediction: Tensor, masked: Tensor
 ) -> dict[str, Tensor]:
+    """Maps of one task; masked: [R, N, 1]."""
     patch_size = trained.objective.patch_size
     if task == "semseg":
         labels = patches["semseg"].long()  # [R, N, L]
@@ -127,7 +123,8 @@ def draw_modalities(figure_of: type[Figure], shown: dict[str, dict[str, Tensor]]
 def _show(axes: Axes, task: str, one: Tensor, whole: Tensor) -> None:
     """One map; the colours of a depth map are those of its whole image."""
     if task == "semseg":
-        axes.imshow(torch.where(one == VOID, torch.nan, one.float()).numpy(), cmap="tab20", vmin=0, vmax=19)
+        colours = torch.where(one == VOID, torch.nan, (one % COLOURS).float())  # neighbours in the list differ
+        axes.imshow(colours.numpy(), cmap="tab20", vmin=0, vmax=COLOURS - 1)
     elif task == "depth":
         known = whole[~whole.isnan()]
         low, high = (float(known.min()), float(known.max())) if len(known) else (0.0, 1.0)

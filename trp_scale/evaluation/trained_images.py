@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from trp_scale.batch import Batch
 from trp_scale.checkpoint.document import HOOKS_NAME, CheckpointDocument, read_document
 from trp_scale.checkpoint.export import find_checkpoint
+from trp_scale.checkpoint.export_mm_mae import CLASSES
 from trp_scale.checkpoint.nested_state import join_state
 from trp_scale.checkpoint.stored_pieces import read_full_state
 from trp_scale.config import Config, RefusedError
@@ -140,7 +141,7 @@ def load_trained_modalities(source: Path, data: str = "") -> TrainedModalities:
         checkpoint=checkpoint,
         config=config,
         data_digest=document.extra.get("data_digest"),
-        model=_with_weights(MultimodalMaskedAutoencoder(config, document.extra["semseg_classes"]), checkpoint),
+        model=_with_weights(MultimodalMaskedAutoencoder(config, int(document.extra[CLASSES])), checkpoint),
         objective=MultimodalReconstruction(config),
     )
 

@@ -57,19 +57,27 @@ class MultimodalReconstruction:
 
     def elements(self, batch: Batch) -> Tensor:
         """[T, R, N] float64, elements of each patch; 0 where it is visible."""
-        visible, count = batch["visible"], self.patches_per_row
-        slots = visible_slots(visible, len(self.inputs) * count)
-        masked = (slots == visible.shape[1]).view(len(visible), len(self.inputs), count)  # [R, I, N]
+        masked = self.masked(batch)
 
         def of_task(task: str) -> Tensor:
             modality = MODALITY_OF[task]
             if modality == "rgb":
-                there = batch["row_weights"].double().unsqueeze(1).expand(-1, count)
-            else:
-                there = batch[f"{modality}_counts"].double()
-            return there * masked[:, self.inputs.index(modality)] if modality in self.inputs else there  # [R, N]
+                return batch["row_weights"].double().unsqueeze(1) * masked[modality]
+            return batch[f"{modality}_counts"].double() * masked[modality]
 
         return torch.stack([of_task(task) for task in self.tasks])
+
+    def masked(self, batch: Batch) -> dict[str, Tensor]:
+        """[R, N] bool for each modality that is predicted: patches that the encoder does not see, all of them where it
+        is no input."""
+        visible, count = batch["visible"], self.patches_per_row
+        slots = visible_slots(visible, len(self.inputs) * count)
+        masked = (slots == visible.shape[1]).view(len(visible), len(self.inputs), count)  # [R, I, N]
+        every = torch.ones_like(masked[:, 0])
+        predicted = {MODALITY_OF[task] for task in self.tasks}
+        return {
+            name: masked[:, self.inputs.index(name)] if name in self.inputs else every for name in sorted(predicted)
+        }
 
     def outside_weights(self, counts: Tensor) -> Tensor:
         """No task is outside the balance."""

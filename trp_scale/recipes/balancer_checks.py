@@ -44,8 +44,12 @@ def balancer_problems(config: Config) -> Iterator[str]:
         yield "--balancer.scale is reference but --balancer.reference is empty; allowed, for example: verb 2.1 noun 3"
 
 
-def balancer_cautions(config: Config) -> Iterator[str]:
-    """What is allowed but rarely meant."""
+def balancer_cautions(config: Config, steps_per_epoch: int = 0) -> Iterator[str]:
+    """What is allowed but rarely meant.
+
+    Args:
+        steps_per_epoch: global batches that the training rows make; 0 = not known yet.
+    """
     balancer, default = config.balancer, BalancerConfig()
     for name, kinds in READ_BY.items():
         value = getattr(balancer, name)
@@ -59,10 +63,12 @@ def balancer_cautions(config: Config) -> Iterator[str]:
         yield "--balancer.uniform_form sum has no effect with --balancer.total 1; --balancer.total paper keeps the sum"
     if balancer.kind in OF_WHAT_IS_LEFT:
         yield from _scales(balancer)
-    if balancer.kind == "dwa" and 2 * balancer.dwa_interval_steps >= config.training.steps:
+    interval = balancer.dwa_interval_steps or steps_per_epoch
+    if balancer.kind == "dwa" and interval and 2 * interval >= config.training.steps:
+        of_epoch = "" if balancer.dwa_interval_steps else f", an epoch of {interval} steps,"
         yield (
-            f"--balancer.dwa_interval_steps {balancer.dwa_interval_steps} leaves no third interval in --training.steps "
-            f"{config.training.steps}: all weights stay equal"
+            f"--balancer.dwa_interval_steps {balancer.dwa_interval_steps}{of_epoch} leaves no third interval in "
+            f"--training.steps {config.training.steps}: all weights stay equal"
         )
 
 

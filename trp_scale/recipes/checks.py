@@ -28,8 +28,12 @@ def check(config: Config) -> None:
         raise RefusedError(f"{len(problems)} setting(s) cannot be used:\n{listed}")
 
 
-def cautions(config: Config) -> list[str]:
-    """What a user should know of settings that are allowed but are rarely meant; for the log."""
+def cautions(config: Config, steps_per_epoch: int = 0) -> list[str]:
+    """What a user should know of settings that are allowed but are rarely meant; for the log.
+
+    Args:
+        steps_per_epoch: global batches that the training rows make; 0 = not known yet.
+    """
     found: list[str] = []
     optimizer, steps = config.optimizer, config.training.steps
     if optimizer.warmup_steps >= steps and optimizer.schedule != "constant":
@@ -37,7 +41,7 @@ def cautions(config: Config) -> list[str]:
             f"--optimizer.warmup_steps {optimizer.warmup_steps} is not below --training.steps {steps}: "
             f"the learning rate never reaches --optimizer.lr {optimizer.lr:g}"
         )
-    found += balancer_cautions(config)
+    found += balancer_cautions(config, steps_per_epoch)
     found += unread_settings(config)
     return found + adversary_cautions(config)
 

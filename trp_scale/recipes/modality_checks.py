@@ -46,10 +46,11 @@ def _numbers(config: Config) -> Iterator[str]:
     modalities, patch_size = config.modalities, config.vision.patch_size
     if not 0 < modalities.concentration < math.inf:
         yield f"--modalities.concentration is {modalities.concentration}, allowed: more than 0"
-    if modalities.class_embedding < 1:
+    if "semseg" in modalities.inputs and modalities.class_embedding < 1:
         yield f"--modalities.class_embedding is {modalities.class_embedding}, allowed: 1 or more"
     stride = modalities.segmentation_stride
-    if patch_size > 0 and (stride < 1 or patch_size % stride):
+    segmented = "semseg" in (*modalities.inputs, *modalities.outputs)
+    if segmented and patch_size > 0 and (stride < 1 or patch_size % stride):
         near = [size for size in range(1, patch_size + 1) if patch_size % size == 0]
         yield (
             f"--modalities.segmentation_stride is {stride} and does not divide --vision.patch_size {patch_size}; "
@@ -57,10 +58,13 @@ def _numbers(config: Config) -> Iterator[str]:
         )
     inputs, size = len(modalities.inputs), config.crops.size
     patches = (size // patch_size) ** 2 if patch_size > 0 else 0
-    if inputs and patches and not 0 < modalities.visible_tokens < inputs * patches:
+    # What is no input is masked everywhere, and all inputs may then be seen.
+    hidden = any(task.removeprefix("raw_") not in modalities.inputs for task in modalities.outputs)
+    most = inputs * patches - (0 if hidden else 1)
+    if inputs and patches and not 0 < modalities.visible_tokens <= most:
         yield (
-            f"--modalities.visible_tokens is {modalities.visible_tokens}, allowed: 1 to {inputs * patches - 1}, since "
-            f"--crops.size {size} has {patches} patches in each of {inputs} input(s) and one must be masked"
+            f"--modalities.visible_tokens is {modalities.visible_tokens}, allowed: 1 to {most}, since --crops.size "
+            f"{size} has {patches} patches in each of {inputs} input(s) and a patch must be masked that is predicted"
         )
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from trp_scale.checkpoint.export_mm_mae import CLASSES
 from trp_scale.config import Config
 from trp_scale.data.sources import open_sources
 from trp_scale.distributed.environment import Environment
@@ -42,4 +43,4 @@ class MultimodalUpstream:
         """Nothing: the model is known by its settings and the checkpoint's number of classes."""
 
     def checkpoint_extra(self) -> dict[str, Any]:
-        return {"semseg_classes": self.classes}
+        return {CLASSES: self.classes}

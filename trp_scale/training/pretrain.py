@@ -102,7 +102,7 @@ class Run:
         notices += on_rank_zero(self.world, f"going back to step {step}", lambda: take_back(run_dir, step))
         self._describe()
         self.observer = self._observer()
-        for notice in [*notices, *cautions(config)]:
+        for notice in [*notices, *cautions(config, steps_per_epoch)]:
             self.observer.message(notice)
         self.trainer = self._trainer(stop_requested)
 

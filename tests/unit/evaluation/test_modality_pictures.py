@@ -10,7 +10,7 @@ from PIL import Image
 
 from tests.runs import image_flags, pretrain_here
 from trp_scale.config import RefusedError
-from trp_scale.evaluation.modality_pictures import masked_patches, modality_reconstructions, task_losses
+from trp_scale.evaluation.modality_pictures import modality_reconstructions, task_losses
 from trp_scale.evaluation.pictures import draw_pictures
 from trp_scale.evaluation.trained_images import load_trained_images, load_trained_modalities
 
@@ -45,7 +45,7 @@ def test_visible_patches_are_the_input_s_and_masked_ones_are_not_seen(run: Path)
     assert shown["depth"]["seen"].isnan().all(), "depth is no input"
     assert torch.equal(shown["depth"]["input"], batch["depth"])
     for task, modality, hidden in (("rgb", "rgb", 0.5), ("semseg", "semseg", 255)):
-        masked = masked_patches(trained, batch, modality).view(-1, GRID, GRID)
+        masked = trained.objective.masked(batch)[modality].view(-1, GRID, GRID)
         side = shown[task]["input"].shape[-1] // GRID
         masked = masked.repeat_interleave(side, 1).repeat_interleave(side, 2)
         masked = masked.unsqueeze(1).expand_as(shown[task]["input"]) if task == "rgb" else masked

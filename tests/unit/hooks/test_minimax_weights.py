@@ -88,6 +88,13 @@ def test_a_task_below_min_count_takes_no_part() -> None:
     assert at_the_limit == exactly(softmax({0: 1.0, 2: 2.0}, 3))
 
 
+def test_min_count_is_of_the_global_batch_with_micro_estimates_too() -> None:
+    window = [batch({0: [1.0] * 2, 2: [2.0] * 2}), batch({0: [1.0] * 2, 2: [2.0]})]
+    settings = {"estimate": "micro", "min_count": 3}
+    assert take_step(balancer(THREE, **settings), THREE, given, window).weights[2] > 0.5
+    assert take_step(balancer(THREE, **{**settings, "min_count": 4}), THREE, given, window).weights[2] == 0.0
+
+
 def test_when_min_count_leaves_no_task_all_present_ones_take_part() -> None:
     step = take_step(balancer(THREE, min_count=100), THREE, given, [batch({0: [1.0] * 5, 2: [2.0] * 3})])
     assert step.weights == exactly(softmax({0: 1.0, 2: 2.0}, 3))
@@ -112,6 +119,14 @@ def test_loss_ema_is_the_recursion_on_the_losses(estimate: str) -> None:
         step = take_step(weigher, THREE, given, [batch({t: [loss] for t, loss in losses.items()})], step=number)
         source = smooth if estimate == "exact" else before or dict.fromkeys(losses, 0.0)
         assert step.weights == exactly(softmax({t: 2.0 * source[t] for t in losses}, 3)), number
+
+
+def test_scale_initial_bears_a_first_loss_of_zero() -> None:
+    """The cross-entropy over a single class is 0."""
+    weigher = balancer(THREE, scale="initial")
+    for step in range(2):
+        weights = take_step(weigher, THREE, given, [batch({0: [1.0], 2: [0.0]})], step=step).weights
+        assert sum(weights) == pytest.approx(1.0) and weights[2] < weights[0]
 
 
 def test_scale_initial_divides_by_the_first_loss_of_each_task() -> None:

@@ -97,6 +97,13 @@ def test_what_a_kind_reads_gives_no_caution(settings: dict[str, Any]) -> None:
     assert cautions(config(**settings)) == []
 
 
+def test_an_epoch_as_dwa_s_interval_is_cautioned_against_where_the_run_is_too_short_for_three() -> None:
+    settings = config(kind="dwa")
+    (caution,) = cautions(settings, steps_per_epoch=500_000)
+    assert "--balancer.dwa_interval_steps 0, an epoch of 500000 steps, leaves no third interval" in caution
+    assert cautions(settings, steps_per_epoch=499_999) == cautions(settings) == []
+
+
 def test_a_smoothing_that_the_estimate_micro_never_reads_is_cautioned_against() -> None:
     def smoothed(**settings: Any) -> list[str]:
         return [text for text in balancer_cautions(config(loss_ema=0.9, **settings)) if "loss_ema" in text]

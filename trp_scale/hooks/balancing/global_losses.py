@@ -100,7 +100,8 @@ class GlobalLossBalancer(LossReadingBalancer):
         """The mean over micro-batches and ranks of each one's mean losses, weighted by those losses themselves."""
         with torch.no_grad():
             means = losses.sums / losses.counts.clamp(min=1)
-            weights = self.weights_of(ctx, means, losses.counts, self.eligible(losses.counts))
+            eligible = self.eligible(ctx.counts) & (losses.counts > 0)  # min_count is of the global batch
+            weights = self.weights_of(ctx, means, losses.counts, eligible)
             weights = weights + self.objective.outside_weights(losses.counts)
             parts = len(ctx.window) * ctx.data_group.size
             self._micro_weights += weights / parts

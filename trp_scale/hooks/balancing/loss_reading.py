@@ -44,7 +44,8 @@ class LossReadingBalancer(TaskBalancer):
     def scaled(self, losses: Tensor) -> Tensor:
         """[T] losses as the balancer reads them."""
         if self.config.scale == "initial":
-            return losses / torch.where(self.first_losses.isnan(), losses, self.first_losses)
+            first = torch.where(self.first_losses.isnan(), losses, self.first_losses)
+            return losses / first.clamp(min=SMALLEST_LOSS)  # segmentation into a single class begins at 0
         return losses - self.reference if self.config.scale == "reference" else losses
 
     def left(self, losses: Tensor) -> Tensor:
