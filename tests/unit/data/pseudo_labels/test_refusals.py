@@ -184,7 +184,7 @@ def test_metres_of_a_model_that_does_not_speak_of_metres(
             (unknown, {"depth_scale": 0.001}, True),
             (unknown, silent, False),
             (unknown, {}, False),
-            (metric, silent, False),
+            (metric, {"depth_scale": 0.001}, False),
         )
     ):
         caplog.clear()
