@@ -91,9 +91,14 @@ class ImageDataset:
     blocks: ImageBlocks
 
     def digest(self) -> str:
-        """Equal on two ranks if they see the same dataset.json, indexes and tar sizes, as far as they are read."""
+        """Equal on two ranks if they see the same dataset.json, indexes and tar sizes, as far as they are read.
+
+        Checkpoints hold it and are resumed only with the same: what it says of images alone must stay as it is.
+        """
+        seen = ["classes", "suffixes", "rows", *(["modalities", "semseg_classes"] if self.modalities else [])]
+        meta = ", ".join(f"{name}={getattr(self.meta, name)!r}" for name in seen)
         tables = " ".join(table.digest for table in (self.samples, *self.aligned))
-        parts = (self.name, self.meta, *self.modalities, self.rows_per_block, tables)
+        parts = (self.name, f"ImageMeta({meta})", *self.modalities, self.rows_per_block, tables)
         return " ".join(str(part) for part in parts)
 
 

@@ -170,6 +170,16 @@ def test_the_digest_sees_names_contents_and_blocks(tmp_path: Path) -> None:
     assert len(digests) == 7
 
 
+def test_the_digest_of_images_alone_stays_what_checkpoints_hold(tmp_path: Path) -> None:
+    """As it was before there were modalities: another one, and runs of that time could not be resumed."""
+    known = open_image_dataset(small_images(tmp_path / "known"))
+    fields = "classes=('ant', 'bee', 'cat'), suffixes=('jpg', 'cls'), rows=34"
+    assert known.digest() == f" ImageMeta({fields}) 4 {known.samples.digest}"
+    wild = open_image_dataset(small_images(tmp_path / "wild", classes=None), "wild")
+    fields = "classes=None, suffixes=('jpg', 'cls'), rows=34"
+    assert wild.digest() == f"wild ImageMeta({fields}) 4 {wild.samples.digest}"
+
+
 def test_recipe_and_data_of_different_kinds_are_refused(tmp_path: Path, images: Path) -> None:
     text = write_dataset(tmp_path / "text", block_rows=[[5, 7]])
     with pytest.raises(RefusedError, match=r"kind 'text' found, but --objective.kind mae learns from kind 'image'"):
