@@ -52,6 +52,7 @@ def verify_dataset(directory: Path) -> Verified:
         raise DataError(
             f"{directory / 'dataset.json'}: kind {dataset.get('kind')!r} found, one of {', '.join(KINDS)} expected"
         )
+    second = second_directories(directory / "dataset.json", dataset)
     _refuse_unlisted(directory / "shards", dataset)
     blocks = rows = size = 0
     seen: set[str] = set()
@@ -69,7 +70,7 @@ def verify_dataset(directory: Path) -> Verified:
     for what, found in (("blocks", blocks), ("rows", rows)):
         if dataset.get(what, found) != found:
             raise DataError(f"{directory / 'dataset.json'}: {dataset[what]} {what} written there, {found} found")
-    for name, modality in second_directories(directory / "dataset.json", dataset).items():
+    for name, modality in second.items():
         _refuse_unlisted(directory / name, dataset)
         for shard in dataset["shards"]:
             size += _verify_maps(directory / "shards" / shard, directory / name / shard, modality.suffix, dataset)

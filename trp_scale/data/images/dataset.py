@@ -21,7 +21,7 @@ from trp_scale.data.hashing import Integers, Words, name_hash
 from trp_scale.data.images.aligned import read_aligned
 from trp_scale.data.images.members import SUFFIXES
 from trp_scale.data.images.reader import SampleTable, read_samples
-from trp_scale.data.images.stored_modalities import OWN_TAR, StoredModality, required, stored_modalities
+from trp_scale.data.images.stored_modalities import OWN_TAR, StoredModality, class_names, required, stored_modalities
 from trp_scale.data.index import DataError, read_json
 
 FORMAT = 1
@@ -159,11 +159,12 @@ def agree_images(datasets: list[ImageDataset]) -> ImageMeta:
     """The meta data of a mixture: images without class names mix with any, and have label -1 if they have no label.
 
     Raises:
-        DataError: two members have different classes; both are named.
+        DataError: two members have different classes, or depth of different directions; both are named.
     """
     named = [(each.name, each.meta.classes) for each in datasets if each.meta.classes is not None]
     _require_same("classes", named)
     _require_same("classes in segmentation maps", [(each.name, each.meta.semseg_classes) for each in datasets])
+    _require_one_direction(datasets)
     first = datasets[0].meta
     return replace(
         first,
@@ -183,6 +184,19 @@ def _require_same(what: str, named: Sequence[tuple[str, tuple[str, ...] | None]]
             )
 
 
+def _require_one_direction(datasets: Sequence[ImageDataset]) -> None:
+    """Raise DataError if larger depth is nearer in one member and farther in another: the model could learn neither."""
+    directions = [(each.name, maps.larger_is) for each in datasets for maps in each.modalities if maps.name == "depth"]
+    for name, larger_is in directions[1:]:
+        if larger_is != directions[0][1]:
+            raise DataError(
+                f"data.path: members of a mixture must have depth of the same direction: larger is {directions[0][1]} "
+                f"in {directions[0][0]}, {larger_is} in {name}. Label one of them anew with a depth model of the "
+                f"other's direction (data_tools/pseudo_label.py; --larger_is says what a model means by a larger "
+                f"output, if that was wrong), or train on one data set at a time"
+            )
+
+
 def _listed(classes: tuple[str, ...] | None) -> str:
     names = classes or ()
     return f"{len(names)} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
@@ -198,14 +212,12 @@ def _read_meta(path: Path, document: dict[str, Any]) -> tuple[ImageMeta, int]:
     missing = [field for field in ("shards", "suffixes", "rows", "rows_per_block") if field not in document]
     if missing:
         raise DataError(f"{path}: no field {missing[0]!r}; shard the images again")
-    suffixes, classes, rows_per_block = document["suffixes"], document.get("classes"), document["rows_per_block"]
+    suffixes, rows_per_block = document["suffixes"], document["rows_per_block"]
     unknown = [suffix for suffix in suffixes if suffix not in SUFFIXES]
     if unknown or "jpg" not in suffixes:
         found = f"suffix {unknown[0]!r} found" if unknown else "no suffix 'jpg' found"
         raise DataError(f"{path}: {found}; allowed are {', '.join(SUFFIXES)}, and jpg is needed")
     if not isinstance(rows_per_block, int) or rows_per_block < 1:
         raise DataError(f"{path}: rows_per_block {rows_per_block!r} found, at least 1 allowed; shard the images again")
-    meta = ImageMeta(
-        classes=None if classes is None else tuple(classes), suffixes=tuple(suffixes), rows=document["rows"]
-    )
-    return meta, rows_per_block
+    classes = class_names(path, "classes", document.get("classes"))
+    return ImageMeta(classes=classes, suffixes=tuple(suffixes), rows=document["rows"]), rows_per_block

@@ -11,12 +11,15 @@ import numpy as np
 from PIL import Image, ImageDraw
 
 from trp_scale.data.images.members import SUFFIXES
-from trp_scale.data.images.stored_modalities import OWN_TAR, second_directories
+from trp_scale.data.images.stored_modalities import OWN_TAR, Direction, class_names, stored_modalities
 from trp_scale.data.images.verify import check_members
 from trp_scale.data.index import Block, DataError, read_index, read_json
 
 CAPTION = 12
 """Pixels under each image of a contact sheet."""
+
+SHADES: dict[Direction, str] = {"farther": "black (near) to white (far)", "nearer": "black (far) to white (near)"}
+"""How depth looks on a contact sheet, by what a larger number means."""
 
 _COLOURS = np.stack([np.arange(256) * step % 256 for step in (67, 113, 197)], axis=1).astype(np.uint8)
 """Colour of each number of a segmentation map, [256, 3]: neighbours differ."""
@@ -24,19 +27,22 @@ _COLOURS = np.stack([np.arange(256) * step % 256 for step in (67, 113, 197)], ax
 
 @dataclass(frozen=True, kw_only=True)
 class Shown:
-    """One stored sample: its key, the name or number of its class, and its members as (suffix, bytes)."""
+    """One stored sample: its key, the name or number of its class, its members by suffix, what larger depth means."""
 
     key: str
     label: str
     members: dict[str, bytes]
+    larger_is: Direction
 
     def line(self) -> str:
-        """Key, class, and of each image its size in pixels and bytes."""
+        """Class, of each image its size in pixels and bytes, and how depth looks on a contact sheet."""
         parts = [f"class {self.label}"] if self.label else []
         for suffix, content in self.members.items():
             if suffix != "cls":
                 image = Image.open(io.BytesIO(content))
                 parts.append(f"{suffix} {image.width} x {image.height} {image.mode}, {len(content):,} bytes")
+            if suffix == "depth.png":
+                parts[-1] += f", {SHADES[self.larger_is]}"
         return "  ".join(parts)
 
 
@@ -47,11 +53,14 @@ def stored_images(shard: Path, count: int, key: str | None = None) -> Iterator[S
         DataError: no such key, or the shard cannot be read, or it holds a member that is not listed.
     """
     directory = shard.parent.parent
-    dataset = read_json(directory / "dataset.json")
+    path = directory / "dataset.json"
+    dataset = read_json(path)
     shard = directory / OWN_TAR / shard.name
     blocks = read_index(shard).blocks
-    second = second_directories(directory / "dataset.json", dataset)
-    maps = [_Maps(directory / name / shard.name, modality.suffix) for name, modality in second.items()]
+    described, classes = stored_modalities(path, dataset), class_names(path, "classes", dataset.get("classes"))
+    larger_is = described["depth"].larger_is if "depth" in described else "farther"
+    second = [each for each in described.values() if each.directory != OWN_TAR]
+    maps = [_Maps(directory / each.directory / shard.name, each.suffix) for each in second]
     keys = [block.key for block in blocks]
     if key is not None and key not in keys:
         raise DataError(f"{shard}: no image {key!r}; there are {keys[0]} to {keys[-1]}")
@@ -65,7 +74,8 @@ def stored_images(shard: Path, count: int, key: str | None = None) -> Iterator[S
                 stream.seek(member.offset)
                 members[suffix] = stream.read(member.length)
             members |= {each.suffix: each.read(block.key) for each in maps}
-            yield Shown(key=block.key, label=_label(members, dataset["classes"]), members=members)
+            label = _label(members, classes)
+            yield Shown(key=block.key, label=label, members=members, larger_is=larger_is)
 
 
 def is_image_shard(blocks: list[Block]) -> bool:
@@ -93,7 +103,7 @@ class _Maps:
             return stream.read(member.length)
 
 
-def _label(members: dict[str, bytes], classes: list[str] | None) -> str:
+def _label(members: dict[str, bytes], classes: tuple[str, ...] | None) -> str:
     """Number and name of the class, or ""."""
     if "cls" not in members:
         return ""
@@ -119,7 +129,7 @@ def contact_sheet(images: list[Shown], side: int = 128) -> Image.Image:
 
 
 def _picture(suffix: str, content: bytes) -> Image.Image:
-    """A member as RGB: depth from black (near) to white (far), class numbers in colours."""
+    """A member as RGB: depth from black (smallest) to white (largest; SHADES), class numbers in colours."""
     image = Image.open(io.BytesIO(content))
     if suffix == "depth.png":
         depth = np.asarray(image).astype(np.float32)

@@ -1,7 +1,8 @@
 """What dataset.json says about the aligned maps of a data set, and where they lie.
 
 "modalities": {"depth": {...}, "semseg": {...}} in dataset.json, each with what is known of it:
-    depth: "scale": metres per unit of the 16-bit map, null if it is relative; "unit": for people to read.
+    depth: "scale": metres per unit of the 16-bit map, null if it is relative; "unit": for people to read;
+        "larger_is": "farther" (or absent), or "nearer" of inverse depth.
     semseg: "classes": their names, in the order of their numbers.
     both: "exact": rendered, not measured or predicted; "directory": "shards" (or absent) if the maps are members of the
         image's own sample, else a directory of DATASET with tars of the same names, keys and order.
@@ -10,9 +11,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 from trp_scale.config import Config, RefusedError
 from trp_scale.data.images.members import MODALITIES, VOID
@@ -20,6 +21,9 @@ from trp_scale.data.index import DataError
 
 OWN_TAR = "shards"
 """Directory of the image's own tar."""
+
+Direction = Literal["farther", "nearer"]
+"""What a larger number of a depth map means."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,12 +35,15 @@ class StoredModality:
         directory: relative to the data set.
         scale: metres per unit of a depth map; None: relative, or no depth map.
         classes: of a segmentation map, by number; None: not written down, or no segmentation map.
+        larger_is: of a depth map, what a larger number means. Nothing that is made of one data set depends on it, so it
+            is not in repr, hence not in the digest that checkpoints hold.
     """
 
     name: str
     directory: str
     scale: float | None
     classes: tuple[str, ...] | None
+    larger_is: Direction = field(default="farther", repr=False)
 
     @property
     def suffix(self) -> str:
@@ -63,10 +70,12 @@ def stored_modalities(path: Path, document: dict[str, Any]) -> dict[str, StoredM
         DataError: a description that cannot be.
     """
     described, suffixes = document.get("modalities") or {}, document.get("suffixes", ())
+    if not isinstance(described, dict):
+        raise DataError(f"{path}: modalities {described!r} found, descriptions by name expected: {{...}}")
     found = {}
     for name, suffix in MODALITIES.items():
         if name in described or suffix in suffixes:
-            found[name] = _read(path, name, described.get(name) or {})
+            found[name] = _read(path, name, described.get(name, {}))
             if found[name].directory == OWN_TAR and suffix not in suffixes:
                 raise DataError(
                     f"{path}: modality {name} is described, but samples have no member .{suffix} and no other "
@@ -85,18 +94,41 @@ def second_directories(path: Path, document: dict[str, Any]) -> dict[str, Stored
     return {modality.directory: modality for modality in every if modality.directory != OWN_TAR}
 
 
-def _read(path: Path, name: str, description: dict[str, Any]) -> StoredModality:
+def class_names(path: Path, place: str, found: object) -> tuple[str, ...] | None:
+    """Names of classes in dataset.json, or None.
+
+    Args:
+        path: of dataset.json, for messages.
+        place: where they stand in it, for messages.
+        found: what stands there.
+
+    Raises:
+        DataError: neither a list of names nor null.
+    """
+    if found is None:
+        return None
+    if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
+        raise DataError(f'{path}: {place} {found!r} found, a list of names expected, such as ["wall", "sky"], or null')
+    return tuple(found)
+
+
+def _read(path: Path, name: str, description: Any) -> StoredModality:
+    if not isinstance(description, dict):
+        raise DataError(f"{path}: modalities.{name} {description!r} found, its description expected: {{...}}")
     directory, scale = description.get("directory", OWN_TAR), description.get("scale")
-    classes = description.get("classes") if name == "semseg" else None
+    classes = class_names(path, f"modalities.{name}.classes", description.get("classes")) if name == "semseg" else None
+    larger_is = description.get("larger_is", "farther")
     if not isinstance(directory, str) or Path(directory).name != directory:
         raise DataError(f"{path}: directory {directory!r} of modality {name}: a plain name expected")
     if scale is not None and not (isinstance(scale, int | float) and scale > 0):
         raise DataError(f"{path}: scale {scale!r} of modality {name}: metres per unit expected, or null")
     if classes is not None and not 0 < len(classes) <= VOID:
         raise DataError(f"{path}: {len(classes)} classes of modality {name} found, 1 to {VOID} allowed ({VOID}: void)")
-    return StoredModality(
-        name=name, directory=directory, scale=scale, classes=None if classes is None else tuple(classes)
-    )
+    if larger_is not in get_args(Direction):
+        raise DataError(
+            f"{path}: larger_is {larger_is!r} of modality {name}: {' or '.join(get_args(Direction))} expected"
+        )
+    return StoredModality(name=name, directory=directory, scale=scale, classes=classes, larger_is=larger_is)
 
 
 def required(directory: Path, found: dict[str, StoredModality], used: Sequence[str]) -> tuple[StoredModality, ...]:

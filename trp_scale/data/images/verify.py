@@ -54,7 +54,7 @@ def check_contents(
             if suffix != "jpg" and image.size != (width, height):
                 found = f"{image.width} x {image.height}"
                 raise DataError(f"{places[suffix]}: {found} pixels, the image has {width} x {height}")
-    classes = dataset.get("modalities", {}).get("semseg", {}).get("classes")
+    classes = (dataset.get("modalities") or {}).get("semseg", {}).get("classes")
     if "semseg.png" in decoded and classes is not None:
         wrong = unlisted_class(np.asarray(decoded["semseg.png"]), len(classes))
         if wrong is not None:

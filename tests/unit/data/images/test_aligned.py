@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 
-from tests.unit.data.images.multimodal import multimodal_config, samples, write_beside
+from tests.unit.data.images.multimodal import DESCRIBED, multimodal_config, samples, write_beside
 from tests.unit.data.images.source_images import class_map, png
 from tests.unit.data.images.stored import write_tar
 from trp_scale.data.images.dataset import ImageDataset, open_image_dataset
-from trp_scale.data.images.display import is_image_shard, stored_images
+from trp_scale.data.images.display import contact_sheet, is_image_shard, stored_images
 from trp_scale.data.index import DataError, index_path, read_index, read_json, write_json
 from trp_scale.data.sources import open_sources
 from trp_scale.data.verify import verify_dataset
@@ -130,6 +133,37 @@ def test_they_are_verified(data: Path) -> None:
     (data / SECOND / "image-000007.tar").write_bytes(b"")
     with pytest.raises(DataError, match=r"image-000007\.tar: not listed"):
         verify_dataset(data)
+
+
+def test_wrong_descriptions_are_refused_by_verifying_and_showing_too(data: Path) -> None:
+    document = read_json(data / "dataset.json")
+    modalities = {**document["modalities"], "semseg": {"classes": 5}}
+    write_json(data / "dataset.json", {**document, "modalities": modalities})
+    for check in (verify_dataset, lambda data: list(stored_images(data / "shards" / "image-000000.tar", 1))):
+        with pytest.raises(DataError, match=r"dataset\.json: modalities\.semseg\.classes 5 found"):
+            check(data)
+
+
+def test_which_shade_of_depth_is_near_is_told(data: Path) -> None:
+    document = read_json(data / "dataset.json")
+    for larger_is, shades in (("nearer", "black (far) to white (near)"), (None, "black (near) to white (far)")):
+        said = {} if larger_is is None else {"larger_is": larger_is}
+        depth = {**DESCRIBED["depth"], **said}
+        write_json(data / "dataset.json", {**document, "modalities": {**document["modalities"], "depth": depth}})
+        (shown,) = stored_images(data / "shards" / "image-000000.tar", 1)
+        assert f" bytes, {shades}  semseg.png" in shown.line()
+        picture = contact_sheet([shown], side=64).crop((64, 0, 128, 64)).convert("L")  # depth: beside the image
+        stored = np.asarray(Image.open(io.BytesIO(shown.members["depth.png"])))
+        row, column = np.unravel_index(int(stored.argmax()), stored.shape)
+        top = 64 - stored.shape[0]
+        assert picture.getpixel((int(column), top + int(row))) == 255  # the largest is white, whatever it means
+
+
+def test_a_direction_does_not_part_a_checkpoint_from_its_data(data: Path) -> None:
+    before, document = opened(data).digest(), read_json(data / "dataset.json")
+    depth = {**DESCRIBED["depth"], "larger_is": "nearer"}
+    write_json(data / "dataset.json", {**document, "modalities": {**document["modalities"], "depth": depth}})
+    assert opened(data).modalities[0].larger_is == "nearer" and opened(data).digest() == before
 
 
 def test_they_are_shown_with_their_images(data: Path) -> None:

@@ -92,6 +92,12 @@ def test_what_the_data_lacks_is_refused_at_opening(tmp_path: Path) -> None:
         ({"depth": {"scale": -1}}, "scale -1 of modality depth: metres per unit expected, or null"),
         ({"depth": {"directory": "../elsewhere"}}, r"directory '\.\./elsewhere' of modality depth: a plain name"),
         ({"semseg": {"classes": [str(n) for n in range(256)]}}, "256 classes of modality semseg found, 1 to 255"),
+        ({"semseg": {"classes": 5}}, r"dataset\.json: modalities\.semseg\.classes 5 found, a list of names expected"),
+        ({"semseg": {"classes": "wall"}}, r"modalities\.semseg\.classes 'wall' found, a list of names expected"),
+        ({"semseg": {"classes": ["wall", 1]}}, r"modalities\.semseg\.classes \['wall', 1\] found, a list of names"),
+        ({"depth": []}, r"dataset\.json: modalities\.depth \[\] found, its description expected"),
+        ({"depth": None}, r"modalities\.depth None found, its description expected"),
+        ({"depth": {"larger_is": "further"}}, r"larger_is 'further' of modality depth: farther or nearer expected"),
     ],
 )
 def test_descriptions_that_cannot_be_are_refused(

@@ -109,6 +109,9 @@ def test_other_members_refuse_the_shard(tmp_path: Path, suffix: str) -> None:
         ({"suffixes": ["jpg", "cls", "depth.png"]}, r"has no member .depth.png"),
         ({"shards": ["image-000000.tar", "image-000000.tar"]}, "listed twice"),
         ({"shards": []}, "no images in 0 shards"),
+        ({"classes": 5}, r"dataset\.json: classes 5 found, a list of names expected, .* or null"),
+        ({"classes": "wall"}, r"dataset\.json: classes 'wall' found, a list of names expected"),
+        ({"modalities": ["depth"]}, r"dataset\.json: modalities \['depth'\] found, descriptions by name expected"),
     ],
 )
 def test_descriptions_that_do_not_fit_are_refused(tmp_path: Path, changes: dict[str, object], message: str) -> None:

@@ -11,6 +11,7 @@ import torch
 from PIL import Image
 
 from tests.unit.data.images.multimodal import (
+    DESCRIBED,
     first_window,
     multimodal_config,
     sample,
@@ -20,7 +21,7 @@ from tests.unit.data.images.multimodal import (
 )
 from tests.unit.data.images.source_images import png
 from tests.unit.data.images.stored import config_for, jpeg, steps
-from trp_scale.config import CropsConfig
+from trp_scale.config import Config, CropsConfig
 from trp_scale.data.images.crops import Cropper, Crops
 from trp_scale.data.images.dataset import open_image_dataset
 from trp_scale.data.images.multimodal_batch import count_patches
@@ -235,6 +236,28 @@ def test_members_of_a_mixture_have_their_own_scale_and_the_same_segmentation_cla
     config.data.path = f"zero:1={tmp_path / 'data0'},other:1={other}"
     with pytest.raises(DataError, match=r"the same classes in segmentation maps: zero has 3 \(a, b, c\), other has 3"):
         open_sources(config, rank=0, world=1)
+
+
+def test_members_of_a_mixture_have_depth_of_one_direction(tmp_path: Path) -> None:
+    """The maps of DPT's inverse depth are larger where it is nearer; of maps without a word, larger is farther."""
+    for name, said in (("silent", {}), ("metres", {"larger_is": "farther"}), ("labelled", {"larger_is": "nearer"})):
+        described = {**DESCRIBED, "depth": {"scale": None, **said}}
+        write_multimodal(tmp_path / name, [samples(2)], modalities=described)
+
+    def mixture(*names: str) -> Config:
+        config = multimodal_config(",".join(f"{name}:1={tmp_path / name}" for name in names))
+        config.batch.global_size = config.batch.micro_size = 2
+        return config
+
+    open_sources(mixture("silent", "metres"), rank=0, world=1)
+    message = r"larger is farther in silent, nearer in labelled\. Label one .* --larger_is .* one data set at a time"
+    with pytest.raises(DataError, match=message):
+        open_sources(mixture("silent", "metres", "labelled"), rank=0, world=1)
+    with pytest.raises(DataError, match="larger is nearer in labelled, farther in metres"):
+        open_sources(mixture("labelled", "metres"), rank=0, world=1)
+    without = mixture("labelled", "metres")
+    without.modalities.inputs, without.modalities.outputs = ["rgb"], ["semseg"]
+    open_sources(without, rank=0, world=1)
 
 
 @pytest.mark.parametrize("kind", ["mae", "mm_mae"])

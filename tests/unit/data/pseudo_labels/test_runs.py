@@ -56,6 +56,7 @@ def test_labels_lie_beside_their_images_as_the_loader_wants_them(whole: Path) ->
     assert verify_dataset(whole).blocks == 9
     opened = open_image_dataset(whole, used=DIRECTORIES)
     assert [table.rows for table in opened.aligned] == [9, 9]
+    assert opened.modalities[0].larger_is == "nearer"
 
 
 def test_parts_of_a_job_array_make_what_one_run_makes(tmp_path: Path, whole: Path, models: Models) -> None:
