@@ -51,7 +51,7 @@ def print_cost(*, rows: int, rounds: int, precision: Literal["bf16", "fp32"]) ->
         flops = {name: counted_flops(step) for name, step in steps.items()}
         measured = alternate(steps, rounds=rounds)
         where = f"{precision}, {device.type}, {torch.get_num_threads()} threads"
-        Console().print(table_of(f"{title}, {where}, {rounds} rounds", measured, flops))
+        Console(width=120).print(table_of(f"{title}, {where}, {rounds} rounds", measured, flops))
 
 
 def table_of(title: str, measured: dict[str, Measured], flops: dict[str, int]) -> Table:

@@ -30,6 +30,9 @@ FLAGS = {
 }
 """What short runs need."""
 
+WIDTH = 120
+"""Of the table, whatever the terminal's."""
+
 Losses = dict[str, tuple[float, int]]
 """Held-out loss and elements of each balanced task of a run."""
 
@@ -50,7 +53,7 @@ def print_outcome(recipes: Sequence[str], run_dir: Path, *, seeds: int, steps: i
         with ThreadPoolExecutor(processes) as pool:
             done = {key: pool.submit(train, recipe, *key, directory, length) for key, directory in runs.items()}
             losses = {key: future.result() for key, future in done.items()}
-        Console().print(table_of(recipe, losses, length))
+        Console(width=WIDTH).print(table_of(recipe, losses, length))
 
 
 def train(recipe: str, balancer: str, seed: int, directory: Path, steps: int) -> Losses:
