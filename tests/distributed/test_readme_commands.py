@@ -25,6 +25,7 @@ from PIL import Image
 from tests.ranks import free_port
 from tests.readme import COMMANDS, PRETRAIN, ROOT, Command
 from tests.runs import SMALL, environment
+from tests.unit.data.pseudo_labels.tiny_models import dpt_depth, mask2former
 from trp_scale import cli
 from trp_scale.data.text.embedded import embedded_documents
 
@@ -113,6 +114,8 @@ def made_small(command: Command, books: Path) -> list[str]:
         return [*words, *as_flags(SMALL_TEXT)]
     if "data_tools/shard_images.py" in words:
         return [*words, *as_flags(SMALL_SCENES if "--embedded" in words else SMALL_IMAGES)]
+    if "data_tools/pseudo_label.py" in words:
+        return [*words, *as_flags({"processes": 1, "batch": 4})]
     if PRETRAIN in words:
         return [*words, *small_training(STEPS + LONGER if "--resume" in words else STEPS)]
     return words
@@ -133,8 +136,8 @@ def run(command: Command, books: Path) -> tuple[int, str]:
 
 @pytest.fixture(scope="module")
 def place(text_dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A checkout to stand in: the scripts, the built-in corpus (a small one), some books in text files, and an image
-    folder of two classes."""
+    """A checkout to stand in: the scripts, the built-in corpus (a small one), some books in text files, an image folder
+    of two classes, and small models in directories named as those of the hub."""
     directory = tmp_path_factory.mktemp("readme")
     for name in ("launch", "ds_configs", "data_tools"):
         (directory / name).symlink_to(ROOT / name)
@@ -148,6 +151,8 @@ def place(text_dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         path.parent.mkdir(parents=True, exist_ok=True)
         noise = np.random.default_rng(number).integers(0, 256, (40, 60, 3), dtype=np.uint8)
         Image.fromarray(noise).resize((180, 120)).save(path)
+    dpt_depth(directory / "Intel" / "dpt-large")
+    mask2former(directory / "facebook" / "mask2former-swin-small-coco-panoptic")
     before = Path.cwd()
     os.chdir(directory)
     yield directory
