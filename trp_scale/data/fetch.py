@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.resource_tracker
@@ -144,6 +145,9 @@ class MicroBatches:
             if worker.is_alive():  # stuck, say in a read that does not return; it is deaf to the SIGTERM torch sends
                 worker.kill()
         self._workers = []
+        # What is left of the loader in a cycle still holds semaphores. A process that then ends by os._exit leaves them
+        # behind, and the standard library's tracker says so on the terminal (seen in one small run of three).
+        gc.collect()
 
 
 def start_worker_server(module: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -10,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from multiprocessing import forkserver
+from multiprocessing.synchronize import SemLock
 from pathlib import Path
 
 import pytest
@@ -121,3 +123,25 @@ def test_packing_keeps_everything() -> None:
         assert result[name].dtype == value.dtype and torch.equal(result[name], value), name
     assert result.keys.tolist() == [5, 6, 7]
     assert (result.start, result.epoch, result.corrupt, result.fetch_seconds) == (40, 3, ["x"], 0.5)
+
+
+def semaphores() -> int:
+    """Semaphores of this process that nobody has let go of."""
+    return sum(isinstance(each, SemLock) for each in gc.get_objects())
+
+
+def test_closing_lets_go_of_every_semaphore(dataset: Path) -> None:
+    """A process that ends right after it would leave them behind, with a warning from the standard library."""
+    gc.collect()
+    before = semaphores()
+    gc.disable()
+    try:
+        config = config_for(dataset, data={"workers": 1, "validation_fraction": 0.5}, validation={"every": 1})
+        sources = open_sources(config, rank=0, world=1)
+        sources.train.next_window()
+        list(sources.validation.windows())
+        assert semaphores() > before
+        sources.close()
+        assert semaphores() == before
+    finally:
+        gc.enable()
