@@ -86,7 +86,8 @@ def table_of(recipe: str, losses: dict[tuple[str, int], Losses], steps: int) -> 
     """Tasks by balancers: mean and standard deviation over the seeds; then the worst of the tasks, and their mean."""
     first = next(iter(losses.values()))
     seeds = 1 + max(seed for _, seed in losses)
-    table = Table(title=f"{recipe}, {steps} steps, {seeds} seeds: held-out loss", caption=caption(first))
+    rare = [name for name in first if min(run.get(name, (0.0, 0))[1] for run in losses.values()) < FEWEST]
+    table = Table(title=f"{recipe}, {steps} steps, {seeds} seeds: held-out loss", caption=caption(rare))
     table.add_column("task")
     table.add_column("elements", justify="right")
     for balancer in BALANCERS:
@@ -96,20 +97,20 @@ def table_of(recipe: str, losses: dict[tuple[str, int], Losses], steps: int) -> 
         cells = [spread([run[name][0] for run in runs if name in run]) for runs in of.values()]
         table.add_row(name, f"{count:,}", *cells)
     table.add_section()
-    table.add_row("worst", "", *(spread([max(counted(run)) for run in runs]) for runs in of.values()))
-    table.add_row("mean", "", *(spread([statistics.fmean(counted(run)) for run in runs]) for runs in of.values()))
+    for title, over in (("worst", max), ("mean", statistics.fmean)):
+        cells = [spread([over(counted(run, rare)) for run in runs]) for runs in of.values()]
+        table.add_row(title, "", *cells)
     return table
 
 
-def counted(run: Losses) -> list[float]:
-    """Losses of the tasks with enough held-out elements."""
-    return [loss for loss, count in run.values() if count >= FEWEST]
+def counted(run: Losses, rare: Sequence[str]) -> list[float]:
+    """Losses of the tasks that have enough held-out elements with every seed: the same tasks in all runs."""
+    return [loss for name, (loss, _) in run.items() if name not in rare]
 
 
-def caption(run: Losses) -> str:
+def caption(rare: Sequence[str]) -> str:
     """What worst and mean leave out."""
-    rare = [name for name, (_, count) in run.items() if count < FEWEST]
-    return f"worst and mean leave out {', '.join(rare)}: fewer than {FEWEST} elements" if rare else ""
+    return f"worst and mean leave out {', '.join(rare)}: fewer than {FEWEST} elements with some seed" if rare else ""
 
 
 def spread(values: Sequence[float]) -> str:
