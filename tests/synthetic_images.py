@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,8 +89,9 @@ class TwoHalves(MaskedPatchReconstruction):
         lower = (batch["masked"] >= PATCHES // 2) * weights
         return torch.stack([(weights - lower).sum(), lower.sum()])
 
-    def __call__(self, forward: Callable[..., Any], batch: Batch) -> TaskLosses:
-        errors = self.errors(forward, batch).double() * batch["row_weights"].double()[:, None, None]  # [R, k, M]
+    def losses(self, errors: Tensor, batch: Batch) -> TaskLosses:
+        errors = errors.double() * batch.extras.get("patch_weights", 1.0)
+        errors = errors * batch["row_weights"].double()[:, None, None]  # [R, k, M]
         lower = batch["masked"] >= PATCHES // 2
         return TaskLosses(sums=torch.stack([(errors * ~lower).sum(), (errors * lower).sum()]), counts=self.count(batch))
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from trp_scale.config.errors import RefusedError, nearest
 from trp_scale.config.hooks import AdversaryConfig, BalancerConfig
 from trp_scale.config.modalities import ModalitiesConfig
+from trp_scale.config.multilevel import MultilevelConfig
 from trp_scale.config.patches import MOST_PATCHES, PatchSplit, split_patches
 from trp_scale.config.run import (
     BatchConfig,
@@ -43,6 +44,7 @@ __all__ = [
     "MaskingConfig",
     "ModalitiesConfig",
     "ModelConfig",
+    "MultilevelConfig",
     "ObjectiveConfig",
     "OptimizerConfig",
     "PatchSplit",
@@ -71,6 +73,7 @@ class Config:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     balancer: BalancerConfig = field(default_factory=BalancerConfig)
     adversary: AdversaryConfig = field(default_factory=AdversaryConfig)
+    multilevel: MultilevelConfig = field(default_factory=MultilevelConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)

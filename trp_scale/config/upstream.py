@@ -78,6 +78,9 @@ class ObjectiveConfig:
     reduction: Literal["sample", "element"] = "sample"
     """mm_mae, a task's loss: sample = the mean of each image's masked elements, then over images that have any
     (MultiMAE); element = the mean over all masked elements of the global batch."""
+    uniformity: float = 0.0
+    """mae: weight of U-MAE's second loss, the mean square of the cosines between the class tokens of all pairs of the
+    global batch (Zhang et al. 2022); 0 = none. U-MAE takes 0.01."""
 
 
 @dataclass(kw_only=True)
@@ -114,6 +117,22 @@ class MaskingConfig:
     """Draw single word pieces, or whole words."""
     sampling: Literal["uniform", "stratified"] = "uniform"
     """stratified: positions are drawn systematically over the groups; each group's count then varies less."""
+    network: Literal["none", "flattened", "patchwise"] = "none"
+    """none: masks are drawn at random. Else a network gives every patch of an image its probability and the most
+    probable are masked; it learns under --multilevel (MLO-MAE). flattened: two linear layers over all patch embeddings
+    of the image at once (paper). patchwise: the same two layers for each patch, which sees itself, its position and the
+    image's mean; under a million weights."""
+    hidden_size: int = 512
+    """Width between the masking network's two layers (MLO-MAE, B.2)."""
+    weights: Literal["raw", "normalised"] = "raw"
+    """A masked patch's error counts times its probability. raw: divided by the number of masked patches (eq. 1).
+    normalised: by the sum of their probabilities, so that scaling all of them changes nothing."""
+    selection: Literal["hard", "straight_through", "softsort"] = "hard"
+    """How the choice itself is differentiated: not at all, as the identity, or as SoftSort (MLO-MAE, A.4)."""
+    temperature: float = 0.1
+    """Of SoftSort, in units of the probability."""
+    final_ratio: float = 0.0
+    """masking.ratio grows to this linearly over the run (MLO-MAE, D.4: 0.5 to 0.9); 0 = it stays."""
 
 
 @dataclass(kw_only=True)

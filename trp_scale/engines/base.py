@@ -7,15 +7,19 @@ multiplies back, so that the same losses give the same step on every engine (des
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from trp_scale.config import RefusedError
 from trp_scale.distributed.groups import Group
+
+if TYPE_CHECKING:
+    from trp_scale.engines.shards import Shards
 
 STATE_NAMES = ("exp_avg", "exp_avg_sq")
 """Optimizer moments that are part of a checkpoint, beside the weights."""
@@ -129,6 +133,43 @@ class Engine(Protocol):
         ...
 
     def load_extra_state(self, state: Mapping[str, float]) -> None: ...
+
+    def gradient_of(self, losses: Sequence[Callable[[], Tensor]]) -> Shards:
+        """Gradient of any loss between steps, leaving no trace; see shards.ShardOperations for this and the next four.
+
+        Each function is one micro-batch's forward pass and gives its share of the global loss.
+        """
+        ...
+
+    def weights(self) -> Shards:
+        """A copy of the weights."""
+        ...
+
+    def perturbed(
+        self, direction: Shards, scale: float | Tensor, *, base: Shards | None = None
+    ) -> AbstractContextManager[None]:
+        """Forwards read weights (or base) + scale x direction; restored bit for bit."""
+        ...
+
+    def step_response(self, direction: Shards, *, lr: float, grad_norm: float) -> Shards:
+        """direction times d(-step) / d(gradient) of the last step, element by element: a step of gradient descent gives
+        lr, AdamW lr (1 - beta1) / (1 - beta1^t) / (sqrt(v_hat) + eps) with its second moment held; both times the
+        factor that clipping gave.
+
+        Args:
+            lr: of that step.
+            grad_norm: of its gradient, before clipping.
+        """
+        ...
+
+    def exact_forwards(self) -> AbstractContextManager[None]:
+        """Forwards in the precision of the parameters: autocast is off."""
+        ...
+
+    @property
+    def rounds_weights(self) -> bool:
+        """Whether forwards read the weights rounded to half precision, so that a small perturbation is lost."""
+        ...
 
     def full_weights(self) -> dict[str, Tensor]:
         """All weights, whole, on the CPU in fp32, on rank 0 (empty elsewhere). For comparison, not for speed."""

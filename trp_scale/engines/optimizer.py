@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from trp_scale.config import OptimizerConfig
+
+if TYPE_CHECKING:
+    from trp_scale.engines.base import Engine
+    from trp_scale.engines.shards import Shards
 
 
 def decay_groups(parameters: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict[str, Any]]:
@@ -43,3 +48,19 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
     """The same learning rate in all groups."""
     for group in optimizer.param_groups:
         group["lr"] = lr
+
+
+def adamw_response(
+    engine: Engine, direction: Shards, config: OptimizerConfig, *, lr: float, grad_norm: float
+) -> Shards:
+    """direction times the derivative of the last step's descent by its gradient; see Engine.step_response."""
+    scale = lr * (min(1.0, config.clipping / (grad_norm + 1e-6)) if config.clipping > 0 else 1.0)
+    if config.kind == "sgd":
+        return direction.times(scale)
+    steps = engine.optimizer_steps()
+    scale *= (1 - config.beta1) / (1 - config.beta1**steps)
+    parts = [
+        scale * part / ((piece.tensors["exp_avg_sq"] / (1 - config.beta2**steps)).sqrt() + config.eps)
+        for piece, part in zip(engine.pieces(), direction.parts, strict=True)
+    ]
+    return replace(direction, parts=parts)

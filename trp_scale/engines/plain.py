@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -12,10 +13,11 @@ from trp_scale.config import Config
 from trp_scale.distributed.groups import ALONE, Group
 from trp_scale.engines.base import STATE_NAMES, EngineError, Piece
 from trp_scale.engines.gradient_norm import sum_of_squares
-from trp_scale.engines.optimizer import build_optimizer, empty_adamw_state, set_learning_rate
+from trp_scale.engines.optimizer import adamw_response, build_optimizer, empty_adamw_state, set_learning_rate
+from trp_scale.engines.shards import ShardOperations, Shards
 
 
-class PlainEngine:
+class PlainEngine(ShardOperations):
     """Weights, gradients and moments are torch's own; FSDP2 differs only in where they lie.
 
     Args:
@@ -39,6 +41,7 @@ class PlainEngine:
         self.forward_module: Any = torch.compile(self.module) if config.training.compile else self.module
         self._norm = torch.zeros(())
         self._steps = 0
+        self._exact = False
 
     def place(self, module: nn.Module) -> nn.Module:
         """Move the model to the device; FSDP2 shards it here."""
@@ -48,7 +51,8 @@ class PlainEngine:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # fp32 parameters under autocast rather than a bf16 copy: the same arithmetic on every engine.
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.config.training.precision == "bf16"):
+        enabled = self.config.training.precision == "bf16" and not self._exact
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=enabled):
             return self.forward_module(*args, **kwargs)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
@@ -106,6 +110,33 @@ class PlainEngine:
                 start=self.start_of(parameter),
                 tensors={"weight": flat, **moments},
             )
+
+    def piece_gradients(self) -> list[Tensor]:
+        return [
+            torch.zeros_like(self.local(p.detach())).reshape(-1) if p.grad is None else self.local(p.grad).reshape(-1)
+            for _, p in self.named_parameters()
+        ]
+
+    def clear_unused_gradients(self) -> None:
+        """There are none between steps."""
+
+    def publish_weights(self) -> None:
+        """Pieces are what the forward reads."""
+
+    @property
+    def rounds_weights(self) -> bool:
+        return False
+
+    @contextmanager
+    def exact_forwards(self) -> Iterator[None]:
+        self._exact, before = True, self._exact
+        try:
+            yield
+        finally:
+            self._exact = before
+
+    def step_response(self, direction: Shards, *, lr: float, grad_norm: float) -> Shards:
+        return adamw_response(self, direction, self.config.optimizer, lr=lr, grad_norm=grad_norm)
 
     def create_optimizer_state(self) -> None:
         if isinstance(self.optimizer, torch.optim.AdamW):

@@ -34,6 +34,7 @@ class StepContext:
         counts: [T] float64, elements of each task in the global batch, on the engine's device.
         lr: learning rate of the weights in this step.
         engine: the engine.
+        batch_of: what the model sees of one micro-batch, after all hooks.
         losses_of: reseeds dropout and runs the objective on one micro-batch: the same call twice gives the same losses.
         balancer: turns the task losses of a micro-batch into the one loss.
         weights: [T] float64, weight of each task's mean loss in this step; written by the balancer.
@@ -47,6 +48,7 @@ class StepContext:
     engine: Engine
     losses_of: Callable[[Batch], TaskLosses]
     balancer: Balancer
+    batch_of: Callable[[Batch], Batch] = lambda micro: micro
     weights: Tensor | None = None
     sums: Tensor | None = None
 

@@ -7,7 +7,7 @@ patches is a slice at the end.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,9 @@ from trp_scale.models.relative_positions import IndexKind, RelativeInputs, grid_
 from trp_scale.models.vit import TransformerBlock
 
 CHANNELS = 3
+
+Wanted = Literal["prediction", "features", "patch_embedding"]
+"""What a forward pass gives."""
 
 
 class MaeOutput(NamedTuple):
@@ -93,8 +96,15 @@ class MaskedAutoencoder(nn.Module):
         return self.vision.index
 
     def forward(
-        self, patches: Tensor, visible: Tensor, masked: Tensor, perturbation: Tensor | None = None
-    ) -> MaeOutput:
+        self,
+        patches: Tensor,
+        visible: Tensor,
+        masked: Tensor,
+        perturbation: Tensor | None = None,
+        *,
+        gate: Tensor | None = None,
+        give: Wanted = "prediction",
+    ) -> MaeOutput | Tensor:
         """Predict the masked patches.
 
         Args:
@@ -102,11 +112,19 @@ class MaskedAutoencoder(nn.Module):
             visible: [B, V] int64, numbers of the patches that are seen.
             masked: [B, M] int64, the others.
             perturbation: [shape.numel] fp32, or None, which is the same as zeros.
+            gate: [B, V], by which the visible patches' tokens are multiplied where they enter the encoder; None = 1.
+            give: prediction; or, through the same door because sharded weights are gathered there, features = the
+                encoder's output [B, 1 + V, D] for the visible patches alone, without perturbation and gate, or
+                patch_embedding = [B, N, D], all patches' embeddings without positions.
         """
+        if give == "features":
+            return self.features(patches, visible)
+        if give == "patch_embedding":
+            return self.patch_embed(patches.to(self.cls_token.dtype))  # type: ignore[no-any-return]
         parts = (None, None) if perturbation is None or self.shape is None else self.shape.split(perturbation)
         encoder, decoder = (perturbed(part, self.adversary) for part in parts)
         seen = masked if self.vision.tokens == "all" else masked[:, :0]  # masked patches that enter the encoder
-        tokens = self.embed(patches, visible, seen, encoder)  # [B, 1 + V (+ M), D]
+        tokens = self.embed(patches, visible, seen, encoder, gate)  # [B, 1 + V (+ M), D]
         count = masked.shape[1]
         last = None if self.decoder_blocks else count
         tokens = self.run(self.blocks, tokens, torch.cat([visible, seen], dim=1), seen.shape[1], encoder, last)
@@ -124,12 +142,16 @@ class MaskedAutoencoder(nn.Module):
         tokens = self.embed(patches, visible, visible[:, :0], clean)
         return self.norm(self.run(self.blocks, tokens, visible, 0, clean, None))  # type: ignore[no-any-return]
 
-    def embed(self, patches: Tensor, visible: Tensor, masked: Tensor, acting: Perturbed) -> Tensor:
+    def embed(
+        self, patches: Tensor, visible: Tensor, masked: Tensor, acting: Perturbed, gate: Tensor | None = None
+    ) -> Tensor:
         """[B, 1 + V + M, D] what enters the encoder: patches and mask tokens with their positions; the class token has
         none."""
         dtype = self.cls_token.dtype
         seen = self.patch_embed(gather_patches(patches, visible).to(dtype))  # [B, V, D]
         seen = seen + self.encoder_positions[visible].to(dtype)
+        if gate is not None:
+            seen = seen * gate.unsqueeze(-1).to(dtype)
         tokens = [self.cls_token.expand(len(seen), 1, -1), seen]
         if masked.shape[1]:
             tokens.append(self.masked_tokens(self.encoder_positions, masked, acting))

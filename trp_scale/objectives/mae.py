@@ -21,7 +21,9 @@ class MaskedPatchReconstruction:
 
     The k crops of an image are rows of the model. A hook may add, under `batch.extras`,
         perturbation: what the model's positions are shifted by (trp_scale/models/perturbation.py),
-        pixel_shift: [R, k, 3, S, S], of pixels in [0, 1], added to what the model sees; the target stays clean.
+        pixel_shift: [R, k, 3, S, S], of pixels in [0, 1], added to what the model sees; the target stays clean,
+        patch_weights: [R, k, M], by which each masked patch's error counts (MLO-MAE eq. 1),
+        gate: [R, k, V], by which the tokens of visible patches are multiplied.
 
     Args:
         config: settings.
@@ -48,8 +50,14 @@ class MaskedPatchReconstruction:
 
     def __call__(self, forward: Callable[..., MaeOutput], batch: Batch) -> TaskLosses:
         """Sums over masked patches of their mean squared error, taken in float64 like every task's sum."""
-        errors = self.errors(forward, batch)  # [R, k, M]
-        rows = errors.double().sum((1, 2)) @ batch["row_weights"].double()
+        return self.losses(self.errors(forward, batch), batch)
+
+    def losses(self, errors: Tensor, batch: Batch) -> TaskLosses:
+        """The sums for given errors [R, k, M]; linear in them."""
+        errors = errors.double()
+        if (weights := batch.extras.get("patch_weights")) is not None:
+            errors = errors * weights
+        rows = errors.sum((1, 2)) @ batch["row_weights"].double()
         return TaskLosses(sums=rows.reshape(1), counts=self.count(batch))
 
     def errors(self, forward: Callable[..., MaeOutput], batch: Batch) -> Tensor:
@@ -59,9 +67,11 @@ class MaskedPatchReconstruction:
         seen = clean
         if (shift := batch.extras.get("pixel_shift")) is not None:
             seen = self.patches(batch, shift)
-        arguments = {}
+        arguments: dict[str, Tensor] = {}
         if (perturbation := batch.extras.get("perturbation")) is not None:
             arguments["perturbation"] = perturbation
+        if (gate := batch.extras.get("gate")) is not None:
+            arguments["gate"] = gate.flatten(0, 1)
         output = forward(seen, batch["visible"].flatten(0, 1), masked, **arguments)
         difference = output.prediction.float() - self.target(gather_patches(clean, masked))  # [B, M, P]
         return difference.square().mean(-1).view(batch["masked"].shape)

@@ -113,6 +113,7 @@ class Trainer:
             counts=counts.to(device, non_blocking=True),
             lr=learning_rate(self.state.step, self.config.training.steps, self.config.optimizer),
             engine=self.engine,
+            batch_of=lambda micro: self.hooks.batch(ctx, micro),
             losses_of=losses_of,
             balancer=self.hooks.balancer,
         )

@@ -1,0 +1,67 @@
+"""What a masking network learns from: three levels of optimisation (MLO-MAE 3.2, Appendix A)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(kw_only=True)
+class MultilevelConfig:
+    """Levels of MLO-MAE: encoder and decoder on D_u, a classification head on D_tr, the masking network on D_val. Read
+    when masking.network is not none. Defaults are the paper's Table 11 and section 3.3."""
+
+    feedback: Literal["downstream", "reconstruction"] = "downstream"
+    """What the masking network learns from: downstream = it lowers the head's loss on D_val (paper). reconstruction =
+    it raises the reconstruction loss, without labels (the ablation that leaves downstream feedback out)."""
+    second_level: Literal["head", "joint", "fine_tuning"] = "head"
+    """head: the head learns on D_tr with the encoder frozen (eq. 2). joint: encoder, decoder and head learn together
+    on D_tr's classes and gamma x reconstruction (BLO-MAE, eq. 5). fine_tuning: a second encoder, held near the first by
+    proximity, learns with the head (eq. 13)."""
+    gamma: float = 1.0
+    """joint: weight of the reconstruction (eq. 5)."""
+    proximity: float = 1.0
+    """fine_tuning: lambda of lambda ||F - E||^2 (eq. 13)."""
+    mode: Literal["committed", "look_ahead"] = "committed"
+    """committed: encoder and head really step, by AdamW, then the hypergradient is of that step, second moment held.
+    look_ahead: it is of steps of gradient descent that are taken back, as printed (eq. 6-8)."""
+    look_ahead_lr: float = 0.0
+    """look_ahead: learning rate of the encoder's step, eta_E; 0 = the weights' of this step."""
+    unroll: int = 2
+    """Steps of the encoder for each update of the head (3.3: 2; Table 11: 1; Table 7: 1, 2, 5)."""
+    every: int = 1
+    """Updates of the head for each update of the masking network (Table 16: 1, 5)."""
+    derivative: Literal["last", "full"] = "last"
+    """last: through the last of the unrolled steps. full: through all of them (look_ahead only), by finite differences
+    of gradients; for comparison, four more passes for each step."""
+    unlabelled: Literal["train", "all"] = "train"
+    """D_u: the images of D_tr (B.3), or of D_tr and D_val."""
+    validation_share: float = 0.2
+    """Share of the training set's blocks that are D_val, by a hash of their keys (B.3: 80/20). The rest is D_tr. What
+    data.validation_fraction holds out is in neither."""
+    batch_size: int = 0
+    """Images of D_tr, and of D_val, in an update, over all ranks; 0 = batch.global_size."""
+    micro_size: int = 0
+    """Images of D_tr, and of D_val, in a forward pass on one rank; 0 = batch.micro_size. Where one pass holds them all
+    the update costs a seventh less."""
+    pooling: Literal["mean", "class"] = "mean"
+    """The head's input: the mean of the encoder's patch tokens, or its class token; of the whole image, unmasked."""
+    head_norm: Literal["none", "layer"] = "none"
+    """Normalise the head's input: not at all (paper), or each image's features, without learned weights."""
+    head_dropout: float = 0.0
+    """Dropout of the head's input while it learns."""
+    head_lr: float = 4e-5
+    """Peak learning rate of the head, with the weights' schedule (Table 11)."""
+    head_weight_decay: float = 0.05
+    """Decay of the head's matrix (Table 11)."""
+    lr: float = 4e-5
+    """Peak learning rate of the masking network, with the weights' schedule (Table 11)."""
+    weight_decay: float = 0.05
+    """Decay of the masking network's matrices (Table 11)."""
+    eps: float = 1e-8
+    """AdamW's eps of the masking network, times optimizer.lr: hypergradients carry the encoder's learning rate."""
+    difference: float = 1e-2
+    """Length of the step to both sides by which directional derivatives are taken (fp32: 1e-2; float64: 1e-4)."""
+    exact_every: int = 0
+    """Updates of the masking network between comparisons with the exact hypergradient, by automatic differentiation in
+    float64 on whole weights: small models only; 0 = never."""

@@ -1,0 +1,145 @@
+"""Vectors over all parameters, of which every rank holds the parts that are its pieces; and what an engine does with
+them between steps: gradients of any loss, and forwards at weights that are moved along a direction."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from trp_scale.distributed.groups import Group
+from trp_scale.engines.base import Piece
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shards:
+    """A vector over all parameters of an engine.
+
+    Attributes:
+        parts: this rank's part, flat and in fp32 (float64 if the weights are), one for each of the engine's pieces, in
+            their order.
+        owned: whether this rank speaks for the part: the owned parts of all ranks hold every element once.
+        group: the ranks that hold it together.
+    """
+
+    parts: list[Tensor]
+    owned: list[bool]
+    group: Group
+
+    def dot(self, other: Shards) -> Tensor:
+        """0-dimensional float64: the inner product over all ranks."""
+        own = [
+            (mine.double() @ theirs.double()).reshape(1)
+            for mine, theirs, owned in zip(self.parts, other.parts, self.owned, strict=True)
+            if owned
+        ]
+        device = self.parts[0].device if self.parts else torch.device("cpu")
+        local = torch.cat(own).sum() if own else torch.zeros((), dtype=torch.float64, device=device)
+        return self.group.sum(local)
+
+    def norm(self) -> Tensor:
+        """0-dimensional float64: l2, over all ranks."""
+        return self.dot(self).sqrt()
+
+    def plus(self, other: Shards, factor: float | Tensor = 1.0) -> Shards:
+        """self + factor x other."""
+        pairs = zip(self.parts, other.parts, strict=True)
+        return replace(self, parts=[mine + factor * theirs for mine, theirs in pairs])
+
+    def times(self, factor: float | Tensor) -> Shards:
+        """factor x self."""
+        return replace(self, parts=[factor * part for part in self.parts])
+
+
+class ShardOperations(ABC):
+    """What every engine does with `Shards`, in terms of its pieces and its own backward pass.
+
+    All of it is for the time between steps: after `step`, `skip` or `discard_gradients`, and before the next backward.
+    """
+
+    data_group: Group
+
+    @abstractmethod
+    def pieces(self) -> Iterator[Piece]: ...
+
+    @abstractmethod
+    def backward(self, loss: Tensor, *, last: bool) -> None: ...
+
+    @abstractmethod
+    def discard_gradients(self) -> None: ...
+
+    @abstractmethod
+    def piece_gradients(self) -> list[Tensor]:
+        """The reduced, unscaled gradient after the last backward, one flat tensor for each of `pieces()`; zero for a
+        parameter that took no part. May be views of what the engine will clear."""
+
+    @abstractmethod
+    def clear_unused_gradients(self) -> None:
+        """Before a backward pass in which some parameters take no part: let them have no gradient of an earlier one."""
+
+    @abstractmethod
+    def publish_weights(self) -> None:
+        """Carry what was written into `pieces()` into what the next forward reads, on all ranks."""
+
+    def gradient_of(self, losses: Sequence[Callable[[], Tensor]]) -> Shards:
+        """Gradient of a sum of losses, summed over ranks; leaves no trace in weights, moments or gradients.
+
+        Args:
+            losses: one function for each micro-batch of this rank, which runs its forward pass; as many on every rank.
+                Each gives this micro-batch's share of the global loss, as for `backward`.
+        """
+        self.clear_unused_gradients()
+        try:
+            for number, loss in enumerate(losses):
+                self.backward(loss(), last=number == len(losses) - 1)
+            return self._shards([gradient.clone() for gradient in self.piece_gradients()])
+        finally:
+            self.discard_gradients()
+
+    def weights(self) -> Shards:
+        """A copy of the weights."""
+        return self._shards([piece.tensors["weight"].clone() for piece in self.pieces()])
+
+    @contextmanager
+    def perturbed(self, direction: Shards, scale: float | Tensor, *, base: Shards | None = None) -> Iterator[None]:
+        """Forwards read weights + scale x direction, or base + scale x direction; afterwards the weights are what they
+        were, bit for bit, also when the forward raises.
+
+        Args:
+            base: changes places with the weights while this lasts, so that no third copy is needed; it comes back with
+                its own values up to rounding.
+        """
+        saved = self.weights() if base is None else base
+        self._move(direction, scale, exchange=base)
+        try:
+            yield
+        finally:
+            self._restore(saved, direction, scale, base=base)
+
+    @torch.no_grad()
+    def _move(self, direction: Shards, scale: float | Tensor, *, exchange: Shards | None) -> None:
+        for number, piece in enumerate(self.pieces()):
+            weight = piece.tensors["weight"]
+            if exchange is not None:
+                before = weight.clone()
+                weight.copy_(exchange.parts[number])
+                exchange.parts[number].copy_(before)
+            weight.add_((scale * direction.parts[number]).to(weight.dtype))
+        self.publish_weights()
+
+    @torch.no_grad()
+    def _restore(self, saved: Shards, direction: Shards, scale: float | Tensor, *, base: Shards | None) -> None:
+        for number, piece in enumerate(self.pieces()):
+            weight = piece.tensors["weight"]
+            moved = weight.clone() if base is not None else None
+            weight.copy_(saved.parts[number])
+            if moved is not None:
+                saved.parts[number].copy_(moved - scale * direction.parts[number])
+        self.publish_weights()
+
+    def _shards(self, parts: list[Tensor]) -> Shards:
+        return Shards(parts=parts, owned=[piece.owner for piece in self.pieces()], group=self.data_group)
