@@ -50,7 +50,7 @@ def test_everything_wrong_is_named_at_once_with_the_nearest_name(tmp_path: Path)
     for expected in (
         "optimizer.warmup_step: unknown key; did you mean optimizer.warmup_steps?",
         "balncer: unknown key; did you mean balancer?",
-        "balancer.lr: unknown key; did you mean optimizer.lr or adversary.lr?",
+        "balancer.lr: unknown key; did you mean optimizer.lr or adversary.lr or multilevel.lr?",
         "model.layers: 1.5 is float, allowed: a whole number",
         "model.dropout: 'yes' is str, allowed: a number",
         "training.deterministic: 1 is int, allowed: true or false",
