@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import deepspeed
@@ -16,8 +17,12 @@ from trp_scale.config import Config
 from trp_scale.distributed.groups import Group
 from trp_scale.engines.base import EngineError, Piece
 from trp_scale.engines.gradient_norm import sum_of_squares
-from trp_scale.engines.optimizer import build_optimizer, set_learning_rate
-from trp_scale.engines.zero_layout import LAYOUTS, ZeroLayout
+from trp_scale.engines.optimizer import adamw_response, build_optimizer, set_learning_rate
+from trp_scale.engines.shards import ShardOperations, Shards
+from trp_scale.engines.zero_flat import FlatLayout, FlatOffloadLayout
+from trp_scale.engines.zero_layout import ZeroLayout
+from trp_scale.engines.zero_partitioned import PartitionedLayout, PartitionedOffloadLayout
+from trp_scale.engines.zero_whole import WholeHalfLayout, WholeLayout
 
 # Built by a C compiler at the first start, for a minute, on machines without a GPU; only inference calls it.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -27,8 +32,20 @@ deepspeed_logger.setLevel(logging.WARNING)  # it prints some 60 lines a rank at 
 SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """What a dynamic loss scaler remembers."""
 
+LAYOUTS: dict[tuple[str, bool], type[ZeroLayout]] = {
+    ("AdamW", False): WholeLayout,
+    ("SGD", False): WholeLayout,
+    ("FP16_UnfusedOptimizer", False): WholeHalfLayout,
+    ("DeepSpeedZeroOptimizer", False): FlatLayout,
+    ("DeepSpeedZeroOptimizer", True): FlatOffloadLayout,
+    ("DeepSpeedZeroOptimizer_Stage3", False): PartitionedLayout,
+    ("DeepSpeedZeroOptimizer_Stage3", True): PartitionedOffloadLayout,
+}
+"""By the class that DeepSpeed chose for `engine.optimizer` (torch's own where it wraps nothing), and whether the
+optimizer's state is in host memory."""
 
-class DeepSpeedEngine:
+
+class DeepSpeedEngine(ShardOperations):
     """DeepSpeed with our optimizer, our finite check and our checkpoints.
 
     Args:
@@ -64,16 +81,17 @@ class DeepSpeedEngine:
 
     def _layout(self) -> ZeroLayout:
         """Where the states are, by the class of optimizer that DeepSpeed chose for stage and precision."""
-        chosen = type(self.engine.optimizer).__name__
-        if chosen not in LAYOUTS or (self.zero_stage == 0 and self.engine.bfloat16_enabled()):
+        chosen, optimizer = type(self.engine.optimizer).__name__, self.engine.optimizer
+        offloads = any(bool(getattr(optimizer, name, False)) for name in ("cpu_offload", "offload_optimizer"))
+        if (chosen, offloads) not in LAYOUTS or (self.zero_stage == 0 and self.engine.bfloat16_enabled()):
             raise EngineError(
                 f"zero_optimization.stage {self.zero_stage} with --training.precision {self.config.training.precision} "
                 f"and data_types.grad_accum_dtype {self.engine._config.grad_accum_dtype} makes DeepSpeed choose its "
                 f"{chosen}, which is not supported; allowed for bf16: torch_autocast on any stage, or bf16 weights on "
                 'stage 1 to 3 with data_types.grad_accum_dtype "auto"'
             )
-        make = LAYOUTS[chosen]
-        return make(self.engine.module, self.engine.optimizer, rank=self.data_group.rank, world=self.data_group.size)
+        make = LAYOUTS[chosen, offloads]
+        return make(self.engine.module, optimizer, rank=self.data_group.rank, world=self.data_group.size)
 
     @property
     def module(self) -> nn.Module:
@@ -85,7 +103,9 @@ class DeepSpeedEngine:
     def backward(self, loss: Tensor, *, last: bool) -> None:
         self.engine.set_gradient_accumulation_boundary(last)
         # DeepSpeed averages over ranks ("sum" is refused on stage 3) and would divide by the accumulation steps.
-        self.engine.backward(loss * (self.data_group.size * self.layout.loss_factor()), scale_wrt_gas=False)
+        loss = loss * (self.data_group.size * self.layout.loss_factor())
+        with self.layout.last_backward() if last else nullcontext():
+            self.engine.backward(loss, scale_wrt_gas=False)
 
     def _loss_scale(self) -> float:
         return float(self.engine.optimizer.loss_scale) if self.engine.fp16_enabled() else 1.0
@@ -119,6 +139,33 @@ class DeepSpeedEngine:
 
     def pieces(self) -> Iterator[Piece]:
         return self.layout.pieces()
+
+    def piece_gradients(self) -> list[Tensor]:
+        scale = self._loss_scale()
+        gradients = [gradient.float() for gradient in self.layout.piece_gradients()]
+        return gradients if scale == 1.0 else [gradient / scale for gradient in gradients]
+
+    def clear_unused_gradients(self) -> None:
+        self.layout.clear_unused_gradients()
+
+    def publish_weights(self) -> None:
+        self.layout.publish_weights()
+
+    @property
+    def rounds_weights(self) -> bool:
+        return bool(self.engine.bfloat16_enabled() or self.engine.fp16_enabled())
+
+    @contextmanager
+    def exact_forwards(self) -> Iterator[None]:
+        settings = self.engine._config  # DeepSpeed asks it in every forward; torch.autocast around that has no say
+        settings.torch_autocast_enabled, before = False, settings.torch_autocast_enabled
+        try:
+            yield
+        finally:
+            settings.torch_autocast_enabled = before
+
+    def step_response(self, direction: Shards, *, lr: float, grad_norm: float) -> Shards:
+        return adamw_response(self, direction, self.config.optimizer, lr=lr, grad_norm=grad_norm)
 
     def create_optimizer_state(self) -> None:
         self.layout.create_state()

@@ -37,6 +37,17 @@ class FsdpEngine(PlainEngine):
         # FSDP2 averages over the ranks (its divide factor cannot be set on gloo); the loss is a share of a global sum.
         (loss * self.data_group.size).backward()  # type: ignore[no-untyped-call]
 
+    def discard_gradients(self) -> None:
+        super().discard_gradients()
+        for unit in self.module.modules():
+            if isinstance(unit, FSDPModule):
+                # Gradients of a window whose last backward never came are still with the gathered parameters. No
+                # public call drops them on every torch >= 2.11, and gathering again could wait for a rank that failed.
+                group = unit._get_fsdp_state()._fsdp_param_group
+                for parameter in group.fsdp_params if group is not None else ():
+                    if (gathered := getattr(parameter, "_unsharded_param", None)) is not None:
+                        gathered.grad = None
+
     def local(self, tensor: Tensor) -> Tensor:
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
