@@ -29,9 +29,11 @@ from trp_scale.engines.build import build_engine
 from trp_scale.hooks.adversary import build_adversary
 from trp_scale.hooks.balancing import build_balancer
 from trp_scale.hooks.base import Hook, Hooks
+from trp_scale.hooks.uniformity import Uniformity
 from trp_scale.models.mae import MaskedAutoencoder
 from trp_scale.models.perturbation import perturbation_shape
 from trp_scale.objectives.mae import MaskedPatchReconstruction
+from trp_scale.objectives.u_mae import UniformPatchReconstruction
 from trp_scale.training.agreement import StepAgreement
 
 CROPS, SIDE, PATCH = 2, 16, 4
@@ -145,9 +147,13 @@ def image_trainer(layout: Layout, config: Config, *, halves: bool = False) -> tu
     group = data_group()
     engine = make_image_engine(layout, config, group)
     objective = (TwoHalves if halves else MaskedPatchReconstruction)(config.objective, PATCH)
+    if config.objective.uniformity:
+        objective = UniformPatchReconstruction(config.objective, PATCH, group)
     shape = perturbation_shape(config.model, config.vision, config.adversary)
     adversary = build_adversary(config, shape, engine.device)
     others: list[Hook] = [] if adversary is None else [adversary]
+    if isinstance(objective, UniformPatchReconstruction):
+        others.append(Uniformity(objective))
     trainer = RecordingTrainer(
         config=config,
         engine=engine,

@@ -22,7 +22,7 @@ from trp_scale.models.vit import TransformerBlock
 
 CHANNELS = 3
 
-Wanted = Literal["prediction", "features", "patch_embedding"]
+Wanted = Literal["prediction", "prediction_and_class", "class_token", "features", "patch_embedding"]
 """What a forward pass gives."""
 
 
@@ -31,9 +31,11 @@ class MaeOutput(NamedTuple):
 
     Attributes:
         prediction: [B, M, P], what is predicted of each masked patch.
+        class_token: [B, D], the encoder's output for the class token; None where it is not asked for.
     """
 
     prediction: Tensor
+    class_token: Tensor | None = None
 
 
 class MaskedAutoencoder(nn.Module):
@@ -113,8 +115,9 @@ class MaskedAutoencoder(nn.Module):
             masked: [B, M] int64, the others.
             perturbation: [shape.numel] fp32, or None, which is the same as zeros.
             gate: [B, V], by which the visible patches' tokens are multiplied where they enter the encoder; None = 1.
-            give: prediction; or, through the same door because sharded weights are gathered there, features = the
-                encoder's output [B, 1 + V, D] for the visible patches alone, without perturbation and gate, or
+            give: prediction, or prediction_and_class for the class token too; or, through the same door because sharded
+                weights are gathered there, class_token = [B, D] of the same pass, without the decoder; features = the
+                encoder's output [B, 1 + V, D] for the visible patches alone, without perturbation and gate; or
                 patch_embedding = [B, N, D], all patches' embeddings without positions.
         """
         if give == "features":
@@ -126,15 +129,18 @@ class MaskedAutoencoder(nn.Module):
         seen = masked if self.vision.tokens == "all" else masked[:, :0]  # masked patches that enter the encoder
         tokens = self.embed(patches, visible, seen, encoder, gate)  # [B, 1 + V (+ M), D]
         count = masked.shape[1]
-        last = None if self.decoder_blocks else count
+        last = None if self.decoder_blocks or give != "prediction" else count
         tokens = self.run(self.blocks, tokens, torch.cat([visible, seen], dim=1), seen.shape[1], encoder, last)
         tokens = self.norm(tokens)
+        class_token = None if give == "prediction" else tokens[:, 0]
+        if give == "class_token":
+            return class_token  # type: ignore[return-value]
         if self.decoder_blocks:
             tokens = self.enter_decoder(tokens, visible, masked, decoder)  # [B, 1 + V + M, D']
             places = torch.cat([visible, masked], dim=1)
             tokens = self.run(self.decoder_blocks, tokens, places, count, decoder, count)  # [B, M, D']
             tokens = self.decoder_norm(tokens)
-        return MaeOutput(prediction=self.prediction(tokens))
+        return MaeOutput(prediction=self.prediction(tokens[:, -count:]), class_token=class_token)
 
     def features(self, patches: Tensor, visible: Tensor) -> Tensor:
         """[B, N, P] and [B, V] -> [B, 1 + V, D]: the encoder's output for these patches alone, unperturbed."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from trp_scale.batch import Batch, TaskLosses
 from trp_scale.config import ObjectiveConfig
-from trp_scale.models.mae import MaeOutput
+from trp_scale.models.mae import MaeOutput, Wanted
 from trp_scale.models.patches import gather_patches
 from trp_scale.objectives.image_patches import ImagePatches, normalised
 
@@ -62,19 +63,25 @@ class MaskedPatchReconstruction:
 
     def errors(self, forward: Callable[..., MaeOutput], batch: Batch) -> Tensor:
         """[R, k, M] mean squared error of each masked patch."""
-        masked = batch["masked"].flatten(0, 1)  # [B, M], B = R k
-        clean = self.patches(batch)  # [B, N, P]
+        clean = self.patches(batch)  # [B, N, P], B = R k
+        return self.errors_of(self.run(forward, batch, clean).prediction, batch, clean)
+
+    def run(self, forward: Callable[..., Any], batch: Batch, clean: Tensor, **wanted: Wanted) -> Any:
+        """What the model gives for a batch, its patches [B, N, P], and what hooks added; `wanted` is its `give`."""
         seen = clean
         if (shift := batch.extras.get("pixel_shift")) is not None:
             seen = self.patches(batch, shift)
-        arguments: dict[str, Tensor] = {}
+        arguments: dict[str, Any] = {**wanted}
         if (perturbation := batch.extras.get("perturbation")) is not None:
             arguments["perturbation"] = perturbation
         if (gate := batch.extras.get("gate")) is not None:
             arguments["gate"] = gate.flatten(0, 1)
-        output = forward(seen, batch["visible"].flatten(0, 1), masked, **arguments)
-        difference = output.prediction.float() - self.target(gather_patches(clean, masked))  # [B, M, P]
-        return difference.square().mean(-1).view(batch["masked"].shape)
+        return forward(seen, batch["visible"].flatten(0, 1), batch["masked"].flatten(0, 1), **arguments)
+
+    def errors_of(self, prediction: Tensor, batch: Batch, clean: Tensor) -> Tensor:
+        """[R, k, M] of a prediction [B, M, P], against the clean patches [B, N, P]."""
+        target = self.target(gather_patches(clean, batch["masked"].flatten(0, 1)))  # [B, M, P]
+        return (prediction.float() - target).square().mean(-1).view(batch["masked"].shape)
 
     def patches(self, batch: Batch, pixel_shift: Tensor | None = None) -> Tensor:
         """[B, N, P] float32 patches of the normalised images."""

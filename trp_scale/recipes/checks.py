@@ -66,7 +66,7 @@ def check_engine(config: Config, engine: str, *, gpu: bool) -> None:
 def _ranges(config: Config) -> Iterator[str]:
     at_least = {
         "model": {"layers": 1, "hidden_size": 1, "heads": 1, "intermediate_size": 1, "max_positions": 8},
-        "objective": {"next_sentence_weight": 0},
+        "objective": {"next_sentence_weight": 0, "uniformity": 0},
         "data": {"workers": 0, "prefetch": 1, "blocks_per_group": 1, "max_corrupt_blocks": 0},
         "masking": {"limit": 0, "maskings": 0},
         "batch": {"global_size": 1, "micro_size": 1},

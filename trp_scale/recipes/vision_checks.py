@@ -91,7 +91,7 @@ def _crops(config: Config) -> Iterator[str]:
 
 TEXT_ONLY = ("objective.other", "objective.next_sentence", "objective.next_sentence_weight", "masking.limit",
              "masking.unit", "masking.sampling", "model.max_positions")  # fmt: skip
-MAE_ONLY = ("objective.target",)
+MAE_ONLY = ("objective.target", "objective.uniformity")
 MODALITIES_ONLY = ("modalities", "objective.reduction")
 UNREAD = {
     "bert": ("vision", "crops", *MAE_ONLY, *MODALITIES_ONLY),

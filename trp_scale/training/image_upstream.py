@@ -1,4 +1,4 @@
-"""Pre-training on images: MAE, MAE+ and AdPE (AdPE 3, 4)."""
+"""Pre-training on images: MAE, MAE+, AdPE (AdPE 3, 4) and U-MAE (Zhang et al. 2022)."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group
 from trp_scale.hooks.adversary import build_adversary
 from trp_scale.hooks.base import Hook
+from trp_scale.hooks.uniformity import Uniformity
 from trp_scale.models.given_weights import load_given_weights
 from trp_scale.models.mae import MaskedAutoencoder
 from trp_scale.models.perturbation import perturbation_shape
 from trp_scale.objectives.mae import MaskedPatchReconstruction
+from trp_scale.objectives.u_mae import UniformPatchReconstruction
 from trp_scale.observe.throughput import mae_step_flops
 
 
@@ -28,6 +30,8 @@ class ImageUpstream:
         self.config = config
         self.sources = open_sources(config, rank=data.rank, world=data.size, device_type=environment.device.type)
         self.objective = MaskedPatchReconstruction(config.objective, config.vision.patch_size)
+        if config.objective.uniformity > 0:
+            self.objective = UniformPatchReconstruction(config.objective, config.vision.patch_size, data)
         self.shape = perturbation_shape(config.model, config.vision, config.adversary)
         crops = config.batch.global_size * config.crops.count
         self.positions_per_step = crops * (config.crops.size // config.vision.patch_size) ** 2
@@ -40,7 +44,10 @@ class ImageUpstream:
 
     def hooks(self, environment: Environment) -> list[Hook]:
         adversary = build_adversary(self.config, self.shape, environment.device)
-        return [] if adversary is None else [adversary]
+        hooks = [] if adversary is None else [adversary]
+        if isinstance(self.objective, UniformPatchReconstruction):
+            hooks.append(Uniformity(self.objective))  # last: its pass sees what the others change
+        return hooks
 
     def leave(self, run_dir: Path, world: Group) -> None:
         """Nothing: the model is known by its settings alone."""

@@ -1,0 +1,70 @@
+"""Invariant 1 for U-MAE, whose loss is over all pairs of the global batch, on every engine and split."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import pytest
+
+from tests.parity.compare import too_far
+from tests.parity.test_adversary import TWO_RANKS
+from tests.ranks import Ranks
+from tests.synthetic import Layout
+from tests.synthetic_images import AdversarialResult, run_images
+
+STEPS = 4
+PIXELS = {"kind": "pixels", "ascent": "linear", "update": "sequential", "norm": "l2", "eps": 2.0}
+COORDINATE = {"kind": "absolute_coordinate", "ascent": "sgd", "lr": 15.0, "eps": 0.1, "norm": "l2"}
+COMPANY: dict[str, dict[str, Any]] = {
+    "alone": {},
+    "pixels": {"adversary": PIXELS},
+    "positions": {"adversary": COORDINATE},
+}
+LAYOUTS = {
+    "accumulation 1": Layout(micro_size=8),
+    "accumulation 2": Layout(micro_size=4),
+    "fsdp": TWO_RANKS["fsdp"],
+    "fsdp, accumulation 1": Layout(engine="fsdp", micro_size=4),
+    "zero2": TWO_RANKS["zero2"],
+    "zero3": TWO_RANKS["zero3"],
+}
+CASES = [(company, layout) for company in COMPANY for layout in LAYOUTS if company == "alone" or layout in
+         ("accumulation 1", "fsdp")]  # fmt: skip
+
+
+def changes(company: str, *, uniformity: float = 0.5) -> dict[str, Any]:
+    return {
+        "objective": {"uniformity": uniformity},
+        "vision": {"decoder_layers": 1, "positions": "absolute"},
+        "optimizer": {"lr": 3e-3, "eps": 1e-4},
+        "training": {"steps": STEPS},
+        **COMPANY[company],
+    }
+
+
+@lru_cache
+def reference(company: str) -> AdversarialResult:
+    """Plain, accumulation 4."""
+    return run_images(Layout(micro_size=2), changes(company))
+
+
+@pytest.mark.parametrize(("company", "layout"), CASES)
+def test_every_split_gives_the_same_weights(two_ranks: Ranks, company: str, layout: str) -> None:
+    arguments = (LAYOUTS[layout], changes(company))
+    one_rank = LAYOUTS[layout].engine == "plain"
+    ours = run_images(*arguments) if one_rank else two_ranks(run_images, *arguments)[0]
+    assert ours.moved and too_far(ours, reference(company)) == []
+    for mine, other in zip(ours.steps, reference(company).steps, strict=True):
+        assert mine.task_losses == pytest.approx(other.task_losses, rel=1e-5)
+        assert mine.grad_norm == pytest.approx(other.grad_norm, rel=1e-4)
+        assert 0.0 < mine.task_losses[1] < 1.0 and mine.task_weights == (1.0, 0.5)
+
+
+def test_it_changes_the_weights_and_spreads_the_class_tokens() -> None:
+    without = run_images(Layout(micro_size=8), changes("alone", uniformity=0.0))
+    for company in COMPANY:
+        assert len(too_far(without, reference(company))) > 10
+    assert len(without.steps[0].task_losses) == 1
+    spread = [stats.task_losses[1] for stats in reference("alone").steps]
+    assert spread[-1] < spread[0]
