@@ -56,3 +56,32 @@ def build_engine(
         )
         return DeepSpeedEngine(module, config, device=device, data_group=data_group, document=document)
     raise EngineError(f"engine {name!r} is not known; plain, fsdp and deepspeed are")
+
+
+OF_THE_FIRST = ("optimizer", "scheduler", "gradient_clipping")
+"""Keys of a DeepSpeed configuration that repeat what the recipe says of the run's own optimizer."""
+
+
+def build_second_engine(
+    name: str,
+    module: nn.Module,
+    config: Config,
+    *,
+    device: torch.device,
+    data_group: Group,
+    ds_document: dict[str, Any] | None = None,
+    ds_path: str = "",
+) -> Engine:
+    """An engine of the same kind beside the run's own, such as a masking network's.
+
+    Args:
+        config: the run's settings, but in `optimizer` those of this engine; `batch` says into how many micro-batches
+            DeepSpeed believes its steps to be split.
+        ds_document: the run's DeepSpeed configuration; what it says of an optimizer is about the run's own.
+    Other arguments and errors as in build_engine; `module` has the property `layers`, its units of sharding, and may
+    consist of them alone.
+    """
+    document = ds_document and {key: value for key, value in ds_document.items() if key not in OF_THE_FIRST}
+    return build_engine(
+        name, module, config, device=device, data_group=data_group, ds_document=document, ds_path=ds_path
+    )
