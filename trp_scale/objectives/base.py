@@ -72,3 +72,19 @@ class TappedObjective(Objective, Protocol):
         gradient of the shared layer's weights.
         """
         ...
+
+
+class PatchObjective(Objective, Protocol):
+    """An objective on masked patches of images, whose masks and weights a hook may replace (MLO-MAE eq. 1)."""
+
+    def patches(self, batch: Batch, pixel_shift: Tensor | None = None) -> Tensor:
+        """[B, N, P] patches of the batch's crops."""
+        ...
+
+    def errors(self, forward: Callable[..., Any], batch: Batch) -> Tensor:
+        """[R, k, M] error of each masked patch."""
+        ...
+
+    def losses(self, errors: Tensor, batch: Batch) -> TaskLosses:
+        """The sums for given errors, linear in them, and in `batch.extras["patch_weights"]` [R, k, M]."""
+        ...

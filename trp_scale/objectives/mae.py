@@ -81,7 +81,8 @@ class MaskedPatchReconstruction:
     def errors_of(self, prediction: Tensor, batch: Batch, clean: Tensor) -> Tensor:
         """[R, k, M] of a prediction [B, M, P], against the clean patches [B, N, P]."""
         target = self.target(gather_patches(clean, batch["masked"].flatten(0, 1)))  # [B, M, P]
-        return (prediction.float() - target).square().mean(-1).view(batch["masked"].shape)
+        wide = prediction.to(torch.promote_types(prediction.dtype, torch.float32))
+        return (wide - target).square().mean(-1).view(batch["masked"].shape)
 
     def patches(self, batch: Batch, pixel_shift: Tensor | None = None) -> Tensor:
         """[B, N, P] float32 patches of the normalised images."""

@@ -1,0 +1,195 @@
+"""Runs with learned masks over small synthetic images, on any engine."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.synthetic import Layout, RecordingTrainer, Result, SilentObserver, data_group
+from tests.synthetic_images import PATCH, SyntheticImages, TwoHalves, batch, by_projection, image_config
+from trp_scale.batch import Batch
+from trp_scale.config import Config
+from trp_scale.distributed.groups import Group
+from trp_scale.engines.base import Engine
+from trp_scale.engines.build import build_engine
+from trp_scale.hooks.adversary import build_adversary
+from trp_scale.hooks.balancing import build_balancer
+from trp_scale.hooks.base import Hooks
+from trp_scale.hooks.multilevel import build_multilevel
+from trp_scale.hooks.multilevel.hook import LearnedMasks
+from trp_scale.models.mae import MaskedAutoencoder
+from trp_scale.models.perturbation import perturbation_shape
+from trp_scale.objectives.mae import MaskedPatchReconstruction
+from trp_scale.training.agreement import StepAgreement
+
+CLASSES = 3
+D_TR, D_VAL = 1000, 2000
+"""First positions of the two labelled sources."""
+
+
+def labelled(positions: range) -> Batch:
+    """Synthetic images whose class is the channel that is brightest on the whole."""
+    found = batch(positions)
+    found.fields["labels"] = found["images"].float().mean((1, 3, 4)).argmax(1)
+    return found
+
+
+@dataclass
+class LabelledImages:
+    """Serves slices of the global batches of D_tr or D_val."""
+
+    config: Config
+    group: Group
+    first: int
+    cursor: int = 0
+    micro_size: int = 0
+    waiting: list[list[Batch]] = field(default_factory=list)
+
+    def next_window(self) -> list[Batch]:
+        window = self.waiting.pop(0) if self.waiting else self._window(self.cursor)
+        self.cursor += self.size
+        return window
+
+    @property
+    def size(self) -> int:
+        return self.config.multilevel.batch_size or self.config.batch.global_size
+
+    def _window(self, cursor: int) -> list[Batch]:
+        micro = self.config.multilevel.micro_size or self.config.batch.micro_size
+        share = self.size // self.group.size
+        first = self.first + cursor + self.group.rank * share
+        return [labelled(range(start, start + micro)) for start in range(first, first + share, micro)]
+
+
+@dataclass
+class SyntheticDownstream:
+    """Stands for data.downstream.Downstream."""
+
+    train: LabelledImages
+    validation: LabelledImages
+    classes: int = CLASSES
+
+
+@dataclass
+class PeekedImages(SyntheticImages):
+    """Serves windows that may be looked at before they are due."""
+
+    waiting: list[list[Batch]] = field(default_factory=list)
+
+    def next_window(self) -> list[Batch]:
+        return self.waiting.pop(0) if self.waiting else super().next_window()
+
+    def peek(self, count: int) -> list[list[Batch]]:
+        while len(self.waiting) < count:
+            self.waiting.append(super().next_window())
+        return self.waiting[:count]
+
+
+def mask_config(layout: Layout, **changes: Any) -> Config:
+    """The small masked autoencoder with a masking network of 8 between its layers."""
+    settings: dict[str, dict[str, Any]] = {
+        "masking": {"network": "flattened", "hidden_size": 8},
+        "multilevel": {"head_lr": 0.03, "lr": 0.02, "unroll": 2},
+        "vision": {"tokens": "visible", "positions": "absolute", "decoder_layers": 1},
+        "optimizer": {"lr": 3e-3, "eps": 1e-4},
+    }
+    for section, values in changes.items():
+        settings[section] = {**settings.get(section, {}), **values}
+    return image_config(layout, **settings)
+
+
+@dataclass(kw_only=True)
+class MasksRun:
+    """A trainer and its parts."""
+
+    trainer: RecordingTrainer
+    hook: LearnedMasks | None
+    engine: Engine
+    model: nn.Module
+    networks: list[nn.Module]
+
+
+def masks_run(
+    layout: Layout,
+    config: Config,
+    *,
+    dtype: torch.dtype = torch.float32,
+    halves: bool = False,
+    group: Group | None = None,
+) -> MasksRun:
+    """A trainer over synthetic images with learned masks, and whatever else the settings name."""
+    group = group or data_group()
+    document = {"zero_optimization": {"stage": layout.stage}, **layout.document} if layout.stage is not None else None
+    networks: list[nn.Module] = []
+
+    def make_engine(module: nn.Module, own: Config) -> Engine:
+        networks.append(module.to(dtype))
+        return build_engine(
+            layout.engine,
+            networks[-1],
+            own,
+            device=torch.device("cpu"),
+            data_group=group,
+            ds_document=copy.deepcopy(document),
+        )
+
+    engine = make_engine(MaskedAutoencoder(config), config)
+    objective = (TwoHalves if halves else MaskedPatchReconstruction)(config.objective, PATCH)
+    downstream = SyntheticDownstream(LabelledImages(config, group, D_TR), LabelledImages(config, group, D_VAL))
+    labels = downstream if config.multilevel.feedback == "downstream" else None
+    source = PeekedImages(config, group)
+    hook = build_multilevel(config, objective, labels, engine, make_engine)  # type: ignore[arg-type]
+    adversary = build_adversary(
+        config, perturbation_shape(config.model, config.vision, config.adversary), engine.device
+    )
+    others = [each for each in (hook, adversary) if each is not None]
+    trainer = RecordingTrainer(
+        config=config,
+        engine=engine,
+        objective=objective,
+        hooks=Hooks(build_balancer(config.balancer, objective, engine.device), others),
+        source=source,
+        observer=SilentObserver(),  # type: ignore[arg-type]
+        agreement=StepAgreement(group, 0),
+        save=lambda: None,
+        validate=lambda: None,
+        stop_requested=lambda: None,
+    )
+    trainer.engine.train(True)
+    return MasksRun(trainer=trainer, hook=hook, engine=engine, model=networks[0], networks=networks[1:])  # type: ignore[arg-type]
+
+
+@dataclass(kw_only=True)
+class MasksResult(Result):
+    """What a run gave. Attributes: network: weights of the masking network; head: of the head; all at the end."""
+
+    network: dict[str, Tensor]
+    network_initial: dict[str, Tensor]
+    head: dict[str, Any]
+
+
+def run_masks(layout: Layout, changes: dict[str, Any], *, halves: bool = False) -> MasksResult:
+    """Train; call on all ranks."""
+    run = masks_run(layout, mask_config(layout, **changes), halves=halves)
+    assert run.hook is not None
+    network = run.hook.teacher.network
+    initial, network_initial = run.engine.full_weights(), network.full_weights()
+    for _ in range(run.trainer.config.training.steps):
+        run.trainer.train_step()
+    weights, own = run.engine.full_weights(), network.full_weights()
+    head = run.hook.feedback.state_dict().get("head", {})
+    for engine in (run.engine, *run.hook.engines().values()):
+        engine.close()
+    return MasksResult(
+        weights=by_projection(weights),
+        initial=by_projection(initial),
+        steps=run.trainer.__dict__.get("history", []),
+        moved=any(not torch.equal(weights[name], initial[name]) for name in weights),
+        network=own,
+        network_initial=network_initial,
+        head=head,
+    )

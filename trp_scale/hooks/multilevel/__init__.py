@@ -1,0 +1,71 @@
+"""Masks learned from a downstream task by three-level optimisation (MLO-MAE; algorithms.md, section 3)."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+from torch import nn
+
+from trp_scale.config import Config
+from trp_scale.data.downstream import Downstream
+from trp_scale.engines.base import Engine
+from trp_scale.hooks.base import Hook
+from trp_scale.hooks.multilevel.clock import LevelClock
+from trp_scale.hooks.multilevel.feedback import Feedback, HeadFeedback, Reconstruction
+from trp_scale.hooks.multilevel.head import Head
+from trp_scale.hooks.multilevel.hook import LearnedMasks
+from trp_scale.hooks.multilevel.hypergradient import HardReading, Reading, SoftReading
+from trp_scale.hooks.multilevel.masks import MaskTeacher
+from trp_scale.hooks.multilevel.second_level import HeadLevel
+from trp_scale.models.masking_network import NETWORKS
+from trp_scale.objectives.base import PatchObjective
+
+MakeEngine = Callable[[nn.Module, Config], Engine]
+"""An engine of the run's kind for another module, whose optimizer the given settings describe."""
+
+
+def build_multilevel(
+    config: Config, objective: PatchObjective, downstream: Downstream | None, engine: Engine, make_engine: MakeEngine
+) -> Hook | None:
+    """The hook for these settings, or None where masks are drawn at random.
+
+    Args:
+        config: settings of the run, checked.
+        objective: of the run.
+        downstream: D_tr and D_val; None without feedback from them.
+        engine: of the run.
+        make_engine: for the masking network.
+    """
+    if config.masking.network == "none":
+        return None
+    network = make_engine(NETWORKS[config.masking.network](config), network_config(config))
+    teacher = MaskTeacher(config, network, objective)
+    clock = LevelClock(engine.device)
+    reading: Reading = (HardReading if config.masking.selection == "hard" else SoftReading)(objective)
+    return LearnedMasks(config, teacher, _feedback(config, objective, downstream, engine, reading, clock), clock)
+
+
+def _feedback(
+    config: Config,
+    objective: PatchObjective,
+    downstream: Downstream | None,
+    engine: Engine,
+    reading: Reading,
+    clock: LevelClock,
+) -> Feedback:
+    if downstream is None:
+        return Reconstruction(config, reading, clock)
+    head = Head(config, downstream.classes, engine.device, next(engine.module.parameters()).dtype)
+    return HeadFeedback(config, reading, clock, level=HeadLevel(config, objective, head), sources=downstream)
+
+
+def network_config(config: Config) -> Config:
+    """The run's settings with the masking network's optimizer. Its eps carries the encoder's learning rate, as
+    hypergradients do; without that nothing moves (algorithms.md)."""
+    own, settings = copy.deepcopy(config), config.multilevel
+    own.optimizer.kind, own.optimizer.clipping = "adamw", 0.0
+    own.optimizer.lr, own.optimizer.weight_decay = settings.lr, settings.weight_decay
+    own.optimizer.eps = settings.eps * config.optimizer.lr
+    own.training.compile = False
+    return own

@@ -1,0 +1,122 @@
+"""Masks learned from a downstream task, as a hook on any engine (MLO-MAE; algorithms.md, section 3)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trp_scale.batch import Batch, StepStats
+from trp_scale.config import Config
+from trp_scale.engines.base import Engine
+from trp_scale.hooks.base import Hook, StepContext
+from trp_scale.hooks.multilevel.clock import LevelClock
+from trp_scale.hooks.multilevel.feedback import Feedback
+from trp_scale.hooks.multilevel.masks import MaskedWindow, MaskTeacher
+
+NETWORK = "masking_network"
+"""Name of the masking network's engine, and prefix of its tensors in a checkpoint."""
+
+
+class LearnedMasks(Hook):
+    """Level I sees the masks that the network chooses; at the end of a cycle the head, and then the network, learn.
+
+    It must come before hooks that perturb what the model sees: their passes have these masks, and it reads what they
+    added before they move on.
+
+    Args:
+        config: settings of the run.
+        teacher: the masking network.
+        feedback: what it learns from.
+        clock: counts the time of each level.
+    """
+
+    name = "multilevel"
+
+    def __init__(self, config: Config, teacher: MaskTeacher, feedback: Feedback, clock: LevelClock) -> None:
+        self.config, self.settings = config, config.multilevel
+        self.teacher, self.feedback, self.clock = teacher, feedback, clock
+        self.steps = 0
+        self.updates = 0
+        self.lessons = 0
+        self.window: MaskedWindow | None = None
+
+    @property
+    def ends_cycle(self) -> bool:
+        """Whether the head learns after this step."""
+        return self.steps == self.settings.unroll - 1
+
+    @property
+    def teaches(self) -> bool:
+        """Whether the masking network learns after this step."""
+        return self.ends_cycle and self.updates == self.settings.every - 1
+
+    def before_step(self, ctx: StepContext) -> None:
+        with self.clock("masks"):
+            self.window = self.teacher.choose(ctx.engine, ctx.window, ctx.step, keep=self.teaches)
+        ctx.counts = self.window.counts
+        if self.teaches:
+            self.feedback.before_step(ctx, self.window)
+
+    def batch(self, ctx: StepContext, micro: Batch) -> Batch:
+        assert self.window is not None, "masks are chosen before the step"
+        return self.window.batch(micro)
+
+    def after_step(self, ctx: StepContext, stats: StepStats) -> None:
+        if not stats.applied:
+            return
+        ends, teaches = self.ends_cycle, self.teaches
+        if teaches:
+            assert self.window is not None, "masks are chosen before the step"
+            lessons = self.feedback.lessons(ctx, stats, self.window)
+            with self.clock("network"):
+                self.teacher.teach(lessons, self.feedback.scale(ctx))
+            self.lessons += 1
+        elif ends:
+            self.feedback.update(ctx)
+        self.steps = 0 if ends else self.steps + 1
+        self.updates = (0 if teaches else self.updates + 1) if ends else self.updates
+
+    def engines(self) -> Mapping[str, Engine]:
+        return {NETWORK: self.teacher.network, **self.feedback.engines()}
+
+    def metrics(self) -> Mapping[str, Any]:
+        """lessons: updates of the masking network so far; mean_probability, entropy (of a patch's own masking, in
+        nats), overlap (share of the loader's random masks that are masked too): of this rank's last window;
+        gradient_norm, below_eps: of the last lesson; time: share of each level; and what the feedback adds. A value
+        that there is none of yet is left out."""
+        assert self.window is not None, "metrics are asked for after a step"
+        values = {
+            **described(self.window),
+            "gradient_norm": self.teacher.gradient_norm,
+            "below_eps": self.teacher.below_eps,
+            **self.feedback.metrics(),
+        }
+        known = {name: float(value) for name, value in values.items()}
+        there = {name: value for name, value in known.items() if value == value}
+        return {"lessons": self.lessons, **there, "time": self.clock.shares()}
+
+    def state_dict(self) -> dict[str, Any]:
+        counters = {"steps": self.steps, "updates": self.updates, "lessons": self.lessons}
+        return {"counters": counters, "feedback": self.feedback.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        counters = state["counters"]
+        self.steps, self.updates, self.lessons = (int(counters[name]) for name in ("steps", "updates", "lessons"))
+        self.feedback.load_state_dict(state["feedback"])
+
+
+@torch.no_grad()
+def described(window: MaskedWindow) -> dict[str, Tensor]:
+    """What this rank's masks are like."""
+    probabilities = torch.cat([each.probabilities for each in window.selections]).double().clamp(1e-12, 1 - 1e-12)
+    entropy = -(probabilities * probabilities.log() + (1 - probabilities) * (1 - probabilities).log())
+    shared, number = probabilities.new_zeros(()), 0
+    for micro, selection in zip(window.micros, window.selections, strict=True):
+        drawn = torch.zeros_like(selection.probabilities, dtype=torch.bool)
+        drawn.scatter_(1, micro["masked"].flatten(0, 1), True)
+        shared = shared + drawn.gather(1, selection.masked).sum()
+        number += micro["masked"].numel()
+    return {"mean_probability": probabilities.mean(), "entropy": entropy.mean(), "overlap": shared / number}
