@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
+
 from trp_scale.config import Config, RefusedError
 from trp_scale.data.fetch import BatchBuilder
+from trp_scale.data.hashing import Integers
 from trp_scale.data.index import read_json
 from trp_scale.data.mixture import MemberPath
-from trp_scale.data.plan import Blocks
+from trp_scale.data.plan import Blocks, Member
 from trp_scale.data.text_batch import TextBatchBuilder
 from trp_scale.data.text_dataset import TextMeta, agree, open_text_dataset
 
@@ -41,6 +45,7 @@ class Rows:
             modalities together).
         builder: makes batches of their rows.
         digests: of each data set.
+        labels: of images: the class of each, in stored order, for each data set (images/labels.py).
     """
 
     blocks: Sequence[Blocks]
@@ -48,6 +53,14 @@ class Rows:
     limit: int
     builder: BatchBuilder
     digests: list[str]
+    labels: Callable[[], list[Integers]] | None = None
+
+    def members(self, paths: Sequence[MemberPath], chosen: Sequence[npt.NDArray[np.bool_]]) -> list[Member]:
+        """The data sets with the blocks that one source takes of each."""
+        return [
+            Member(name=path.name, weight=path.weight, table=blocks, chosen=mask)
+            for path, blocks, mask in zip(paths, self.blocks, chosen, strict=True)
+        ]
 
 
 def kind_of(config: Config) -> str:
@@ -93,6 +106,7 @@ def _open_text(config: Config, paths: Sequence[MemberPath]) -> Rows:
 
 def _open_images(config: Config, paths: Sequence[MemberPath]) -> Rows:
     from trp_scale.data.images.dataset import agree_images, open_image_dataset  # torchvision: text need not wait for it
+    from trp_scale.data.images.labels import stored_labels
     from trp_scale.data.images.stored_modalities import used_modalities
 
     used = used_modalities(config)
@@ -105,6 +119,7 @@ def _open_images(config: Config, paths: Sequence[MemberPath]) -> Rows:
         limit=builder.limit,
         builder=builder,
         digests=[dataset.digest() for dataset in datasets],
+        labels=lambda: [stored_labels(dataset) for dataset in datasets],
     )
 
 

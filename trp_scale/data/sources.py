@@ -3,101 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal, overload
 
 from trp_scale.batch import Batch
 from trp_scale.config import Config, RefusedError
+from trp_scale.data.downstream import TRAIN, VALIDATION, Downstream, has_downstream, open_downstream
 from trp_scale.data.fetch import BatchBuilder, Fetcher, MicroBatches, start_worker_server
 from trp_scale.data.kinds import BUILDERS, Rows, open_rows
 from trp_scale.data.mixture import parse_paths
-from trp_scale.data.partition import check_partition
-from trp_scale.data.plan import HeldOutPlan, Member, Plan, TrainPlan
+from trp_scale.data.plan import HeldOutPlan, Plan, TrainPlan
 from trp_scale.data.split import held_out
+from trp_scale.data.train_source import TrainSource
 
-
-class TrainSource:
-    """The endless stream of training rows, in windows of one global batch.
-
-    Attributes:
-        rows: rows per epoch (of a mixture: of all its members).
-        cursor: rows consumed by all ranks together; the only state there is.
-        accumulation: micro-batches per window.
-        wait_seconds: time that the last window kept the caller waiting.
-    """
-
-    def __init__(
-        self, plan: Plan, builder: BatchBuilder, config: Config, *, rank: int, world: int, pin_memory: bool
-    ) -> None:
-        self.rows = plan.rows
-        self.cursor = 0
-        self.wait_seconds = 0.0
-        self.accumulation = check_partition(config.batch.global_size, config.batch.micro_size, world)
-        self._fetcher = Fetcher(plan, builder)
-        self._global_size, self._micro_size = config.batch.global_size, config.batch.micro_size
-        self._rank_size = config.batch.global_size // world
-        self._rank = rank
-        self._workers, self._prefetch, self._pin_memory = config.data.workers, config.data.prefetch, pin_memory
-        self._batches: MicroBatches | None = None
-        self._stream: Iterator[Batch] | None = None
-
-    def next_window(self) -> list[Batch]:
-        """This rank's micro-batches of the next global batch.
-
-        Rank r gets positions [cursor + r B / W, cursor + (r + 1) B / W), cut into contiguous micro-batches.
-        """
-        began = time.perf_counter()
-        if self._stream is None:
-            self._stream = self._open()
-        window = [next(self._stream) for _ in range(self.accumulation)]
-        self.cursor += self._global_size
-        self.wait_seconds = time.perf_counter() - began
-        return window
-
-    def seek(self, cursor: int) -> None:
-        """Continue at `cursor` rows; whatever was fetched ahead is dropped.
-
-        Raises:
-            ValueError: a negative cursor.
-        """
-        if cursor < 0:
-            raise ValueError(f"train source: cursor {cursor} found, at least 0 allowed")
-        self.close()
-        self.cursor = cursor
-
-    def state_dict(self) -> dict[str, int]:
-        """What a checkpoint keeps: {"cursor": rows consumed}."""
-        return {"cursor": self.cursor}
-
-    def load_state_dict(self, state: dict[str, int]) -> None:
-        """Continue where `state_dict` was taken, on any number of ranks."""
-        self.seek(state["cursor"])
-
-    def close(self) -> None:
-        """End the workers; the next window starts new ones."""
-        self._stream = None
-        if self._batches is not None:
-            self._batches.close()
-            self._batches = None
-
-    def _open(self) -> Iterator[Batch]:
-        self._batches = MicroBatches(
-            self._fetcher,
-            self._positions(self.cursor),
-            workers=self._workers,
-            prefetch=self._prefetch,
-            pin_memory=self._pin_memory,
-        )
-        return iter(self._batches)
-
-    def _positions(self, cursor: int) -> Iterator[range]:
-        """Positions of this rank's micro-batches from `cursor` on, without end."""
-        while True:
-            start = cursor + self._rank * self._rank_size
-            for first in range(start, start + self._rank_size, self._micro_size):
-                yield range(first, first + self._micro_size)
-            cursor += self._global_size
+__all__ = ["Sources", "TrainSource", "ValidationSource", "open_sources"]
 
 
 class ValidationSource:
@@ -144,10 +63,15 @@ class Sources:
     Attributes:
         meta: what all rows have in common: a `TextMeta`, or an `ImageMeta` when the objective learns from images.
         limit: predicted places of a sequence (kinds.Rows).
+        downstream: labelled images that masks are learned from; None unless they are.
+        notices: what a user should know of the data.
     """
 
-    def __init__(self, train: TrainSource, validation: ValidationSource, rows: Rows) -> None:
-        self.train, self.validation = train, validation
+    def __init__(
+        self, train: TrainSource, validation: ValidationSource, rows: Rows, downstream: Downstream | None = None
+    ) -> None:
+        self.train, self.validation, self.downstream = train, validation, downstream
+        self.notices = [] if downstream is None else downstream.notices
         self.meta: Any = rows.meta  # the caller knows which kind it has asked for
         self.limit = rows.limit
         digest = hashlib.blake2b(digest_size=16)
@@ -169,18 +93,37 @@ class Sources:
         """Hash of what this process sees of the storage (names, sizes, indexes): ranks compare it at start."""
         return self._digest
 
-    def state_dict(self) -> dict[str, dict[str, int]]:
-        """Cursors by source."""
-        return {"train": self.train.state_dict()}
+    def cursors(self) -> dict[str, int]:
+        """Rows consumed of each endless source: what a checkpoint keeps."""
+        return {name: source.cursor for name, source in self._endless().items()}
 
-    def load_state_dict(self, state: dict[str, dict[str, int]]) -> None:
-        """Continue where `state_dict` was taken."""
-        self.train.load_state_dict(state["train"])
+    def seek(self, cursors: Mapping[str, int]) -> None:
+        """Continue where `cursors` were taken, on any number of ranks.
+
+        Raises:
+            RefusedError: they are of other sources.
+        """
+        sources = self._endless()
+        if set(cursors) != set(sources):
+            raise RefusedError(
+                f"cursors of {', '.join(cursors) or 'nothing'} found, this run's sources are {', '.join(sources)}; the "
+                "checkpoint is of a run that learned its masks another way"
+            )
+        for name, source in sources.items():
+            source.seek(cursors[name])
+
+    def _endless(self) -> dict[str, TrainSource]:
+        found = {"train": self.train}
+        if self.downstream is not None:
+            found |= {TRAIN: self.downstream.train, VALIDATION: self.downstream.validation}
+        return found
 
     def close(self) -> None:
         """End all workers."""
         self.train.close()
         self.validation.close()
+        if self.downstream is not None:
+            self.downstream.close()
 
 
 def open_sources(config: Config, *, rank: int, world: int, device_type: str = "cpu") -> Sources:
@@ -205,22 +148,25 @@ def open_sources(config: Config, *, rank: int, world: int, device_type: str = "c
         raise RefusedError(
             "validation.every is set but data.validation_fraction is 0: nothing is held out; set one of them"
         )
-    masks = [
+    held = [
         held_out(blocks.identities, fraction, where=str(path.path))
         for blocks, path in zip(rows.blocks, paths, strict=True)
     ]
-    plans = [
-        [
-            Member(name=path.name, weight=path.weight, table=blocks, chosen=mask == (split == "validation"))
-            for path, blocks, mask in zip(paths, rows.blocks, masks, strict=True)
-        ]
-        for split in ("train", "validation")
-    ]
-    train = TrainPlan(seed=config.training.seed, members=plans[0], blocks_per_group=config.data.blocks_per_group)
-    validation = HeldOutPlan(members=plans[1]) if fraction > 0.0 else None
+    training = [~mask for mask in held]
     pin = device_type == "cuda"
+    downstream = None
+    if has_downstream(config):
+        downstream, labelled = open_downstream(config, rows, paths, training, rank=rank, world=world, pin=pin)
+        training = training if config.multilevel.unlabelled == "all" else labelled
+    train = TrainPlan(
+        seed=config.training.seed,
+        members=rows.members(paths, training),
+        blocks_per_group=config.data.blocks_per_group,
+    )
+    validation = HeldOutPlan(members=rows.members(paths, held)) if fraction > 0.0 else None
     return Sources(
         TrainSource(train, rows.builder, config, rank=rank, world=world, pin_memory=pin),
         ValidationSource(validation, rows.builder, config, rank=rank, world=world, pin_memory=pin),
         rows,
+        downstream,
     )

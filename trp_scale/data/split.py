@@ -1,4 +1,4 @@
-"""The held-out split: which blocks are for validation."""
+"""Splits by hashes of the blocks' keys: what is held out, and of the rest what masks are learned on."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import numpy as np
 import numpy.typing as npt
 
 from trp_scale.config import RefusedError
-from trp_scale.data.hashing import Words
+from trp_scale.data.hashing import Words, mix, name_hash
+
+_DOWNSTREAM = np.uint64(name_hash("downstream validation"))
 
 
 def held_out(identities: Words, fraction: float, *, where: str) -> npt.NDArray[np.bool_]:
@@ -28,13 +30,47 @@ def held_out(identities: Words, fraction: float, *, where: str) -> npt.NDArray[n
         raise RefusedError(f"data.validation_fraction: {fraction} found, 0 <= fraction < 1 allowed")
     if fraction == 0.0:
         return np.zeros(len(identities), dtype=np.bool_)
-    chosen: npt.NDArray[np.bool_] = identities.astype(np.float64) / 2.0**64 < fraction
-    if not chosen.any():
-        chosen[np.argmin(identities)] = True
+    chosen = _lowest(identities, fraction)
     if chosen.all():
         raise RefusedError(
             f"{where}: data.validation_fraction {fraction} holds out all {len(identities)} blocks and leaves none to "
             f"train on; shard the data again with a smaller --rows_per_block, or give --data.validation_fraction 0 to "
             f"hold nothing out"
         )
+    return chosen
+
+
+def downstream_validation(
+    identities: Words, share: float, *, training: npt.NDArray[np.bool_], where: str
+) -> npt.NDArray[np.bool_]:
+    """Which training blocks are D_val, [n]; the other training blocks are D_tr (MLO-MAE B.3).
+
+    As `held_out`, by a second hash of the block's key, which says nothing about the first.
+
+    Args:
+        identities: [n] uint64 of the blocks.
+        share: multilevel.validation_share, in (0, 1).
+        training: [n], blocks that are not held out.
+        where: the data set, for the message.
+
+    Raises:
+        RefusedError: share outside (0, 1), or one of the two would be empty.
+    """
+    if not 0.0 < share < 1.0:
+        raise RefusedError(f"--multilevel.validation_share is {share}, allowed: more than 0 and below 1")
+    chosen = np.zeros_like(training)
+    chosen[training] = _lowest(mix(identities[training] ^ _DOWNSTREAM), share)
+    if (chosen == training).all():
+        raise RefusedError(
+            f"{where}: --multilevel.validation_share {share} makes all {training.sum()} training blocks D_val and "
+            f"leaves none to D_tr; shard the data again with a smaller --rows_per_block, or lower the share"
+        )
+    return chosen
+
+
+def _lowest(words: Words, fraction: float) -> npt.NDArray[np.bool_]:
+    """Which words are below fraction x 2^64, [n]; the lowest if none is."""
+    chosen: npt.NDArray[np.bool_] = words.astype(np.float64) / 2.0**64 < fraction
+    if not chosen.any():
+        chosen[np.argmin(words)] = True
     return chosen

@@ -102,7 +102,7 @@ class Run:
         notices += on_rank_zero(self.world, f"going back to step {step}", lambda: take_back(run_dir, step))
         self._describe()
         self.observer = self._observer()
-        for notice in [*notices, *cautions(config, steps_per_epoch)]:
+        for notice in [*notices, *self.sources.notices, *cautions(config, steps_per_epoch)]:
             self.observer.message(notice)
         self.trainer = self._trainer(stop_requested)
 
@@ -164,7 +164,7 @@ class Run:
         """Take back weights, moments, hooks, cursors and the step of a checkpoint."""
         loaded = manager.load(path, engine=self.engine, group=self.world)
         self.hooks.load_state_dict(loaded.hooks_state)
-        self.sources.train.seek(loaded.cursors["train"])
+        self.sources.seek(loaded.cursors)
         self.state.step = loaded.step
         self.state.skipped = int(loaded.extra["skipped"])
         self.agreement.corrupt = set(loaded.extra["corrupt"])
@@ -176,7 +176,7 @@ class Run:
             step=self.state.step,
             engine=self.engine,
             hooks_state=self.hooks.state_dict(),
-            cursors={"train": self.sources.train.cursor},
+            cursors=self.sources.cursors(),
             config=to_dict(self.config),
             group=self.world,
             keep=self.config.checkpoint.keep,

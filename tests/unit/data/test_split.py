@@ -1,4 +1,4 @@
-"""The held-out split: by block, disjoint, stable."""
+"""Splits: by block, disjoint, stable."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import pytest
 
 from trp_scale.config import RefusedError
 from trp_scale.data.hashing import Words, name_hash
-from trp_scale.data.split import held_out
+from trp_scale.data.split import downstream_validation, held_out
 
 GOLDEN = [8, 11, 54, 56, 71, 101, 114, 173, 179, 181, 183, 195]
+DOWNSTREAM_GOLDEN = [3, 6, 9, 10, 12, 14, 17, 21, 30, 35, 36, 37, 47, 48, 52, 54, 55, 56]
 
 
 def identities(count: int) -> Words:
@@ -38,3 +39,31 @@ def test_at_least_one_and_never_all() -> None:
         held_out(identities(1), 0.01, where="d")
     with pytest.raises(RefusedError, match="0 <= fraction < 1"):
         held_out(few, 1.0, where="d")
+
+
+def test_downstream_share_and_stability() -> None:
+    every = np.ones(20_000, dtype=np.bool_)
+    chosen = downstream_validation(identities(20_000), 0.2, training=every, where="d")
+    assert abs(chosen.mean() - 0.2) < 0.012  # 4 standard deviations
+    more = downstream_validation(identities(30_000), 0.2, training=np.ones(30_000, dtype=np.bool_), where="d")
+    assert (more[:20_000] == chosen).all()  # new blocks move no old one
+
+
+def test_downstream_knows_nothing_of_what_is_held_out() -> None:
+    """By the same hash, holding out a fifth would leave D_val empty."""
+    held = held_out(identities(20_000), 0.2, where="d")
+    chosen = downstream_validation(identities(20_000), 0.2, training=~held, where="d")
+    assert not (chosen & held).any() and abs(chosen[~held].mean() - 0.2) < 0.013
+    every = downstream_validation(identities(20_000), 0.2, training=np.ones_like(held), where="d")
+    assert (every[~held] == chosen[~held]).all()  # what is held out moves no other block
+    assert np.flatnonzero(every[:60]).tolist() == DOWNSTREAM_GOLDEN
+
+
+def test_downstream_parts_are_never_empty() -> None:
+    two = np.ones(2, dtype=np.bool_)
+    assert downstream_validation(identities(2), 1e-9, training=two, where="d").sum() == 1
+    with pytest.raises(RefusedError, match=r"d: .*all 2 training blocks D_val .*smaller --rows_per_block"):
+        downstream_validation(identities(2), 1 - 1e-9, training=two, where="d")
+    for share in (0.0, 1.0):
+        with pytest.raises(RefusedError, match=r"--multilevel\.validation_share is [01]\.0, allowed"):
+            downstream_validation(identities(2), share, training=two, where="d")

@@ -1,0 +1,178 @@
+"""What masks are learned from beside D_u: labelled images for the head, D_tr, and for the masking network, D_val."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from trp_scale.config import Config, RefusedError
+from trp_scale.data.hashing import Integers, stream
+from trp_scale.data.kinds import Rows
+from trp_scale.data.mixture import MemberPath
+from trp_scale.data.plan import Member, TrainPlan
+from trp_scale.data.split import downstream_validation
+from trp_scale.data.train_source import TrainSource
+
+TRAIN, VALIDATION = "downstream_train", "downstream_validation"
+"""Names of the two sources, in cursors and in the hash of their orders."""
+
+FLAGS = ("multilevel.batch_size", "multilevel.micro_size")
+
+Chosen = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Downstream:
+    """The sources of levels II and III (MLO-MAE 3.2): endless, each shuffled in an order of its own.
+
+    Attributes:
+        train: D_tr.
+        validation: D_val; never what data.validation_fraction holds out.
+        classes: number of classes.
+        notices: what a user should know of the split.
+    """
+
+    train: TrainSource
+    validation: TrainSource
+    classes: int
+    notices: list[str]
+
+    def close(self) -> None:
+        """End the workers of both."""
+        self.train.close()
+        self.validation.close()
+
+
+def has_downstream(config: Config) -> bool:
+    """Whether a masking network learns from labels."""
+    return config.masking.network != "none" and config.multilevel.feedback == "downstream"
+
+
+def open_downstream(
+    config: Config,
+    rows: Rows,
+    paths: Sequence[MemberPath],
+    training: Sequence[Chosen],
+    *,
+    rank: int,
+    world: int,
+    pin: bool,
+) -> tuple[Downstream, list[Chosen]]:
+    """D_tr and D_val, and D_tr's blocks of each data set.
+
+    Args:
+        config: the run.
+        rows: the opened data.
+        paths: of the data sets.
+        training: [n] of each data set, blocks that are not held out.
+        rank, world: place in, and size of, the data-parallel group.
+        pin: pin the batches' memory.
+
+    Raises:
+        RefusedError: the images have no classes or only one, their number cannot be told, there are too few blocks, or
+            the batches do not divide over the ranks.
+    """
+    labels = _labels(config, rows)
+    classes = _classes(config, rows, labels)
+    validation = [
+        downstream_validation(
+            blocks.identities, config.multilevel.validation_share, training=mask, where=str(path.path)
+        )
+        for blocks, mask, path in zip(rows.blocks, training, paths, strict=True)
+    ]
+    train = [every & ~mask for every, mask in zip(training, validation, strict=True)]
+    steps = config.multilevel.unroll  # of the encoder, between two windows
+    notices: list[str] = []
+
+    def open_source(name: str, shown: str, chosen: Sequence[Chosen], steps: int) -> TrainSource:
+        members = rows.members(paths, chosen)
+        seed, blocks_per_group = stream(config.training.seed, name), config.data.blocks_per_group
+        plan = TrainPlan(seed=seed, members=members, blocks_per_group=blocks_per_group)
+        sized = _sized(config, steps)
+        notices.extend(_notices(config, shown, plan.rows, members, labels, rows, classes))
+        return TrainSource(plan, rows.builder, sized, rank=rank, world=world, pin_memory=pin, flags=FLAGS)
+
+    downstream = Downstream(
+        train=open_source(TRAIN, "D_tr", train, steps),
+        validation=open_source(VALIDATION, "D_val", validation, steps * config.multilevel.every),
+        classes=classes,
+        notices=notices,
+    )
+    return downstream, train
+
+
+def _sized(config: Config, steps: int) -> Config:
+    """Settings with the batches of D_tr and D_val. One of their windows is fetched every `steps` steps: that takes so
+    many times fewer workers."""
+    sized = copy.deepcopy(config)
+    sized.batch.global_size = config.multilevel.batch_size or config.batch.global_size
+    sized.batch.micro_size = config.multilevel.micro_size or config.batch.micro_size
+    sized.data.workers = -(-config.data.workers // steps)
+    return sized
+
+
+def _labels(config: Config, rows: Rows) -> list[Integers]:
+    if rows.labels is None or "cls" not in rows.meta.suffixes:  # type: ignore[union-attr]  # text has no labels
+        raise RefusedError(
+            f"--masking.network {config.masking.network} learns from classes, and the images of --data.path "
+            f"{config.data.path} have none (no .cls; in a mixture every member needs them); allowed: images with "
+            "classes, --multilevel.feedback reconstruction, or --masking.network none"
+        )
+    return rows.labels()
+
+
+def _classes(config: Config, rows: Rows, labels: Sequence[Integers]) -> int:
+    names = rows.meta.classes  # type: ignore[union-attr]  # images, as they have labels
+    if names is not None:
+        count = len(names)
+    elif all((numbers >= 0).all() for numbers in labels):
+        count = 1 + max(int(numbers.max()) for numbers in labels)
+    else:
+        raise RefusedError(
+            f"{config.data.path}: the number of classes cannot be told: dataset.json names none, and not every .cls is "
+            "a plain number; shard the images again, with --class_names FILE if they come from tars"
+        )
+    if count < 2:
+        raise RefusedError(
+            f"{config.data.path}: {count} class found, --masking.network {config.masking.network} needs at least 2 to "
+            "learn from; allowed with it: --multilevel.feedback reconstruction"
+        )
+    return count
+
+
+def _notices(
+    config: Config,
+    shown: str,
+    images: int,
+    members: Sequence[Member],
+    labels: Sequence[Integers],
+    rows: Rows,
+    classes: int,
+) -> list[str]:
+    """Of a source that is smaller than a batch, or that lacks classes altogether."""
+    found = []
+    size = config.multilevel.batch_size or config.batch.global_size
+    split = f"{shown} (--multilevel.validation_share {config.multilevel.validation_share:g})"
+    if images < size:
+        found.append(
+            f"{split} has {images} images, fewer than the {size} of a batch (--multilevel.batch_size): a batch holds "
+            "images more than once"
+        )
+    present = {
+        number
+        for member, numbers in zip(members, labels, strict=True)
+        for number in np.unique(numbers[np.repeat(member.chosen, member.table.rows)]).tolist()
+    }
+    lacking = [number for number in range(classes) if number not in present]
+    if lacking and -1 not in present:
+        names = rows.meta.classes  # type: ignore[union-attr]  # images, as they have labels
+        listed = ", ".join(str(number) if names is None else names[number] for number in lacking[:5])
+        found.append(
+            f"{split} has no image of {len(lacking)} of {classes} classes ({listed}{', ...' if lacking[5:] else ''}); "
+            "smaller blocks (--rows_per_block of data_tools/shard_images.py) spread classes better"
+        )
+    return found

@@ -1,0 +1,120 @@
+"""The endless stream of training rows: windows, the cursor, and what was fetched ahead."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections import deque
+from collections.abc import Iterator
+
+from trp_scale.batch import Batch
+from trp_scale.config import Config
+from trp_scale.data.fetch import BatchBuilder, Fetcher, MicroBatches
+from trp_scale.data.partition import GLOBAL_BATCH, check_partition
+from trp_scale.data.plan import Plan
+
+
+class TrainSource:
+    """The endless stream of training rows, in windows of one global batch.
+
+    Attributes:
+        rows: rows per epoch (of a mixture: of all its members).
+        cursor: rows consumed by all ranks together; the only state there is.
+        accumulation: micro-batches per window.
+        wait_seconds: time that the last window, and the peeks before it, kept the caller waiting.
+
+    Args:
+        plan: the order.
+        builder: makes batches.
+        config: `batch` and the loader's settings are read.
+        rank, world: place in, and size of, the data-parallel group.
+        pin_memory: for copies to a GPU.
+        flags: settings that the sizes come from, for messages.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        builder: BatchBuilder,
+        config: Config,
+        *,
+        rank: int,
+        world: int,
+        pin_memory: bool,
+        flags: tuple[str, str] = GLOBAL_BATCH,
+    ) -> None:
+        self.rows = plan.rows
+        self.cursor = 0
+        self.wait_seconds = 0.0
+        self.accumulation = check_partition(config.batch.global_size, config.batch.micro_size, world, flags=flags)
+        self._fetcher = Fetcher(plan, builder)
+        self._global_size, self._micro_size = config.batch.global_size, config.batch.micro_size
+        self._rank_size = config.batch.global_size // world
+        self._rank = rank
+        self._workers, self._prefetch, self._pin_memory = config.data.workers, config.data.prefetch, pin_memory
+        self._batches: MicroBatches | None = None
+        self._stream: Iterator[Batch] | None = None
+        self._ahead: deque[list[Batch]] = deque()
+        self._waited = 0.0
+
+    def next_window(self) -> list[Batch]:
+        """This rank's micro-batches of the next global batch.
+
+        Rank r gets positions [cursor + r B / W, cursor + (r + 1) B / W), cut into contiguous micro-batches.
+        """
+        window = self._ahead.popleft() if self._ahead else self._fetch()
+        self.cursor += self._global_size
+        self.wait_seconds, self._waited = self._waited, 0.0
+        return window
+
+    def peek(self, count: int) -> list[list[Batch]]:
+        """The next `count` windows without consuming them: `next_window` gives these same objects, and the cursor waits
+        for it. `seek` and `close` drop them."""
+        while len(self._ahead) < count:
+            self._ahead.append(self._fetch())
+        return list(itertools.islice(self._ahead, count))
+
+    def seek(self, cursor: int) -> None:
+        """Continue at `cursor` rows; whatever was fetched ahead is dropped.
+
+        Raises:
+            ValueError: a negative cursor.
+        """
+        if cursor < 0:
+            raise ValueError(f"train source: cursor {cursor} found, at least 0 allowed")
+        self.close()
+        self.cursor = cursor
+
+    def close(self) -> None:
+        """End the workers; the next window starts new ones."""
+        self._stream = None
+        self._ahead.clear()
+        if self._batches is not None:
+            self._batches.close()
+            self._batches = None
+
+    def _fetch(self) -> list[Batch]:
+        began = time.perf_counter()
+        if self._stream is None:
+            self._stream = self._open()
+        window = [next(self._stream) for _ in range(self.accumulation)]
+        self._waited += time.perf_counter() - began
+        return window
+
+    def _open(self) -> Iterator[Batch]:
+        self._batches = MicroBatches(
+            self._fetcher,
+            self._positions(self.cursor),
+            workers=self._workers,
+            prefetch=self._prefetch,
+            pin_memory=self._pin_memory,
+        )
+        return iter(self._batches)
+
+    def _positions(self, cursor: int) -> Iterator[range]:
+        """Positions of this rank's micro-batches from `cursor` on, without end."""
+        while True:
+            start = cursor + self._rank * self._rank_size
+            for first in range(start, start + self._rank_size, self._micro_size):
+                yield range(first, first + self._micro_size)
+            cursor += self._global_size
