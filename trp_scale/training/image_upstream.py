@@ -11,8 +11,11 @@ from trp_scale.config import Config
 from trp_scale.data.sources import open_sources
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group
+from trp_scale.engines.base import Engine
+from trp_scale.engines.build import MakeEngine
 from trp_scale.hooks.adversary import build_adversary
 from trp_scale.hooks.base import Hook
+from trp_scale.hooks.multilevel import build_multilevel
 from trp_scale.hooks.uniformity import Uniformity
 from trp_scale.models.given_weights import load_given_weights
 from trp_scale.models.mae import MaskedAutoencoder
@@ -42,9 +45,10 @@ class ImageUpstream:
         load_given_weights(model, self.config.model.weights)
         return model
 
-    def hooks(self, environment: Environment) -> list[Hook]:
-        adversary = build_adversary(self.config, self.shape, environment.device)
-        hooks = [] if adversary is None else [adversary]
+    def hooks(self, engine: Engine, make_engine: MakeEngine) -> list[Hook]:
+        masks = build_multilevel(self.config, self.objective, self.sources.downstream, engine, make_engine)
+        adversary = build_adversary(self.config, self.shape, engine.device)
+        hooks = [hook for hook in (masks, adversary) if hook is not None]  # masks first: the adversary acts under them
         if isinstance(self.objective, UniformPatchReconstruction):
             hooks.append(Uniformity(self.objective))  # last: its pass sees what the others change
         return hooks

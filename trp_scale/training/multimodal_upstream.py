@@ -12,6 +12,8 @@ from trp_scale.config import Config
 from trp_scale.data.sources import open_sources
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group
+from trp_scale.engines.base import Engine
+from trp_scale.engines.build import MakeEngine
 from trp_scale.hooks.adversary import build_adversary
 from trp_scale.hooks.base import Hook
 from trp_scale.models.mm_mae import MultimodalMaskedAutoencoder
@@ -35,8 +37,8 @@ class MultimodalUpstream:
     def model(self) -> nn.Module:
         return MultimodalMaskedAutoencoder(self.config, self.classes)
 
-    def hooks(self, environment: Environment) -> list[Hook]:
-        adversary = build_adversary(self.config, None, environment.device)
+    def hooks(self, engine: Engine, make_engine: MakeEngine) -> list[Hook]:
+        adversary = build_adversary(self.config, None, engine.device)
         return [] if adversary is None else [adversary]
 
     def leave(self, run_dir: Path, world: Group) -> None:

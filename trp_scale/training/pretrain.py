@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,8 +19,7 @@ from trp_scale.checkpoint.resume_rules import check_settings
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.stop import StopRequests
 from trp_scale.engines import ds_config
-from trp_scale.engines.base import Engine
-from trp_scale.engines.build import build_engine
+from trp_scale.engines.build import build_engine, build_second_engine
 from trp_scale.hooks.balancing import build_balancer
 from trp_scale.hooks.base import Hooks
 from trp_scale.observe.observer import Observer
@@ -92,8 +93,16 @@ class Run:
         notices = [*selection.notices, *self._check_checkpoint(selection.checkpoint)]
         steps_per_epoch = -(-self.sources.train.rows // config.batch.global_size)
         balancer = build_balancer(config.balancer, self.objective, environment.device, steps_per_epoch=steps_per_epoch)
-        self.engine = self._engine(engine_name, arguments.ds_config)
-        self.hooks = Hooks(balancer, self.upstream.hooks(environment))
+        document = ds_config.read(arguments.ds_config) if arguments.ds_config else None
+        settings: dict[str, Any] = {
+            "device": environment.device,
+            "data_group": environment.data,
+            "ds_document": document,
+            "ds_path": str(arguments.ds_config or ""),
+        }
+        self.engine = build_engine(engine_name, self.upstream.model(), config, **settings)
+        others = self.upstream.hooks(self.engine, partial(build_second_engine, engine_name, **settings))
+        self.hooks = Hooks(balancer, others)
         self.state = TrainingState()
         self.agreement = StepAgreement(self.world, config.data.max_corrupt_blocks)
         if selection.checkpoint is not None:
@@ -118,19 +127,6 @@ class Run:
         self.sources.close()
         self.engine.close()
         return EXIT_SKIPPED if self.state.skipped > self.config.training.max_skipped_steps else EXIT_FINISHED
-
-    def _engine(self, name: str, ds_path: Path | None) -> Engine:
-        """The engine with the model in it, as initialised from the seed."""
-        config = self.config
-        return build_engine(
-            name,
-            self.upstream.model(),
-            config,
-            device=self.environment.device,
-            data_group=self.environment.data,
-            ds_document=ds_config.read(ds_path) if ds_path else None,
-            ds_path=str(ds_path or ""),
-        )
 
     def _trainer(self, stop_requested: Callable[[], str | None]) -> Trainer:
         """The loop over this run's parts."""

@@ -11,6 +11,8 @@ from trp_scale.config import Config
 from trp_scale.data.sources import open_sources
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group
+from trp_scale.engines.base import Engine
+from trp_scale.engines.build import MakeEngine
 from trp_scale.hooks.base import Hook
 from trp_scale.models.bert import BertForMaskedPositions
 from trp_scale.models.given_weights import load_given_weights
@@ -44,7 +46,7 @@ class TextUpstream:
         load_given_weights(model, settings.weights)
         return model
 
-    def hooks(self, environment: Environment) -> list[Hook]:
+    def hooks(self, engine: Engine, make_engine: MakeEngine) -> list[Hook]:
         return []
 
     def leave(self, run_dir: Path, world: Group) -> None:

@@ -11,6 +11,8 @@ from trp_scale.config import Config
 from trp_scale.data.sources import Sources
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group
+from trp_scale.engines.base import Engine
+from trp_scale.engines.build import MakeEngine
 from trp_scale.hooks.base import Hook
 from trp_scale.objectives.base import Objective
 
@@ -37,8 +39,13 @@ class Upstream(Protocol):
         """The model with its initial weights, from the seed or from `model.weights`, whole, on the CPU."""
         ...
 
-    def hooks(self, environment: Environment) -> list[Hook]:
-        """Methods that act on this model, beside the balancer; none when they are off."""
+    def hooks(self, engine: Engine, make_engine: MakeEngine) -> list[Hook]:
+        """Methods that act on this model, beside the balancer; none when they are off.
+
+        Args:
+            engine: holds the model.
+            make_engine: for what a method trains beside it.
+        """
         ...
 
     def leave(self, run_dir: Path, world: Group) -> None:

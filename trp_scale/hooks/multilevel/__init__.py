@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-
-from torch import nn
 
 from trp_scale.config import Config
 from trp_scale.data.downstream import Downstream
 from trp_scale.engines.base import Engine
+from trp_scale.engines.build import MakeEngine
 from trp_scale.hooks.base import Hook
 from trp_scale.hooks.multilevel.clock import LevelClock
 from trp_scale.hooks.multilevel.feedback import Feedback, HeadFeedback, Reconstruction
@@ -20,9 +18,6 @@ from trp_scale.hooks.multilevel.masks import MaskTeacher
 from trp_scale.hooks.multilevel.second_level import HeadLevel
 from trp_scale.models.masking_network import NETWORKS
 from trp_scale.objectives.base import PatchObjective
-
-MakeEngine = Callable[[nn.Module, Config], Engine]
-"""An engine of the run's kind for another module, whose optimizer the given settings describe."""
 
 
 def build_multilevel(

@@ -22,8 +22,8 @@ FINE = {"difference": 1e-4}
 def start(*, micro_size: int = 8, **changes: Any) -> MasksRun:
     """A run in float64 whose network, head and weights have already moved a little."""
     changes["multilevel"] = {**FINE, **changes.get("multilevel", {})}
-    run = masks_run(Layout(micro_size=micro_size), mask_config(Layout(micro_size=micro_size), **changes), dtype=DOUBLE)
-    return run
+    layout = Layout(micro_size=micro_size)
+    return masks_run(layout, mask_config(layout, **changes), dtype=DOUBLE)
 
 
 def copies(module: torch.nn.Module) -> Weights:
