@@ -71,23 +71,15 @@ def mae_step_flops(config: Config, *, rows: int, computed: bool = False) -> floa
             whole.
     """
     model, vision = config.model, config.vision
-    grid = config.crops.size // vision.patch_size
     values = 3 * vision.patch_size**2
     split = split_patches(config.crops.size, vision.patch_size, config.masking.ratio)
     patches, visible, masked = split.patches, split.visible, split.masked
 
-    def block(patches: int, queries: int, width: int, heads: int, intermediate: int) -> int:
-        tokens = 1 + patches
-        flops = 6 * tokens * width**2 + queries * (2 * width**2 + 4 * width * intermediate + 4 * tokens * width)
-        if vision.positions == "relative":
-            span = 2 * grid - 1  # offsets per axis; the table has 7 nodes per axis, and one row for the class token
-            asked = min(queries, patches)  # the class token asks for nothing
-            flops += asked * (2 * (7 * 7 + 1) * width + heads * (2 * 7 * 7 * span + 2 * 7 * span**2))
-        return flops
-
     def blocks(count: int, patches: int, width: int, heads: int, intermediate: int, *, last: bool) -> int:
-        whole = block(patches, 1 + patches, width, heads, intermediate)
-        end = block(patches, masked, width, heads, intermediate) if last and computed else whole
+        whole = vit_block_flops(config, patches, 1 + patches, width, heads, intermediate)
+        if not (last and computed):
+            return count * whole
+        end = vit_block_flops(config, patches, masked, width, heads, intermediate)
         return (count - 1) * whole + end
 
     width, linear = model.hidden_size, vision.decoder == "linear"
@@ -99,6 +91,26 @@ def mae_step_flops(config: Config, *, rows: int, computed: bool = False) -> floa
         flops += entering + blocks(vision.decoder_layers, patches, width, vision.decoder_heads, 4 * width, last=True)
     flops += 2 * masked * width * values
     return float(TRAINING_OVER_FORWARD * rows * flops)
+
+
+def encoder_forward_flops(config: Config) -> float:
+    """Of a forward pass of a masked autoencoder's encoder over one whole crop, no patch masked; counted as there."""
+    model, vision = config.model, config.vision
+    patches = (config.crops.size // vision.patch_size) ** 2
+    block = vit_block_flops(config, patches, 1 + patches, model.hidden_size, model.heads, model.intermediate_size)
+    return float(2 * patches * 3 * vision.patch_size**2 * model.hidden_size + model.layers * block)
+
+
+def vit_block_flops(config: Config, patches: int, queries: int, width: int, heads: int, intermediate: int) -> int:
+    """Of a forward pass of one block over a class token and patches, for some of them as queries."""
+    tokens = 1 + patches
+    flops = 6 * tokens * width**2 + queries * (2 * width**2 + 4 * width * intermediate + 4 * tokens * width)
+    if config.vision.positions == "relative":
+        span = 2 * (config.crops.size // config.vision.patch_size) - 1  # offsets per axis
+        asked = min(queries, patches)  # the class token asks for nothing
+        # The table has 7 nodes per axis, and one row for the class token.
+        flops += asked * (2 * (7 * 7 + 1) * width + heads * (2 * 7 * 7 * span + 2 * 7 * span**2))
+    return flops
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
