@@ -22,6 +22,7 @@ from trp_scale.models.mae import MaskedAutoencoder
 from trp_scale.models.perturbation import perturbation_shape
 from trp_scale.objectives.mae import MaskedPatchReconstruction
 from trp_scale.objectives.u_mae import UniformPatchReconstruction
+from trp_scale.observe.multilevel_flops import multilevel_step_flops
 from trp_scale.observe.throughput import mae_step_flops
 
 
@@ -38,7 +39,10 @@ class ImageUpstream:
         self.shape = perturbation_shape(config.model, config.vision, config.adversary)
         crops = config.batch.global_size * config.crops.count
         self.positions_per_step = crops * (config.crops.size // config.vision.patch_size) ** 2
-        self.step_flops = mae_step_flops(config, rows=crops)
+        learned = config.masking.network != "none"
+        self.step_flops = (
+            multilevel_step_flops(config, ranks=data.size) if learned else mae_step_flops(config, rows=crops)
+        )
 
     def model(self) -> nn.Module:
         model = MaskedAutoencoder(self.config)
