@@ -54,6 +54,11 @@ class LabelledImages:
         self.cursor += self.size
         return window
 
+    def peek(self, count: int) -> list[list[Batch]]:
+        while len(self.waiting) < count:
+            self.waiting.append(self._window(self.cursor + len(self.waiting) * self.size))
+        return self.waiting[:count]
+
     @property
     def size(self) -> int:
         return self.config.multilevel.batch_size or self.config.batch.global_size
@@ -87,6 +92,14 @@ class PeekedImages(SyntheticImages):
         while len(self.waiting) < count:
             self.waiting.append(super().next_window())
         return self.waiting[:count]
+
+
+@dataclass
+class SyntheticSources:
+    """Stands for data.sources.Sources."""
+
+    train: PeekedImages
+    downstream: SyntheticDownstream | None
 
 
 def mask_config(layout: Layout, **changes: Any) -> Config:
@@ -140,9 +153,9 @@ def masks_run(
     engine = make_engine(MaskedAutoencoder(config), config)
     objective = (TwoHalves if halves else MaskedPatchReconstruction)(config.objective, PATCH)
     downstream = SyntheticDownstream(LabelledImages(config, group, D_TR), LabelledImages(config, group, D_VAL))
-    labels = downstream if config.multilevel.feedback == "downstream" else None
     source = PeekedImages(config, group)
-    hook = build_multilevel(config, objective, labels, engine, make_engine)  # type: ignore[arg-type]
+    sources = SyntheticSources(source, downstream if config.multilevel.feedback == "downstream" else None)
+    hook = build_multilevel(config, objective, sources, engine, make_engine)  # type: ignore[arg-type]
     adversary = build_adversary(
         config, perturbation_shape(config.model, config.vision, config.adversary), engine.device
     )

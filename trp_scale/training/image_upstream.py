@@ -50,7 +50,7 @@ class ImageUpstream:
         return model
 
     def hooks(self, engine: Engine, make_engine: MakeEngine) -> list[Hook]:
-        masks = build_multilevel(self.config, self.objective, self.sources.downstream, engine, make_engine)
+        masks = build_multilevel(self.config, self.objective, self.sources, engine, make_engine)
         adversary = build_adversary(self.config, self.shape, engine.device)
         hooks = [hook for hook in (masks, adversary) if hook is not None]  # masks first: the adversary acts under them
         if isinstance(self.objective, UniformPatchReconstruction):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 
 from trp_scale.config import Config
-from trp_scale.data.downstream import Downstream
+from trp_scale.data.sources import Sources
 from trp_scale.engines.base import Engine
 from trp_scale.engines.build import MakeEngine
 from trp_scale.hooks.base import Hook
@@ -14,6 +14,7 @@ from trp_scale.hooks.multilevel.feedback import Feedback, HeadFeedback, Reconstr
 from trp_scale.hooks.multilevel.head import Head
 from trp_scale.hooks.multilevel.hook import LearnedMasks
 from trp_scale.hooks.multilevel.hypergradient import HardReading, Reading, SoftReading
+from trp_scale.hooks.multilevel.look_ahead import LookAhead
 from trp_scale.hooks.multilevel.masks import MaskTeacher
 from trp_scale.hooks.multilevel.second_level import HeadLevel
 from trp_scale.models.masking_network import NETWORKS
@@ -21,14 +22,14 @@ from trp_scale.objectives.base import PatchObjective
 
 
 def build_multilevel(
-    config: Config, objective: PatchObjective, downstream: Downstream | None, engine: Engine, make_engine: MakeEngine
+    config: Config, objective: PatchObjective, sources: Sources, engine: Engine, make_engine: MakeEngine
 ) -> Hook | None:
     """The hook for these settings, or None where masks are drawn at random.
 
     Args:
         config: settings of the run, checked.
         objective: of the run.
-        downstream: D_tr and D_val; None without feedback from them.
+        sources: of the run.
         engine: of the run.
         make_engine: for the masking network.
     """
@@ -38,21 +39,25 @@ def build_multilevel(
     teacher = MaskTeacher(config, network, objective)
     clock = LevelClock(engine.device)
     reading: Reading = (HardReading if config.masking.selection == "hard" else SoftReading)(objective)
-    return LearnedMasks(config, teacher, _feedback(config, objective, downstream, engine, reading, clock), clock)
+    return LearnedMasks(config, teacher, _feedback(config, objective, sources, engine, reading, clock), clock)
 
 
 def _feedback(
     config: Config,
     objective: PatchObjective,
-    downstream: Downstream | None,
+    sources: Sources,
     engine: Engine,
     reading: Reading,
     clock: LevelClock,
 ) -> Feedback:
+    downstream = sources.downstream
     if downstream is None:
         return Reconstruction(config, reading, clock)
     head = Head(config, downstream.classes, engine.device, next(engine.module.parameters()).dtype)
-    return HeadFeedback(config, reading, clock, level=HeadLevel(config, objective, head), sources=downstream)
+    level = HeadLevel(config, objective, head)
+    if config.multilevel.mode == "look_ahead":
+        return LookAhead(config, reading, clock, level=level, sources=downstream, upcoming=sources.train)
+    return HeadFeedback(config, reading, clock, level=level, sources=downstream)
 
 
 def network_config(config: Config) -> Config:

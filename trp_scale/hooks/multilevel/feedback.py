@@ -3,7 +3,7 @@ and, each `every`-th time, one of the masking network (MLO-MAE 3.2, Algorithm 1)
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -21,7 +21,10 @@ from trp_scale.hooks.multilevel.masks import Lesson, MaskedWindow
 from trp_scale.hooks.multilevel.second_level import HeadLevel
 
 Lessons = Sequence[tuple[MaskedWindow, Sequence[Lesson]]]
-"""What the network is taught from, window by window."""
+"""What the network is taught from, window by window; empty where there is nothing to learn."""
+
+Choose = Callable[[StepContext, Sequence[Batch]], MaskedWindow]
+"""Masks for other micro-batches than the step's: until the step itself begins, they are what hooks and model see."""
 
 
 class Feedback:
@@ -41,8 +44,12 @@ class Feedback:
         """The present learning rates as a share of their peaks: all levels have the weights' schedule."""
         return ctx.lr / self.config.optimizer.lr
 
+    def lessons_ahead(self, ctx: StepContext, choose: Choose) -> Lessons:
+        """At the start of a cycle with a lesson, before its first masks are chosen."""
+        return ()
+
     def before_step(self, ctx: StepContext, window: MaskedWindow) -> None:
-        """Before the last step of a cycle that ends with a lesson."""
+        """Before the last step of a cycle with a lesson."""
 
     def update(self, ctx: StepContext) -> None:
         """At the end of a cycle without a lesson."""

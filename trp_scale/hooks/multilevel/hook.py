@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from trp_scale.config import Config
 from trp_scale.engines.base import Engine
 from trp_scale.hooks.base import Hook, StepContext
 from trp_scale.hooks.multilevel.clock import LevelClock
-from trp_scale.hooks.multilevel.feedback import Feedback
+from trp_scale.hooks.multilevel.feedback import Feedback, Lessons
 from trp_scale.hooks.multilevel.masks import MaskedWindow, MaskTeacher
 
 NETWORK = "masking_network"
@@ -54,11 +54,25 @@ class LearnedMasks(Hook):
         return self.ends_cycle and self.updates == self.settings.every - 1
 
     def before_step(self, ctx: StepContext) -> None:
-        with self.clock("masks"):
-            self.window = self.teacher.choose(ctx.engine, ctx.window, ctx.step, keep=self.teaches)
-        ctx.counts = self.window.counts
+        if self.steps == 0 and self.updates == self.settings.every - 1:
+            self._teach(ctx, self.feedback.lessons_ahead(ctx, self.choose))
+        window = self.choose(ctx, ctx.window, keep=self.teaches)
+        ctx.counts = window.counts
         if self.teaches:
-            self.feedback.before_step(ctx, self.window)
+            self.feedback.before_step(ctx, window)
+
+    def choose(self, ctx: StepContext, micros: Sequence[Batch], *, keep: bool = True) -> MaskedWindow:
+        """Masks for these micro-batches: what they look like until others are chosen."""
+        with self.clock("masks"):
+            self.window = self.teacher.choose(ctx.engine, micros, ctx.step, keep=keep)
+        return self.window
+
+    def _teach(self, ctx: StepContext, lessons: Lessons) -> None:
+        if not lessons:
+            return
+        with self.clock("network"):
+            self.teacher.teach(lessons, self.feedback.scale(ctx))
+        self.lessons += 1
 
     def batch(self, ctx: StepContext, micro: Batch) -> Batch:
         assert self.window is not None, "masks are chosen before the step"
@@ -70,10 +84,7 @@ class LearnedMasks(Hook):
         ends, teaches = self.ends_cycle, self.teaches
         if teaches:
             assert self.window is not None, "masks are chosen before the step"
-            lessons = self.feedback.lessons(ctx, stats, self.window)
-            with self.clock("network"):
-                self.teacher.teach(lessons, self.feedback.scale(ctx))
-            self.lessons += 1
+            self._teach(ctx, self.feedback.lessons(ctx, stats, self.window))
         elif ends:
             self.feedback.update(ctx)
         self.steps = 0 if ends else self.steps + 1
