@@ -100,6 +100,11 @@ class Engine(Protocol):
         """Drop the gradients and leave everything else as it is, a loss scaler too."""
         ...
 
+    def clear_unused_gradients(self) -> None:
+        """Before a window in whose first micro-batch some parameters take no part: what is left of older gradients must
+        not be added to theirs. ZeRO-3 and offloaded optimizers keep such; where nothing is kept this does nothing."""
+        ...
+
     def skip(self) -> bool:
         """Drop the gradients; weights and moments stay.
 
@@ -135,7 +140,7 @@ class Engine(Protocol):
     def load_extra_state(self, state: Mapping[str, float]) -> None: ...
 
     def gradient_of(self, losses: Sequence[Callable[[], Tensor]]) -> Shards:
-        """Gradient of any loss between steps, leaving no trace; see shards.ShardOperations for this and the next four.
+        """Gradient of any loss between steps, leaving no trace; see shards.ShardOperations for this and the next two.
 
         Each function is one micro-batch's forward pass and gives its share of the global loss.
         """

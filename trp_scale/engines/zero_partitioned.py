@@ -65,11 +65,12 @@ class PartitionedLayout(ZeroLayout):
         self.optimizer.grad_partitions_flat_buffer.zero_()
 
     def publish_weights(self) -> None:
+        # Small parameters stay gathered from the first forward on, and after a forward without backward so do those of
+        # which DeepSpeed expects the backward to use them next; gathering passes over what is gathered.
+        self.optimizer._partition_all_parameters()
         for group in range(len(self.optimizer.fp16_groups)):
             self.optimizer._reassign_or_swap_out_partitioned_parameters(group)
         if persistent := self.optimizer.persistent_parameters:
-            # Small parameters stay gathered from the first forward on, and all_gather passes over gathered ones.
-            persistent[0].partition(persistent)
             persistent[0].all_gather(persistent)
         self.optimizer.invalidate_secondary_tensor()
 
