@@ -74,6 +74,8 @@ class ImageDataset:
 
     Attributes:
         name: "" unless it is a member of a mixture.
+        directory: where it lies.
+        split: what the images were said to be for when they were sharded; "train" if nothing was said.
         meta: what its images have in common.
         modalities: those that the objective reads.
         rows_per_block: images of an order-block.
@@ -83,6 +85,8 @@ class ImageDataset:
     """
 
     name: str
+    directory: Path
+    split: str
     meta: ImageMeta
     modalities: tuple[StoredModality, ...]
     rows_per_block: int
@@ -125,6 +129,8 @@ def open_image_dataset(directory: Path, name: str = "", used: Sequence[str] = ()
         raise DataError(f"{path}: {meta.rows} rows written there, {samples.rows} images found; copy the data again")
     return ImageDataset(
         name=name,
+        directory=directory,
+        split=str((document.get("settings") or {}).get("split", "train")),
         meta=replace(
             meta,
             modalities=tuple(used),

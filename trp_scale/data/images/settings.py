@@ -47,7 +47,9 @@ class ShardImagesConfig:
     void_label: int = VOID
     """Number in the segmentation maps that means no class; stored as 255."""
     split: str = "train"
-    """Split of a dataset directory or of a torchvision dataset that has several."""
+    """What the images are for: train, or another name. It chooses the split of a dataset directory or a torchvision
+    dataset that has several, and is kept in dataset.json: no masks are learned (--masking.network) from images whose
+    split has a word that begins with test, val, dev or eval. Say --split test for every set that is kept for one."""
     image_column: str = "image"
     """Column of a dataset directory that holds the images."""
     label_column: str = "label"
@@ -112,4 +114,5 @@ class ShardImagesConfig:
         names = ["embedded", "short_side", "quality", "max_pixels", "samples_per_shard", "rows_per_block"]
         names += ["count", "size", "seed"] if self.embedded else ["split", "image_column", "label_column"]
         names += [] if self.embedded else ["depth_scale", "void_label"]
+        names += ["split"] if self.embedded and self.split != "train" else []  # scenes made before there was one
         return {name: getattr(self, name) for name in names} | {"modality": list(self.modality_folders())}

@@ -1,0 +1,97 @@
+"""Test sets: marked when they are sharded, refused where masks are learned, told by their images where accuracy is
+measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.unit.data.images.source_images import class_folder
+from tests.unit.data.images.stored import config_for, sample, small_images, write_images
+from trp_scale.config import RefusedError
+from trp_scale.data.images.dataset import open_image_dataset
+from trp_scale.data.images.kept_for_tests import in_common, is_test_set, refuse_shared_images
+from trp_scale.data.images.shard import ShardImagesConfig, shard_images
+from trp_scale.data.index import DataError, read_json
+from trp_scale.data.sources import open_sources
+
+
+def shard(output: Path, **settings: object) -> Path:
+    arguments = {"rows_per_block": 2, "processes": 1, "progress": False, "max_skipped": 1.0, **settings}
+    return shard_images(ShardImagesConfig(output=output, **arguments))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("split", "kept"),
+    [
+        *((name, True) for name in ("test", "val", "Validation", "dev", "test2017", "my-test", "train+test", "eval_1")),
+        *((name, False) for name in ("train", "train2017", "unlabeled", "extra", "contest", "")),
+    ],
+)
+def test_names_of_splits(split: str, kept: bool) -> None:
+    assert is_test_set(split) == kept
+
+
+@pytest.mark.parametrize("kind", ["folder", "tars", "embedded"])
+def test_any_input_can_be_marked_and_is_then_refused(tmp_path: Path, kind: str) -> None:
+    if kind == "embedded":
+        settings: dict[str, object] = {"embedded": True, "count": 40, "size": 16}
+    elif kind == "tars":
+        settings = {"inputs": [str(small_images(tmp_path / "from") / "shards")]}
+    else:
+        settings = {"inputs": [str(class_folder(tmp_path / "from"))]}
+    path = shard(tmp_path / "data", split="test", **settings)
+    learned = config_for(path, masking={"network": "patchwise"}, multilevel={"feedback": "reconstruction"})
+    with pytest.raises(
+        RefusedError, match=rf"^{path}: .* split 'test' .* --masking.network patchwise .* such as train"
+    ):
+        open_sources(learned, rank=0, world=1)
+    with pytest.raises(RefusedError, match="kept for a test"):
+        open_sources(config_for(f"a:0.5={path},b:0.5={path}", masking={"network": "flattened"}), rank=0, world=1)
+    assert open_sources(config_for(path), rank=0, world=1).train.rows > 0  # without learned masks, as ever
+    assert shard(path, split="test", **settings) == path  # finished
+    other = shard(tmp_path / "train", **settings)
+    learned.data.path = str(other)
+    assert open_sources(learned, rank=0, world=1).train.rows > 0
+    with pytest.raises(DataError, match=r"split ('train'|None) there, 'test' asked for"):
+        shard(other, split="test", **settings)
+    assert [file.read_bytes() for file in sorted((path / "shards").iterdir())] == [
+        file.read_bytes() for file in sorted((other / "shards").iterdir())
+    ]
+
+
+def test_a_set_that_was_never_marked_is_a_training_set(tmp_path: Path) -> None:
+    path = shard(tmp_path / "data", embedded=True, count=40, size=16)
+    assert "split" not in read_json(path / "dataset.json")["settings"]  # scenes are what they were before
+    assert open_image_dataset(path).split == "train"
+    assert open_image_dataset(small_images(tmp_path / "without settings")).split == "train"
+
+
+def test_shared_images_are_told_by_their_bytes(tmp_path: Path) -> None:
+    train = write_images(tmp_path / "train", [[sample(number, 16, 16) for number in range(30)]])
+    more = write_images(tmp_path / "more", [[sample(number, 16, 16) for number in range(30, 40)]])
+    samples = [sample(number, 16, 16) for number in range(100, 400)]
+    for place, number in ((7, 12), (100, 33), (299, 0)):  # under another name, of another class
+        samples[place] = sample(place + 100, 16, 16, jpg=sample(number, 16, 16)["jpg"])  # type: ignore[arg-type]
+    test = open_image_dataset(write_images(tmp_path / "test", [samples[:50], samples[50:]]))
+    datasets = [open_image_dataset(train), open_image_dataset(more)]
+    assert sorted(in_common(datasets, test)) == ["image-000000/n00107", "image-000001/n00200", "image-000001/n00399"]
+    assert in_common(datasets[:1], open_image_dataset(more)) == []
+    assert refuse_shared_images(datasets, test) == 3  # of 300: one in a hundred
+    smaller = open_image_dataset(write_images(tmp_path / "smaller", [samples[1:]]))
+    with pytest.raises(RefusedError, match=rf"smaller: 3 of its 299 .*{train}, {more}.*image-000000/n00107"):
+        refuse_shared_images(datasets, smaller)
+    with pytest.raises(RefusedError, match="30 of its 30 images"):
+        refuse_shared_images(datasets, datasets[0])
+
+
+def test_equal_checksums_are_not_equal_images(tmp_path: Path) -> None:
+    """Two images that differ; their indexes are made to say one length and one checksum."""
+    first = open_image_dataset(write_images(tmp_path / "first", [[sample(1, 16, 16)]]))
+    second = open_image_dataset(write_images(tmp_path / "second", [[sample(2, 16, 16)]]))
+    shorter = min(int(each.samples.lengths[0, 0]) for each in (first, second))
+    for each in (first, second):
+        each.samples.checksums[:, 0], each.samples.lengths[:, 0] = 7, shorter
+    assert in_common([first], second) == []
+    assert in_common([first], first) == ["image-000000/n00001"]

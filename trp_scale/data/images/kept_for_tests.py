@@ -1,0 +1,98 @@
+"""Which stored images are kept for a test, by what their dataset.json says, and which two data sets share.
+
+Masks are learned from labels of images that a run has not trained on. Were those the test images, the figure on them
+would be one of training (MLO-MAE B.3 keeps them apart): so a marked set is refused where masks are learned, and where
+accuracy is measured a set is refused that the run has learned from, marked or not.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import numpy as np
+
+from trp_scale.config import RefusedError
+from trp_scale.data.hashing import Words
+from trp_scale.data.images.dataset import ImageDataset
+from trp_scale.data.images.reader import SampleReader
+
+KEPT_FOR_TESTS = ("test", "val", "dev", "eval")
+"""How a word of a split's name begins that is not for training: test, val, validation, dev, evaluation, test2017 ..."""
+
+MOST_IN_COMMON = 0.01
+"""Share of a test set that may be in the training data: public sets hold a few images twice under other names."""
+
+
+def is_test_set(split: str) -> bool:
+    """Whether a split of this name is kept for validation or test."""
+    return any(word.startswith(KEPT_FOR_TESTS) for word in re.findall("[a-z]+", split.lower()))
+
+
+def refuse_test_sets(datasets: Sequence[ImageDataset], network: str) -> None:
+    """Refuse data that is marked as a test set.
+
+    Args:
+        datasets: of the run.
+        network: masking.network.
+
+    Raises:
+        RefusedError: naming the first.
+    """
+    for dataset in datasets:
+        if is_test_set(dataset.split):
+            raise RefusedError(
+                f"{dataset.directory}: dataset.json says that these images are split {dataset.split!r} "
+                f"(settings.split; --split of data_tools/shard_images.py); --masking.network {network} would learn "
+                "masks from images that are kept for a test; allowed: images of another split, such as train, or "
+                "--masking.network none"
+            )
+
+
+def in_common(train: Sequence[ImageDataset], test: ImageDataset) -> list[str]:
+    """Images of `test` whose .jpg is, byte for byte, one of `train`'s: their "SHARD/KEY".
+
+    By lengths and checksums in the indexes; only where both agree the bytes are read.
+    """
+    reader, words = SampleReader(test.samples, verify=False), _words(test)
+    found: dict[int, str] = {}
+    for dataset in train:
+        other, others = SampleReader(dataset.samples, verify=False), _words(dataset)
+        order = np.argsort(others)
+        first = np.searchsorted(others, words, sorter=order)
+        for number in np.flatnonzero(np.isin(words, others)).tolist():
+            if number not in found and _image(reader, number) == _image(other, int(order[first[number]])):
+                found[number] = test.samples.key(number)
+    return list(found.values())
+
+
+def refuse_shared_images(train: Sequence[ImageDataset], test: ImageDataset) -> int:
+    """Refuse a test set whose images the run has in its data.
+
+    Returns:
+        images in common, at most MOST_IN_COMMON of the test set.
+
+    Raises:
+        RefusedError: there are more.
+    """
+    shared = in_common(train, test)
+    if len(shared) > MOST_IN_COMMON * test.samples.rows:
+        where = ", ".join(str(dataset.directory) for dataset in train)
+        raise RefusedError(
+            f"{test.directory}: {len(shared)} of its {test.samples.rows} images are in the run's data ({where}), for "
+            f"example {', '.join(shared[:3])}; a test set may share {MOST_IN_COMMON:.0%} with it; give images that the "
+            "run has not learned from"
+        )
+    return len(shared)
+
+
+def _words(dataset: ImageDataset) -> Words:
+    """Checksum and length of each image's .jpg, [n]."""
+    table = dataset.samples
+    column = table.suffixes.index("jpg")
+    words: Words = (table.checksums[:, column].astype(np.uint64) << np.uint64(32)) | table.lengths[:, column]
+    return words
+
+
+def _image(reader: SampleReader, number: int) -> bytearray:
+    return reader.members(number)[reader.table.suffixes.index("jpg")]
