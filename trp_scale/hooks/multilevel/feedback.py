@@ -24,7 +24,7 @@ Lessons = Sequence[tuple[MaskedWindow, Sequence[Lesson]]]
 """What the network is taught from, window by window; empty where there is nothing to learn."""
 
 Choose = Callable[[StepContext, Sequence[Batch]], MaskedWindow]
-"""Masks for other micro-batches than the step's: until the step itself begins, they are what hooks and model see."""
+"""Masks for these micro-batches: what hooks and model see of them until the step itself begins."""
 
 
 class Feedback:

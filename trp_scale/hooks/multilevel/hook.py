@@ -42,6 +42,7 @@ class LearnedMasks(Hook):
         self.updates = 0
         self.lessons = 0
         self.window: MaskedWindow | None = None
+        self.masked: dict[int, MaskedWindow] = {}
 
     @property
     def ends_cycle(self) -> bool:
@@ -56,16 +57,18 @@ class LearnedMasks(Hook):
     def before_step(self, ctx: StepContext) -> None:
         if self.steps == 0 and self.updates == self.settings.every - 1:
             self._teach(ctx, self.feedback.lessons_ahead(ctx, self.choose))
-        window = self.choose(ctx, ctx.window, keep=self.teaches)
+        self.masked = {}
+        window = self.window = self.choose(ctx, ctx.window, keep=self.teaches)
         ctx.counts = window.counts
         if self.teaches:
             self.feedback.before_step(ctx, window)
 
     def choose(self, ctx: StepContext, micros: Sequence[Batch], *, keep: bool = True) -> MaskedWindow:
-        """Masks for these micro-batches: what they look like until others are chosen."""
+        """Masks for these micro-batches: what they look like from now on."""
         with self.clock("masks"):
-            self.window = self.teacher.choose(ctx.engine, micros, ctx.step, keep=keep)
-        return self.window
+            window = self.teacher.choose(ctx.engine, micros, ctx.step, keep=keep)
+        self.masked |= {micro.start: window for micro in micros}
+        return window
 
     def _teach(self, ctx: StepContext, lessons: Lessons) -> None:
         if not lessons:
@@ -75,8 +78,7 @@ class LearnedMasks(Hook):
         self.lessons += 1
 
     def batch(self, ctx: StepContext, micro: Batch) -> Batch:
-        assert self.window is not None, "masks are chosen before the step"
-        return self.window.batch(micro)
+        return self.masked[micro.start].batch(micro)
 
     def after_step(self, ctx: StepContext, stats: StepStats) -> None:
         if not stats.applied:

@@ -21,6 +21,8 @@ from trp_scale.models.patches import gather_patches
 from trp_scale.objectives.image_patches import ImagePatches, normalised
 
 Weights = dict[str, Tensor]
+MaskOf = Callable[[Tensor, int], Tensor]
+"""Probabilities [B, N] and the number of masked patches -> a soft mask [B, N]."""
 Rule = Callable[[str, Tensor, Tensor], Tensor]
 """Name, weight and gradient -> the weight after a step."""
 
@@ -41,14 +43,32 @@ def patches_of(batch: Batch) -> Tensor:
 
 
 def reconstruction(
-    model: nn.Module, weights: Weights, network: nn.Module, own: Weights, lower: Masked, *, normalise: bool = False
+    model: nn.Module,
+    weights: Weights,
+    network: nn.Module,
+    own: Weights,
+    lower: Masked,
+    *,
+    normalise: bool = False,
+    mask_of: MaskOf | None = None,
 ) -> Tensor:
     """Equation 1: masked patches' mean squared errors, each times its probability, over the number of masked patches
-    or over the sum of their probabilities."""
+    or over the sum of their probabilities.
+
+    Args:
+        mask_of: what stands for the hard mask in derivatives: it scales the errors of masked patches and takes the
+            tokens of visible ones away, both with the value of the hard mask.
+    """
     patches = patches_of(lower.batch)
     sigma = functional_call(network, own, (lower.embeddings,))  # [B, N]
     chosen = sigma.gather(1, lower.masked)
-    prediction = functional_call(model, weights, (patches, lower.visible, lower.masked)).prediction
+    gate = {}
+    if mask_of is not None:
+        mask = mask_of(sigma, lower.masked.shape[1])
+        hard = torch.zeros_like(mask).scatter(1, lower.masked, 1.0) + mask - mask.detach()
+        chosen = chosen * hard.gather(1, lower.masked)
+        gate = {"gate": 1.0 - hard.gather(1, lower.visible)}
+    prediction = functional_call(model, weights, (patches, lower.visible, lower.masked), gate).prediction
     errors = (prediction - normalised(gather_patches(patches, lower.masked))).square().mean(-1)  # [B, M]
     return (chosen * errors).sum() / (chosen.sum() if normalise else chosen.numel())
 
@@ -89,6 +109,7 @@ def hypergradient(
     head_rule: Rule,
     pooling: str = "mean",
     normalise: bool = False,
+    mask_of: MaskOf | None = None,
     through_head: bool = True,
     through_encoder: bool = True,
 ) -> Weights:
@@ -97,7 +118,7 @@ def hypergradient(
     present = {name: value.detach().clone().requires_grad_() for name, value in weights.items()}
     with sdpa_kernel(SDPBackend.MATH):
         for window in lower:
-            loss = reconstruction(model, present, network, own, window, normalise=normalise)
+            loss = reconstruction(model, present, network, own, window, normalise=normalise, mask_of=mask_of)
             present = descended(present, loss, encoder_rule)
         start = {"weight": head[0].detach().requires_grad_(), "bias": head[1].detach().requires_grad_()}
         seen_by_head = present if through_head else {name: value.detach() for name, value in present.items()}
@@ -107,6 +128,21 @@ def hypergradient(
         answer = cross_entropy(model, asked, (moved["weight"], moved["bias"]), validation, pooling)
         gradients = torch.autograd.grad(answer, list(own.values()))
     return dict(zip(own, gradients, strict=True))
+
+
+def soft_mask(temperature: float) -> MaskOf:
+    """SoftSort (Prillo and Eisenschlos 2020, eq. 4): rows of softmax(-|sorted s 1^T - 1 s^T| / tau); the first M of
+    them are what is masked."""
+
+    def mask_of(sigma: Tensor, masked: int) -> Tensor:
+        rows = []
+        for scores in sigma:
+            ranked = scores.sort(descending=True).values
+            permutation = (-(ranked[:, None] - scores[None, :]).abs() / temperature).softmax(-1)  # [N, N]
+            rows.append(permutation[:masked].sum(0))
+        return torch.stack(rows)
+
+    return mask_of
 
 
 def joined(batches: list[Batch]) -> Batch:
