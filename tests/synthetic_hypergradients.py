@@ -1,0 +1,230 @@
+"""One update of the masking network on any engine, and what exact differentiation makes of the same update."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from tests.synthetic import Layout
+from tests.synthetic_masks import D_TR, D_VAL, MasksRun, labelled, mask_config, masks_run
+from tests.unit.hooks.multilevel.exact_reference import Masked, Rule, Weights, hypergradient, joined
+from trp_scale.config import Config
+from trp_scale.engines.base import Engine
+from trp_scale.hooks.multilevel.feedback import HeadFeedback
+from trp_scale.hooks.multilevel.second_level import HeadLevel, Slopes
+from trp_scale.models.mae import MaskedAutoencoder
+from trp_scale.models.masking_network import NETWORKS
+
+Path = Literal["encoder", "head", "both"]
+"""How the encoder acts on L_val: encoder = through the validation images' features, head = through the head's step."""
+
+
+@dataclass(kw_only=True)
+class Update:
+    """One update of the masking network, on one rank; vectors over weights are whole.
+
+    Attributes:
+        config: settings of the run.
+        number: cycles done, this one included; each was unroll steps long and had one update of the head.
+        gradient: what reached the network's optimizer, reduced; network: the network's weights.
+        weights, mean: the encoder's and decoder's weights and first moments before the last step; square: second
+            moments after it.
+        head, head_mean, head_square: the same of the head.
+        lower: this rank's part of the last step's global batch, with its masks.
+        lr, head_lr: of the last step.
+    """
+
+    config: Config
+    number: int
+    gradient: Weights
+    network: Weights
+    weights: Weights
+    mean: Weights
+    square: Weights
+    head: Weights
+    head_mean: Weights
+    head_square: Weights
+    lower: Masked
+    lr: float
+    head_lr: float
+
+
+def whole(engine: Engine, values: list[Tensor]) -> Weights:
+    """Tensors from what each rank holds of each of the engine's pieces."""
+    pieces = zip(engine.pieces(), values, strict=True)
+    mine = [(piece.name, piece.shape, piece.start, value.clone()) for piece, value in pieces if piece.owner]
+    found: Weights = {}
+    for name, shape, start, flat in (each for rank in engine.data_group.gather_objects(mine) for each in rank):
+        found.setdefault(name, flat.new_empty(shape)).view(-1)[start : start + flat.numel()] = flat
+    return found
+
+
+def state(engine: Engine, key: str) -> Weights:
+    """All parameters' weight, exp_avg or exp_avg_sq; moments that are not there yet are 0."""
+    pieces = list(engine.pieces())
+    return whole(engine, [piece.tensors.get(key, torch.zeros_like(piece.tensors["weight"])) for piece in pieces])
+
+
+def leave_one(level: HeadLevel, path: Path) -> None:
+    """Make the direction that of one path alone; nothing else of the update changes."""
+    slopes = level.slopes
+
+    def without_features(*arguments: Any) -> Slopes:
+        found = slopes(*arguments)
+        return Slopes(of_features=torch.zeros_like(found.of_features), of_head=found.of_head, loss=found.loss)
+
+    if path == "encoder":
+        level.path = lambda part, step, of_head: torch.zeros_like(part.features)  # type: ignore[method-assign]
+    if path == "head":
+        level.slopes = without_features  # type: ignore[method-assign]
+
+
+class Watched:
+    """A run whose updates of the masking network are written down."""
+
+    def __init__(self, run: MasksRun) -> None:
+        assert run.hook is not None
+        teacher = run.hook.teacher
+        self.gradient: Weights = {}
+        self.network: Weights = {}
+        check, teach = teacher.network.check_gradients, teacher.teach
+
+        def check_gradients() -> Tensor:
+            self.gradient = whole(teacher.network, teacher.network.piece_gradients())  # type: ignore[attr-defined]
+            return check()
+
+        def noted(windows: Any, scale: float) -> None:
+            ((window, _),) = windows
+            chosen = window.selections
+            self.network = state(teacher.network, "weight")
+            self.lower = Masked(
+                batch=joined(list(window.micros)),
+                visible=torch.cat([each.visible for each in chosen]),
+                masked=torch.cat([each.masked for each in chosen]),
+                embeddings=torch.cat([each.embeddings for each in chosen]),
+            )
+            teach(windows, scale)
+
+        teacher.network.check_gradients = check_gradients  # type: ignore[method-assign]
+        teacher.teach = noted  # type: ignore[method-assign]
+
+
+def update(
+    layout: Layout,
+    changes: dict[str, Any],
+    *,
+    path: Path = "both",
+    dtype: torch.dtype = torch.float32,
+    cycles: int = 2,
+    lr_factor: float = 1.0,
+    head_lr_factor: float = 1.0,
+) -> Update:
+    """The last update of a run of some cycles; call on all ranks.
+
+    Args:
+        lr_factor, head_lr_factor: of the learning rates in the last step alone.
+    """
+    run = masks_run(layout, mask_config(layout, **changes), dtype=dtype)
+    assert run.hook is not None and isinstance(run.hook.feedback, HeadFeedback)
+    level, config, watched = run.hook.feedback.level, run.trainer.config, Watched(run)
+    for _ in range(cycles * config.multilevel.unroll - 1):
+        run.trainer.train_step()
+    leave_one(level, path)
+    config.optimizer.lr *= lr_factor
+    config.multilevel.head_lr *= head_lr_factor
+    before, head_before = (state(run.engine, "weight"), state(run.engine, "exp_avg")), level.head.state_dict()
+    run.trainer.train_step()
+    head_after = level.head.state_dict()
+    found = Update(
+        config=config,
+        number=cycles,
+        gradient=watched.gradient,
+        network=watched.network,
+        weights=before[0],
+        mean=before[1],
+        square=state(run.engine, "exp_avg_sq"),
+        head={name: values["value"] for name, values in head_before.items()},
+        head_mean={n: values.get("exp_avg", torch.zeros_like(values["value"])) for n, values in head_before.items()},
+        head_square={name: values["exp_avg_sq"] for name, values in head_after.items()},
+        lower=watched.lower,
+        lr=config.optimizer.lr,
+        head_lr=config.multilevel.head_lr,
+    )
+    for engine in (run.engine, *run.hook.engines().values()):
+        engine.close()
+    return found
+
+
+def exact(updates: list[Update], path: Path = "both") -> Weights:
+    """The hypergradient by automatic differentiation in float64, from the state of the run itself.
+
+    Args:
+        updates: of all ranks.
+    """
+    first, config = updates[0], updates[0].config
+    size, unroll = config.batch.global_size, config.multilevel.unroll
+    position = (first.number - 1) * size
+    parts = [each.lower for each in updates]
+    lower = Masked(
+        batch=joined([part.batch for part in parts]),
+        visible=torch.cat([part.visible for part in parts]),
+        masked=torch.cat([part.masked for part in parts]),
+        embeddings=torch.cat([part.embeddings for part in parts]).double(),
+    )
+    decay = {name: config.optimizer.weight_decay if value.ndim > 1 else 0.0 for name, value in first.weights.items()}
+    head_decay = {"weight": config.multilevel.head_weight_decay, "bias": 0.0}
+    head = doubled(first.head)
+    return hypergradient(
+        MaskedAutoencoder(config).double(),
+        doubled(first.weights),
+        NETWORKS[config.masking.network](config).double(),
+        doubled(first.network),
+        (head["weight"], head["bias"]),
+        lower=[lower],
+        train=labelled(range(D_TR + position, D_TR + position + size)),
+        validation=labelled(range(D_VAL + position, D_VAL + position + size)),
+        encoder_rule=held_adamw(first.mean, first.square, first.number * unroll, first.lr, config, decay),
+        head_rule=held_adamw(first.head_mean, first.head_square, first.number, first.head_lr, config, head_decay),
+        pooling=config.multilevel.pooling,
+        normalise=config.masking.weights == "normalised",
+        through_head=path != "encoder",
+        through_encoder=path != "head",
+    )
+
+
+def doubled(weights: Weights) -> Weights:
+    return {name: value.double() for name, value in weights.items()}
+
+
+def held_adamw(mean: Weights, square: Weights, step: int, lr: float, config: Config, decay: dict[str, float]) -> Rule:
+    """AdamW's step number `step`, with its second moment held at what it becomes."""
+    beta1, beta2, eps = config.optimizer.beta1, config.optimizer.beta2, config.optimizer.eps
+
+    def rule(name: str, weight: Tensor, gradient: Tensor) -> Tensor:
+        present = beta1 * mean[name].double() + (1 - beta1) * gradient
+        root = (square[name].double() / (1 - beta2**step)).sqrt() + eps
+        return weight * (1 - lr * decay[name]) - lr * present / (1 - beta1**step) / root
+
+    return rule
+
+
+def flat(weights: Weights) -> Tensor:
+    """One float64 vector, in the order of the names."""
+    return torch.cat([weights[name].double().flatten() for name in sorted(weights)])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agreement:
+    """Attributes: cosine: of the angle between two vectors; ratio: of the first's norm to the second's."""
+
+    cosine: float
+    ratio: float
+
+
+def agreement(ours: Weights, theirs: Weights) -> Agreement:
+    one, other = flat(ours), flat(theirs)
+    sizes = one.norm(), other.norm()
+    return Agreement(cosine=float(one @ other / sizes[0] / sizes[1]), ratio=float(sizes[0] / sizes[1]))
