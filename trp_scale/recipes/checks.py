@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from trp_scale.config import Config, RefusedError
 from trp_scale.recipes.adversary_checks import adversary_cautions, adversary_problems
 from trp_scale.recipes.balancer_checks import balancer_cautions, balancer_problems
+from trp_scale.recipes.multilevel_checks import multilevel_cautions, multilevel_problems
 from trp_scale.recipes.vision_checks import unread_settings, vision_problems
 
 
@@ -22,6 +23,7 @@ def check(config: Config) -> None:
         *balancer_problems(config),
         *vision_problems(config),
         *adversary_problems(config),
+        *multilevel_problems(config),
     ]
     if problems:
         listed = "\n".join(f"  {problem}" for problem in problems)
@@ -42,6 +44,7 @@ def cautions(config: Config, steps_per_epoch: int = 0) -> list[str]:
             f"the learning rate never reaches --optimizer.lr {optimizer.lr:g}"
         )
     found += balancer_cautions(config, steps_per_epoch)
+    found += multilevel_cautions(config)
     found += unread_settings(config)
     return found + adversary_cautions(config)
 

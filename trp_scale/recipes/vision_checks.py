@@ -7,6 +7,7 @@ from dataclasses import asdict
 
 from trp_scale.config import MOST_PATCHES, Config, split_patches
 from trp_scale.recipes.modality_checks import modality_problems, unread_modalities
+from trp_scale.recipes.multilevel_checks import unread_masks
 
 OBJECTIVE_OF = {"bert": "pos_mlm", "mae": "mae", "mm_mae": "mm_mae"}
 """Objective that each kind of model can be trained on."""
@@ -106,6 +107,8 @@ DECODER_ONLY = ("vision.decoder_layers", "vision.decoder_hidden_size", "vision.d
 def unread_settings(config: Config) -> Iterator[str]:
     """A caution for each setting that differs from its default and that this run does not read."""
     yield from _unread(config, UNREAD[config.model.kind], f"--model.kind {config.model.kind}")
+    for names, because in unread_masks(config):
+        yield from _unread(config, names, because)
     if config.model.kind == "bert":
         return
     if config.model.kind == "mm_mae":
