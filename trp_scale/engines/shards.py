@@ -50,6 +50,10 @@ class Shards:
         pairs = zip(self.parts, other.parts, strict=True)
         return replace(self, parts=[mine + factor * theirs for mine, theirs in pairs])
 
+    def shifted(self, by: float) -> Shards:
+        """self + by, in every element."""
+        return replace(self, parts=[part + by for part in self.parts])
+
     def times(self, factor: float | Tensor) -> Shards:
         """factor x self."""
         return replace(self, parts=[factor * part for part in self.parts])

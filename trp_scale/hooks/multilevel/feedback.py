@@ -4,10 +4,12 @@ and, each `every`-th time, one of the masking network (MLO-MAE 3.2, Algorithm 1)
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from trp_scale.batch import Batch, StepStats
 from trp_scale.config import Config
@@ -16,6 +18,8 @@ from trp_scale.engines.base import Engine
 from trp_scale.engines.shards import Shards
 from trp_scale.hooks.base import StepContext
 from trp_scale.hooks.multilevel.clock import LevelClock
+from trp_scale.hooks.multilevel.exact import ExactComparison, KnownStep, Weights, whole
+from trp_scale.hooks.multilevel.head import HeadStep, TakeStep
 from trp_scale.hooks.multilevel.hypergradient import Reading, along
 from trp_scale.hooks.multilevel.masks import Lesson, MaskedWindow
 from trp_scale.hooks.multilevel.second_level import HeadLevel
@@ -51,6 +55,20 @@ class Feedback:
     def before_step(self, ctx: StepContext, window: MaskedWindow) -> None:
         """Before the last step of a cycle with a lesson."""
 
+    def counts(self, ctx: StepContext, window: MaskedWindow) -> Tensor:
+        """[T] elements of each task in the global batch with these masks."""
+        return window.counts
+
+    def joined(self, ctx: StepContext, micro: Batch) -> Batch:
+        """What the objective sees of a micro-batch that was joined to the window."""
+        raise NotImplementedError(f"{type(self).__name__} joins no micro-batches to a window")
+
+    def gradients(self, ctx: StepContext) -> None:
+        """After the last backward of every step."""
+
+    def stepped(self, ctx: StepContext) -> None:
+        """After every step that was applied, before an update or a lesson."""
+
     def update(self, ctx: StepContext) -> None:
         """At the end of a cycle without a lesson."""
 
@@ -85,6 +103,15 @@ class Reconstruction(Feedback):
             return [(window, [lesson.times(-1.0) for lesson in self.reading(ctx, window)])]
 
 
+@dataclass(frozen=True, kw_only=True)
+class LastUpdate:
+    """What the last lesson came from. Attributes: head: the head's step; train, validation: micro-batches."""
+
+    head: HeadStep
+    train: list[Batch]
+    validation: list[Batch]
+
+
 class HeadFeedback(Feedback):
     """The head's loss on D_val, committed: the hypergradient is of the encoder's last step and of the head's (eq. 9).
 
@@ -102,6 +129,8 @@ class HeadFeedback(Feedback):
         self.level, self.sources = level, sources
         self.base: Shards | None = None
         self.direction_norm = self.response_norm = torch.tensor(torch.nan)
+        self.exact = ExactComparison(config)
+        self.last: LastUpdate | None = None
 
     def before_step(self, ctx: StepContext, window: MaskedWindow) -> None:
         self.base = ctx.engine.weights()
@@ -116,16 +145,54 @@ class HeadFeedback(Feedback):
         with self.clock("validation"):
             train = on_device(self.sources.train.next_window(), ctx)
             validation = on_device(self.sources.validation.next_window(), ctx)
-            take = partial(self.level.head.descend, scale=self.scale(ctx))
-            return self.level.direction(ctx.engine, train, validation, ctx.step, take)
+            return self.followed(ctx, train, validation, partial(self.level.head.descend, scale=self.scale(ctx)))
+
+    def followed(self, ctx: StepContext, train: list[Batch], validation: list[Batch], take: TakeStep) -> Shards:
+        """dL_val / dE at the weights that forwards read now, after the head has stepped."""
+
+        def noted(gradient: Tensor) -> HeadStep:
+            step = take(gradient)
+            self.last = LastUpdate(head=step, train=train, validation=validation)
+            return step
+
+        return self.level.direction(ctx.engine, train, validation, ctx.step, noted)
 
     def lessons(self, ctx: StepContext, stats: StepStats, window: MaskedWindow) -> Lessons:
+        engine, respond = ctx.engine, partial(ctx.engine.step_response, lr=stats.lr, grad_norm=stats.grad_norm)
+        base, self.base = self.base, None
+        assert base is not None, "the weights before the step were kept"
         direction = self.direction(ctx)
         self.direction_norm = direction.norm()
-        direction = ctx.engine.step_response(direction, lr=stats.lr, grad_norm=stats.grad_norm)
+        direction = respond(direction)
         self.response_norm = direction.norm()
-        base, self.base = self.base, None
-        return self.difference(ctx, window, direction, base)
+        lessons = self.difference(ctx, window, direction, base)
+        if self.exact.due():
+            places = (base, engine.weights(), respond(base.times(0.0).shifted(1.0)))  # base is back but for rounding
+            self.compare(ctx, window, lessons, *(whole(engine, place) for place in places))
+        return lessons
+
+    def compare(
+        self,
+        ctx: StepContext,
+        window: MaskedWindow,
+        lessons: Lessons,
+        before: Weights,
+        after: Weights,
+        response: Weights,
+    ) -> None:
+        """Take note of how well these lessons agree with the exact derivative of one step; see KnownStep."""
+        assert self.last is not None, "the head has stepped"
+        known = KnownStep(
+            before=before,
+            after=after,
+            response=response,
+            head=self.last.head,
+            train=self.last.train,
+            validation=self.last.validation,
+            number=ctx.step,
+        )
+        ((_, found),) = lessons
+        self.exact.compare(ctx, self.reading, self.level, window, found, known)
 
     def difference(self, ctx: StepContext, window: MaskedWindow, direction: Shards, base: Shards | None) -> Lessons:
         """Lessons by which L_val falls."""
@@ -135,12 +202,14 @@ class HeadFeedback(Feedback):
 
     def metrics(self) -> Mapping[str, Any]:
         """head_loss, validation_loss: means over the last batches; direction_norm: |dL_val / dE|; response_norm: the
-        same times the step's response."""
+        same times the step's response; exact_cosine, exact_norm_ratio: of the last comparison."""
         return {
             "head_loss": self.level.train_loss,
             "validation_loss": self.level.validation_loss,
             "direction_norm": self.direction_norm,
             "response_norm": self.response_norm,
+            "exact_cosine": self.exact.cosine,
+            "exact_norm_ratio": self.exact.norm_ratio,
         }
 
     def state_dict(self) -> dict[str, Any]:

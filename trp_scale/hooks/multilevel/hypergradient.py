@@ -40,6 +40,11 @@ class Reading(ABC):
     @abstractmethod
     def __call__(self, ctx: StepContext, window: MaskedWindow) -> list[Lesson]: ...
 
+    @abstractmethod
+    def leaves(self, window: MaskedWindow, place: int) -> tuple[Tensor, Tensor | None]:
+        """Weights [B, M] and gates [B, V] of a micro-batch as the start of a graph, float64; no gates for a hard
+        choice."""
+
     def total(self, ctx: StepContext, losses: TaskLosses) -> Tensor:
         """The step's loss at the weights of its tasks, which are held."""
         assert ctx.weights is not None, "the balancer has set the weights of this step"
@@ -57,17 +62,17 @@ class HardReading(Reading):
 
     def __call__(self, ctx: StepContext, window: MaskedWindow) -> list[Lesson]:
         lessons = []
-        for place, selection in enumerate(window.selections):
-            weights = selection.weights().double() * window.factor
-            batch = self.seen(ctx, window, place, weights, None)
+        for place in range(len(window.selections)):
+            leaf, _ = self.leaves(window, place)
+            batch = self.seen(ctx, window, place, leaf, None)
             with torch.no_grad(), ctx.engine.exact_forwards():
                 errors = self.objective.errors(ctx.engine, batch)
-            with torch.enable_grad():
-                leaf = batch.extras["patch_weights"].detach().requires_grad_()
-                marked = replace(batch, extras={**batch.extras, "patch_weights": leaf})
-                (slope,) = torch.autograd.grad(self.total(ctx, self.objective.losses(errors, marked)), leaf)
-            lessons.append(Lesson(of_weights=slope.flatten(0, 1)))
+            (slope,) = torch.autograd.grad(self.total(ctx, self.objective.losses(errors, batch)), leaf)
+            lessons.append(Lesson(of_weights=slope))
         return lessons
+
+    def leaves(self, window: MaskedWindow, place: int) -> tuple[Tensor, None]:
+        return weights_leaf(window, place), None
 
 
 class SoftReading(Reading):
@@ -78,11 +83,9 @@ class SoftReading(Reading):
         leaves: list[tuple[Tensor, Tensor]] = []
 
         def loss(place: int) -> Tensor:
-            selection = window.selections[place]
-            weights = (selection.weights().double() * window.factor).requires_grad_()
-            gate = torch.ones_like(selection.visible, dtype=weights.dtype).requires_grad_()
-            leaves.append((weights, gate))
-            batch = self.seen(ctx, window, place, weights, gate)
+            pair = self.leaves(window, place)
+            leaves.append(pair)
+            batch = self.seen(ctx, window, place, *pair)
             with engine.exact_forwards():
                 return self.total(ctx, self.objective(engine, batch))
 
@@ -95,6 +98,15 @@ class SoftReading(Reading):
             assert weights.grad is not None and gate.grad is not None
             lessons.append(Lesson(of_weights=weights.grad * factor, of_gate=gate.grad * factor))
         return lessons
+
+    def leaves(self, window: MaskedWindow, place: int) -> tuple[Tensor, Tensor]:
+        weights = weights_leaf(window, place)
+        return weights, torch.ones_like(window.selections[place].visible, dtype=weights.dtype).requires_grad_()
+
+
+def weights_leaf(window: MaskedWindow, place: int) -> Tensor:
+    """[B, M] float64: a micro-batch's weights, as the start of a graph."""
+    return (window.selections[place].weights().double() * window.factor).detach().requires_grad_()
 
 
 def along(

@@ -22,6 +22,7 @@ from trp_scale.engines.base import Engine
 from trp_scale.engines.shards import Shards
 from trp_scale.hooks.base import StepContext
 from trp_scale.hooks.multilevel.clock import LevelClock
+from trp_scale.hooks.multilevel.exact import whole
 from trp_scale.hooks.multilevel.feedback import Choose, HeadFeedback, Lessons, on_device
 from trp_scale.hooks.multilevel.hypergradient import SMALLEST, Reading
 from trp_scale.hooks.multilevel.masks import MaskedWindow
@@ -80,16 +81,24 @@ class LookAhead(HeadFeedback):
             train = on_device(self.sources.train.peek(1)[0], ctx)
             validation = on_device(self.sources.validation.next_window(), ctx)
             take = partial(self.level.head.look_ahead, scale=self.scale(ctx))
-            direction = self.level.direction(engine, train, validation, ctx.step, take)
+            direction = self.followed(ctx, train, validation, take)
         self.direction_norm = direction.norm()
         self.response_norm = rate * self.direction_norm
-        if self.settings.derivative == "last":
-            return self._lessons_of(steps[-1], direction.times(rate))
-        lessons: list[Lessons] = []
-        for step in reversed(steps):
-            lessons.append(self._lessons_of(step, direction.times(rate)))
-            direction = direction.plus(self._curvature(step, direction), -rate)
+        lessons = [self._lessons_of(steps[-1], direction.times(rate))]
+        if self.exact.due():
+            self._compare(steps[-1], place, lessons[0], rate)
+        if self.settings.derivative == "full":
+            for earlier, step in zip(reversed(steps[:-1]), reversed(steps), strict=False):
+                direction = direction.plus(self._curvature(step, direction), -rate)
+                lessons.append(self._lessons_of(earlier, direction.times(rate)))
         return [pair for each in lessons for pair in each]
+
+    def _compare(self, step: Unrolled, end: Shards, lessons: Lessons, rate: float) -> None:
+        """With the exact derivative of the last of the steps."""
+        engine, present = step.ctx.engine, step.ctx.engine.weights()
+        before = present if step.place is None else present.plus(step.place)
+        places = (before, present.plus(end), present.times(0.0).shifted(rate))
+        self.compare(step.ctx, step.window, lessons, *(whole(engine, place) for place in places))
 
     def _unroll(self, ctx: StepContext, choose: Choose, rate: float) -> tuple[list[Unrolled], Shards]:
         """The steps, and where they end."""

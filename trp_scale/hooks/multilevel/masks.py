@@ -28,6 +28,10 @@ class Lesson:
     of_weights: Tensor
     of_gate: Tensor | None = None
 
+    def parts(self) -> list[Tensor]:
+        """What there is of it."""
+        return [self.of_weights] if self.of_gate is None else [self.of_weights, self.of_gate]
+
     def plus(self, other: Lesson, factor: float | Tensor) -> Lesson:
         """self + factor x other."""
         gate = None

@@ -8,7 +8,7 @@ step.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 
 import torch
@@ -75,6 +75,10 @@ class HeadLevel:
             dropout_seed=tensor_seed(self.config.training.seed, f"head/{step}/{batch.start}") if learning else None,
         )
 
+    def loss(self, part: Labelled, parameters: HeadParameters) -> Tensor:
+        """0-dimensional: sum over the rows."""
+        return self.head.loss(part.features, part.labels, part.weights, parameters, part.dropout_seed)
+
     @torch.no_grad()
     def learn(self, engine: Engine, window: Sequence[Batch], step: int, take: TakeStep) -> HeadStep:
         """A step of the head alone, the encoder as it is (eq. 2, 7)."""
@@ -108,7 +112,7 @@ class HeadLevel:
     def slopes(self, part: Labelled, parameters: HeadParameters) -> Slopes:
         """First derivatives of the sum of the rows' losses."""
         features, flat = leaf(part.features), leaf(parameters.flat())
-        loss = self.head.loss(features, part.labels, part.weights, parameters.like(flat), part.dropout_seed)
+        loss = self.loss(replace(part, features=features), parameters.like(flat))
         of_features, of_head = torch.autograd.grad(loss, (features, flat))
         return Slopes(of_features=of_features, of_head=of_head, loss=loss.detach())
 
@@ -121,7 +125,7 @@ class HeadLevel:
             of_head: [K D + K] dL_val / dC after the step.
         """
         features, flat = leaf(part.features), leaf(step.before.flat())
-        loss = self.head.loss(features, part.labels, part.weights, step.before.like(flat), part.dropout_seed)
+        loss = self.loss(replace(part, features=features), step.before.like(flat))
         (gradient,) = torch.autograd.grad(loss, flat, create_graph=True)
         (path,) = torch.autograd.grad(-(step.response * of_head * gradient).sum(), features)
         return path
