@@ -19,6 +19,8 @@ class Batch:
         epoch: epoch of the first row.
         corrupt: keys of blocks that could not be read; their rows carry no elements (all label weights are 0).
         fetch_seconds: time the loader spent to make this batch, in seconds.
+        joined: it comes from another source than the window's own, for a task of its own; hooks that change what the
+            model sees of the window leave it as it is.
         extras: what hooks add for the model's forward pass, by name; not by row, such as a perturbation.
     """
 
@@ -28,6 +30,7 @@ class Batch:
     epoch: int = 0
     corrupt: list[str] = field(default_factory=list)
     fetch_seconds: float = 0.0
+    joined: bool = False
     extras: dict[str, Tensor] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Tensor:

@@ -121,6 +121,10 @@ class Engine(Protocol):
         """This rank's part of the weights and moments, in the same order on every call."""
         ...
 
+    def publish_weights(self) -> None:
+        """Carry what was written into pieces() between steps into what the next forward reads."""
+        ...
+
     def create_optimizer_state(self) -> None:
         """Make the optimizer's moments exist (zeros) before the first step, so that pieces() can be written into."""
         ...

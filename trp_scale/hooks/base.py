@@ -57,6 +57,11 @@ class StepContext:
         """Ranks whose windows make up the global batch."""
         return self.engine.data_group
 
+    @property
+    def own_window(self) -> list[Batch]:
+        """The window without the micro-batches that were joined to it from another source."""
+        return [micro for micro in self.window if not micro.joined]
+
     def means(self, sums: Tensor) -> Tensor:
         """[T] loss of each task over the global batch; 0 where the task is absent (never used there)."""
         return torch.where(self.counts > 0, sums / self.counts.clamp(min=1), torch.zeros_like(sums))

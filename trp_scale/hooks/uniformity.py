@@ -33,9 +33,9 @@ class Uniformity(Hook):
     def before_step(self, ctx: StepContext) -> None:
         rows = ctx.counts[self.objective.tasks.index(UNIFORMITY)]
         self._added = {ROWS: rows}
-        if len(ctx.window) > 1:
+        if len(ctx.own_window) > 1:
             with torch.no_grad():
-                own = [self.objective.moment(ctx.engine, ctx.batch_of(micro)) for micro in ctx.window]
+                own = [self.objective.moment(ctx.engine, ctx.batch_of(micro)) for micro in ctx.own_window]
             self._added = {MOMENT: ctx.data_group.sum(torch.stack(own).sum(0)) / rows.clamp(min=1)}
 
     def batch(self, ctx: StepContext, micro: Batch) -> Batch:

@@ -44,7 +44,7 @@ class PixelAdversary(Hook):
     def before_step(self, ctx: StepContext) -> None:
         leaves = {
             micro.start: torch.zeros(micro["images"].shape, device=self.device, requires_grad=True)
-            for micro in ctx.window
+            for micro in ctx.own_window
         }
         self.shifts = leaves
         run_own_pass(ctx)
@@ -63,6 +63,8 @@ class PixelAdversary(Hook):
         return shifts.view_as(gradients)
 
     def batch(self, ctx: StepContext, micro: Batch) -> Batch:
+        if micro.joined:
+            return micro
         return replace(micro, extras={**micro.extras, "pixel_shift": self.shifts[micro.start]})
 
     def after_step(self, ctx: StepContext, stats: StepStats) -> None:

@@ -58,8 +58,8 @@ class LearnedMasks(Hook):
         if self.steps == 0 and self.updates == self.settings.every - 1:
             self._teach(ctx, self.feedback.lessons_ahead(ctx, self.choose))
         self.masked = {}
-        window = self.window = self.choose(ctx, ctx.window, keep=self.teaches)
-        ctx.counts = window.counts
+        window = self.window = self.choose(ctx, ctx.own_window, keep=self.teaches)
+        ctx.counts = self.feedback.counts(ctx, window)
         if self.teaches:
             self.feedback.before_step(ctx, window)
 
@@ -78,11 +78,17 @@ class LearnedMasks(Hook):
         self.lessons += 1
 
     def batch(self, ctx: StepContext, micro: Batch) -> Batch:
+        if micro.joined:
+            return self.feedback.joined(ctx, micro)
         return self.masked[micro.start].batch(micro)
+
+    def gradients(self, ctx: StepContext) -> None:
+        self.feedback.gradients(ctx)
 
     def after_step(self, ctx: StepContext, stats: StepStats) -> None:
         if not stats.applied:
             return
+        self.feedback.stepped(ctx)
         ends, teaches = self.ends_cycle, self.teaches
         if teaches:
             assert self.window is not None, "masks are chosen before the step"
