@@ -127,7 +127,8 @@ def _export(argv: Sequence[str]) -> int:
 class SweepArguments:
     """Train image runs that differ in named settings, one after the other, and compare what each reached in how many
     hours. Every other --section.field flag is for all of them, as for `trp-scale pretrain`. Finished runs are not
-    trained again. The accuracy is a linear probe's on the run's held-out images, not the paper's fine-tuning."""
+    trained again. The accuracy is a linear probe's on the run's held-out images, or on those of --test, not the paper's
+    fine-tuning."""
 
     recipe: Annotated[str, tyro.conf.arg(metavar="NAME|PATH")]
     """Recipe of all runs."""
@@ -139,6 +140,9 @@ class SweepArguments:
     """Words before the run's own, such as "torchrun --nproc_per_node 8"; empty = one process."""
     probe_size: int = 0
     """Side of the probe's images in pixels; 0 = twice the crops' for MAE+, the crops' for MAE."""
+    test: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    """Data set of the same classes, on all of whose images the accuracy is measured; it may hold none of the images of
+    --data.path. None = on the images that --data.validation_fraction holds out."""
 
 
 def _sweep(argv: Sequence[str]) -> int:
@@ -154,6 +158,7 @@ def _sweep(argv: Sequence[str]) -> int:
         flags=flags,
         launcher=arguments.launcher,
         probe_size=arguments.probe_size,
+        test=arguments.test,
     )
     print_table(points)
     return 0

@@ -1,8 +1,8 @@
 """Several runs that differ in named settings, one after the other, and what each reached in how many hours.
 
 AdPE's Figure 1 draws accuracy against hours for k = 1, 2, 4 crops and a lighter decoder. Here the accuracy is a linear
-probe's, on the run's own held-out images: it compares the runs of one sweep, and is not the paper's figure. Of MAE+ the
-probe sees whole images, whose outer positions were never trained and are not fine-tuned either.
+probe's, on the run's own held-out images or on a test set: it compares the runs of one sweep, and is not the paper's
+figure. Of MAE+ the probe sees whole images, whose outer positions were never trained and are not fine-tuned either.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ class Point:
         loss: reconstruction loss at the end.
         accuracy: of the linear probe.
         size: side of the probe's images in pixels.
+        test: data set that the accuracy is measured on; None = the run's held-out images.
     """
 
     name: str
@@ -54,6 +55,7 @@ class Point:
     loss: float | None
     accuracy: float
     size: int
+    test: str | None = None
 
 
 def combinations(vary: Sequence[str]) -> list[dict[str, str]]:
@@ -76,7 +78,14 @@ def combinations(vary: Sequence[str]) -> list[dict[str, str]]:
 
 
 def sweep(
-    *, recipe: str, run_dir: Path, vary: Sequence[str], flags: Sequence[str], launcher: str = "", probe_size: int = 0
+    *,
+    recipe: str,
+    run_dir: Path,
+    vary: Sequence[str],
+    flags: Sequence[str],
+    launcher: str = "",
+    probe_size: int = 0,
+    test: Path | None = None,
 ) -> list[Point]:
     """Train each combination in run_dir/NAME, unless it is finished there, then measure and write all of them.
 
@@ -88,6 +97,7 @@ def sweep(
         launcher: words before the run's own, such as "torchrun --nproc_per_node 8"; empty: this interpreter.
         probe_size: side of the probe's images in pixels; 0 = twice the crops' where all tokens are trained on (MAE+),
             else the crops'.
+        test: data set that the accuracy is measured on; None = the runs' held-out images.
 
     Raises:
         RefusedError: settings that cannot be, a finished run of other settings, or data that a linear probe cannot
@@ -101,13 +111,13 @@ def sweep(
     ]
     for settings, command in zip(chosen, commands, strict=True):
         config = parse(command).config
-        check_probe(config, probe_size or default_size(config))
+        check_probe(config, probe_size or default_size(config), test)
         _refuse_other_run(run_dir / name_of(settings), config)
     points = []
     for settings, command in zip(chosen, commands, strict=True):
         directory = run_dir / name_of(settings)
         _train(directory, command, launcher)
-        points.append(_measured(directory, settings, probe_size))
+        points.append(_measured(directory, settings, probe_size, test))
         write_json(run_dir / RESULT_FILE, {"runs": [asdict(point) for point in points]})
     _draw(points, run_dir / PICTURE_FILE)
     return points
@@ -153,7 +163,7 @@ def _train(directory: Path, command: list[str], launcher: str) -> None:
         )
 
 
-def _measured(directory: Path, settings: dict[str, str], probe_size: int) -> Point:
+def _measured(directory: Path, settings: dict[str, str], probe_size: int, test: Path | None) -> Point:
     trained = load_trained_images(directory)
     size = probe_size or default_size(trained.config)
     history = read_history(directory)
@@ -162,15 +172,17 @@ def _measured(directory: Path, settings: dict[str, str], probe_size: int) -> Poi
         settings=settings,
         hours=history.training_seconds / 3600,
         loss=history.loss_end,
-        accuracy=linear_probe(trained, size=size),
+        accuracy=linear_probe(trained, size=size, test=test),
         size=size,
+        test=None if test is None else str(test),
     )
 
 
 def table_of(points: Sequence[Point]) -> Table:
     """One row a run."""
+    measured_on = next((f"images of {point.test}" for point in points if point.test), "held-out images")
     caption = (
-        "accuracy: linear probe on the held-out images (not the paper's fine-tuning; MAE+ meets a larger grid there "
+        f"accuracy: linear probe on the {measured_on} (not the paper's fine-tuning; MAE+ meets a larger grid there "
         "than it was trained on); hours: in training steps"
     )
     table = Table(caption=caption, caption_justify="left")

@@ -45,13 +45,14 @@ class TrainedRun:
     data_digest: str | None
 
     def open_sources(self, config: Config) -> Sources:
-        """The run's data with other crops or batches, in this process.
+        """The run's data with other crops or batches, in this process; all training images are in one source.
 
         Raises:
             RefusedError: the data is not at `data.path`, or is another one than the run's.
         """
         config = copy.deepcopy(config)
         config.data.workers = 0
+        config.masking.network = "none"
         where = f"the run's data, data.path {config.data.path} from {Path.cwd()}"
         try:
             sources = open_sources(config, rank=0, world=1)
