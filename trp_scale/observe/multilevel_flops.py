@@ -2,85 +2,114 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from trp_scale.config import Config
 from trp_scale.observe.throughput import TRAINING_OVER_FORWARD, encoder_forward_flops, mae_step_flops
+
+
+@dataclass(frozen=True, kw_only=True)
+class Passes:
+    """Forward passes over a global batch, in FLOPs.
+
+    Attributes:
+        masked: F, encoder and decoder over the masked images.
+        whole: W, the encoder over the whole images of D_tr, or of D_val.
+        choice: T, the masking network, and the patch embedding that it reads.
+        taught: the masking network forward and backward; the gradient of its first layer's input is not needed.
+    """
+
+    masked: float
+    whole: float
+    choice: float
+    taught: float
 
 
 def multilevel_step_flops(config: Config, *, ranks: int, computed: bool = False) -> float:
     """Model FLOPs of one step of the encoder, averaged over the steps from one update of the masking network to the
     next; one multiply-add is 2 FLOPs.
 
-    With F a forward pass of encoder and decoder over the masked images of a batch, W one of the encoder over as many
-    whole images of D_tr (or D_val), T one of the masking network with the patch embedding that it reads:
+    With F, W and T as in `Passes`:
         every step of the encoder: 3 F, and T for its masks;
         every multilevel.unroll of them, the head's update: W;
-        every multilevel.every of those, the masking network's update, which holds the head's: 3 W on D_tr, 3 W on D_val
-            (the direction, by both paths), and 2 F without a backward pass (the difference); then T forward and
-            backward. Where one pass does not hold a rank's share of both batches, the head's W comes before it.
-    second_level joint: every step also has 3 W on D_tr, the head learns in it, and the masking network's update has no
-    other pass over D_tr. second_level fine_tuning: the head's update is 3 W of the second encoder.
+        every multilevel.every of those, the masking network's update: 3 W on D_tr, in which the head's update is done,
+            3 W on D_val (the direction, by both paths), 2 F without a backward pass (the difference), and T's own
+            forward and backward pass. Where one pass does not hold a rank's share of both batches, W for the head
+            comes before them.
     feedback reconstruction: the masking network's update is F, and there is no head.
-    A selection with a derivative of its own: each F of the masking network's update is 3 F.
+    second_level joint: 3 W on D_tr are part of every step, which updates the head, and of no update.
+    second_level fine_tuning: the head's update is 3 W of the second encoder, whose 3 W on D_val give the direction.
+    mode look_ahead: the head's update is its own, W; the masking network's begins with unroll x (3 F + T), and with
+        derivative full it has (unroll - 1) x (6 F + 2 F) more, and T's own passes for each of the steps.
+    A selection with a derivative of its own: each F of a difference is 3 F.
 
-    The backward pass counts twice the forward, but of the masking network's first layer, whose input has no gradient,
-    once. The head (2 D K for an image), norms, optimizers and vectors over weights are left out, and so is what an
-    adversary or U-MAE adds.
+    The backward pass counts twice the forward. The head (2 D K for an image), norms, optimizers and vectors over
+    weights are left out, and so is what an adversary or U-MAE adds.
 
     Args:
         config: settings of the run.
         ranks: that split the batches.
         computed: count the last block of F as it is computed, as in `mae_step_flops`.
     """
-    settings, crops = config.multilevel, config.crops.count
-    images = settings.batch_size or config.batch.global_size
-    rows = config.batch.global_size * crops
-    masked = mae_step_flops(config, rows=rows, computed=computed) / TRAINING_OVER_FORWARD  # F
-    whole = encoder_forward_flops(config) * images * crops  # W
-    choice = (_embedding(config) + _network(config)) * rows
-    lesson = _network_learning(config) * rows
-    lesson += _reading(config) * masked * (1 if settings.feedback == "reconstruction" else 2)
-    step = TRAINING_OVER_FORWARD * masked + choice
+    settings, passes = config.multilevel, _passes(config, computed)
+    step = TRAINING_OVER_FORWARD * passes.masked + passes.choice
     if settings.feedback == "reconstruction":
-        return step + lesson / (settings.unroll * settings.every)
-    lesson += TRAINING_OVER_FORWARD * whole  # on D_val
-    update = whole
-    if settings.second_level == "joint":
-        step += TRAINING_OVER_FORWARD * whole
-        update = 0.0
+        update, lesson = 0.0, _reading(config, passes) + passes.taught
+    elif settings.second_level == "joint":
+        step += TRAINING_OVER_FORWARD * passes.whole
+        update, lesson = 0.0, TRAINING_OVER_FORWARD * passes.whole + _taught_by_difference(config, passes)
     elif settings.second_level == "fine_tuning":
-        update = TRAINING_OVER_FORWARD * whole
+        update = TRAINING_OVER_FORWARD * passes.whole
+        lesson = TRAINING_OVER_FORWARD * passes.whole + _taught_by_difference(config, passes)
     else:
-        one_pass = images == ranks * (settings.micro_size or config.batch.micro_size)
-        lesson += (TRAINING_OVER_FORWARD - one_pass) * whole  # on D_tr; in one pass the head's own is part of it
+        update, lesson = passes.whole, _direction(config, passes, ranks) + _taught_by_difference(config, passes)
+        if settings.mode == "look_ahead":
+            lesson += _unrolled(config, passes)
+        else:
+            lesson -= update  # which was the first part of finding the direction
     return step + (update + lesson / settings.every) / settings.unroll
 
 
-def _reading(config: Config) -> int:
-    """Forward passes' worth of finding how the reconstruction depends on the masks."""
-    return 1 if config.masking.selection == "hard" else TRAINING_OVER_FORWARD
+def _direction(config: Config, passes: Passes, ranks: int) -> float:
+    """The head's step and dL_val / dE."""
+    settings, batch = config.multilevel, config.batch
+    images, micro = settings.batch_size or batch.global_size, settings.micro_size or batch.micro_size
+    first = 0.0 if images == ranks * micro else passes.whole
+    return first + 2 * TRAINING_OVER_FORWARD * passes.whole
 
 
-def _embedding(config: Config) -> float:
-    """Of all patches of one crop."""
-    patches = (config.crops.size // config.vision.patch_size) ** 2
-    return float(2 * patches * 3 * config.vision.patch_size**2 * config.model.hidden_size)
+def _unrolled(config: Config, passes: Passes) -> float:
+    """What steps that are taken back add to an update of the masking network."""
+    settings = config.multilevel
+    gradient = TRAINING_OVER_FORWARD * passes.masked
+    flops = settings.unroll * (gradient + passes.choice)
+    if settings.derivative == "full":
+        flops += (settings.unroll - 1) * (2 * gradient + _taught_by_difference(config, passes))
+    return flops
 
 
-def _layers(config: Config) -> tuple[float, float]:
-    """Of the masking network's first layer and of its second, forward, for one crop."""
-    patches = (config.crops.size // config.vision.patch_size) ** 2
-    width, hidden = config.model.hidden_size, config.masking.hidden_size
-    if config.masking.network == "flattened":
-        return 2.0 * patches * width * hidden, 2.0 * hidden * patches
-    return 2.0 * (patches + 1) * width * hidden, 2.0 * patches * hidden  # each patch, and the image's mean
+def _taught_by_difference(config: Config, passes: Passes) -> float:
+    return 2 * _reading(config, passes) + passes.taught
 
 
-def _network(config: Config) -> float:
-    """Of the masking network, forward, for one crop."""
-    return sum(_layers(config))
+def _reading(config: Config, passes: Passes) -> float:
+    """How the reconstruction depends on the masks, at one place."""
+    return passes.masked * (1 if config.masking.selection == "hard" else TRAINING_OVER_FORWARD)
 
 
-def _network_learning(config: Config) -> float:
-    """Of the masking network, forward and backward, for one crop; the first layer's input has no gradient."""
-    first, second = _layers(config)
-    return 2 * first + TRAINING_OVER_FORWARD * second
+def _passes(config: Config, computed: bool) -> Passes:
+    model, masking, crops = config.model, config.masking, config.crops
+    rows = config.batch.global_size * crops.count
+    patches = (crops.size // config.vision.patch_size) ** 2
+    if masking.network == "flattened":
+        first, second = patches * model.hidden_size * masking.hidden_size, masking.hidden_size * patches
+    else:  # each patch, and the image's mean
+        first, second = (patches + 1) * model.hidden_size * masking.hidden_size, patches * masking.hidden_size
+    embedding = patches * 3 * config.vision.patch_size**2 * model.hidden_size
+    images = (config.multilevel.batch_size or config.batch.global_size) * crops.count
+    return Passes(
+        masked=mae_step_flops(config, rows=rows, computed=computed) / TRAINING_OVER_FORWARD,
+        whole=images * encoder_forward_flops(config),
+        choice=2.0 * rows * (embedding + first + second),
+        taught=2.0 * rows * (2 * first + TRAINING_OVER_FORWARD * second),
+    )

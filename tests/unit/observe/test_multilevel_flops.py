@@ -23,12 +23,13 @@ ROWS = 8
 
 
 def counted_cycle(config: Config) -> int:
-    """What torch counts in the model and the masking network from the start to the first update of the network."""
+    """What torch counts in the model and the masking network in a cycle with one update of the network."""
     run = masks_run(Layout(micro_size=config.batch.micro_size), config)
     assert run.hook is not None
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        while run.hook.lessons == 0:
+        for _ in range(config.multilevel.unroll * config.multilevel.every):
             run.trainer.train_step()
+    assert run.hook.lessons == 1
     counts = counter.get_flop_counts()
     return sum(sum(counts[type(module).__name__].values()) for module in (run.model, run.networks[0]))
 
@@ -44,6 +45,8 @@ CASES: list[dict[str, Any]] = [
     {"multilevel": {"unroll": 1, "every": 3, "batch_size": 4, "micro_size": 4}},
     {"multilevel": {"unroll": 2, "every": 2, "micro_size": 2}, "masking": {"network": "patchwise"}},
     {"masking": {"selection": "softsort"}},
+    {"multilevel": {"mode": "look_ahead", "every": 2}},
+    {"multilevel": {"mode": "look_ahead", "derivative": "full", "unroll": 3, "micro_size": 2}},
     {"multilevel": {"feedback": "reconstruction", "unroll": 1, "every": 2}},
     {"multilevel": {"feedback": "reconstruction"}, "masking": {"selection": "straight_through"}},
 ]
@@ -55,9 +58,12 @@ def test_a_cycle_is_what_torch_counts_in_it(changes: dict[str, Any]) -> None:
     settings = config.multilevel
     steps = settings.unroll * settings.every
     images = settings.batch_size or ROWS
-    unneeded = steps * of_pixels(config, ROWS * CROPS * VISIBLE)  # in the model's own backward pass
+    backward = steps  # passes through the model with masks
     if config.masking.selection != "hard":
-        unneeded += (1 if settings.feedback == "reconstruction" else 2) * of_pixels(config, ROWS * CROPS * VISIBLE)
+        backward += 1 if settings.feedback == "reconstruction" else 2
+    if settings.mode == "look_ahead":
+        backward += settings.unroll + (2 * (settings.unroll - 1) if settings.derivative == "full" else 0)
+    unneeded = backward * of_pixels(config, ROWS * CROPS * VISIBLE)
     if settings.feedback == "downstream":
         unneeded += 2 * of_pixels(config, images * CROPS * PATCHES)
     expected = steps * multilevel_step_flops(config, ranks=1, computed=True) - unneeded
