@@ -1,0 +1,101 @@
+"""The hypergradient of runs in fp32 and bf16, on every engine, against float64 and automatic differentiation."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.parity.test_balancers import TWO_RANKS
+from tests.ranks import Ranks
+from tests.synthetic import Layout
+from tests.synthetic_hypergradients import Agreement, Path, agreement, exact, flat, update
+from tests.synthetic_masks import mask_config, masks_run
+from trp_scale.config import RefusedError
+
+PATHS: tuple[Path, ...] = ("encoder", "head")
+AUTOCAST: dict[str, Any] = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+BF16_WEIGHTS: dict[str, Any] = {"bf16": {"enabled": True}}
+
+Changes = dict[str, dict[str, Any]]
+
+
+def changes(precision: str, **masking: Any) -> Changes:
+    """A difference of 1e-2, as runs have it."""
+    return {"training": {"precision": precision}, "multilevel": {"unroll": 1, "difference": 1e-2}, "masking": masking}
+
+
+def measured(two_ranks: Ranks, layout: Layout, settings: Changes) -> dict[Path, Agreement]:
+    """Of each path alone with automatic differentiation in float64 from the same state."""
+    found, lengths = {}, []
+    for path in PATHS:
+        if layout.engine == "plain":
+            updates = [update(layout, settings, path=path)]
+        else:
+            updates = two_ranks(update, layout, settings, path=path)
+        theirs = exact(updates, path)
+        lengths.append(float(flat(theirs).norm()))
+        found[path] = agreement(updates[0].gradient, theirs)
+    assert min(lengths) > 0.1 * max(lengths), "one path is too small to be missed"
+    return found
+
+
+FP32 = [*((name, "flattened") for name in ("plain", "fsdp", "zero1", "zero2", "zero3")), ("zero2", "patchwise")]
+
+
+@pytest.mark.parametrize(("name", "network"), FP32)
+def test_fp32_is_exact_to_four_digits(two_ranks: Ranks, name: str, network: str) -> None:
+    """Measured: cosines of 1 - 1e-8, norms right to 1e-4."""
+    layout = TWO_RANKS.get(name, Layout(micro_size=4))
+    settings = changes("fp32", network=network, weights="raw" if network == "flattened" else "normalised")
+    for path, found in measured(two_ranks, layout, settings).items():
+        assert found.cosine >= 0.9999, path
+        assert found.ratio == pytest.approx(1.0, abs=1e-2), path
+
+
+@pytest.mark.parametrize("name", ["plain", "fsdp", "zero2"])
+def test_bf16_autocast_is_nearly_exact(two_ranks: Ranks, name: str) -> None:
+    """Both sides of the difference are taken in fp32. Measured: cosines of 0.9997, norms right to 4 %."""
+    layout = TWO_RANKS.get(name, Layout(micro_size=4))
+    if layout.stage is not None:
+        layout = Layout(engine=layout.engine, stage=layout.stage, document=AUTOCAST)
+    for path, found in measured(two_ranks, layout, changes("bf16", network="flattened")).items():
+        assert found.cosine >= 0.99, path
+        assert found.ratio == pytest.approx(1.0, abs=0.1), path
+
+
+def made(layout: Layout, settings: Changes) -> None:
+    """Build a run, and end it."""
+    run = masks_run(layout, mask_config(layout, **settings))
+    assert run.hook is not None
+    for engine in (run.engine, *run.hook.engines().values()):
+        engine.close()
+
+
+def refusal(layout: Layout, settings: Changes) -> str:
+    with pytest.raises(RefusedError) as refused:
+        made(layout, settings)
+    return str(refused.value)
+
+
+def test_bf16_weights_are_refused_because_they_round_moves_away(two_ranks: Ranks) -> None:
+    layout = Layout(engine="deepspeed", stage=2, document=BF16_WEIGHTS)
+    for message in two_ranks(refusal, layout, changes("bf16", network="flattened")):
+        assert "moved by 0.01" in message and "half precision" in message
+        for flag in (
+            "torch_autocast",
+            "--training.precision fp32",
+            "--multilevel.feedback",
+            "--multilevel.exact_every",
+        ):
+            assert flag in message
+    unmoved = {**changes("bf16", network="flattened"), "multilevel": {"feedback": "reconstruction"}}
+    two_ranks(made, layout, unmoved)  # nothing is moved there
+
+
+def test_what_is_refused_would_be_wrong(two_ranks: Ranks) -> None:
+    """The refusal costs nobody a good run. Measured: cosines of 0.5 to 0.7."""
+    layout = Layout(engine="deepspeed", stage=2, document=BF16_WEIGHTS)
+    settings = changes("bf16", network="flattened")
+    settings["multilevel"]["exact_every"] = 10**6
+    assert all(found.cosine < 0.95 for found in measured(two_ranks, layout, settings).values())
