@@ -13,6 +13,7 @@ from tests.synthetic import Layout, RecordingTrainer, Result, SilentObserver, da
 from tests.synthetic_images import PATCH, SyntheticImages, TwoHalves, batch, by_projection, image_config
 from trp_scale.batch import Batch
 from trp_scale.config import Config
+from trp_scale.data.joined_windows import JoinedWindows
 from trp_scale.distributed.groups import Group
 from trp_scale.engines.base import Engine
 from trp_scale.engines.build import build_engine
@@ -21,6 +22,7 @@ from trp_scale.hooks.balancing import build_balancer
 from trp_scale.hooks.base import Hooks
 from trp_scale.hooks.multilevel import build_multilevel
 from trp_scale.hooks.multilevel.hook import LearnedMasks
+from trp_scale.hooks.multilevel.joint_objective import JointObjective
 from trp_scale.models.mae import MaskedAutoencoder
 from trp_scale.models.perturbation import perturbation_shape
 from trp_scale.objectives.mae import MaskedPatchReconstruction
@@ -151,10 +153,13 @@ def masks_run(
         )
 
     engine = make_engine(MaskedAutoencoder(config), config)
-    objective = (TwoHalves if halves else MaskedPatchReconstruction)(config.objective, PATCH)
+    objective: Any = (TwoHalves if halves else MaskedPatchReconstruction)(config.objective, PATCH)
     downstream = SyntheticDownstream(LabelledImages(config, group, D_TR), LabelledImages(config, group, D_VAL))
-    source = PeekedImages(config, group)
+    source: Any = PeekedImages(config, group)
     sources = SyntheticSources(source, downstream if config.multilevel.feedback == "downstream" else None)
+    if config.multilevel.second_level == "joint":
+        objective = JointObjective(config, objective, classes=CLASSES, device=torch.device("cpu"), dtype=dtype)
+        source = JoinedWindows(source, downstream.train)
     hook = build_multilevel(config, objective, sources, engine, make_engine)  # type: ignore[arg-type]
     adversary = build_adversary(
         config, perturbation_shape(config.model, config.vision, config.adversary), engine.device

@@ -85,7 +85,7 @@ def open_downstream(
         for blocks, mask, path in zip(rows.blocks, training, paths, strict=True)
     ]
     train = [every & ~mask for every, mask in zip(training, validation, strict=True)]
-    steps = config.multilevel.unroll  # of the encoder, between two windows
+    unroll, joint = config.multilevel.unroll, config.multilevel.second_level == "joint"
     notices: list[str] = []
 
     def open_source(name: str, shown: str, chosen: Sequence[Chosen], steps: int) -> TrainSource:
@@ -97,8 +97,8 @@ def open_downstream(
         return TrainSource(plan, rows.builder, sized, rank=rank, world=world, pin_memory=pin, flags=FLAGS)
 
     downstream = Downstream(
-        train=open_source(TRAIN, "D_tr", train, steps),
-        validation=open_source(VALIDATION, "D_val", validation, steps * config.multilevel.every),
+        train=open_source(TRAIN, "D_tr", train, 1 if joint else unroll),
+        validation=open_source(VALIDATION, "D_val", validation, unroll * config.multilevel.every),
         classes=classes,
         notices=notices,
     )

@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 
 from trp_scale.config import Config
+from trp_scale.data.joined_windows import JoinedWindows
 from trp_scale.data.sources import open_sources
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group
@@ -16,14 +17,17 @@ from trp_scale.engines.build import MakeEngine
 from trp_scale.hooks.adversary import build_adversary
 from trp_scale.hooks.base import Hook
 from trp_scale.hooks.multilevel import build_multilevel
+from trp_scale.hooks.multilevel.joint_objective import JointObjective
 from trp_scale.hooks.uniformity import Uniformity
 from trp_scale.models.given_weights import load_given_weights
 from trp_scale.models.mae import MaskedAutoencoder
 from trp_scale.models.perturbation import perturbation_shape
+from trp_scale.objectives.base import PatchObjective
 from trp_scale.objectives.mae import MaskedPatchReconstruction
 from trp_scale.objectives.u_mae import UniformPatchReconstruction
 from trp_scale.observe.multilevel_flops import multilevel_step_flops
 from trp_scale.observe.throughput import mae_step_flops
+from trp_scale.training.loop import WindowSource
 
 
 class ImageUpstream:
@@ -33,9 +37,15 @@ class ImageUpstream:
         data = environment.data
         self.config = config
         self.sources = open_sources(config, rank=data.rank, world=data.size, device_type=environment.device.type)
-        self.objective = MaskedPatchReconstruction(config.objective, config.vision.patch_size)
+        self.reconstruction = MaskedPatchReconstruction(config.objective, config.vision.patch_size)
         if config.objective.uniformity > 0:
-            self.objective = UniformPatchReconstruction(config.objective, config.vision.patch_size, data)
+            self.reconstruction = UniformPatchReconstruction(config.objective, config.vision.patch_size, data)
+        self.objective: PatchObjective = self.reconstruction
+        self.source: WindowSource = self.sources.train
+        if (labelled := self.sources.downstream) is not None and config.multilevel.second_level == "joint":
+            device = environment.device
+            self.objective = JointObjective(config, self.reconstruction, classes=labelled.classes, device=device)
+            self.source = JoinedWindows(self.sources.train, labelled.train)
         self.shape = perturbation_shape(config.model, config.vision, config.adversary)
         crops = config.batch.global_size * config.crops.count
         self.positions_per_step = crops * (config.crops.size // config.vision.patch_size) ** 2
@@ -53,8 +63,8 @@ class ImageUpstream:
         masks = build_multilevel(self.config, self.objective, self.sources, engine, make_engine)
         adversary = build_adversary(self.config, self.shape, engine.device)
         hooks = [hook for hook in (masks, adversary) if hook is not None]  # masks first: the adversary acts under them
-        if isinstance(self.objective, UniformPatchReconstruction):
-            hooks.append(Uniformity(self.objective))  # last: its pass sees what the others change
+        if isinstance(self.reconstruction, UniformPatchReconstruction):
+            hooks.append(Uniformity(self.reconstruction))  # last: its pass sees what the others change
         return hooks
 
     def leave(self, run_dir: Path, world: Group) -> None:

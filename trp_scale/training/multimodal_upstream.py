@@ -28,6 +28,7 @@ class MultimodalUpstream:
         data = environment.data
         self.config = config
         self.sources = open_sources(config, rank=data.rank, world=data.size, device_type=environment.device.type)
+        self.source = self.sources.train
         self.classes = len(self.sources.meta.semseg_classes or ())
         self.objective = MultimodalReconstruction(config)
         rows, inputs = config.batch.global_size, len(config.modalities.inputs)

@@ -135,7 +135,7 @@ class Run:
             engine=self.engine,
             objective=self.objective,
             hooks=self.hooks,
-            source=self.sources.train,
+            source=self.upstream.source,
             observer=self.observer,
             agreement=self.agreement,
             save=self.save,

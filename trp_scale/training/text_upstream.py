@@ -28,6 +28,7 @@ class TextUpstream:
         data = environment.data
         self.config = config
         self.sources = open_sources(config, rank=data.rank, world=data.size, device_type=environment.device.type)
+        self.source = self.sources.train
         self.meta = self.sources.meta
         self.objective = PosMaskedLanguageModelling(config.objective, self.meta.groups, config.model.hidden_size)
         self.positions_per_step = config.batch.global_size * self.meta.length

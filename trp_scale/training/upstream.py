@@ -15,6 +15,7 @@ from trp_scale.engines.base import Engine
 from trp_scale.engines.build import MakeEngine
 from trp_scale.hooks.base import Hook
 from trp_scale.objectives.base import Objective
+from trp_scale.training.loop import WindowSource
 
 
 class Upstream(Protocol):
@@ -29,6 +30,11 @@ class Upstream(Protocol):
     sources: Sources
     positions_per_step: int
     step_flops: float
+
+    @property
+    def source(self) -> WindowSource:
+        """Where a step's global batch comes from: `sources.train`, unless a step learns from two sources."""
+        ...
 
     @property
     def objective(self) -> Objective:

@@ -20,7 +20,7 @@ def validate(engine: Engine, objective: Objective, batches: Iterable[Batch], cor
         corrupt: keys of blocks that could not be read are added to it.
 
     Returns:
-        {"loss": mean over the balanced tasks that occur, None if none does,
+        {"loss": mean over the balanced tasks that occur, or where none is balanced over all that do; None if none does,
          "worst_task": the balanced task with the largest loss,
          "tasks": {name: {"loss": mean over its elements or None, "count": elements}}}
     """
@@ -37,7 +37,8 @@ def validate(engine: Engine, objective: Objective, batches: Iterable[Batch], cor
         name: {"loss": total / count if count else None, "count": int(count)}
         for name, total, count in zip(objective.tasks, totals, counts, strict=True)
     }
-    balanced = {name: tasks[name]["loss"] for name in (objective.tasks[place] for place in objective.balanced)}
+    places = objective.balanced or range(size)
+    balanced = {name: tasks[name]["loss"] for name in (objective.tasks[place] for place in places)}
     known = {name: loss for name, loss in balanced.items() if loss is not None}
     return {
         "loss": sum(known.values()) / len(known) if known else None,

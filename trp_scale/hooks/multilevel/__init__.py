@@ -11,9 +11,12 @@ from trp_scale.engines.build import MakeEngine
 from trp_scale.hooks.base import Hook
 from trp_scale.hooks.multilevel.clock import LevelClock
 from trp_scale.hooks.multilevel.feedback import Feedback, HeadFeedback, Reconstruction
+from trp_scale.hooks.multilevel.fine_tuning import FineTuning, second_encoder
 from trp_scale.hooks.multilevel.head import Head
 from trp_scale.hooks.multilevel.hook import LearnedMasks
 from trp_scale.hooks.multilevel.hypergradient import HardReading, Reading, SoftReading
+from trp_scale.hooks.multilevel.joint import JointFeedback
+from trp_scale.hooks.multilevel.joint_objective import JointObjective
 from trp_scale.hooks.multilevel.look_ahead import LookAhead
 from trp_scale.hooks.multilevel.masks import MaskTeacher
 from trp_scale.hooks.multilevel.second_level import HeadLevel
@@ -31,7 +34,7 @@ def build_multilevel(
         objective: of the run.
         sources: of the run.
         engine: of the run.
-        make_engine: for the masking network.
+        make_engine: for the masking network, and a second encoder.
     Raises:
         RefusedError: forwards read weights in which the moves that masks are learned by are lost.
     """
@@ -42,7 +45,8 @@ def build_multilevel(
     teacher = MaskTeacher(config, network, objective)
     clock = LevelClock(engine.device)
     reading: Reading = (HardReading if config.masking.selection == "hard" else SoftReading)(objective)
-    return LearnedMasks(config, teacher, _feedback(config, objective, sources, engine, reading, clock), clock)
+    feedback = _feedback(config, objective, sources, engine, make_engine, reading, clock)
+    return LearnedMasks(config, teacher, feedback, clock)
 
 
 def _refuse_rounded_weights(config: Config, engine: Engine) -> None:
@@ -64,16 +68,22 @@ def _feedback(
     objective: PatchObjective,
     sources: Sources,
     engine: Engine,
+    make_engine: MakeEngine,
     reading: Reading,
     clock: LevelClock,
 ) -> Feedback:
     downstream = sources.downstream
     if downstream is None:
         return Reconstruction(config, reading, clock)
+    if isinstance(objective, JointObjective):
+        return JointFeedback(config, reading, clock, level=objective.level, sources=downstream)
     head = Head(config, downstream.classes, engine.device, next(engine.module.parameters()).dtype)
     level = HeadLevel(config, objective, head)
     if config.multilevel.mode == "look_ahead":
         return LookAhead(config, reading, clock, level=level, sources=downstream, upcoming=sources.train)
+    if config.multilevel.second_level == "fine_tuning":
+        tuned = second_encoder(config, engine, make_engine)
+        return FineTuning(config, reading, clock, level=level, sources=downstream, tuned=tuned)
     return HeadFeedback(config, reading, clock, level=level, sources=downstream)
 
 

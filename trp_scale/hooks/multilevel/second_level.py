@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,7 +56,7 @@ class HeadLevel:
         self.config, self.objective, self.head = config, objective, head
         self.train_loss = self.validation_loss = torch.tensor(torch.nan)
 
-    def features(self, engine: Engine, batches: Sequence[Batch]) -> list[Tensor]:
+    def features(self, engine: Callable[..., Any], batches: Sequence[Batch]) -> list[Tensor]:
         """[B, D] of each micro-batch, of whole images, in one forward pass over all of them."""
         patches = [self.objective.patches(batch) for batch in batches]  # [B, N, P] each
         joined = torch.cat(patches)
