@@ -1,0 +1,176 @@
+"""What learned masks cost per step of the encoder, over plain MAE: counted arithmetic, and time.
+
+    python benchmarks/mlo_cost.py [--rows 8] [--rounds 7]
+
+Arithmetic is that of ViT-B/16 on 224 px with a decoder of 8 x 512: trp_scale/observe/multilevel_flops.py for ours,
+torch's own count for the reference, which differentiates automatically through the encoder's last step
+(benchmarks/mlo_unrolled.py). Time is of ViT-Ti with a decoder of the same proportions, in alternating rounds, of whole
+cycles, divided by their steps; the arithmetic of that model is beside it. D_tr and D_val have as many images as a step.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+import torch
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.image_steps import EncoderSize, counted_flops, random_images, resized
+from benchmarks.mlo_steps import CLASSES, cycle, cycle_steps, labelled_window, masks_trainer, plain_engines
+from benchmarks.mlo_unrolled import Rates, UnrolledMasks
+from benchmarks.rounds import Measured, alternate, pair_ratio
+from trp_scale.config import Config, split_patches
+from trp_scale.models.mae import MaskedAutoencoder
+from trp_scale.models.masking_network import NETWORKS
+from trp_scale.objectives.mae import MaskedPatchReconstruction
+from trp_scale.observe.multilevel_flops import multilevel_step_flops
+from trp_scale.observe.throughput import mae_step_flops
+from trp_scale.recipes.loader import load_recipe
+
+PLAIN = "plain MAE"
+OURS: dict[str, tuple[int, int, int]] = {
+    "unroll 2, every 1": (2, 1, 1),
+    "unroll 2, every 5": (2, 5, 1),
+    "unroll 1, every 1": (1, 1, 1),
+    "unroll 2, every 1, two micro-batches": (2, 1, 2),
+}
+"""Steps of the encoder, updates of the head, and micro-batches of D_tr and of D_val."""
+REFERENCE = {f"automatic differentiation, unroll {unroll}": unroll for unroll in (2, 1)}
+
+
+@dataclass(kw_only=True)
+class Options:
+    """What to measure."""
+
+    rows: int = 8
+    """Images per step; even."""
+    rounds: int = 7
+    """Measured cycles of each."""
+    model: EncoderSize = "tiny"
+    """Whose time is measured: ViT-Ti, S, B or L."""
+    decoder_layers: int = 8
+    """Of the measured model; its decoder's width is two thirds of the encoder's, as ViT-B's."""
+    size: int = 224
+    """Side of the measured model's images in pixels."""
+    network: Literal["flattened", "patchwise"] = "flattened"
+    """The masking network."""
+    precision: Literal["bf16", "fp32"] = "fp32"
+    """Of forward and backward; the reference is fp32."""
+    threads: int = 0
+    """Threads of torch; 0 = as torch chooses."""
+
+
+def large(options: Options) -> Config:
+    """ViT-B/16 with MAE's decoder."""
+    config = load_recipe("mae_vit_b")
+    config.batch.global_size = config.batch.micro_size = options.rows
+    config.masking.hidden_size = 512
+    config.training.steps, config.optimizer.warmup_steps = 10**9, 0
+    return config
+
+
+def measured_model(options: Options) -> Config:
+    """The same in small."""
+    config = resized(large(options), options.model)
+    config.vision.decoder_layers, config.vision.decoder_heads = options.decoder_layers, config.model.heads
+    config.vision.decoder_hidden_size = config.model.hidden_size * 2 // 3
+    while config.vision.decoder_hidden_size % config.vision.decoder_heads:
+        config.vision.decoder_heads -= 1
+    config.crops.size = options.size
+    config.training.precision = options.precision
+    return config
+
+
+def with_masks(config: Config, options: Options, cycle_of: tuple[int, int, int]) -> Config:
+    """These settings with learned masks."""
+    config = copy.deepcopy(config)
+    config.masking.network = options.network
+    config.multilevel.unroll, config.multilevel.every, parts = cycle_of
+    config.multilevel.micro_size = options.rows // parts
+    return config
+
+
+def reference_cycle(config: Config, options: Options, unroll: int, device: torch.device) -> Callable[[], object]:
+    """A cycle of the reference over images of noise."""
+    with device:
+        model, network = MaskedAutoencoder(config), NETWORKS[options.network](config)
+        visible = split_patches(config.crops.size, config.vision.patch_size, config.masking.ratio).visible
+        masks = UnrolledMasks(model, network, classes=CLASSES, visible=visible, unroll=unroll, rates=Rates())
+    (labelled,) = labelled_window(config, options.rows)
+    images, objective = (
+        random_images(config, options.rows),
+        MaskedPatchReconstruction(config.objective, config.vision.patch_size),
+    )
+    patches = objective.patches(images).to(device)
+    train = objective.patches(labelled).to(device), labelled["labels"].to(device)
+    return lambda: masks.cycle([patches] * unroll, train, train)
+
+
+def over_plain(config: Config, options: Options) -> dict[str, float]:
+    """Arithmetic of one step of the encoder over a step of plain MAE, both as they are computed."""
+    plain = mae_step_flops(config, rows=options.rows, computed=True)
+    found = {PLAIN: 1.0}
+    for name, cycle_of in OURS.items():
+        found[name] = multilevel_step_flops(with_masks(config, options, cycle_of), ranks=1, computed=True) / plain
+    for name, unroll in REFERENCE.items():
+        # On the meta device nothing is computed or held.
+        run = reference_cycle(config, replace(options, rows=1), unroll, torch.device("meta"))
+        found[name] = counted_flops(run) * options.rows / unroll / plain
+    return found
+
+
+def measure(options: Options, device: torch.device) -> dict[str, Measured]:
+    """Seconds of one step of the encoder."""
+    config = measured_model(options)
+    configs = {PLAIN: config, **{name: with_masks(config, options, one) for name, one in OURS.items()}}
+    steps = {name: cycle_steps(one) for name, one in configs.items()} | REFERENCE
+    calls = {name: cycle(one, masks_trainer(one, options.rows, plain_engines(device))) for name, one in configs.items()}
+    calls |= {name: reference_cycle(config, options, unroll, device) for name, unroll in REFERENCE.items()}
+    return {
+        name: Measured(
+            walls=tuple(wall / steps[name] for wall in one.walls), cpus=tuple(cpu / steps[name] for cpu in one.cpus)
+        )
+        for name, one in alternate(calls, rounds=options.rounds, warmup=1).items()
+    }
+
+
+def main(options: Options) -> None:
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    arithmetic, own = over_plain(large(options), options), over_plain(measured_model(options), options)
+    measured = measure(options, device)
+    images = f"{options.rows} images of {options.size} px, {options.precision}"
+    where = f"{device.type}, {torch.get_num_threads()} threads, {options.rounds} rounds"
+    table = Table(
+        title=f"cost per step of the encoder over plain MAE; time of ViT {options.model}, {images}, {where}",
+        caption="interval: 95 % of the median ratio, by processor time",
+    )
+    for name in ("masks", "FLOPs, ViT-B", "FLOPs, measured", "by processor time", "interval", "by the clock", "ms"):
+        table.add_column(name, justify="left" if name == "masks" else "right")
+    base = measured[PLAIN]
+    for name, one in measured.items():
+        clock, processor = pair_ratio(one.walls, base.walls), pair_ratio(one.cpus, base.cpus)
+        table.add_row(
+            name,
+            f"{arithmetic[name]:.2f}",
+            f"{own[name]:.2f}",
+            f"{processor.median:.2f}",
+            f"{processor.lower:.2f} to {processor.upper:.2f}",
+            f"{clock.median:.2f}",
+            f"{one.wall * 1e3:.0f}",
+        )
+    Console(width=140).print(table)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__, use_underscores=True))
