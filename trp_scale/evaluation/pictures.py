@@ -10,16 +10,18 @@ from torch import Tensor
 
 from trp_scale.batch import Batch
 from trp_scale.config import AdversaryConfig, RefusedError
+from trp_scale.evaluation.mask_pictures import draw_masks, pixels
 from trp_scale.evaluation.modality_pictures import draw_modalities, modality_reconstructions, task_losses
 from trp_scale.evaluation.trained_images import (
     TrainedImages,
     TrainedModalities,
+    load_masking_network,
     load_trained_images,
     load_trained_modalities,
     model_kind,
 )
 from trp_scale.hooks.adversary.projection import size
-from trp_scale.models.patches import gather_patches, unpatchify
+from trp_scale.models.patches import gather_patches
 from trp_scale.models.relative_positions import REACH, relaxed_index
 from trp_scale.objectives.image_patches import CHANNEL_DEVIATION, CHANNEL_MEAN, TARGET_EPS
 
@@ -32,8 +34,8 @@ GREY = 0.5
 
 
 def draw_pictures(source: Path, output: Path, rows: int = 8, data: str = "") -> list[str]:
-    """Draw reconstructions.png (of several modalities: of each) and, where an adversary perturbs positions,
-    positions.png.
+    """Draw reconstructions.png (of several modalities: of each), where an adversary perturbs positions positions.png,
+    and where a network chooses masks masks.png.
 
     Args:
         source: run directory or checkpoint.
@@ -62,6 +64,9 @@ def draw_pictures(source: Path, output: Path, rows: int = 8, data: str = "") -> 
     if trained.shape is not None and trained.perturbation is not None:
         path = output / "positions.png"
         lines.append(f"{path}: {_draw_positions(figure_of, trained, path)}")
+    if (network := load_masking_network(trained)) is not None:
+        path = output / "masks.png"
+        lines.append(f"{path}: {draw_masks(figure_of, trained, network, batch, path)}")
     return lines
 
 
@@ -108,14 +113,7 @@ def reconstructions(trained: TrainedImages, batch: Batch) -> tuple[dict[str, Ten
         "masked": patches.scatter(1, place, hidden),
         "reconstruction": patches.scatter(1, place, prediction),
     }
-    return {name: _pixels(value, trained.config.vision.patch_size) for name, value in shown.items()}, loss, mean_patch
-
-
-def _pixels(patches: Tensor, patch_size: int) -> Tensor:
-    """[R, N, P] normalised -> [R, 3, S, S] in [0, 1]."""
-    mean, deviation = torch.tensor([CHANNEL_MEAN, CHANNEL_DEVIATION]).view(2, 1, 3, 1, 1)
-    pixels: Tensor = unpatchify(patches, patch_size) * deviation + mean
-    return pixels.clamp(0, 1)
+    return {name: pixels(value, trained.config.vision.patch_size) for name, value in shown.items()}, loss, mean_patch
 
 
 def figure_class() -> type[Figure]:

@@ -20,7 +20,9 @@ from trp_scale.checkpoint.stored_pieces import read_full_state
 from trp_scale.config import Config, RefusedError
 from trp_scale.data.index import DataError
 from trp_scale.data.sources import Sources, open_sources
+from trp_scale.hooks.multilevel.hook import NETWORK
 from trp_scale.models.mae import MaskedAutoencoder
+from trp_scale.models.masking_network import NETWORKS, MaskingNetwork
 from trp_scale.models.mm_mae import MultimodalMaskedAutoencoder
 from trp_scale.models.perturbation import PerturbationShape, perturbation_shape
 from trp_scale.objectives.mae import MaskedPatchReconstruction
@@ -170,12 +172,19 @@ def _read(source: Path, data: str, kind: str) -> tuple[Path, CheckpointDocument,
     return checkpoint, document, config
 
 
-def _with_weights(model: Model, checkpoint: Path) -> Model:
+def _with_weights(model: Model, checkpoint: Path, prefix: str = "") -> Model:
     weights = read_full_state(checkpoint)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(weights[name])
+            parameter.copy_(weights[prefix + name])
     return model.eval()
+
+
+def load_masking_network(trained: TrainedImages) -> MaskingNetwork | None:
+    """What chose the run's masks; None where they were drawn at random."""
+    if trained.config.masking.network == "none":
+        return None
+    return _with_weights(NETWORKS[trained.config.masking.network](trained.config), trained.checkpoint, f"{NETWORK}.")
 
 
 def _perturbation(checkpoint: Path, document: CheckpointDocument) -> Tensor:

@@ -1,0 +1,169 @@
+"""MAE against MLO-MAE at equal wall time on real images: a linear probe on a test set, several seeds.
+
+    python benchmarks/mlo_trial.py --train data/cifar10 --test data/cifar10-test --run_dir runs/mlo_trial
+
+Both methods train the same small ViT from the recipe mlo_mae_cifar. MAE makes `--steps` steps; MLO-MAE makes as many as
+take the same time, by the median ratio of a few alternating rounds measured first. Runs go one after the other, or
+`--processes` at a time on a core each; finished ones are not trained again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from trp_scale.config import RefusedError
+from trp_scale.evaluation.linear_probe import linear_probe
+from trp_scale.evaluation.trained_images import load_trained_images
+from trp_scale.observe.report import read_summary
+
+ROOT = Path(__file__).resolve().parent.parent
+
+SMALL = {
+    "model.layers": 4,
+    "model.hidden_size": 128,
+    "model.heads": 4,
+    "model.intermediate_size": 512,
+    "vision.patch_size": 4,
+    "vision.decoder_layers": 1,
+    "vision.decoder_hidden_size": 64,
+    "vision.decoder_heads": 2,
+    "batch.micro_size": 128,
+    "data.workers": 0,
+    "data.validation_fraction": 0.0,
+    "training.precision": "fp32",
+    "optimizer.lr": 1.5e-3,
+    "masking.hidden_size": 128,
+    "multilevel.head_norm": "layer",
+    "multilevel.head_lr": 1e-2,
+    "checkpoint.every": 0,
+    "logging.every": 20,
+}
+"""A ViT that two cores can train; the rest is as in mlo_mae_cifar."""
+
+METHODS: dict[str, dict[str, str | int | float]] = {
+    "MAE": {"masking.network": "none"},
+    "MLO-MAE": {},
+}
+"""What differs. MAE sees all of the training set, MLO-MAE's encoder the 80 % that are D_tr, as in the paper."""
+
+ROUNDS, ROUND_STEPS = 3, 12
+"""Of the measurement of the ratio; a round's first steps are not counted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trial:
+    """What a run gave. Attributes: steps; seconds it trained; accuracy of the linear probe on the test set."""
+
+    steps: int
+    seconds: float
+    accuracy: float
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--train", type=Path, required=True, help="sharded training images with classes")
+    parser.add_argument("--test", type=Path, required=True, help="sharded test images")
+    parser.add_argument("--run_dir", type=Path, required=True)
+    parser.add_argument("--steps", type=int, default=3000, help="of MAE")
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--set", nargs="*", default=[], metavar="SECTION.FIELD=VALUE", help="settings of both methods")
+    arguments = parser.parse_args(argv)
+    settings = {**SMALL, "data.path": arguments.train, **dict(each.split("=", 1) for each in arguments.set)}
+    ratio = measured_ratio(arguments.run_dir / "ratio", settings)
+    steps = {"MAE": arguments.steps, "MLO-MAE": max(2, round(arguments.steps / ratio))}
+    with ThreadPoolExecutor(arguments.processes) as pool:
+        pending = {
+            (method, seed): pool.submit(
+                trial, arguments.run_dir / f"{method}-{seed}", method, seed, steps[method], settings, arguments.test
+            )
+            for seed in range(arguments.seeds)
+            for method in METHODS
+        }
+        found = {key: each.result() for key, each in pending.items()}
+    Console(width=100).print(table_of(found, ratio, arguments.seeds))
+
+
+def measured_ratio(directory: Path, settings: dict[str, object]) -> float:
+    """Seconds of a step of MLO-MAE's over MAE's: median over rounds that alternate; kept with the runs."""
+    stored = directory.with_suffix(".json")
+    if stored.exists():
+        return float(json.loads(stored.read_text())["ratio"])
+    rounds = []
+    for number in range(ROUNDS):
+        seconds = {}
+        for method in METHODS:
+            run_dir = directory / f"{method}-{number}"
+            flags = {**settings, **METHODS[method], "training.steps": ROUND_STEPS, "logging.every": 1}
+            run(run_dir, flags)
+            lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+            # Whole cycles of two steps, the first two left out.
+            seconds[method] = statistics.fmean(line["step_seconds"] for line in lines[ROUND_STEPS // 3 :])
+        rounds.append(seconds["MLO-MAE"] / seconds["MAE"])
+    ratio = statistics.median(rounds)
+    stored.write_text(json.dumps({"ratio": ratio, "rounds": rounds}))
+    return ratio
+
+
+def trial(directory: Path, method: str, seed: int, steps: int, settings: dict[str, object], test: Path) -> Trial:
+    """Train, unless it is finished, and probe."""
+    if read_summary(directory).get("exit_reason") != "finished":
+        run(directory, {**settings, **METHODS[method], "training.seed": seed, "training.steps": steps})
+    accuracy = directory / "probe.json"
+    if not accuracy.exists():
+        trained = load_trained_images(directory)
+        accuracy.write_text(json.dumps(linear_probe(trained, size=trained.config.crops.size, test=test)))
+    logged = [json.loads(line)["step_seconds"] for line in (directory / "metrics.jsonl").read_text().splitlines()]
+    seconds = statistics.fmean(logged) * steps  # each line has the mean since the one before
+    return Trial(steps=steps, seconds=seconds, accuracy=float(json.loads(accuracy.read_text())))
+
+
+def run(directory: Path, settings: dict[str, object]) -> None:
+    """One run of `trp-scale pretrain`, on one core.
+
+    Raises:
+        RefusedError: it did not finish.
+    """
+    flags = [word for name, value in {"run_dir": directory, **settings}.items() for word in (f"--{name}", str(value))]
+    command = [sys.executable, "-m", "trp_scale.cli", "pretrain", "--recipe", "mlo_mae_cifar", *flags]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TRP_SCALE_PROGRESS": "plain"}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if ended.returncode:
+        raise RefusedError(f"{directory}: exit status {ended.returncode}\n{ended.stdout[-2000:]}{ended.stderr}")
+
+
+def table_of(found: dict[tuple[str, int], Trial], ratio: float, seeds: int) -> Table:
+    """Methods by seeds."""
+    table = Table(
+        title=f"linear probe on the test set at equal wall time (a step of MLO-MAE takes {ratio:.2f} of MAE's)"
+    )
+    for column in ("method", "steps", "minutes", *(f"seed {seed}" for seed in range(seeds)), "mean ± deviation"):
+        table.add_column(column, justify="left" if column == "method" else "right")
+    for method in METHODS:
+        runs = [found[method, seed] for seed in range(seeds)]
+        accuracies = [100 * each.accuracy for each in runs]
+        deviation = statistics.stdev(accuracies) if seeds > 1 else 0.0
+        table.add_row(
+            method,
+            str(runs[0].steps),
+            f"{statistics.fmean(each.seconds for each in runs) / 60:.1f}",
+            *(f"{accuracy:.2f}" for accuracy in accuracies),
+            f"{statistics.fmean(accuracies):.2f} ± {deviation:.2f}",
+        )
+    return table
+
+
+if __name__ == "__main__":
+    main()

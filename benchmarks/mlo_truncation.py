@@ -1,0 +1,93 @@
+"""What the hypergradient leaves out when it goes through the last of the unrolled steps alone (`derivative: last`).
+
+    python benchmarks/mlo_truncation.py --data data/scenes [further flags of trp-scale pretrain]
+
+Trains the recipe mlo_mae_tiny for some steps, looking ahead with `derivative: full`, and prints for 1, 2 and 5 unrolled
+steps how far the masking network's gradient from the last step alone is from that of all of them: the relative error
+and the cosine, medians over the lessons.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from trp_scale.distributed.environment import Environment
+from trp_scale.hooks.multilevel.feedback import Lessons
+from trp_scale.hooks.multilevel.hook import LearnedMasks
+from trp_scale.hooks.multilevel.masks import MaskTeacher
+from trp_scale.hooks.multilevel.selection import patch_weights
+from trp_scale.recipes.arguments import parse
+from trp_scale.training.pretrain import Run
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--data", required=True, help="sharded images with classes")
+    parser.add_argument("--steps", type=int, default=60, help="steps of the encoder")
+    parser.add_argument("--unroll", type=int, nargs="+", default=[1, 2, 5])
+    arguments, flags = parser.parse_known_args(argv)
+    table = Table(title="the last unrolled step's hypergradient against that of all of them")
+    for column in ("unroll", "lessons", "relative error", "cosine"):
+        table.add_column(column, justify="right")
+    for unroll in arguments.unroll:
+        found = truncation(arguments.data, unroll, arguments.steps, flags)
+        errors, cosines = (statistics.median(each) for each in zip(*found, strict=True))
+        table.add_row(str(unroll), str(len(found)), f"{errors:.3f}", f"{cosines:.3f}")
+    Console(width=100).print(table)
+
+
+def truncation(data: str, unroll: int, steps: int, flags: Sequence[str]) -> list[tuple[float, float]]:
+    """(relative error, cosine) of every lesson of a short run."""
+    found: list[tuple[float, float]] = []
+    settings: dict[str, Any] = {
+        "multilevel.mode": "look_ahead",
+        "multilevel.derivative": "full",
+        "multilevel.unroll": unroll,
+        "training.steps": steps,
+        "optimizer.warmup_steps": 0,
+        "validation.every": 0,
+        "data.workers": 0,
+        "logging.progress": "false",
+    }
+    given = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
+    with tempfile.TemporaryDirectory() as directory, Environment() as environment:
+        command = ["--recipe", "mlo_mae_tiny", "--data.path", data, "--run_dir", directory, *given, *flags]
+        run = Run(parse(command), environment, Path(directory), "plain", lambda: None)
+        (hook,) = (each for each in run.hooks.all if isinstance(each, LearnedMasks))
+        teach = hook.teacher.teach
+
+        def compared(lessons: Lessons, scale: float) -> None:
+            last, every = (gradient(hook.teacher, part) for part in (lessons[:1], lessons))
+            error = float((last - every).norm() / every.norm())
+            found.append((error, float(last @ every / (last.norm() * every.norm()))))
+            teach(lessons, scale)
+
+        hook.teacher.teach = compared  # type: ignore[method-assign]
+        run.train()
+    return found
+
+
+def gradient(teacher: MaskTeacher, lessons: Lessons) -> Tensor:
+    """The masking network's gradient of some lessons, flat."""
+    losses = []
+    for window, parts in lessons:
+        for selection, lesson in zip(window.selections, parts, strict=True):
+            weights = patch_weights(teacher.network(selection.embeddings), selection, teacher.choice)
+            losses.append((weights.masked * lesson.of_weights).sum() * window.factor)
+    parameters = list(teacher.network.module.parameters())
+    found = torch.autograd.grad(torch.stack(losses).sum(), parameters)
+    return torch.cat([each.reshape(-1) for each in found]).double()
+
+
+if __name__ == "__main__":
+    main()
