@@ -183,11 +183,13 @@ def masks_run(
 
 @dataclass(kw_only=True)
 class MasksResult(Result):
-    """What a run gave. Attributes: network: weights of the masking network; head: of the head; all at the end."""
+    """What a run gave. Attributes: network: weights of the masking network; head: of the head; tuned: of a second
+    encoder, where there is one; all at the end."""
 
     network: dict[str, Tensor]
     network_initial: dict[str, Tensor]
     head: dict[str, Any]
+    tuned: dict[str, Tensor]
 
 
 def run_masks(layout: Layout, changes: dict[str, Any], *, halves: bool = False) -> MasksResult:
@@ -200,7 +202,9 @@ def run_masks(layout: Layout, changes: dict[str, Any], *, halves: bool = False) 
         run.trainer.train_step()
     weights, own = run.engine.full_weights(), network.full_weights()
     head = run.hook.feedback.state_dict().get("head", {})
-    for engine in (run.engine, *run.hook.engines().values()):
+    engines = run.hook.engines()
+    tuned = engines["fine_tuned"].full_weights() if "fine_tuned" in engines else {}
+    for engine in (run.engine, *engines.values()):
         engine.close()
     return MasksResult(
         weights=by_projection(weights),
@@ -210,4 +214,5 @@ def run_masks(layout: Layout, changes: dict[str, Any], *, halves: bool = False) 
         network=own,
         network_initial=network_initial,
         head=head,
+        tuned=by_projection(tuned),
     )

@@ -1,0 +1,76 @@
+"""Invariant 1 for joint steps and for a fine-tuned second encoder: the same run however the global batch is split."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.distributed.engine_layouts import LAYOUTS
+from tests.parity.compare import distances, too_far
+from tests.ranks import Ranks
+from tests.synthetic import Layout, Result
+from tests.synthetic_masks import MasksResult, run_masks
+
+STEPS = 5
+UNROLL = 2
+LEVELS: dict[str, dict[str, Any]] = {
+    "joint": {"second_level": "joint", "gamma": 0.5, "batch_size": 12},
+    "fine_tuning": {"second_level": "fine_tuning", "proximity": 20.0},
+}
+ACCUMULATION = {"plain": 1, "fsdp": 2, "zero2": 1, "zero3": 2, "zero3_offload": 1}
+"""Micro-batches of D_u on each rank, by engine; DeepSpeed believes that a window holds no more than these."""
+DIFFERENCE = 1.0
+"""Long, so that what fp32 rounds of a difference of losses does not hide how near the runs are."""
+
+
+def changes(level: str, accumulation: int) -> dict[str, Any]:
+    """D_tr and D_val have a micro-batch less than D_u on each rank, where those are several."""
+    size, split = LEVELS[level].get("batch_size", 8), max(1, accumulation // 2)
+    own = {"unroll": UNROLL, "difference": DIFFERENCE, "micro_size": size // 2 // split, **LEVELS[level]}
+    return {"multilevel": own, "training": {"steps": STEPS}, "optimizer": {"clipping": 1.0}}
+
+
+@lru_cache
+def reference(level: str) -> MasksResult:
+    """Plain, accumulation 4."""
+    return run_masks(Layout(micro_size=2), changes(level, 4))
+
+
+def travelled(ours: dict[str, Tensor], theirs: dict[str, Tensor], start: dict[str, Tensor]) -> float:
+    """Of everything that is in `theirs`."""
+    pair = [Result(weights=each, initial=start, steps=[], moved=True) for each in (ours, theirs)]
+    return distances(*pair, skip_key_biases=True)["all"][1]
+
+
+def head_of(result: MasksResult) -> dict[str, Tensor]:
+    return {name: state["value"] for name, state in result.head.items()}
+
+
+def encoder_of(weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Without what the second encoder's features do not depend on: an engine may let it decay or not."""
+    return {
+        name: value for name, value in weights.items() if not name.startswith(("decoder_", "prediction.", "mask_token"))
+    }
+
+
+@pytest.mark.parametrize("engine", ACCUMULATION)
+@pytest.mark.parametrize("level", LEVELS)
+def test_every_split_gives_the_same_run(two_ranks: Ranks, level: str, engine: str) -> None:
+    layout = replace(LAYOUTS[engine], micro_size=(8 if engine == "plain" else 4) // ACCUMULATION[engine])
+    arguments = (layout, changes(level, ACCUMULATION[engine]))
+    ours = run_masks(*arguments) if engine == "plain" else two_ranks(run_masks, *arguments)[0]
+    theirs = reference(level)
+    assert ours.moved and too_far(ours, theirs) == []
+    assert travelled(ours.network, theirs.network, theirs.network_initial) < 1e-4
+    zeros = {name: torch.zeros_like(value) for name, value in head_of(theirs).items()}
+    assert travelled(head_of(ours), head_of(theirs), zeros) < 1e-5
+    for step, (mine, other) in enumerate(zip(ours.steps, theirs.steps, strict=True)):
+        assert mine.task_losses == pytest.approx(other.task_losses, rel=1e-5), step
+    if level == "fine_tuning":
+        pair = encoder_of(ours.tuned), encoder_of(theirs.tuned)
+        assert travelled(*pair, encoder_of(theirs.initial)) < 1e-4
