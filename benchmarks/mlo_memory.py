@@ -1,0 +1,171 @@
+"""Peak memory of a rank with learned masks over plain MAE: whole weights, FSDP2 and ZeRO-3 on two ranks.
+
+    python benchmarks/mlo_memory.py [--layers 12] [--hidden_size 768]
+
+The excess is in units of a rank's share of one copy of the weights (4 bytes a parameter): vectors over all parameters
+that an update of the masking network holds. Images are small and few, so that what whole images add to activations is
+next to nothing, and the masking network is the small one (patchwise), whose states are printed. On a CPU the peak is
+the resident set above what the imports take, with an allocator that gives memory back at once; on GPUs it is torch's
+count of allocated memory.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.multiprocessing as multiprocessing
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.memory import LAYOUTS, ZERO3, resident_bytes
+from benchmarks.mlo_steps import masks_trainer
+from trp_scale.config import BatchConfig, Config, CropsConfig, MaskingConfig, ModelConfig, OptimizerConfig, VisionConfig
+from trp_scale.distributed.environment import Environment
+from trp_scale.engines.base import Engine
+from trp_scale.engines.build import build_engine, build_second_engine
+
+ROWS, CYCLES, PORT = 1, 2, 29631
+
+
+@dataclass(kw_only=True)
+class Options:
+    """The model: ViT-B with MAE's decoder on four patches of 16 px, so that weights are nearly everything."""
+
+    layers: int = 12
+    """Blocks of the encoder."""
+    hidden_size: int = 768
+    """Width of the encoder."""
+    decoder_layers: int = 8
+    """Blocks of the decoder."""
+    size: int = 32
+    """Side of the images in pixels."""
+    layouts: tuple[str, ...] = tuple(LAYOUTS)
+    """Which are measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Peak:
+    """What one rank found.
+
+    Attributes:
+        peak: largest memory in bytes.
+        parameters: of the model.
+        network: of the masking network.
+    """
+
+    peak: int
+    parameters: int
+    network: int
+
+
+def settings(options: Options, world: int, *, masks: bool) -> Config:
+    """Updates of everything at every step."""
+    config = Config(
+        model=ModelConfig(
+            kind="mae",
+            layers=options.layers,
+            hidden_size=options.hidden_size,
+            heads=options.hidden_size // 64,
+            intermediate_size=4 * options.hidden_size,
+            dropout=0.0,
+        ),
+        vision=VisionConfig(decoder_layers=options.decoder_layers),
+        crops=CropsConfig(size=options.size),
+        masking=MaskingConfig(ratio=0.5, network="patchwise" if masks else "none"),
+        batch=BatchConfig(global_size=ROWS * world, micro_size=ROWS),
+        optimizer=OptimizerConfig(warmup_steps=0, schedule="constant"),
+    )
+    config.balancer.kind = "uniform"
+    config.multilevel.unroll = config.multilevel.every = 1
+    return config
+
+
+def measure(layout: str, options: Options, *, masks: bool) -> Peak:
+    """A few steps on this rank, which `start` has given its place."""
+    name, world, _ = LAYOUTS[layout]
+    config = settings(options, world, masks=masks)
+    if name == "deepspeed":
+        import deepspeed  # noqa: F401  its import belongs to the base line
+    with Environment() as environment:
+        base = resident_bytes()
+        document = json.loads(ZERO3.read_text()) if name == "deepspeed" else None
+        engines: list[Engine] = []
+        counts: list[int] = []
+
+        def make_engine(module: torch.nn.Module, own: Config) -> Engine:
+            build = build_second_engine if engines else build_engine
+            counts.append(sum(parameter.numel() for parameter in module.parameters()))
+            place = {"device": environment.device, "data_group": environment.data}
+            engines.append(build(name, module, own, **place, ds_document=document))
+            return engines[-1]
+
+        trainer = masks_trainer(config, ROWS, make_engine)
+        for _ in range(CYCLES):
+            trainer.train_step()
+        on_gpu = environment.device.type == "cuda"
+        peak = torch.cuda.max_memory_allocated() if on_gpu else resident_bytes() - base
+        for engine in engines:
+            engine.close()
+    return Peak(peak=peak, parameters=counts[0], network=sum(counts[1:]))
+
+
+def start(rank: int, layout: str, masks: bool, options: Options, answers: Any) -> None:
+    """`measure` on one rank of several processes."""
+    world, port = LAYOUTS[layout][1], PORT + 2 * list(LAYOUTS).index(layout) + masks
+    values = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    if world > 1:
+        os.environ.update({name: str(value) for name, value in values.items()})
+    torch.set_num_threads(1)
+    answers.put(measure(layout, options, masks=masks))
+
+
+def peak_of(layout: str, options: Options, *, masks: bool) -> Peak:
+    """The largest over the ranks, in processes of their own: a resident set's peak never falls."""
+    context = multiprocessing.get_context("spawn")
+    answers = context.SimpleQueue()
+    processes = [
+        context.Process(target=start, args=(rank, layout, masks, options, answers))
+        for rank in range(LAYOUTS[layout][1])
+    ]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    if failed := [process.exitcode for process in processes if process.exitcode]:
+        raise SystemExit(f"{layout}: a rank ended with {failed}")
+    return max((answers.get() for _ in processes), key=lambda one: one.peak)
+
+
+def row_of(layout: str, plain: Peak, masks: Peak) -> tuple[str, ...]:
+    """A line of the table: memory in MB, and the excess in copies of the weights."""
+    _, world, state_bytes = LAYOUTS[layout]
+    copy, states = 4 * plain.parameters / world, state_bytes * masks.network / world
+    excess = masks.peak - plain.peak
+    megabytes = (copy, plain.peak, masks.peak, excess, states)
+    return (layout, str(world), *(f"{one / 2**20:.0f}" for one in megabytes), f"{(excess - states) / copy:.2f}")
+
+
+def main(options: Options) -> None:
+    # Read by glibc at the start of the processes below: freed tensors go back to the system and leave the resident set.
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = os.environ["MALLOC_TRIM_THRESHOLD_"] = str(1 << 17)
+    table = Table(
+        title=f"ViT {options.layers} x {options.hidden_size}, decoder {options.decoder_layers} x 512; MB a rank"
+    )
+    for name in ("layout", "ranks", "copy", "plain", "masks", "excess", "network's states", "copies without them"):
+        table.add_column(name, justify="left" if name == "layout" else "right")
+    for layout in options.layouts:
+        table.add_row(*row_of(layout, *(peak_of(layout, options, masks=masks) for masks in (False, True))))
+    Console(width=120).print(table)
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__, use_underscores=True))
