@@ -47,6 +47,8 @@ CASES: list[dict[str, Any]] = [
     {"masking": {"selection": "softsort"}},
     {"multilevel": {"mode": "look_ahead", "every": 2}},
     {"multilevel": {"mode": "look_ahead", "derivative": "full", "unroll": 3, "micro_size": 2}},
+    {"multilevel": {"second_level": "joint", "batch_size": 4, "micro_size": 2}},
+    {"multilevel": {"second_level": "fine_tuning", "unroll": 1, "every": 2}},
     {"multilevel": {"feedback": "reconstruction", "unroll": 1, "every": 2}},
     {"multilevel": {"feedback": "reconstruction"}, "masking": {"selection": "straight_through"}},
 ]
@@ -65,7 +67,8 @@ def test_a_cycle_is_what_torch_counts_in_it(changes: dict[str, Any]) -> None:
         backward += settings.unroll + (2 * (settings.unroll - 1) if settings.derivative == "full" else 0)
     unneeded = backward * of_pixels(config, ROWS * CROPS * VISIBLE)
     if settings.feedback == "downstream":
-        unneeded += 2 * of_pixels(config, images * CROPS * PATCHES)
+        on_train = {"head": 1, "joint": steps, "fine_tuning": settings.every}[settings.second_level]
+        unneeded += (on_train + 1) * of_pixels(config, images * CROPS * PATCHES)
     expected = steps * multilevel_step_flops(config, ranks=1, computed=True) - unneeded
     assert counted_cycle(config) == pytest.approx(expected, rel=1e-12)
 
