@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from trp_scale.config import OptimizerConfig
+from trp_scale.engines.base import EngineError
 
 if TYPE_CHECKING:
     from trp_scale.engines.base import Engine
@@ -58,6 +59,8 @@ def adamw_response(
     if config.kind == "sgd":
         return direction.times(scale)
     steps = engine.optimizer_steps()
+    if steps == 0:
+        raise EngineError("step_response is of the last step, and no step has been made; call it after one")
     scale *= (1 - config.beta1) / (1 - config.beta1**steps)
     parts = [
         scale * part / ((piece.tensors["exp_avg_sq"] / (1 - config.beta2**steps)).sqrt() + config.eps)
