@@ -19,9 +19,9 @@ class MultilevelConfig:
     on D_tr's classes and gamma x reconstruction (BLO-MAE, eq. 5). fine_tuning: a second encoder, held near the first by
     proximity, learns with the head (eq. 13)."""
     gamma: float = 1.0
-    """joint: weight of the reconstruction (eq. 5)."""
+    """joint: weight of the reconstruction, that of the classification is 1 (eq. 5)."""
     proximity: float = 1.0
-    """fine_tuning: lambda of lambda ||F - E||^2 (eq. 13)."""
+    """fine_tuning: lambda of lambda ||F - E||^2 (eq. 13): a step takes F 2 x learning rate x lambda of the way to E."""
     mode: Literal["committed", "look_ahead"] = "committed"
     """committed: encoder and head really step, by AdamW, then the hypergradient is of that step, second moment held.
     look_ahead: it is of steps of gradient descent that are taken back, as printed (eq. 6-8)."""
@@ -59,7 +59,8 @@ class MultilevelConfig:
     weight_decay: float = 0.05
     """Decay of the masking network's matrices (Table 11)."""
     eps: float = 1e-8
-    """AdamW's eps of the masking network, times optimizer.lr: hypergradients carry the encoder's learning rate."""
+    """AdamW's eps of the masking network, times optimizer.lr: hypergradients carry the encoder's learning rate. With
+    fine_tuning also times 2 optimizer.lr proximity."""
     difference: float = 1e-2
     """Length of the step to both sides by which directional derivatives are taken (fp32: 1e-2; float64: 1e-4)."""
     exact_every: int = 0

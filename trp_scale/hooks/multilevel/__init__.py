@@ -18,7 +18,7 @@ from trp_scale.hooks.multilevel.hypergradient import HardReading, Reading, SoftR
 from trp_scale.hooks.multilevel.joint import JointFeedback
 from trp_scale.hooks.multilevel.joint_objective import JointObjective
 from trp_scale.hooks.multilevel.look_ahead import LookAhead
-from trp_scale.hooks.multilevel.masks import MaskTeacher
+from trp_scale.hooks.multilevel.masks import MaskTeacher, network_eps
 from trp_scale.hooks.multilevel.second_level import HeadLevel
 from trp_scale.models.masking_network import NETWORKS
 from trp_scale.objectives.base import PatchObjective
@@ -88,11 +88,11 @@ def _feedback(
 
 
 def network_config(config: Config) -> Config:
-    """The run's settings with the masking network's optimizer. Its eps carries the encoder's learning rate, as
-    hypergradients do; without that nothing moves (algorithms.md)."""
+    """The run's settings with the masking network's optimizer. Its eps carries what hypergradients carry; without
+    that nothing moves (algorithms.md)."""
     own, settings = copy.deepcopy(config), config.multilevel
     own.optimizer.kind, own.optimizer.clipping = "adamw", 0.0
     own.optimizer.lr, own.optimizer.weight_decay = settings.lr, settings.weight_decay
-    own.optimizer.eps = settings.eps * config.optimizer.lr
+    own.optimizer.eps = network_eps(config)
     own.training.compile = False
     return own

@@ -104,7 +104,7 @@ class MaskTeacher:
         self.config, self.network, self.objective = config, network, objective
         self.choice = choice_of(config.masking)
         self.patches = (config.crops.size // config.vision.patch_size) ** 2
-        self.eps = config.multilevel.eps * config.optimizer.lr
+        self.eps = network_eps(config)
         self.gradient_norm = self.below_eps = torch.tensor(torch.nan)
 
     @torch.no_grad()
@@ -187,6 +187,14 @@ class MaskTeacher:
         below, number = self.network.data_group.sum(found)
         share_below: Tensor = below / number
         return share_below
+
+
+def network_eps(config: Config) -> float:
+    """AdamW's eps of the masking network, in units of its gradients: they carry the encoder's learning rate, and with a
+    fine-tuned second encoder the share of the way that it follows the first (fine_tuning.py)."""
+    settings, lr = config.multilevel, config.optimizer.lr
+    follows = settings.feedback == "downstream" and settings.second_level == "fine_tuning"
+    return settings.eps * lr * (2.0 * lr * settings.proximity if follows else 1.0)
 
 
 def rows(micro: Batch) -> Tensor:
