@@ -15,6 +15,7 @@ from torch import Tensor
 
 from trp_scale.checkpoint.agreement import together
 from trp_scale.checkpoint.document import CheckpointDocument, read_document
+from trp_scale.checkpoint.engine_group import other_engines
 from trp_scale.checkpoint.errors import CheckpointError
 from trp_scale.checkpoint.regions import FlatRange, Region, Runs, check_covered_once, overlap, parse_region
 from trp_scale.checkpoint.tensor_file import DTYPES, check_sound
@@ -183,13 +184,27 @@ def open_pieces(path: Path, document: CheckpointDocument, group: Group) -> Store
     return StoredPieces(path, document, headers)  # the same on every rank, and so are its errors
 
 
-def read_full_state(path: Path, state: str = "weight") -> dict[str, Tensor]:
+def read_full_state(path: Path, state: str = "weight", engine: str = "") -> dict[str, Tensor]:
     """All tensors of one state ("weight", "exp_avg", "exp_avg_sq"), whole, on the CPU; no engine is needed.
+
+    Args:
+        engine: whose; empty = the run's own, without those of its hooks' engines (engine_group.py).
 
     Raises:
         CheckpointError: the checkpoint is not complete or damaged.
     """
     document = read_document(path)
     with open_pieces(path, document, Group("world")).reader() as reader:
-        names = [name for name, tensor in document.tensors.items() if state in tensor.states]
-        return {name: reader.whole(state, name) for name in names}
+        own = own_names(document, engine)
+        return {
+            short: reader.whole(state, name) for short, name in own.items() if state in document.tensors[name].states
+        }
+
+
+def own_names(document: CheckpointDocument, engine: str = "") -> dict[str, str]:
+    """Names of one engine's tensors: as the engine has them -> as they are stored."""
+    if engine:
+        prefix = f"{engine}."
+        return {name.removeprefix(prefix): name for name in document.tensors if name.startswith(prefix)}
+    others = tuple(f"{name}." for name in other_engines(document.engine_state))
+    return {name: name for name in document.tensors if not name.startswith(others)}

@@ -172,11 +172,11 @@ def _read(source: Path, data: str, kind: str) -> tuple[Path, CheckpointDocument,
     return checkpoint, document, config
 
 
-def _with_weights(model: Model, checkpoint: Path, prefix: str = "") -> Model:
-    weights = read_full_state(checkpoint)
+def _with_weights(model: Model, checkpoint: Path, engine: str = "") -> Model:
+    weights = read_full_state(checkpoint, engine=engine)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(weights[prefix + name])
+            parameter.copy_(weights[name])
     return model.eval()
 
 
@@ -184,7 +184,7 @@ def load_masking_network(trained: TrainedImages) -> MaskingNetwork | None:
     """What chose the run's masks; None where they were drawn at random."""
     if trained.config.masking.network == "none":
         return None
-    return _with_weights(NETWORKS[trained.config.masking.network](trained.config), trained.checkpoint, f"{NETWORK}.")
+    return _with_weights(NETWORKS[trained.config.masking.network](trained.config), trained.checkpoint, NETWORK)
 
 
 def _perturbation(checkpoint: Path, document: CheckpointDocument) -> Tensor:

@@ -85,6 +85,10 @@ class Hook:
     def after_step(self, ctx: StepContext, stats: StepStats) -> None:
         """After the update or the skip; commit the hook's own state only if stats.applied."""
 
+    def engines(self) -> Mapping[str, Engine]:
+        """Engines that the hook trains beside the run's own, by name; the checkpoint holds them too."""
+        return {}
+
     def metrics(self) -> Mapping[str, Any]:
         """JSON values for this step's line in metrics.jsonl, under the hook's name; asked for on logged steps only."""
         return {}
@@ -136,6 +140,9 @@ class Hooks:
     def after_step(self, ctx: StepContext, stats: StepStats) -> None:
         for hook in self.all:
             hook.after_step(ctx, stats)
+
+    def engines(self) -> dict[str, Engine]:
+        return {name: engine for hook in self.all for name, engine in hook.engines().items()}
 
     def metrics(self) -> dict[str, Mapping[str, Any]]:
         return {hook.name: values for hook in self.all if (values := hook.metrics())}

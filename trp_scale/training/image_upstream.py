@@ -19,7 +19,6 @@ from trp_scale.hooks.base import Hook
 from trp_scale.hooks.multilevel import build_multilevel
 from trp_scale.hooks.multilevel.joint_objective import JointObjective
 from trp_scale.hooks.uniformity import Uniformity
-from trp_scale.models.given_weights import load_given_weights
 from trp_scale.models.mae import MaskedAutoencoder
 from trp_scale.models.perturbation import perturbation_shape
 from trp_scale.objectives.base import PatchObjective
@@ -27,6 +26,7 @@ from trp_scale.objectives.mae import MaskedPatchReconstruction
 from trp_scale.objectives.u_mae import UniformPatchReconstruction
 from trp_scale.observe.multilevel_flops import multilevel_step_flops
 from trp_scale.observe.throughput import mae_step_flops
+from trp_scale.training.initial_weights import give_weights
 from trp_scale.training.loop import WindowSource
 
 
@@ -56,7 +56,7 @@ class ImageUpstream:
 
     def model(self) -> nn.Module:
         model = MaskedAutoencoder(self.config)
-        load_given_weights(model, self.config.model.weights)
+        give_weights(model, self.config.model.weights)
         return model
 
     def hooks(self, engine: Engine, make_engine: MakeEngine) -> list[Hook]:

@@ -14,6 +14,7 @@ import torch
 from trp_scale.checkpoint import manager
 from trp_scale.checkpoint.agreement import check_shared_directory, on_rank_zero, together
 from trp_scale.checkpoint.document import read_document
+from trp_scale.checkpoint.engine_group import EngineGroup
 from trp_scale.checkpoint.resume import select, take_back
 from trp_scale.checkpoint.resume_rules import check_settings
 from trp_scale.distributed.environment import Environment
@@ -103,6 +104,7 @@ class Run:
         self.engine = build_engine(engine_name, self.upstream.model(), config, **settings)
         others = self.upstream.hooks(self.engine, partial(build_second_engine, engine_name, **settings))
         self.hooks = Hooks(balancer, others)
+        self.engines = EngineGroup(self.engine, self.hooks.engines())
         self.state = TrainingState()
         self.agreement = StepAgreement(self.world, config.data.max_corrupt_blocks)
         if selection.checkpoint is not None:
@@ -125,7 +127,8 @@ class Run:
             raise
         self.observer.close(reason)
         self.sources.close()
-        self.engine.close()
+        for engine in (*self.hooks.engines().values(), self.engine):
+            engine.close()
         return EXIT_SKIPPED if self.state.skipped > self.config.training.max_skipped_steps else EXIT_FINISHED
 
     def _trainer(self, stop_requested: Callable[[], str | None]) -> Trainer:
@@ -158,7 +161,7 @@ class Run:
 
     def resume(self, path: Path) -> None:
         """Take back weights, moments, hooks, cursors and the step of a checkpoint."""
-        loaded = manager.load(path, engine=self.engine, group=self.world)
+        loaded = manager.load(path, engine=self.engines, group=self.world)
         self.hooks.load_state_dict(loaded.hooks_state)
         self.sources.seek(loaded.cursors)
         self.state.step = loaded.step
@@ -167,10 +170,11 @@ class Run:
 
     def save(self) -> None:
         """Write a checkpoint of the present step."""
+        self.engines.prepare()
         manager.save(
             self.run_dir,
             step=self.state.step,
-            engine=self.engine,
+            engine=self.engines,
             hooks_state=self.hooks.state_dict(),
             cursors=self.sources.cursors(),
             config=to_dict(self.config),

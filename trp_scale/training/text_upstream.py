@@ -15,10 +15,10 @@ from trp_scale.engines.base import Engine
 from trp_scale.engines.build import MakeEngine
 from trp_scale.hooks.base import Hook
 from trp_scale.models.bert import BertForMaskedPositions
-from trp_scale.models.given_weights import load_given_weights
 from trp_scale.objectives.pos_mlm import PosMaskedLanguageModelling
 from trp_scale.observe.throughput import bert_step_flops
 from trp_scale.training import rundir
+from trp_scale.training.initial_weights import give_weights
 
 
 class TextUpstream:
@@ -44,7 +44,7 @@ class TextUpstream:
     def model(self) -> nn.Module:
         settings, vocab_size = self.config.model, self.meta.vocab_size
         model = BertForMaskedPositions(settings, vocab_size=vocab_size, seed=self.config.training.seed)
-        load_given_weights(model, settings.weights)
+        give_weights(model, settings.weights)
         return model
 
     def hooks(self, engine: Engine, make_engine: MakeEngine) -> list[Hook]:

@@ -1,0 +1,93 @@
+"""A run's engine and those of its hooks, such as a masking network's, as the one engine that a checkpoint knows.
+
+Tensors of the others carry their engine's name: "masking_network.hidden.weight". How many steps each has made, and what
+else it remembers, is under "masking_network.optimizer_steps" and so on in the checkpoint's engine_state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Protocol
+
+from trp_scale.engines.base import Piece
+
+STEPS = "optimizer_steps"
+
+
+class Storable(Protocol):
+    """What a checkpoint needs of an engine; see engines/base.py."""
+
+    name: str
+    zero_stage: int | None
+
+    def pieces(self) -> Iterator[Piece]: ...
+
+    def create_optimizer_state(self) -> None: ...
+
+    def optimizer_steps(self) -> int: ...
+
+    def after_load(self, optimizer_steps: int) -> None: ...
+
+    def extra_state(self) -> Mapping[str, float]: ...
+
+    def load_extra_state(self, state: Mapping[str, float]) -> None: ...
+
+
+class EngineGroup:
+    """Several engines as one; without others, exactly the main one.
+
+    Args:
+        main: the run's engine.
+        others: by name; names have no dot.
+    """
+
+    def __init__(self, main: Storable, others: Mapping[str, Storable]) -> None:
+        self.main, self.others = main, others
+        self.name, self.zero_stage = main.name, main.zero_stage
+
+    def pieces(self) -> Iterator[Piece]:
+        yield from self.main.pieces()
+        for name, engine in self.others.items():
+            for piece in engine.pieces():
+                yield replace(piece, name=f"{name}.{piece.name}")
+
+    def create_optimizer_state(self) -> None:
+        for engine in (self.main, *self.others.values()):
+            engine.create_optimizer_state()
+
+    def prepare(self) -> None:
+        """Before saving: an engine that has made no step gets the moments that it would start with, since a checkpoint
+        has moments of all its tensors or of none."""
+        if self.main.optimizer_steps() > 0:
+            for engine in self.others.values():
+                if engine.optimizer_steps() == 0:
+                    engine.create_optimizer_state()
+
+    def optimizer_steps(self) -> int:
+        """The main engine's."""
+        return self.main.optimizer_steps()
+
+    def after_load(self, optimizer_steps: int) -> None:
+        """The others follow in `load_extra_state`, where their own step counts are."""
+        self.main.after_load(optimizer_steps)
+
+    def extra_state(self) -> Mapping[str, float]:
+        state = dict(self.main.extra_state())
+        for name, engine in self.others.items():
+            own = {STEPS: float(engine.optimizer_steps()), **engine.extra_state()}
+            state |= {f"{name}.{key}": value for key, value in own.items()}
+        return state
+
+    def load_extra_state(self, state: Mapping[str, float]) -> None:
+        self.main.load_extra_state({key: value for key, value in state.items() if "." not in key})
+        for name, engine in self.others.items():
+            prefix = f"{name}."
+            own = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+            engine.after_load(int(own[STEPS]))
+            engine.load_extra_state(own)
+
+
+def other_engines(engine_state: Mapping[str, float]) -> list[str]:
+    """Names of the engines beside the main one in a checkpoint."""
+    return sorted(key.removesuffix(f".{STEPS}") for key in engine_state if key.endswith(f".{STEPS}"))

@@ -1,0 +1,56 @@
+"""Where a run's first weights come from, beside the seed: another run's checkpoint, or another library's model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from trp_scale.checkpoint.document import DOCUMENT_NAME
+from trp_scale.checkpoint.export import find_checkpoint
+from trp_scale.checkpoint.stored_pieces import read_full_state
+from trp_scale.config import RefusedError
+from trp_scale.models.given_weights import load_given_weights
+
+
+def give_weights(model: nn.Module, path: str) -> None:
+    """Fill a model with the weights at `model.weights`; empty: it stays as the seed made it.
+
+    A run directory of ours, or a checkpoint in one, gives its weights and nothing else: no moments, no cursor, no step.
+    What other engines of that run held, such as a masking network, is left where it is.
+
+    Raises:
+        RefusedError: nothing to read there, or its tensors are not this model's; names what is missing, unexpected or
+            of another shape.
+    """
+    place = Path(path)
+    if path and ((place / "checkpoints").is_dir() or (place / DOCUMENT_NAME).is_file()):
+        take_checkpoint(model, find_checkpoint(place))
+    else:
+        load_given_weights(model, path)
+
+
+@torch.no_grad()
+def take_checkpoint(model: nn.Module, checkpoint: Path) -> None:
+    """Copy a checkpoint's weights, by name."""
+    stored, own = read_full_state(checkpoint), dict(model.named_parameters())
+    missing = sorted(set(own) - set(stored))
+    other = [
+        f"{name} {tuple(stored[name].shape)}, here {tuple(parameter.shape)}"
+        for name, parameter in own.items()
+        if name in stored and stored[name].shape != parameter.shape
+    ]
+    unexpected = sorted(set(stored) - set(own))
+    if missing or other or unexpected:
+        listed = "; ".join(
+            f"{what}: {', '.join(names[:5])}{', ...' if names[5:] else ''}"
+            for what, names in (("missing", missing), ("of another shape", other), ("unexpected", unexpected))
+            if names
+        )
+        raise RefusedError(
+            f"--model.weights {checkpoint}: not the weights of this model ({listed}); give the same --model and "
+            "--vision settings as that run's"
+        )
+    for name, parameter in own.items():
+        parameter.copy_(stored[name])
