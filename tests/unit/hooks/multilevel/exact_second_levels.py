@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -15,6 +17,15 @@ from tests.unit.hooks.multilevel.exact_reference import (
     reconstruction,
 )
 from trp_scale.batch import Batch
+
+
+@dataclass
+class Found:
+    """Attributes: hypergradient: dL_val / dT; encoder, head: what is asked on D_val, E' or F', and C'."""
+
+    hypergradient: Weights
+    encoder: Weights
+    head: Weights
 
 
 def leaves(weights: Weights) -> Weights:
@@ -39,7 +50,7 @@ def joint(
     head_rule: Rule,
     gamma: float,
     normalise: bool = False,
-) -> Weights:
+) -> Found:
     """dL_val / dT of one step of encoder and head down L_cls(D_tr) + gamma L_rec (eq. 5)."""
     own, present, start = leaves(own), leaves(weights), leaves(head)
     with sdpa_kernel(SDPBackend.MATH):
@@ -48,7 +59,7 @@ def joint(
         moved, moved_head = descended(present, loss, encoder_rule), descended(start, loss, head_rule)
         answer = cross_entropy(model, moved, pair(moved_head), validation, "mean")
         gradients = torch.autograd.grad(answer, list(own.values()))
-    return dict(zip(own, gradients, strict=True))
+    return Found(dict(zip(own, gradients, strict=True)), moved, moved_head)
 
 
 def fine_tuned(
@@ -66,7 +77,7 @@ def fine_tuned(
     tuned_rule: Rule,
     head_rule: Rule,
     pull: float,
-) -> Weights:
+) -> Found:
     """dL_val / dT of E's step, and after it F's and the head's: F' = F - step(grad L_cls(F, C)) - pull (F - E')
     (eq. 13, pull = 2 eta lambda)."""
     own, present, second, start = leaves(own), leaves(weights), leaves(tuned), leaves(head)
@@ -77,4 +88,4 @@ def fine_tuned(
         pulled = {name: stepped[name] - pull * (second[name] - moved[name]) for name in second}
         answer = cross_entropy(model, pulled, pair(moved_head), validation, "mean")
         gradients = torch.autograd.grad(answer, list(own.values()))
-    return dict(zip(own, gradients, strict=True))
+    return Found(dict(zip(own, gradients, strict=True)), pulled, moved_head)
