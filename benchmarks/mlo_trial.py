@@ -3,8 +3,8 @@
     python benchmarks/mlo_trial.py --train data/cifar10 --test data/cifar10-test --run_dir runs/mlo_trial
 
 Both methods train the same small ViT from the recipe mlo_mae_cifar. MAE makes `--steps` steps; MLO-MAE makes as many as
-take the same time, by the median ratio of a few alternating rounds measured first. Runs go one after the other, or
-`--processes` at a time on a core each; finished ones are not trained again.
+take the same time on one core, by the median ratio of a few alternating rounds measured first. Runs go one after the
+other, or `--processes` at a time on a core each; finished ones are not trained again.
 """
 
 from __future__ import annotations
@@ -15,18 +15,24 @@ import os
 import statistics
 import subprocess
 import sys
-from collections.abc import Sequence
+import tempfile
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
 from trp_scale.config import RefusedError
+from trp_scale.distributed.environment import Environment
 from trp_scale.evaluation.linear_probe import linear_probe
 from trp_scale.evaluation.trained_images import load_trained_images
 from trp_scale.observe.report import read_summary
+from trp_scale.recipes.arguments import parse
+from trp_scale.training.pretrain import Run
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -39,16 +45,18 @@ SMALL = {
     "vision.decoder_layers": 1,
     "vision.decoder_hidden_size": 64,
     "vision.decoder_heads": 2,
-    "batch.micro_size": 128,
+    "batch.global_size": 64,
+    "batch.micro_size": 64,
     "data.workers": 0,
     "data.validation_fraction": 0.0,
     "training.precision": "fp32",
-    "optimizer.lr": 1.5e-3,
+    "optimizer.lr": 1e-3,
     "masking.hidden_size": 128,
     "multilevel.head_norm": "layer",
     "multilevel.head_lr": 1e-2,
     "checkpoint.every": 0,
     "logging.every": 20,
+    "logging.progress": "false",
 }
 """A ViT that two cores can train; the rest is as in mlo_mae_cifar."""
 
@@ -58,13 +66,16 @@ METHODS: dict[str, dict[str, str | int | float]] = {
 }
 """What differs. MAE sees all of the training set, MLO-MAE's encoder the 80 % that are D_tr, as in the paper."""
 
-ROUNDS, ROUND_STEPS = 3, 12
-"""Of the measurement of the ratio; a round's first steps are not counted."""
+ROUNDS, ROUND_STEPS = 5, 6
+"""Of the measurement of the ratio; steps are whole cycles."""
+
+SECONDS = "processor_seconds.json"
+"""In each run's directory, start and checkpoint included."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
-    """What a run gave. Attributes: steps; seconds it trained; accuracy of the linear probe on the test set."""
+    """What a run gave. Attributes: steps; processor seconds; accuracy of the linear probe on the test set."""
 
     steps: int
     seconds: float
@@ -82,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--set", nargs="*", default=[], metavar="SECTION.FIELD=VALUE", help="settings of both methods")
     arguments = parser.parse_args(argv)
     settings = {**SMALL, "data.path": arguments.train, **dict(each.split("=", 1) for each in arguments.set)}
-    ratio = measured_ratio(arguments.run_dir / "ratio", settings)
+    ratio = measured_ratio(arguments.run_dir, settings)
     steps = {"MAE": arguments.steps, "MLO-MAE": max(2, round(arguments.steps / ratio))}
     with ThreadPoolExecutor(arguments.processes) as pool:
         pending = {
@@ -97,24 +108,36 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def measured_ratio(directory: Path, settings: dict[str, object]) -> float:
-    """Seconds of a step of MLO-MAE's over MAE's: median over rounds that alternate; kept with the runs."""
-    stored = directory.with_suffix(".json")
+    """Processor seconds of a step of MLO-MAE's over MAE's on one core: median over rounds of whole cycles that
+    alternate in one process; kept with the runs."""
+    stored = directory / "ratio.json"
     if stored.exists():
         return float(json.loads(stored.read_text())["ratio"])
-    rounds = []
-    for number in range(ROUNDS):
-        seconds = {}
-        for method in METHODS:
-            run_dir = directory / f"{method}-{number}"
-            flags = {**settings, **METHODS[method], "training.steps": ROUND_STEPS, "logging.every": 1}
-            run(run_dir, flags)
-            lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-            # Whole cycles of two steps, the first two left out.
-            seconds[method] = statistics.fmean(line["step_seconds"] for line in lines[ROUND_STEPS // 3 :])
-        rounds.append(seconds["MLO-MAE"] / seconds["MAE"])
-    ratio = statistics.median(rounds)
+    torch.set_num_threads(1)
+    with Environment() as environment, tempfile.TemporaryDirectory() as temporary:
+        steps = {}
+        for method, own in METHODS.items():
+            run_dir = Path(temporary) / method
+            run_dir.mkdir()
+            flags = flags_of(run_dir, {**settings, **own, "training.steps": 1000})
+            steps[method] = Run(parse(flags), environment, run_dir, "plain", lambda: None).trainer.train_step
+        rounds = []
+        for _ in range(1 + ROUNDS):
+            seconds = {
+                method: statistics.fmean(timed(step) for _ in range(ROUND_STEPS)) for method, step in steps.items()
+            }
+            rounds.append(seconds["MLO-MAE"] / seconds["MAE"])
+    ratio = statistics.median(rounds[1:])  # the first is for warming up
+    directory.mkdir(parents=True, exist_ok=True)
     stored.write_text(json.dumps({"ratio": ratio, "rounds": rounds}))
     return ratio
+
+
+def timed(step: Callable[[], object]) -> float:
+    """Processor seconds of one step."""
+    began = time.process_time()
+    step()
+    return time.process_time() - began
 
 
 def trial(directory: Path, method: str, seed: int, steps: int, settings: dict[str, object], test: Path) -> Trial:
@@ -125,23 +148,32 @@ def trial(directory: Path, method: str, seed: int, steps: int, settings: dict[st
     if not accuracy.exists():
         trained = load_trained_images(directory)
         accuracy.write_text(json.dumps(linear_probe(trained, size=trained.config.crops.size, test=test)))
-    logged = [json.loads(line)["step_seconds"] for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    seconds = statistics.fmean(logged) * steps  # each line has the mean since the one before
+    seconds = float(json.loads((directory / SECONDS).read_text()))
     return Trial(steps=steps, seconds=seconds, accuracy=float(json.loads(accuracy.read_text())))
 
 
 def run(directory: Path, settings: dict[str, object]) -> None:
-    """One run of `trp-scale pretrain`, on one core.
+    """One run of `trp-scale pretrain`, on one core; its processor seconds go into processor_seconds.json.
 
     Raises:
         RefusedError: it did not finish.
     """
-    flags = [word for name, value in {"run_dir": directory, **settings}.items() for word in (f"--{name}", str(value))]
-    command = [sys.executable, "-m", "trp_scale.cli", "pretrain", "--recipe", "mlo_mae_cifar", *flags]
+    command = [sys.executable, "-m", "trp_scale.cli", "pretrain", *flags_of(directory, settings)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TRP_SCALE_PROGRESS": "plain"}
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if ended.returncode:
-        raise RefusedError(f"{directory}: exit status {ended.returncode}\n{ended.stdout[-2000:]}{ended.stderr}")
+    with tempfile.TemporaryFile("w+") as output:
+        started = subprocess.Popen(command, env=environment, stdout=output, stderr=output, text=True)
+        _, status, used = os.wait4(started.pid, 0)
+        started.returncode = os.waitstatus_to_exitcode(status)
+        if started.returncode:
+            output.seek(0)
+            raise RefusedError(f"{directory}: exit status {started.returncode}\n{output.read()[-3000:]}")
+    (directory / SECONDS).write_text(json.dumps(used.ru_utime + used.ru_stime))
+
+
+def flags_of(directory: Path, settings: dict[str, object]) -> list[str]:
+    """Command line of a run."""
+    flags = [word for name, value in {"run_dir": directory, **settings}.items() for word in (f"--{name}", str(value))]
+    return ["--recipe", "mlo_mae_cifar", *flags]
 
 
 def table_of(found: dict[tuple[str, int], Trial], ratio: float, seeds: int) -> Table:
@@ -149,7 +181,7 @@ def table_of(found: dict[tuple[str, int], Trial], ratio: float, seeds: int) -> T
     table = Table(
         title=f"linear probe on the test set at equal wall time (a step of MLO-MAE takes {ratio:.2f} of MAE's)"
     )
-    for column in ("method", "steps", "minutes", *(f"seed {seed}" for seed in range(seeds)), "mean ± deviation"):
+    for column in ("method", "steps", "core minutes", *(f"seed {seed}" for seed in range(seeds)), "mean ± deviation"):
         table.add_column(column, justify="left" if column == "method" else "right")
     for method in METHODS:
         runs = [found[method, seed] for seed in range(seeds)]
