@@ -71,7 +71,10 @@ class Sources:
         self, train: TrainSource, validation: ValidationSource, rows: Rows, downstream: Downstream | None = None
     ) -> None:
         self.train, self.validation, self.downstream = train, validation, downstream
-        self.notices = [] if downstream is None else downstream.notices
+        self.notices: list[str] = []
+        if downstream is not None:
+            self.notices = downstream.notices
+            downstream.train.tells = downstream.validation.tells = train
         self.meta: Any = rows.meta  # the caller knows which kind it has asked for
         self.limit = rows.limit
         digest = hashlib.blake2b(digest_size=16)

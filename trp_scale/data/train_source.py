@@ -22,6 +22,8 @@ class TrainSource:
         cursor: rows consumed by all ranks together; the only state there is.
         accumulation: micro-batches per window.
         wait_seconds: time that the last window, and the peeks before it, kept the caller waiting.
+        tells: a source whose next window also names the blocks that could not be read here: the loop counts those of
+            its own windows. None: this one's windows are the loop's.
 
     Args:
         plan: the order.
@@ -46,6 +48,8 @@ class TrainSource:
         self.rows = plan.rows
         self.cursor = 0
         self.wait_seconds = 0.0
+        self.tells: TrainSource | None = None
+        self._heard: set[str] = set()
         self.accumulation = check_partition(config.batch.global_size, config.batch.micro_size, world, flags=flags)
         self._fetcher = Fetcher(plan, builder)
         self._global_size, self._micro_size = config.batch.global_size, config.batch.micro_size
@@ -63,9 +67,17 @@ class TrainSource:
         Rank r gets positions [cursor + r B / W, cursor + (r + 1) B / W), cut into contiguous micro-batches.
         """
         window = self._ahead.popleft() if self._ahead else self._fetch()
+        self._pass_on(window)
         self.cursor += self._global_size
         self.wait_seconds, self._waited = self._waited, 0.0
         return window
+
+    def _pass_on(self, window: list[Batch]) -> None:
+        if self.tells is not None:
+            self.tells._heard.update(key for micro in window for key in micro.corrupt)
+        if self._heard:
+            window[0].corrupt = [*window[0].corrupt, *sorted(self._heard)]
+            self._heard.clear()
 
     def peek(self, count: int) -> list[list[Batch]]:
         """The next `count` windows without consuming them: `next_window` gives these same objects, and the cursor waits

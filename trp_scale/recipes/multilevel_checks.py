@@ -98,6 +98,8 @@ def _levels(config: Config) -> Iterator[str]:
             f"--multilevel.second_level is {multilevel.second_level} but --multilevel.mode is look_ahead; allowed: "
             "--multilevel.second_level head, or --multilevel.mode committed"
         )
+    if multilevel.mode == "look_ahead":
+        yield from _ahead(config)
     if multilevel.derivative != "full":
         return
     if multilevel.mode != "look_ahead":
@@ -109,6 +111,20 @@ def _levels(config: Config) -> Iterator[str]:
         yield (
             f"--multilevel.derivative is full but --masking.selection is {selection}; allowed: --multilevel.derivative "
             "last, or --masking.selection hard"
+        )
+
+
+def _ahead(config: Config) -> Iterator[str]:
+    """What other hooks only find out in the step itself is not known to steps that are made before it."""
+    if config.adversary.kind == "pixels":
+        yield (
+            "--multilevel.mode is look_ahead but --adversary.kind is pixels, whose shifts of the next images are not "
+            "known yet; allowed: --multilevel.mode committed, or an adversary on positions"
+        )
+    if config.objective.uniformity:
+        yield (
+            f"--multilevel.mode is look_ahead but --objective.uniformity is {config.objective.uniformity:g}, which "
+            "needs a pass over the whole batch first; allowed: --multilevel.mode committed, or --objective.uniformity 0"
         )
 
 

@@ -89,6 +89,20 @@ def test_every_number_has_a_range() -> None:
         ({"multilevel__derivative": "full"}, "allowed: --multilevel.derivative last, or --multilevel.mode look_ahead"),
         (
             {
+                "multilevel__mode": "look_ahead",
+                "adversary__kind": "pixels",
+                "adversary__eps": 0.1,
+                "adversary__ascent": "linear",
+                "adversary__update": "sequential",
+            },
+            "--adversary.kind is pixels, whose shifts of the next images are not known",
+        ),
+        (
+            {"multilevel__mode": "look_ahead", "objective__uniformity": 0.01},
+            "--objective.uniformity is 0.01, which needs a pass over the whole batch first",
+        ),
+        (
+            {
                 "multilevel__derivative": "full",
                 "multilevel__mode": "look_ahead",
                 "masking__selection": "straight_through",

@@ -1,0 +1,55 @@
+"""An image of D_val that cannot be read: left out and named once, or the end of the run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.runs import image_flags, lines, pretrain_here
+from tests.unit.data.images.stored import sample, write_images
+from trp_scale.data.images.dataset import open_image_dataset
+from trp_scale.data.index import DataError
+from trp_scale.data.split import downstream_validation
+
+
+@pytest.fixture
+def damaged(tmp_path: Path) -> tuple[Path, str]:
+    """40 images of 3 classes, of which one of D_val is no picture; and its name."""
+    samples = [sample(number, 40, 40) for number in range(40)]
+    blocks = open_image_dataset(write_images(tmp_path / "whole", [samples], rows_per_block=2)).blocks
+    every = np.ones(len(blocks.keys), dtype=np.bool_)
+    chosen = downstream_validation(blocks.identities, 0.2, training=every, where="")
+    number = int(blocks.first[np.flatnonzero(chosen)[0]])
+    samples[number] = sample(number, 40, 40, jpg=b"no picture")
+    return write_images(tmp_path / "data", [samples], rows_per_block=2), f"image-000000/n{number:05d}"
+
+
+def flags(data: Path, run_dir: Path, allowed: int) -> list[str]:
+    return image_flags(
+        "mae_vit_b",
+        data,
+        run_dir,
+        masking__network="patchwise",
+        multilevel__unroll=1,
+        training__steps=8,
+        data__max_corrupt_blocks=allowed,
+        data__validation_fraction=0.0,
+    )
+
+
+def test_it_is_left_out_and_named_once(
+    damaged: tuple[Path, str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    data, name = damaged
+    assert pretrain_here(flags(data, tmp_path / "run", allowed=1)) == 0
+    assert capfd.readouterr().out.count(f"block {name} could not be read and is left out") == 1
+    logged = [line["multilevel"] for line in lines(tmp_path / "run")]
+    assert all(np.isfinite(line["validation_loss"]) for line in logged)
+
+
+def test_more_than_allowed_end_the_run(damaged: tuple[Path, str], tmp_path: Path) -> None:
+    data, name = damaged
+    with pytest.raises(DataError, match=name):
+        pretrain_here(flags(data, tmp_path / "run", allowed=0))
