@@ -8,8 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Protocol
 
+from trp_scale.checkpoint.errors import CheckpointError
 from trp_scale.engines.base import Piece
 
 STEPS = "optimizer_steps"
@@ -91,3 +93,22 @@ class EngineGroup:
 def other_engines(engine_state: Mapping[str, float]) -> list[str]:
     """Names of the engines beside the main one in a checkpoint."""
     return sorted(key.removesuffix(f".{STEPS}") for key in engine_state if key.endswith(f".{STEPS}"))
+
+
+def check_same_engines(directory: Path, stored: Mapping[str, float], present: Mapping[str, float]) -> None:
+    """Check that a checkpoint is of a run with the same engines.
+
+    Args:
+        stored: engine_state of the checkpoint.
+        present: extra_state of what is to be filled.
+
+    Raises:
+        CheckpointError: naming each engine that only one of them has.
+    """
+    there, here = other_engines(stored), other_engines(present)
+    problems = [f"the engine {name} is in the checkpoint and not in this run" for name in there if name not in here]
+    problems += [f"the engine {name} is in this run and not in the checkpoint" for name in here if name not in there]
+    if problems:
+        raise CheckpointError(
+            f"{directory}: {'; '.join(problems)}; go on with the settings that the checkpoint's run had"
+        )

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from trp_scale.checkpoint.agreement import on_rank_zero, together
 from trp_scale.checkpoint.document import HOOKS_NAME, CheckpointDocument, read_document
-from trp_scale.checkpoint.engine_group import Storable
+from trp_scale.checkpoint.engine_group import Storable, check_same_engines
 from trp_scale.checkpoint.errors import CheckpointError, RankError
 from trp_scale.checkpoint.format import (
     Part,
@@ -152,6 +152,7 @@ def load(path: Path, *, engine: Storable, group: Group) -> LoadedCheckpoint:
         CheckpointError: on every rank: the checkpoint is not complete, damaged, or does not fit the model.
     """
     document = on_rank_zero(group, f"reading {path}", lambda: read_document(path))
+    check_same_engines(path, document.engine_state, engine.extra_state())  # the same on every rank
     stored = open_pieces(path, document, group)
     # The engine's own collectives run in here: an error that only one rank meets cannot be announced to the others.
     engine.create_optimizer_state()
