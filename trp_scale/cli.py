@@ -141,8 +141,8 @@ class SweepArguments:
     probe_size: int = 0
     """Side of the probe's images in pixels; 0 = twice the crops' for MAE+, the crops' for MAE."""
     test: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
-    """Data set of the same classes, on all of whose images the accuracy is measured; it may hold none of the images of
-    --data.path. None = on the images that --data.validation_fraction holds out."""
+    """Data set of the same classes, on all of whose images the accuracy is measured; refused if more than one in a
+    hundred of them is in --data.path. None = on the images that --data.validation_fraction holds out."""
 
 
 def _sweep(argv: Sequence[str]) -> int:

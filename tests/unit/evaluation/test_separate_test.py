@@ -16,6 +16,7 @@ from tests.unit.data.images.stored import config_for, sample, write_images
 from tests.unit.data.stored import write_dataset
 from trp_scale import cli
 from trp_scale.config import Config, RefusedError
+from trp_scale.data.index import read_json, write_json
 from trp_scale.evaluation import linear_probe as module
 from trp_scale.evaluation.linear_probe import check_probe, linear_probe, whole_images
 from trp_scale.evaluation.separate_test import all_of, check_test
@@ -40,8 +41,11 @@ def scenes(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """40 other scenes of the same eight classes."""
-    return small_image_dataset(tmp_path_factory.mktemp("others") / "data", count=40, size=32, seed=1)
+    """40 other scenes of the same eight classes, marked as a test set."""
+    path = small_image_dataset(tmp_path_factory.mktemp("others") / "data", count=40, size=32, seed=1)
+    document = read_json(path / "dataset.json")
+    write_json(path / "dataset.json", {**document, "settings": {**document["settings"], "split": "test"}})
+    return path
 
 
 def flags(scenes: Path) -> list[str]:
@@ -49,7 +53,10 @@ def flags(scenes: Path) -> list[str]:
     return [word for name, value in values.items() for word in (f"--{name}", str(value))]
 
 
-@pytest.mark.parametrize("masks", [[], ["--masking.network", "flattened", "--adversary.kind", "none"]])
+LEARNED = ["--masking.network", "flattened", "--multilevel.batch_size", "8", "--adversary.kind", "none"]
+
+
+@pytest.mark.parametrize("masks", [[], LEARNED], ids=["drawn", "learned"])
 def test_every_test_image_counts_once(
     scenes: Path, others: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, masks: list[str]
 ) -> None:
@@ -57,6 +64,7 @@ def test_every_test_image_counts_once(
     run = tmp_path / "run"
     assert pretrain_here(["--recipe", "adpe_tiny", "--run_dir", str(run), *flags(scenes), *masks]) == 0
     trained = load_trained_images(run)
+    assert trained.images(5).rows == 5
     assert 0.0 <= linear_probe(trained, size=32, test=others) < 0.9
     with pytest.raises(RefusedError, match="nothing is held out to measure accuracy on"):
         linear_probe(trained, size=32)

@@ -166,12 +166,14 @@ def test_workers_of_all_sources_end(images: Path) -> None:
     sources = opened(learned(images, data={"workers": 2}, multilevel={"unroll": 1, "every": 5}))
     assert sources.downstream is not None
     started = []
-    for source in (sources.train, sources.downstream.train, sources.downstream.validation):
-        present = set(multiprocessing.active_children())
-        source.next_window()
-        started.append(len(set(multiprocessing.active_children()) - present))
+    try:
+        for source in (sources.train, sources.downstream.train, sources.downstream.validation):
+            present = set(multiprocessing.active_children())
+            source.next_window()
+            started.append(len(set(multiprocessing.active_children()) - present))
+    finally:
+        sources.close()
     assert started == [2, 2, 1]  # as many as their share of the steps needs
-    sources.close()
     assert set(multiprocessing.active_children()) <= before
 
 
