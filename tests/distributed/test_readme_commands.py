@@ -146,8 +146,9 @@ def place(text_dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     (directory / "books").mkdir()
     for number, (_, text) in zip(range(30), embedded_documents(), strict=False):
         (directory / "books" / f"{number}.txt").write_text(text[:4000], encoding="utf-8")
-    for number in range(24):
-        path = directory / "imagenet" / "train" / f"class{number % 2}" / f"{number}.jpg"
+    for number in range(32):
+        split = "train" if number < 24 else "val"
+        path = directory / "imagenet" / split / f"class{number % 2}" / f"{number}.jpg"
         path.parent.mkdir(parents=True, exist_ok=True)
         noise = np.random.default_rng(number).integers(0, 256, (40, 60, 3), dtype=np.uint8)
         Image.fromarray(noise).resize((180, 120)).save(path)
@@ -261,6 +262,18 @@ def test_the_adversary_is_in_the_log_and_in_the_pictures(results: dict[Command, 
         with Image.open(place / "pictures" / name) as picture:
             assert picture.format == "PNG"
             assert len(picture.convert("RGB").getcolors(1 << 24)) > 10
+
+
+def test_masks_are_learned_and_drawn_and_a_test_set_is_marked(
+    results: dict[Command, tuple[int, str]], place: Path
+) -> None:
+    for name in ("masks", "continued", "all"):
+        line = json.loads((place / "runs" / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()[-1])
+        assert line["multilevel"]["lessons"] == 1, name
+    with Image.open(place / "pictures" / "masks" / "masks.png") as picture:
+        assert len(picture.convert("RGB").getcolors(1 << 24)) > 10
+    marked = json.loads((place / "data" / "imagenet_test" / "dataset.json").read_text(encoding="utf-8"))
+    assert marked["settings"]["split"] == "test"
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c.words[0] == "make"], ids=str)
