@@ -100,7 +100,7 @@ def test_the_flags_that_a_recipe_names_are_settings(name: str) -> None:
 def test_tiny_is_cifar_s_method_on_small_scenes() -> None:
     tiny, cifar = load_recipe("mlo_mae_tiny"), load_recipe("mlo_mae_cifar")
     assert tiny.data.validation_fraction > 0
-    for section, own in (("masking", {"hidden_size"}), ("multilevel", {"head_norm", "head_lr"})):
+    for section, own in (("masking", {"hidden_size"}), ("multilevel", {"head_norm", "head_lr", "lr"})):
         ours, theirs = getattr(tiny, section), getattr(cifar, section)
         differ = {name for name in vars(ours) if getattr(ours, name) != getattr(theirs, name)}
         assert differ == own, section
