@@ -19,13 +19,15 @@ from trp_scale.engines.base import Engine
 from trp_scale.engines.build import build_engine
 from trp_scale.hooks.adversary import build_adversary
 from trp_scale.hooks.balancing import build_balancer
-from trp_scale.hooks.base import Hooks
+from trp_scale.hooks.base import Hook, Hooks
 from trp_scale.hooks.multilevel import build_multilevel
 from trp_scale.hooks.multilevel.hook import LearnedMasks
 from trp_scale.hooks.multilevel.joint_objective import JointObjective
+from trp_scale.hooks.uniformity import Uniformity
 from trp_scale.models.mae import MaskedAutoencoder
 from trp_scale.models.perturbation import perturbation_shape
 from trp_scale.objectives.mae import MaskedPatchReconstruction
+from trp_scale.objectives.u_mae import UniformPatchReconstruction
 from trp_scale.training.agreement import StepAgreement
 
 CLASSES = 3
@@ -154,6 +156,10 @@ def masks_run(
 
     engine = make_engine(MaskedAutoencoder(config), config)
     objective: Any = (TwoHalves if halves else MaskedPatchReconstruction)(config.objective, PATCH)
+    last: list[Hook] = []
+    if config.objective.uniformity:
+        objective = UniformPatchReconstruction(config.objective, PATCH, group)
+        last = [Uniformity(objective)]
     downstream = SyntheticDownstream(LabelledImages(config, group, D_TR), LabelledImages(config, group, D_VAL))
     source: Any = PeekedImages(config, group)
     sources = SyntheticSources(source, downstream if config.multilevel.feedback == "downstream" else None)
@@ -164,7 +170,7 @@ def masks_run(
     adversary = build_adversary(
         config, perturbation_shape(config.model, config.vision, config.adversary), engine.device
     )
-    others = [each for each in (hook, adversary) if each is not None]
+    others = [each for each in (hook, adversary, *last) if each is not None]
     trainer = RecordingTrainer(
         config=config,
         engine=engine,

@@ -9,9 +9,11 @@ import pytest
 
 from tests.parity.compare import too_far
 from tests.parity.test_adversary import TWO_RANKS
+from tests.parity.test_learned_masks import ROUNDING
 from tests.ranks import Ranks
 from tests.synthetic import Layout
 from tests.synthetic_images import AdversarialResult, run_images
+from tests.synthetic_masks import run_masks
 
 STEPS = 4
 PIXELS = {"kind": "pixels", "ascent": "linear", "update": "sequential", "norm": "l2", "eps": 2.0}
@@ -68,3 +70,21 @@ def test_it_changes_the_weights_and_spreads_the_class_tokens() -> None:
     assert len(without.steps[0].task_losses) == 1
     spread = [stats.task_losses[1] for stats in reference("alone").steps]
     assert spread[-1] < spread[0]
+
+
+SECOND_LEVELS = ("head", "joint")
+
+
+@pytest.mark.parametrize("layout", ["accumulation 1", "fsdp"])
+@pytest.mark.parametrize("level", SECOND_LEVELS)
+def test_it_composes_with_learned_masks(two_ranks: Ranks, level: str, layout: str) -> None:
+    multilevel = {**ROUNDING["multilevel"], "second_level": level}
+    settings = {**ROUNDING, "multilevel": multilevel, "objective": {"uniformity": 0.5}, "training": {"steps": STEPS}}
+    theirs = run_masks(Layout(micro_size=2), settings)
+    arguments = (LAYOUTS[layout], settings)
+    ours = run_masks(*arguments) if layout == "accumulation 1" else two_ranks(run_masks, *arguments)[0]
+    assert ours.moved and too_far(ours, theirs) == []
+    assert any(not theirs.network[name].equal(theirs.network_initial[name]) for name in theirs.network)
+    for mine, other in zip(ours.steps, theirs.steps, strict=True):
+        assert mine.task_losses == pytest.approx(other.task_losses, rel=1e-5)
+        assert 0.0 < mine.task_losses[1] < 1.0 and mine.task_weights[1] == 0.5
