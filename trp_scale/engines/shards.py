@@ -65,6 +65,7 @@ class ShardOperations(ABC):
     All of it is for the time between steps: after `step`, `skip` or `discard_gradients`, and before the next backward.
     """
 
+    device: torch.device
     data_group: Group
 
     @abstractmethod
@@ -126,8 +127,7 @@ class ShardOperations(ABC):
 
     @torch.no_grad()
     def _move(self, direction: Shards, scale: float | Tensor, *, exchange: Shards | None) -> None:
-        for number, piece in enumerate(self.pieces()):
-            weight = piece.tensors["weight"]
+        for number, weight in enumerate(self._weights_to_write()):
             if exchange is not None:
                 before = weight.clone()
                 weight.copy_(exchange.parts[number])
@@ -137,13 +137,19 @@ class ShardOperations(ABC):
 
     @torch.no_grad()
     def _restore(self, saved: Shards, direction: Shards, scale: float | Tensor, *, base: Shards | None) -> None:
-        for number, piece in enumerate(self.pieces()):
-            weight = piece.tensors["weight"]
+        for number, weight in enumerate(self._weights_to_write()):
             moved = weight.clone() if base is not None else None
             weight.copy_(saved.parts[number])
             if moved is not None:
                 saved.parts[number].copy_(moved - scale * direction.parts[number])
         self.publish_weights()
+
+    def _weights_to_write(self) -> list[Tensor]:
+        """Each piece's weights, once no forward that is under way can still read them."""
+        weights = [piece.tensors["weight"] for piece in self.pieces()]
+        if any(weight.device.type != self.device.type for weight in weights):
+            torch.accelerator.synchronize(self.device)  # the device copies them from host memory when it gets there
+        return weights
 
     def _shards(self, parts: list[Tensor]) -> Shards:
         return Shards(parts=parts, owned=[piece.owner for piece in self.pieces()], group=self.data_group)

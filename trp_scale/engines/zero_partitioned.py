@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from trp_scale.engines.base import STATE_NAMES, Piece
@@ -113,3 +114,5 @@ class PartitionedOffloadLayout(PartitionedLayout):
         if missed := earlier - optimizer._offload_boundary_param_ids:
             optimizer._offload_boundary_param_ids = missed
             optimizer._finalize_offload_gradient_accumulation()
+            if torch.accelerator.is_available():
+                torch.accelerator.synchronize()  # it does not wait for its copies into host memory
