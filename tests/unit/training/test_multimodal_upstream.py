@@ -76,4 +76,4 @@ def test_what_the_run_is_told(config: Config) -> None:
     assert found.positions_per_step == rows * 3 * (config.crops.size // config.vision.patch_size) ** 2
     assert found.step_flops == mm_mae_step_flops(config, rows=rows, classes=3)
     assert found.checkpoint_extra() == {"semseg_classes": 3}
-    assert found.hooks(Environment(use_gpu=False)) == []
+    assert found.hooks(Environment(use_gpu=False), pytest.fail) == []  # and no engine is made

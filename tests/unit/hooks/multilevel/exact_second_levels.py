@@ -32,6 +32,10 @@ def leaves(weights: Weights) -> Weights:
     return {name: value.detach().clone().requires_grad_() for name, value in weights.items()}
 
 
+def held(weights: Weights) -> Weights:
+    return {name: value.detach() for name, value in weights.items()}
+
+
 def pair(head: Weights) -> tuple[torch.Tensor, torch.Tensor]:
     return head["weight"], head["bias"]
 
@@ -59,7 +63,7 @@ def joint(
         moved, moved_head = descended(present, loss, encoder_rule), descended(start, loss, head_rule)
         answer = cross_entropy(model, moved, pair(moved_head), validation, "mean")
         gradients = torch.autograd.grad(answer, list(own.values()))
-    return Found(dict(zip(own, gradients, strict=True)), moved, moved_head)
+    return Found(dict(zip(own, gradients, strict=True)), held(moved), held(moved_head))
 
 
 def fine_tuned(
@@ -88,4 +92,4 @@ def fine_tuned(
         pulled = {name: stepped[name] - pull * (second[name] - moved[name]) for name in second}
         answer = cross_entropy(model, pulled, pair(moved_head), validation, "mean")
         gradients = torch.autograd.grad(answer, list(own.values()))
-    return Found(dict(zip(own, gradients, strict=True)), pulled, moved_head)
+    return Found(dict(zip(own, gradients, strict=True)), held(pulled), held(moved_head))
