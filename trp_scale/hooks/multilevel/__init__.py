@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 
+import torch
+
 from trp_scale.config import Config, RefusedError
 from trp_scale.data.sources import Sources
 from trp_scale.engines.base import Engine
@@ -77,7 +79,8 @@ def _feedback(
         return Reconstruction(config, reading, clock)
     if isinstance(objective, JointObjective):
         return JointFeedback(config, reading, clock, level=objective.level, sources=downstream)
-    head = Head(config, downstream.classes, engine.device, next(engine.module.parameters()).dtype)
+    wide = torch.promote_types(next(engine.module.parameters()).dtype, torch.float32)
+    head = Head(config, downstream.classes, engine.device, wide)
     level = HeadLevel(config, objective, head)
     if config.multilevel.mode == "look_ahead":
         return LookAhead(config, reading, clock, level=level, sources=downstream, upcoming=sources.train)
