@@ -27,6 +27,10 @@ STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """Signals that ask a run to stop. Process groups get them as a whole; only the training process may act on them."""
 
 
+FEEDER_SECONDS = 1.0
+"""To wait at most for a thread that has been told to end."""
+
+
 class BatchBuilder(Protocol):
     """Knows what a block holds and how rows become a Batch; knows nothing of order, cursors and workers."""
 
@@ -129,12 +133,15 @@ class MicroBatches:
             generator=torch.Generator(),  # the default would draw from, and so move, the global generator
         )
         self._workers: list[BaseProcess] = []
+        self._feeders: list[threading.Thread] = []
 
     def __iter__(self) -> Iterator[Batch]:
         assert self._loader is not None, "closed"
-        before = multiprocessing.active_children()
+        before, threads = multiprocessing.active_children(), threading.enumerate()
         batches = iter(self._loader)
         self._workers += [child for child in multiprocessing.active_children() if child not in before]
+        feeders = (thread for thread in threading.enumerate() if thread.name == "QueueFeederThread")
+        self._feeders += [thread for thread in feeders if thread not in threads]
         for item in batches:
             yield item.unpack() if isinstance(item, Packed) else item
 
@@ -145,6 +152,9 @@ class MicroBatches:
             if worker.is_alive():  # stuck, say in a read that does not return; it is deaf to the SIGTERM torch sends
                 worker.kill()
         self._workers = []
+        for thread in self._feeders:  # they feed the workers' queues, and hold their semaphores for a moment longer
+            thread.join(FEEDER_SECONDS)
+        self._feeders = []
         # What is left of the loader in a cycle still holds semaphores. A process that then ends by os._exit leaves them
         # behind, and the standard library's tracker says so on the terminal (seen in one small run of three).
         gc.collect()
