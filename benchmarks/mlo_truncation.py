@@ -66,11 +66,11 @@ def truncation(data: str, unroll: int, steps: int, flags: Sequence[str]) -> list
         (hook,) = (each for each in run.hooks.all if isinstance(each, LearnedMasks))
         teach = hook.teacher.teach
 
-        def compared(lessons: Lessons, scale: float) -> None:
+        def compared(lessons: Lessons, scale: float) -> bool:
             last, every = (gradient(hook.teacher, part) for part in (lessons[:1], lessons))
             error = float((last - every).norm() / every.norm())
             found.append((error, float(last @ every / (last.norm() * every.norm()))))
-            teach(lessons, scale)
+            return teach(lessons, scale)
 
         hook.teacher.teach = compared  # type: ignore[method-assign]
         run.train()

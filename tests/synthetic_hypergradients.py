@@ -106,7 +106,7 @@ class Watched:
                 masked=torch.cat([each.masked for each in chosen]),
                 embeddings=torch.cat([each.embeddings for each in chosen]),
             )
-            teach(windows, scale)
+            return teach(windows, scale)
 
         teacher.network.check_gradients = check_gradients  # type: ignore[method-assign]
         teacher.teach = noted  # type: ignore[method-assign]

@@ -78,6 +78,7 @@ class StepStats:
         lr: learning rate of the step.
         task_losses: mean loss of each task over the global batch; 0 where the task is absent.
         task_weights: weight of each of those means in the total loss.
+        task_counts: elements of each task in the global batch.
     """
 
     applied: bool
@@ -86,3 +87,4 @@ class StepStats:
     lr: float
     task_losses: tuple[float, ...] = ()
     task_weights: tuple[float, ...] = ()
+    task_counts: tuple[float, ...] = ()

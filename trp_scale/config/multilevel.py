@@ -59,8 +59,8 @@ class MultilevelConfig:
     weight_decay: float = 0.05
     """Decay of the masking network's matrices (Table 11)."""
     eps: float = 1e-8
-    """AdamW's eps of the masking network, times optimizer.lr: hypergradients carry the encoder's learning rate. With
-    fine_tuning also times 2 optimizer.lr proximity."""
+    """AdamW's eps of the masking network, times optimizer.lr (or look_ahead_lr): hypergradients carry the encoder's
+    learning rate. With fine_tuning also times 2 optimizer.lr proximity; as it is for feedback reconstruction."""
     difference: float = 1e-2
     """Length of the step to both sides by which directional derivatives are taken (fp32: 1e-2; float64: 1e-4)."""
     exact_every: int = 0

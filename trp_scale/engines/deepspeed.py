@@ -98,6 +98,7 @@ class DeepSpeedEngine(ShardOperations):
         return self.engine.module  # type: ignore[no-any-return]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.publish_restored()
         return self.engine(*args, **kwargs)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:

@@ -67,6 +67,7 @@ class ShardOperations(ABC):
 
     device: torch.device
     data_group: Group
+    unpublished: bool = False
 
     @abstractmethod
     def pieces(self) -> Iterator[Piece]: ...
@@ -112,7 +113,8 @@ class ShardOperations(ABC):
     @contextmanager
     def perturbed(self, direction: Shards, scale: float | Tensor, *, base: Shards | None = None) -> Iterator[None]:
         """Forwards read weights + scale x direction, or base + scale x direction; afterwards the weights are what they
-        were, bit for bit, also when the forward raises.
+        were, bit for bit, also when the forward raises: other ranks may then be anywhere, so that what the next forward
+        reads is published by that forward.
 
         Args:
             base: changes places with the weights while this lasts, so that no third copy is needed; it comes back with
@@ -122,8 +124,18 @@ class ShardOperations(ABC):
         self._move(direction, scale, exchange=base)
         try:
             yield
-        finally:
+        except BaseException:
             self._restore(saved, direction, scale, base=base)
+            self.unpublished = True
+            raise
+        self._restore(saved, direction, scale, base=base)
+        self.publish_weights()
+
+    def publish_restored(self) -> None:
+        """Before a forward: publish what a `perturbed` that was interrupted has put back."""
+        if self.unpublished:
+            self.publish_weights()
+            self.unpublished = False
 
     @torch.no_grad()
     def _move(self, direction: Shards, scale: float | Tensor, *, exchange: Shards | None) -> None:
@@ -142,7 +154,6 @@ class ShardOperations(ABC):
             weight.copy_(saved.parts[number])
             if moved is not None:
                 saved.parts[number].copy_(moved - scale * direction.parts[number])
-        self.publish_weights()
 
     def _weights_to_write(self) -> list[Tensor]:
         """Each piece's weights, once no forward that is under way can still read them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import dataclass
 
 from trp_scale.config import Config
@@ -98,6 +99,10 @@ def _reading(config: Config, passes: Passes) -> float:
 
 
 def _passes(config: Config, computed: bool) -> Passes:
+    """Of a curriculum, those of the ratio in the middle of the run."""
+    if config.masking.final_ratio:
+        config = copy.deepcopy(config)
+        config.masking.ratio = 0.5 * (config.masking.ratio + config.masking.final_ratio)
     model, masking, crops = config.model, config.masking, config.crops
     rows = config.batch.global_size * crops.count
     patches = (crops.size // config.vision.patch_size) ** 2

@@ -93,6 +93,13 @@ def _final_ratio(config: Config) -> Iterator[str]:
 
 def _levels(config: Config) -> Iterator[str]:
     multilevel, selection = config.multilevel, config.masking.selection
+    if selection != "hard" and config.objective.uniformity:
+        yield (
+            f"--masking.selection is {selection} but --objective.uniformity is {config.objective.uniformity:g}, whose "
+            "derivative by the choice of patches is not known; allowed: --masking.selection hard, or "
+            "--objective.uniformity 0"
+        )
+    yield from _second_level(config)
     if multilevel.mode == "look_ahead" and multilevel.second_level != "head":
         yield (
             f"--multilevel.second_level is {multilevel.second_level} but --multilevel.mode is look_ahead; allowed: "
@@ -114,12 +121,33 @@ def _levels(config: Config) -> Iterator[str]:
         )
 
 
+def _second_level(config: Config) -> Iterator[str]:
+    """What the two other second levels need."""
+    level, proximity, lr = config.multilevel.second_level, config.multilevel.proximity, config.optimizer.lr
+    if level == "joint" and config.balancer.kind != "uniform":
+        yield (
+            f"--balancer.kind is {config.balancer.kind} but --multilevel.second_level joint has no tasks to balance: "
+            "--multilevel.gamma weighs its two; allowed: --balancer.kind uniform"
+        )
+    if level == "fine_tuning" and not 0.0 < 2.0 * lr * proximity < 1.0:
+        yield (
+            f"--multilevel.proximity is {proximity:g} and --optimizer.lr {lr:g}: a step would take the second encoder "
+            f"{2.0 * lr * proximity:g} of the way to the first; allowed: more than 0 and below 1, a proximity below "
+            f"{0.5 / lr:g}"
+        )
+
+
 def _ahead(config: Config) -> Iterator[str]:
     """What other hooks only find out in the step itself is not known to steps that are made before it."""
     if config.adversary.kind == "pixels":
         yield (
             "--multilevel.mode is look_ahead but --adversary.kind is pixels, whose shifts of the next images are not "
             "known yet; allowed: --multilevel.mode committed, or an adversary on positions"
+        )
+    if config.balancer.kind == "minimax" and config.balancer.estimate == "micro":
+        yield (
+            "--multilevel.mode is look_ahead but --balancer.estimate is micro, whose weights differ between "
+            "micro-batches; allowed: --multilevel.mode committed, or --balancer.estimate exact or lagged"
         )
     if config.objective.uniformity:
         yield (

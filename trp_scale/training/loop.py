@@ -95,7 +95,7 @@ class Trainer:
         self.state.step += 1
         for key in agreed.new_corrupt:
             self.observer.message(f"step {self.state.step}: block {key} could not be read and is left out")
-        self.report(stats, agreed.counts, step_seconds=time.perf_counter() - started, data_wait_seconds=waited)
+        self.report(stats, step_seconds=time.perf_counter() - started, data_wait_seconds=waited)
         return self._reason_to_stop(agreed.stop)
 
     def context(self, window: list[Batch], counts: Tensor) -> StepContext:
@@ -125,14 +125,17 @@ class Trainer:
         assert ctx.sums is not None and ctx.weights is not None, "the balancer sets the weights of every step"
         means = ctx.means(ctx.sums)
         head = torch.stack([self.engine.check_gradients(), (ctx.weights * means).sum()])
-        norm, loss, *rest = torch.cat([head, means, ctx.weights]).tolist()  # the only wait for the device in a step
+        # The only wait for the device in a step.
+        norm, loss, *rest = torch.cat([head, means, ctx.weights, ctx.counts]).tolist()
+        tasks = len(means)
         stats = StepStats(
             applied=math.isfinite(norm) and math.isfinite(loss),
             grad_norm=norm,
             loss=loss,
             lr=ctx.lr,
-            task_losses=tuple(rest[: len(means)]),
-            task_weights=tuple(rest[len(means) :]),
+            task_losses=tuple(rest[:tasks]),
+            task_weights=tuple(rest[tasks : 2 * tasks]),
+            task_counts=tuple(rest[2 * tasks :]),
         )
         if stats.applied:
             self.engine.step(stats.lr)
@@ -141,11 +144,11 @@ class Trainer:
         self.hooks.after_step(ctx, stats)
         return stats
 
-    def report(self, stats: StepStats, counts: Tensor, *, step_seconds: float, data_wait_seconds: float) -> None:
+    def report(self, stats: StepStats, *, step_seconds: float, data_wait_seconds: float) -> None:
         """Hand the step to the observer; an absent task has count 0 and no loss."""
         if not self.observer.enabled:
             return
-        columns = zip(self.objective.tasks, stats.task_losses, stats.task_weights, counts.tolist(), strict=True)
+        columns = zip(self.objective.tasks, stats.task_losses, stats.task_weights, stats.task_counts, strict=True)
         record = StepRecord(
             step=self.state.step,
             loss=stats.loss,

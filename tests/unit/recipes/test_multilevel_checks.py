@@ -98,6 +98,26 @@ def test_every_number_has_a_range() -> None:
             "--adversary.kind is pixels, whose shifts of the next images are not known",
         ),
         (
+            {"multilevel__second_level": "joint", "balancer__kind": "minimax"},
+            "--balancer.kind is minimax but --multilevel.second_level joint has no tasks to balance",
+        ),
+        (
+            {"multilevel__second_level": "fine_tuning", "multilevel__proximity": 0.0},
+            "--multilevel.proximity is 0 and --optimizer.lr 0.0024",
+        ),
+        (
+            {"multilevel__second_level": "fine_tuning", "multilevel__proximity": 210.0},
+            "a proximity below 208.333",
+        ),
+        (
+            {"multilevel__mode": "look_ahead", "balancer__kind": "minimax", "balancer__estimate": "micro"},
+            "--multilevel.mode is look_ahead but --balancer.estimate is micro",
+        ),
+        (
+            {"masking__selection": "softsort", "objective__uniformity": 0.01},
+            "--masking.selection is softsort but --objective.uniformity is 0.01",
+        ),
+        (
             {"multilevel__mode": "look_ahead", "objective__uniformity": 0.01},
             "--objective.uniformity is 0.01, which needs a pass over the whole batch first",
         ),

@@ -57,6 +57,9 @@ class ParallelPositions(Hook):
         """[numel] what the model sees now."""
         return self.vector
 
+    def before_step(self, ctx: StepContext) -> None:
+        self.vector.grad = None  # passes that other hooks have made between steps leave theirs here
+
     def batch(self, ctx: StepContext, micro: Batch) -> Batch:
         return replace(micro, extras={**micro.extras, "perturbation": self.seen})
 
@@ -125,6 +128,7 @@ class SequentialPositions(ParallelPositions):
         return self._seen
 
     def before_step(self, ctx: StepContext) -> None:
+        super().before_step(ctx)
         self._before = (self.vector.detach().clone(), self.state)
         origin = self.ascent.origin(self.vector.detach()).clone().requires_grad_()
         self._seen = origin

@@ -8,6 +8,9 @@ from contextlib import contextmanager
 
 import torch
 
+MOST = 256
+"""Marks on a GPU that are kept unread."""
+
 
 class LevelClock:
     """Seconds spent in named parts since they were last asked for.
@@ -34,12 +37,17 @@ class LevelClock:
         yield
         last.record()
         self._events.append((name, first, last))
+        while len(self._events) > MOST and self._events[0][2].query():  # type: ignore[no-untyped-call]
+            self._take(*self._events.pop(0))  # ranks that log nothing never ask
+
+    def _take(self, name: str, first: torch.cuda.Event, last: torch.cuda.Event) -> None:
+        self._seconds[name] = self._seconds.get(name, 0.0) + first.elapsed_time(last) / 1000
 
     def shares(self) -> dict[str, float]:
         """Each part's share of the time since the last call; the rest is level I's. Waits for the device."""
         for name, first, last in self._events:
             last.synchronize()
-            self._seconds[name] = self._seconds.get(name, 0.0) + first.elapsed_time(last) / 1000
+            self._take(name, first, last)
         whole = time.perf_counter() - self._since
         found = {name: seconds / whole for name, seconds in self._seconds.items()} if whole > 0 else {}
         self._seconds, self._events, self._since = {}, [], time.perf_counter()

@@ -57,14 +57,15 @@ class ExactComparison:
     Args:
         config: settings of the run.
     Attributes:
-        cosine, norm_ratio: ours to the exact one in the last comparison; NaN before it.
+        cosine, norm_ratio: ours to the exact one in the last comparison; None before it.
     """
 
     def __init__(self, config: Config) -> None:
         self.config = config
         self.every = config.multilevel.exact_every
         self.asked = 0
-        self.cosine = self.norm_ratio = torch.tensor(torch.nan)
+        self.cosine: Tensor | None = None
+        self.norm_ratio: Tensor | None = None
         self._module: nn.Module | None = None
 
     def due(self) -> bool:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from trp_scale.batch import Batch, StepStats
@@ -38,7 +37,11 @@ class Feedback:
         config: settings of the run.
         reading: how the reconstruction depends on the masks.
         clock: counts the time of each level.
+    Attributes:
+        follows: its lessons are about the step that a cycle ends with, whose inputs of the network are then kept.
     """
+
+    follows: bool = True
 
     def __init__(self, config: Config, reading: Reading, clock: LevelClock) -> None:
         self.config, self.settings = config, config.multilevel
@@ -128,7 +131,8 @@ class HeadFeedback(Feedback):
         super().__init__(config, reading, clock)
         self.level, self.sources = level, sources
         self.base: Shards | None = None
-        self.direction_norm = self.response_norm = torch.tensor(torch.nan)
+        self.direction_norm: Tensor | None = None
+        self.response_norm: Tensor | None = None
         self.exact = ExactComparison(config)
         self.last: LastUpdate | None = None
 
@@ -152,10 +156,14 @@ class HeadFeedback(Feedback):
 
         def noted(gradient: Tensor) -> HeadStep:
             step = take(gradient)
-            self.last = LastUpdate(head=step, train=train, validation=validation)
+            self.note(LastUpdate(head=step, train=train, validation=validation))
             return step
 
         return self.level.direction(ctx.engine, train, validation, ctx.step, noted)
+
+    def note(self, update: LastUpdate) -> None:
+        """Keep what a lesson comes from until it has been compared."""
+        self.last = update if self.exact.every > 0 else None
 
     def lessons(self, ctx: StepContext, stats: StepStats, window: MaskedWindow) -> Lessons:
         engine, respond = ctx.engine, partial(ctx.engine.step_response, lr=stats.lr, grad_norm=stats.grad_norm)
@@ -191,6 +199,7 @@ class HeadFeedback(Feedback):
             validation=self.last.validation,
             number=ctx.step,
         )
+        self.last = None
         ((_, found),) = lessons
         self.exact.compare(ctx, self.reading, self.level, window, found, known)
 
@@ -213,10 +222,11 @@ class HeadFeedback(Feedback):
         }
 
     def state_dict(self) -> dict[str, Any]:
-        return {"head": self.level.head.state_dict()}
+        return {"head": self.level.head.state_dict(), "asked": self.exact.asked}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.level.head.load_state_dict(state["head"])
+        self.exact.asked = int(state["asked"])
 
 
 def on_device(window: Sequence[Batch], ctx: StepContext) -> list[Batch]:

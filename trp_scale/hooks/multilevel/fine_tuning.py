@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trp_scale.batch import Batch
-from trp_scale.config import Config, RefusedError
+from trp_scale.config import Config
 from trp_scale.data.downstream import Downstream
 from trp_scale.engines.base import Engine, EngineError
 from trp_scale.engines.build import MakeEngine
@@ -55,7 +55,7 @@ class FineTuning(HeldHeadFeedback):
     ) -> None:
         super().__init__(config, reading, clock, level=level, sources=sources)
         self.tuned = tuned
-        self.distance = torch.tensor(torch.nan)
+        self.distance: Tensor | None = None
 
     def pull(self, ctx: StepContext) -> float:
         """Share of the way to E that F goes in this step, 2 eta lambda."""
@@ -121,16 +121,8 @@ def second_encoder(config: Config, engine: Engine, make_engine: MakeEngine) -> E
     the pieces of both lie alike; it takes no part.
 
     Raises:
-        RefusedError: a proximity with which the masks would not matter, or F would be thrown past E.
         EngineError: the pieces do not lie alike.
     """
-    proximity, lr = config.multilevel.proximity, config.optimizer.lr
-    if not 0.0 < 2.0 * lr * proximity < 1.0:
-        raise RefusedError(
-            f"--multilevel.proximity is {proximity:g} and --optimizer.lr {lr:g}: a step would take the second encoder "
-            f"{2.0 * lr * proximity:g} of the way to the first; allowed: more than 0 and below 1, a proximity below "
-            f"{0.5 / lr:g}"
-        )
     tuned = make_engine(MaskedAutoencoder(config), copy.deepcopy(config))
     tuned.create_optimizer_state()  # the decoder's too, which a checkpoint holds and no step makes
     if lie_of(tuned) != lie_of(engine):

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from trp_scale.config import Config
 from trp_scale.distributed.groups import Group
-from trp_scale.engines.optimizer import decay_groups, set_learning_rate
+from trp_scale.engines.base import STATE_NAMES
+from trp_scale.engines.optimizer import decay_groups, empty_adamw_state, set_learning_rate
 from trp_scale.models.initialise import initial_tensor
 
 HEAD_DEVIATION = 0.01
@@ -71,9 +72,18 @@ class Head:
         )
         groups = decay_groups(self._named(), self.settings.head_weight_decay)
         self.optimizer = torch.optim.AdamW(groups, lr=self.settings.head_lr, betas=self.betas, eps=self.eps)
+        for _, parameter in self._named():
+            state = empty_adamw_state(parameter.detach())
+            self.optimizer.state[parameter] = {**state, "step": state["step"].cpu()}
 
     def _named(self) -> list[tuple[str, nn.Parameter]]:
         return [("weight", cast(nn.Parameter, self.own.weight)), ("bias", cast(nn.Parameter, self.own.bias))]
+
+    def _tensors(self) -> list[Tensor]:
+        """Weights and moments."""
+        states = [self.optimizer.state[parameter] for _, parameter in self._named()]
+        moments = [state[name] for state in states for name in STATE_NAMES]
+        return [self.own.weight.detach(), self.own.bias.detach(), *moments]
 
     @property
     def parameters(self) -> HeadParameters:
@@ -102,18 +112,24 @@ class Head:
         return (F.cross_entropy(logits, known, reduction="none") * weights).sum()
 
     def descend(self, gradient: Tensor, scale: float) -> HeadStep:
-        """Commit a step of AdamW.
+        """Commit a step of AdamW; where the gradient is not finite, only the count of its bias correction does.
 
         Args:
             gradient: [K D + K] of the global batch's mean loss.
             scale: share of the peak learning rate.
         """
         lr, before = self.settings.head_lr * scale, self.parameters
+        # Decided on the device: the host would have to wait to know.
+        finite = gradient.isfinite().all()
+        kept = [tensor.clone() for tensor in self._tensors()]
         parts = self.own.like(gradient)
         self.own.weight.grad, self.own.bias.grad = parts.weight.clone(), parts.bias.clone()
         set_learning_rate(self.optimizer, lr)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        with torch.no_grad():
+            for tensor, value in zip(self._tensors(), kept, strict=True):
+                tensor.copy_(torch.where(finite, tensor, value))
         states = [self.optimizer.state[parameter] for _, parameter in self._named()]
         beta1, beta2 = self.betas
         steps = float(states[0]["step"])  # on the host, also where the head is on a GPU

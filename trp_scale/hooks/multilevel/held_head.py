@@ -25,7 +25,7 @@ class HeldHeadFeedback(HeadFeedback):
         with self.clock("validation"):
             window, head = on_device(self.sources.validation.next_window(), ctx), self.level.head.parameters
             held = HeadStep(before=head, parameters=head, response=torch.zeros_like(head.flat()))
-            self.last = LastUpdate(head=held, train=window, validation=window)
+            self.note(LastUpdate(head=held, train=window, validation=window))
             return validation_gradient(self.level, engine, window, ctx.step)
 
 

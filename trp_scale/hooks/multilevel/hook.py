@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -41,6 +42,7 @@ class LearnedMasks(Hook):
         self.steps = 0
         self.updates = 0
         self.lessons = 0
+        self.looked_ahead = False
         self.window: MaskedWindow | None = None
         self.masked: dict[int, MaskedWindow] = {}
 
@@ -55,10 +57,11 @@ class LearnedMasks(Hook):
         return self.ends_cycle and self.updates == self.settings.every - 1
 
     def before_step(self, ctx: StepContext) -> None:
-        if self.steps == 0 and self.updates == self.settings.every - 1:
+        if self.updates == self.settings.every - 1 and not self.looked_ahead:
             self._teach(ctx, self.feedback.lessons_ahead(ctx, self.choose))
+            self.looked_ahead = True
         self.masked = {}
-        window = self.window = self.choose(ctx, ctx.own_window, keep=self.teaches)
+        window = self.window = self.choose(ctx, ctx.own_window, keep=self.teaches and self.feedback.follows)
         ctx.counts = self.feedback.counts(ctx, window)
         if self.teaches:
             self.feedback.before_step(ctx, window)
@@ -74,8 +77,7 @@ class LearnedMasks(Hook):
         if not lessons:
             return
         with self.clock("network"):
-            self.teacher.teach(lessons, self.feedback.scale(ctx))
-        self.lessons += 1
+            self.lessons += self.teacher.teach(lessons, self.feedback.scale(ctx))
 
     def batch(self, ctx: StepContext, micro: Batch) -> Batch:
         if micro.joined:
@@ -88,13 +90,16 @@ class LearnedMasks(Hook):
     def after_step(self, ctx: StepContext, stats: StepStats) -> None:
         if not stats.applied:
             return
+        assert self.window is not None, "masks are chosen before the step"
         self.feedback.stepped(ctx)
         ends, teaches = self.ends_cycle, self.teaches
         if teaches:
-            assert self.window is not None, "masks are chosen before the step"
             self._teach(ctx, self.feedback.lessons(ctx, stats, self.window))
         elif ends:
             self.feedback.update(ctx)
+        if ends:
+            self.looked_ahead = False
+        self.window, self.masked = without_inputs(self.window), {}
         self.steps = 0 if ends else self.steps + 1
         self.updates = (0 if teaches else self.updates + 1) if ends else self.updates
 
@@ -102,8 +107,8 @@ class LearnedMasks(Hook):
         return {NETWORK: self.teacher.network, **self.feedback.engines()}
 
     def metrics(self) -> Mapping[str, Any]:
-        """lessons: updates of the masking network so far; mean_probability, entropy (of a patch's own masking, in
-        nats), overlap (share of the loader's random masks that are masked too): of this rank's last window;
+        """lessons: steps that the masking network has made so far; mean_probability, entropy (of a patch's own masking,
+        in nats), overlap (share of the loader's random masks that are masked too): of this rank's last window;
         gradient_norm, below_eps: of the last lesson; time: share of each level; and what the feedback adds. A value
         that there is none of yet is left out."""
         assert self.window is not None, "metrics are asked for after a step"
@@ -113,18 +118,23 @@ class LearnedMasks(Hook):
             "below_eps": self.teacher.below_eps,
             **self.feedback.metrics(),
         }
-        known = {name: float(value) for name, value in values.items()}
-        there = {name: value for name, value in known.items() if value == value}
-        return {"lessons": self.lessons, **there, "time": self.clock.shares()}
+        known = {name: float(value) for name, value in values.items() if value is not None}
+        return {"lessons": self.lessons, **known, "time": self.clock.shares()}
 
     def state_dict(self) -> dict[str, Any]:
         counters = {"steps": self.steps, "updates": self.updates, "lessons": self.lessons}
-        return {"counters": counters, "feedback": self.feedback.state_dict()}
+        return {"counters": {**counters, "looked_ahead": self.looked_ahead}, "feedback": self.feedback.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         counters = state["counters"]
         self.steps, self.updates, self.lessons = (int(counters[name]) for name in ("steps", "updates", "lessons"))
+        self.looked_ahead = bool(counters["looked_ahead"])
         self.feedback.load_state_dict(state["feedback"])
+
+
+def without_inputs(window: MaskedWindow) -> MaskedWindow:
+    """The same masks; the network's inputs are as large as a layer's activations."""
+    return replace(window, selections=[replace(each, embeddings=None) for each in window.selections])
 
 
 @torch.no_grad()

@@ -53,7 +53,8 @@ class Reading(ABC):
     def seen(self, ctx: StepContext, window: MaskedWindow, place: int, weights: Tensor, gate: Tensor | None) -> Batch:
         """A micro-batch as the model saw it, what other hooks have added included, with these weights and gates."""
         own = window.weighted(place, weights, gate)
-        added = ctx.batch_of(window.micros[place]).extras
+        # Without a graph: an adversary's gradient is to come from the pass that trains the weights.
+        added = {name: value.detach() for name, value in ctx.batch_of(window.micros[place]).extras.items()}
         return replace(own, extras={**added, **own.extras})
 
 

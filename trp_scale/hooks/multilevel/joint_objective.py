@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trp_scale.batch import Batch, TaskLosses
-from trp_scale.config import Config, RefusedError
+from trp_scale.config import Config
 from trp_scale.hooks.multilevel.head import Head
 from trp_scale.hooks.multilevel.second_level import HeadLevel
 from trp_scale.objectives.base import PatchObjective
@@ -36,9 +36,6 @@ class JointObjective:
         dtype: of the head.
     Attributes:
         level: the head, with the passes that it needs.
-
-    Raises:
-        RefusedError: another balancer than uniform.
     """
 
     balanced: tuple[int, ...] = ()
@@ -52,11 +49,6 @@ class JointObjective:
         device: torch.device,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        if config.balancer.kind != "uniform":
-            raise RefusedError(
-                f"--balancer.kind is {config.balancer.kind} but --multilevel.second_level joint has no tasks to "
-                "balance: --multilevel.gamma weighs its two; allowed: --balancer.kind uniform"
-            )
         self.gamma = config.multilevel.gamma
         self.reconstruction = reconstruction
         self.tasks = (*reconstruction.tasks, CLASSIFICATION)

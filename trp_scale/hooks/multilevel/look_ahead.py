@@ -52,6 +52,8 @@ class LookAhead(HeadFeedback):
         upcoming: D_u, whose next windows the steps are made on.
     """
 
+    follows = False
+
     def __init__(
         self,
         config: Config,
@@ -101,7 +103,7 @@ class LookAhead(HeadFeedback):
         self.compare(step.ctx, step.window, lessons, *(whole(engine, place) for place in places))
 
     def _unroll(self, ctx: StepContext, choose: Choose, rate: float) -> tuple[list[Unrolled], Shards]:
-        """The steps, and where they end."""
+        """The steps that the derivative goes through, and where they end."""
         windows = [ctx.window, *(on_device(each, ctx) for each in self.upcoming.peek(self.settings.unroll - 1))]
         steps: list[Unrolled] = []
         place: Shards | None = None
@@ -111,6 +113,8 @@ class LookAhead(HeadFeedback):
                 own = replace(ctx, window=micros, counts=window.counts, weights=None, sums=None)
                 own.balancer.before_step(own)
                 gradient = ctx.engine.gradient_of(_losses(own, micros))
+            if self.settings.derivative == "last":
+                steps.clear()
             steps.append(Unrolled(ctx=own, window=window, place=place))
             place = gradient.times(-rate) if place is None else place.plus(gradient, -rate)
         assert place is not None, "unroll is at least 1"

@@ -96,8 +96,9 @@ class MaskTeacher:
         network: the engine that holds it.
         objective: cuts images into patches, and counts.
     Attributes:
-        gradient_norm: of the last lesson's global gradient; NaN before the first.
-        below_eps: share of the network's elements whose root mean square gradient is below AdamW's eps.
+        gradient_norm: of the last lesson's global gradient; None before the first.
+        below_eps: share of the network's elements whose root mean square gradient is below AdamW's eps; None before
+            the first lesson.
     """
 
     def __init__(self, config: Config, network: Engine, objective: PatchObjective) -> None:
@@ -105,7 +106,8 @@ class MaskTeacher:
         self.choice = choice_of(config.masking)
         self.patches = (config.crops.size // config.vision.patch_size) ** 2
         self.eps = network_eps(config)
-        self.gradient_norm = self.below_eps = torch.tensor(torch.nan)
+        self.gradient_norm: Tensor | None = None
+        self.below_eps: Tensor | None = None
 
     @torch.no_grad()
     def choose(self, engine: Engine, window: Sequence[Batch], step: int, *, keep: bool) -> MaskedWindow:
@@ -136,8 +138,9 @@ class MaskTeacher:
         factor = number / total if self.config.masking.weights == "normalised" else torch.ones_like(total)
         return MaskedWindow(micros=window, selections=selections, counts=summed[:-2], factor=factor, total=total)
 
-    def teach(self, windows: Sequence[tuple[MaskedWindow, Sequence[Lesson]]], scale: float) -> None:
-        """One step of the network's AdamW down the sum of all lessons.
+    def teach(self, windows: Sequence[tuple[MaskedWindow, Sequence[Lesson]]], scale: float) -> bool:
+        """One step of the network's AdamW down the sum of all lessons, unless its gradient is not finite; returns
+        whether it was made.
 
         Args:
             scale: share of the peak learning rate.
@@ -154,13 +157,14 @@ class MaskTeacher:
             if weights.gate is not None and lesson.of_gate is not None:
                 loss = loss + (weights.gate * lesson.of_gate * present[:, None]).sum()
             self.network.backward(loss, last=place == len(parts) - 1)
-        self.gradient_norm = self.network.check_gradients()
+        norm = self.gradient_norm = self.network.check_gradients()
         # The one place that waits for the device, once in `every` updates of the head.
-        if math.isfinite(float(self.gradient_norm)):
-            self.network.step(self.config.multilevel.lr * scale)
-            self.below_eps = self._share_below_eps()
-        else:
+        if not math.isfinite(float(norm)):
             self.network.skip()
+            return False
+        self.network.step(self.config.multilevel.lr * scale)
+        self.below_eps = self._share_below_eps()
+        return True
 
     def _centred(self, window: MaskedWindow, lessons: Sequence[Lesson]) -> Sequence[Lesson]:
         """With normalised weights, less their weighted mean: scaling all probabilities then changes nothing."""
@@ -190,11 +194,15 @@ class MaskTeacher:
 
 
 def network_eps(config: Config) -> float:
-    """AdamW's eps of the masking network, in units of its gradients: they carry the encoder's learning rate, and with a
-    fine-tuned second encoder the share of the way that it follows the first (fine_tuning.py)."""
+    """AdamW's eps of the masking network, in units of its gradients. Hypergradients carry the learning rate of the
+    encoder's step, and with a fine-tuned second encoder the share of the way that it follows the first
+    (fine_tuning.py)."""
     settings, lr = config.multilevel, config.optimizer.lr
-    follows = settings.feedback == "downstream" and settings.second_level == "fine_tuning"
-    return settings.eps * lr * (2.0 * lr * settings.proximity if follows else 1.0)
+    if settings.feedback == "reconstruction":
+        return settings.eps
+    if settings.mode == "look_ahead":
+        return settings.eps * (settings.look_ahead_lr or lr)
+    return settings.eps * lr * (2.0 * lr * settings.proximity if settings.second_level == "fine_tuning" else 1.0)
 
 
 def rows(micro: Batch) -> Tensor:

@@ -49,12 +49,13 @@ class HeadLevel:
         objective: cuts images into patches.
         head: the head.
     Attributes:
-        train_loss, validation_loss: mean cross-entropies of the last update, 0-dimensional; NaN before it.
+        train_loss, validation_loss: mean cross-entropies of the last update, 0-dimensional; None before it.
     """
 
     def __init__(self, config: Config, objective: PatchObjective, head: Head) -> None:
         self.config, self.objective, self.head = config, objective, head
-        self.train_loss = self.validation_loss = torch.tensor(torch.nan)
+        self.train_loss: Tensor | None = None
+        self.validation_loss: Tensor | None = None
 
     def features(self, engine: Callable[..., Any], batches: Sequence[Batch]) -> list[Tensor]:
         """[B, D] of each micro-batch, of whole images, in one forward pass over all of them."""

@@ -12,7 +12,7 @@ from tests.synthetic import Layout
 from tests.synthetic_masks import D_TR, MasksRun, labelled, mask_config, masks_run
 from tests.unit.hooks.multilevel.exact_reference import cross_entropy
 from tests.unit.hooks.multilevel.test_hypergradient import copies, relative
-from trp_scale.config import Config, RefusedError
+from trp_scale.config import Config
 from trp_scale.engines.base import EngineError
 from trp_scale.engines.plain import PlainEngine
 from trp_scale.hooks.multilevel.fine_tuning import FINE_TUNED, FineTuning, second_encoder
@@ -92,12 +92,6 @@ def test_the_network_s_eps_carries_what_its_gradients_carry() -> None:
 
 def plain(module: torch.nn.Module, config: Config) -> PlainEngine:
     return PlainEngine(module, config, device=torch.device("cpu"))
-
-
-@pytest.mark.parametrize("proximity", [0.0, 0.5 / 3e-3])
-def test_a_proximity_that_throws_it_past_the_first_is_refused(proximity: float) -> None:
-    with pytest.raises(RefusedError, match=r"--multilevel.proximity is .* below 166.667"):
-        tuned_run(multilevel={"proximity": proximity})
 
 
 def test_pieces_that_lie_otherwise_are_refused() -> None:

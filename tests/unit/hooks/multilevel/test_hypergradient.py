@@ -45,10 +45,10 @@ class Recorder:
             self.gradient = {n: p.grad.clone() for n, p in run.networks[0].named_parameters() if p.grad is not None}
             return check()
 
-        def recorded(windows: Any, scale: float) -> None:
+        def recorded(windows: Any, scale: float) -> bool:
             self.windows = [window for window, _ in windows]
             self.own = copies(run.networks[0])
-            teach(windows, scale)
+            return teach(windows, scale)
 
         self.teacher.network.check_gradients = check_gradients  # type: ignore[method-assign]
         self.teacher.teach = recorded  # type: ignore[method-assign]

@@ -14,7 +14,6 @@ from tests.synthetic_images import CROPS
 from tests.synthetic_masks import CLASSES, D_TR, MasksRun, labelled, mask_config, masks_run
 from tests.unit.hooks.multilevel.test_hypergradient import copies
 from trp_scale.batch import Batch, TaskLosses
-from trp_scale.config import RefusedError
 from trp_scale.hooks.base import StepContext
 from trp_scale.hooks.multilevel.joint import JointFeedback
 from trp_scale.hooks.multilevel.joint_objective import HEAD, STEP, JointObjective
@@ -150,11 +149,6 @@ def test_held_out_rows_have_no_classification() -> None:
     assert found["tasks"]["classification"] == {"loss": None, "count": 0}
     assert found["loss"] == pytest.approx(plain["loss"], rel=1e-6)
     assert found["tasks"]["reconstruction"]["count"] == plain["tasks"]["reconstruction"]["count"]
-
-
-def test_there_is_nothing_for_a_balancer_to_decide() -> None:
-    with pytest.raises(RefusedError, match=r"--balancer.kind is minimax .* --multilevel.gamma .* uniform"):
-        joint_run(balancer={"kind": "minimax"})
 
 
 def test_head_dropout_is_of_the_step_and_the_position() -> None:
