@@ -84,7 +84,8 @@ def test_what_a_checkpoint_holds_of_three_levels(image_dataset: Path, tmp_path: 
     network has learned once."""
     assert pretrain_here(flags(image_dataset, tmp_path, training__steps=7)) == 0
     document, size = read_document(checkpoint_path(tmp_path, 7)), 8
-    assert document.hooks["multilevel"]["counters"] == {"steps": 1, "updates": 1, "lessons": 1}
+    counters = {"steps": 1, "updates": 1, "lessons": 1, "looked_ahead": True}
+    assert document.hooks["multilevel"]["counters"] == counters
     assert document.engine_state["masking_network.optimizer_steps"] == 1
     assert document.cursors == {
         "train": 7 * size,
