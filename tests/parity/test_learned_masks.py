@@ -38,6 +38,7 @@ VARIANTS: dict[str, Changes] = {
     "softsort": {"masking": {"selection": "softsort", **PATCHWISE}},
     "curriculum": {"masking": {"ratio": 0.5, "final_ratio": 0.875}, "multilevel": {"unroll": 1}},
     "reconstruction": {"masking": {"weights": "normalised"}, "multilevel": {"feedback": "reconstruction"}},
+    "look ahead": {"multilevel": {"mode": "look_ahead", "derivative": "full", "look_ahead_lr": 0.05, "lr": 0.1}},
 }
 """Unroll 2 where nothing else is said, four steps."""
 
@@ -47,7 +48,7 @@ SPLITS = {
     "fsdp": (TWO_RANKS["fsdp"], ("flattened", "softsort", "unroll 5")),
     "zero1": (TWO_RANKS["zero1"], ("every 2", "straight through", "curriculum")),
     "zero2": (TWO_RANKS["zero2"], tuple(VARIANTS)),
-    "zero3": (TWO_RANKS["zero3"], ("patchwise", "straight through")),
+    "zero3": (TWO_RANKS["zero3"], ("patchwise", "straight through", "look ahead")),
 }
 
 TIE = 1e-5
@@ -131,7 +132,7 @@ def test_the_upper_levels_batches_in_one_pass_or_in_several(two_ranks: Ranks, sp
 
 
 def test_no_two_variants_are_the_same_run_and_every_network_learns() -> None:
-    """What is compared above is not the same run eight times, nor one in which the masks do nothing."""
+    """What is compared above is not the same run nine times, nor one in which the masks do nothing."""
     for number, name in enumerate(VARIANTS):
         one = reference(name)
         way = sum(float((value - one.network_initial[each]).norm()) for each, value in one.network.items())
