@@ -1,0 +1,234 @@
+"""A problem with a known answer for learned masks: a few patches carry an image's class together, the rest is noise.
+
+Each class has a pattern, of one length and at right angles to the others; an image shows its class's at all signal
+places, under noise. All other patches are louder noise. Patches can be predicted from each other at the signal places
+alone, so that masks which fall there teach the encoder the classes, and others teach it nothing.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from sklearn.linear_model import LogisticRegression
+from torch import Tensor, nn
+
+from benchmarks.minimax_overhead import Unobserved
+from benchmarks.mlo_steps import plain_engines
+from trp_scale.batch import Batch
+from trp_scale.config import (
+    BalancerConfig,
+    BatchConfig,
+    Config,
+    CropsConfig,
+    MaskingConfig,
+    ModelConfig,
+    MultilevelConfig,
+    ObjectiveConfig,
+    OptimizerConfig,
+    TrainingConfig,
+    VisionConfig,
+)
+from trp_scale.distributed.groups import ALONE
+from trp_scale.engines.build import MakeEngine
+from trp_scale.hooks.balancing import build_balancer
+from trp_scale.hooks.base import Hooks
+from trp_scale.hooks.multilevel import build_multilevel
+from trp_scale.hooks.multilevel.hook import LearnedMasks
+from trp_scale.models.mae import MaskedAutoencoder
+from trp_scale.objectives.mae import MaskedPatchReconstruction
+from trp_scale.training.agreement import StepAgreement
+from trp_scale.training.loop import Trainer
+
+GRID, PATCH = 4, 4
+PATCHES, VALUES = GRID**2, 3 * PATCH**2
+SIGNALS, MASKED, CLASSES = 6, 2, 4
+NOISE, OTHER_NOISE = 1.3, 5.0
+"""Deviations of a value at the signal places and elsewhere; that of the patterns' values is 1."""
+LEVEL, UNIT = 0.45, 0.075
+"""Pixel of a value of 0, and difference of pixels for a value of 1; what leaves [0, 1] is cut off."""
+STEPS = 80
+"""After which random masks have hardly begun to teach the classes, and learned ones have."""
+
+D_TR, D_VAL, PROBE, TEST = 10_000_000, 20_000_000, 30_000_000, 40_000_000
+"""First positions; D_u begins at 0."""
+
+
+@dataclass(frozen=True)
+class Planted:
+    """The images of one seed: where the signal is, the patterns, and every image, a function of its position."""
+
+    seed: int
+
+    def places(self) -> Tensor:
+        """[SIGNALS] numbers of the patches that carry the class."""
+        return torch.randperm(PATCHES, generator=self.generator("places"))[:SIGNALS].sort().values
+
+    def patterns(self) -> Tensor:
+        """[CLASSES, VALUES] at right angles, mean square 1."""
+        drawn = torch.randn(VALUES, CLASSES, generator=self.generator("patterns"))
+        return torch.linalg.qr(drawn).Q.T * VALUES**0.5
+
+    def generator(self, name: str, position: int = 0) -> torch.Generator:
+        number = ("places", "patterns", "images").index(name)
+        return torch.Generator().manual_seed((1000 * self.seed + number) * 100_000_000 + position)
+
+    def batch(self, start: int, count: int) -> Batch:
+        """Images at these positions, with random masks."""
+        generator = self.generator("images", start)
+        labels = torch.randint(0, CLASSES, (count,), generator=generator)
+        values = OTHER_NOISE * torch.randn(count, PATCHES, VALUES, generator=generator)
+        noise = NOISE * torch.randn(count, SIGNALS, VALUES, generator=generator)
+        values[:, self.places()] = self.patterns()[labels][:, None] + noise
+        pixels = (LEVEL + UNIT * values).clamp(0, 1).view(count, GRID, GRID, PATCH, PATCH, 3)
+        images = pixels.permute(0, 5, 1, 3, 2, 4).reshape(count, 1, 3, GRID * PATCH, GRID * PATCH)
+        order = torch.rand(count, 1, PATCHES, generator=generator).argsort(-1)  # [count, 1, PATCHES]
+        fields = {
+            "images": (images * 255).round().to(torch.uint8),
+            "labels": labels,
+            "masked": order[..., :MASKED].sort(-1).values,
+            "visible": order[..., MASKED:].sort(-1).values,
+            "row_weights": torch.ones(count),
+        }
+        return Batch(fields=fields, keys=torch.arange(start, start + count), start=start)
+
+
+@dataclass
+class Windows:
+    """One micro-batch after the other."""
+
+    planted: Planted
+    size: int
+    cursor: int
+
+    def next_window(self) -> list[Batch]:
+        found = self.planted.batch(self.cursor, self.size)
+        self.cursor += self.size
+        return [found]
+
+
+@dataclass
+class Labelled:
+    """Stands for data.downstream.Downstream."""
+
+    train: Windows
+    validation: Windows
+    classes: int = CLASSES
+
+
+@dataclass
+class Sources:
+    """Stands for data.sources.Sources."""
+
+    train: Windows
+    downstream: Labelled
+
+
+def planted_config(seed: int, network: str, steps: int) -> Config:
+    """A small MAE, and a masking network that does not move much before hypergradients say something.
+
+    Before reconstruction begins to work they are noise, and a hundred times smaller than after; AdamW would follow them
+    as far, and masks that no longer fall on the signal do not come back to it. Hence eps. The very first are large,
+    since AdamW's first steps have the sign of the gradient alone. Hence the warm-up.
+    """
+    return Config(
+        model=ModelConfig(
+            kind="mae", layers=1, hidden_size=32, heads=2, intermediate_size=64, dropout=0.0, layer_norm_eps=1e-6
+        ),
+        vision=VisionConfig(
+            patch_size=PATCH,
+            tokens="visible",
+            positions="absolute",
+            decoder_layers=1,
+            decoder_hidden_size=16,
+            decoder_heads=2,
+        ),
+        objective=ObjectiveConfig(kind="mae"),
+        crops=CropsConfig(count=1, size=GRID * PATCH),
+        masking=MaskingConfig(ratio=MASKED / PATCHES, maskings=0, network=network, hidden_size=64),  # type: ignore[arg-type]
+        multilevel=MultilevelConfig(unroll=1, batch_size=64, micro_size=64, head_lr=1e-3, lr=0.02, eps=1e-3),
+        batch=BatchConfig(global_size=16, micro_size=16),
+        training=TrainingConfig(steps=steps, seed=seed),
+        optimizer=OptimizerConfig(lr=3e-3, beta2=0.95, warmup_steps=20, schedule="constant"),
+        balancer=BalancerConfig(kind="uniform"),
+    )
+
+
+@dataclass(kw_only=True)
+class PlantedRun:
+    """A trainer over the planted images. Attributes: hook: None with random masks."""
+
+    planted: Planted
+    config: Config
+    trainer: Trainer
+    model: nn.Module
+    hook: LearnedMasks | None
+    shares: list[float] = field(default_factory=list)
+    """Of the masked patches of each step, how many carry the class."""
+
+    def train(self) -> None:
+        """All steps."""
+        for _ in range(self.config.training.steps):
+            self.trainer.train_step()
+            if self.hook is not None:
+                self.shares.append(self.signal_share())
+
+    def signal_share(self) -> float:
+        """Share of the last step's masked patches that carry the class."""
+        assert self.hook is not None and self.hook.window is not None
+        masked = torch.cat([each.masked for each in self.hook.window.selections])
+        return float(torch.isin(masked, self.planted.places()).double().mean())
+
+    @torch.no_grad()
+    def features(self, start: int, count: int) -> tuple[Tensor, Tensor]:
+        """[count, D] means of the encoder's patch tokens of whole images, and [count] classes."""
+        batch = self.planted.batch(start, count)
+        patches = MaskedPatchReconstruction(self.config.objective, PATCH).patches(batch)
+        patches = patches.to(next(self.model.parameters()).dtype)
+        every = torch.arange(PATCHES).expand(count, -1)
+        tokens = self.model(patches, every, every[:, :0], give="features")  # [count, 1 + N, D]
+        return tokens[:, 1:].mean(1).double(), batch["labels"]
+
+    def probe(self, train: int = 40, test: int = 2000) -> float:
+        """Accuracy of logistic regression on frozen features of images that no level has seen."""
+        features, classes = self.features(PROBE, train)
+        asked, answers = self.features(TEST, test)
+        mean, deviation = features.mean(0), features.std(0) + 1e-9
+        fitted = LogisticRegression(C=0.1, max_iter=500).fit(((features - mean) / deviation).numpy(), classes.numpy())
+        return float(fitted.score(((asked - mean) / deviation).numpy(), answers.numpy()))
+
+
+def planted_run(
+    seed: int, network: str, *, steps: int = STEPS, dtype: torch.dtype = torch.float32, difference: float = 1e-2
+) -> PlantedRun:
+    """Parts of a run, joined.
+
+    Args:
+        network: masking.network.
+        difference: multilevel.difference.
+    """
+    config, planted = planted_config(seed, network, steps), Planted(seed)
+    config.multilevel.difference = difference
+    plain = plain_engines(torch.device("cpu"))
+    make_engine: MakeEngine = lambda module, own: plain(module.to(dtype), own)  # noqa: E731
+    model = MaskedAutoencoder(config)
+    engine = make_engine(model, config)
+    objective = MaskedPatchReconstruction(config.objective, PATCH)
+    upper = config.multilevel.batch_size
+    labelled = Labelled(Windows(planted, upper, D_TR), Windows(planted, upper, D_VAL))
+    source = Windows(planted, config.batch.global_size, 0)
+    hook = build_multilevel(config, objective, Sources(source, labelled), engine, make_engine)  # type: ignore[arg-type]
+    trainer = Trainer(
+        config=config,
+        engine=engine,
+        objective=objective,
+        hooks=Hooks(build_balancer(config.balancer, objective, engine.device), [] if hook is None else [hook]),
+        source=source,
+        observer=Unobserved(),  # type: ignore[arg-type]
+        agreement=StepAgreement(ALONE, 0),
+        save=lambda: None,
+        validate=lambda: None,
+        stop_requested=lambda: None,
+    )
+    engine.train(True)
+    return PlantedRun(planted=planted, config=config, trainer=trainer, model=model, hook=hook)  # type: ignore[arg-type]
