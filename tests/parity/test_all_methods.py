@@ -1,0 +1,148 @@
+"""Minimax weights, an adversary and learned masks in one run: the same on ZeRO-2 as on one process, and resumed
+(issue line 7)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.parity.compare import RELATIVE, TRAVELLED, too_far
+from tests.parity.test_learned_masks import ROUNDING
+from tests.ranks import Ranks
+from tests.synthetic import Layout, Result
+from tests.synthetic_images import by_projection
+from tests.synthetic_masks import MasksRun, mask_config, masks_run
+from trp_scale.batch import StepStats
+from trp_scale.checkpoint import manager
+from trp_scale.checkpoint.engine_group import EngineGroup
+from trp_scale.hooks.adversary.positions import ParallelPositions
+
+STEPS = 6
+ZERO2 = Layout(engine="deepspeed", stage=2, micro_size=2)
+
+
+def changes(estimate: str, update: str) -> dict[str, Any]:
+    return {
+        "training": {"steps": STEPS},
+        "vision": {"tokens": "all"},
+        "balancer": {"kind": "minimax", "estimate": estimate, "alpha": 4.0},
+        "adversary": {"kind": "absolute_embedding", "ascent": "sgd", "lr": 10.0, "eps": 0.3, "update": update},
+        "optimizer": {"lr": 3e-3, **ROUNDING["optimizer"]},
+        "multilevel": {"unroll": 2, **ROUNDING["multilevel"]},
+    }
+
+
+@dataclass(kw_only=True)
+class Everything:
+    """What a run ended with, on one rank."""
+
+    weights: Result
+    network: Result
+    vector: Tensor
+    head: dict[str, Any]
+    steps: list[StepStats]
+
+
+def group_of(run: MasksRun) -> EngineGroup:
+    return EngineGroup(run.engine, run.trainer.hooks.engines())
+
+
+def run_all(layout: Layout, settings: dict[str, Any], stop_at: int = 0, place: str = "") -> Everything:
+    """All steps, or up to `stop_at` into a checkpoint at `place` and from it on in parts that are made anew."""
+    run = masks_run(layout, mask_config(layout, **settings), halves=True)
+    initial = [by_projection(run.engine.full_weights()), run.trainer.hooks.engines()["masking_network"].full_weights()]
+    for _ in range(stop_at or STEPS):
+        run.trainer.train_step()
+    if stop_at:
+        run = resumed(run, layout, settings, Path(place))
+    assert run.hook is not None
+    network = run.hook.teacher.network
+    ended = [by_projection(run.engine.full_weights()), network.full_weights()]
+    (vector,) = (each.vector.detach().clone() for each in run.trainer.hooks.all if isinstance(each, ParallelPositions))
+    head = run.hook.feedback.state_dict()["head"]
+    run.engine.close()
+    network.close()
+    results = [
+        Result(weights=weights, initial=first, steps=[], moved=True)
+        for weights, first in zip(ended, initial, strict=True)
+    ]
+    history = run.trainer.__dict__.get("history", [])
+    return Everything(weights=results[0], network=results[1], vector=vector, head=head, steps=history)
+
+
+def resumed(run: MasksRun, layout: Layout, settings: dict[str, Any], place: Path) -> MasksRun:
+    """The same run in new parts, which take everything from a checkpoint, and its remaining steps."""
+    group, source = run.engine.data_group, run.trainer.source
+    engines = group_of(run)
+    engines.prepare()
+    path = manager.save(
+        place,
+        step=run.trainer.state.step,
+        engine=engines,
+        hooks_state=run.trainer.hooks.state_dict(),
+        cursors={},
+        config={},
+        group=group,
+        keep=0,
+        extra={},
+    )
+    for engine in (run.engine, *run.trainer.hooks.engines().values()):
+        engine.close()
+    again = masks_run(layout, mask_config(layout, **settings), halves=True)
+    loaded = manager.load(path, engine=group_of(again), group=group)
+    again.trainer.hooks.load_state_dict(loaded.hooks_state)
+    again.trainer.state.step = loaded.step
+    again.trainer.source.cursor = source.cursor  # type: ignore[attr-defined]
+    assert again.hook is not None and run.hook is not None
+    for name in ("train", "validation"):
+        mine, theirs = (each.feedback.sources for each in (again.hook, run.hook))  # type: ignore[attr-defined]
+        getattr(mine, name).cursor = getattr(theirs, name).cursor
+    for _ in range(STEPS - loaded.step):
+        again.trainer.train_step()
+    return again
+
+
+@lru_cache
+def reference(estimate: str, update: str) -> Everything:
+    """One process, accumulation 4."""
+    return run_all(Layout(micro_size=2), changes(estimate, update))
+
+
+def differences(ours: Everything, theirs: Everything) -> list[str]:
+    found = [*too_far(ours.weights, theirs.weights), *too_far(ours.network, theirs.network, skip_key_biases=False)]
+    pairs = {"adversary": (ours.vector, theirs.vector)}
+    pairs |= {f"head {name}": (ours.head[name]["value"], theirs.head[name]["value"]) for name in theirs.head}
+    for name, (mine, other) in pairs.items():
+        apart = float((mine - other).norm() / other.norm())
+        if apart > max(RELATIVE, TRAVELLED):
+            found.append(f"{name}: {apart:.1e} of its norm")
+    return found
+
+
+@pytest.mark.parametrize(("estimate", "update"), [("exact", "parallel"), ("lagged", "sequential")])
+def test_all_three_on_zero_2_are_those_of_one_process(two_ranks: Ranks, estimate: str, update: str) -> None:
+    theirs = reference(estimate, update)
+    ours = two_ranks(run_all, ZERO2, changes(estimate, update))[0]
+    assert differences(ours, theirs) == []
+    for mine, other in zip(ours.steps, theirs.steps, strict=True):
+        assert mine.task_weights == pytest.approx(other.task_weights, rel=1e-5)
+    assert abs(theirs.steps[-1].task_weights[0] - 0.5) > 1e-4
+    assert float(theirs.vector.abs().max()) > 0.01
+    assert all(not torch.equal(value, theirs.network.initial[name]) for name, value in theirs.network.weights.items())
+
+
+def test_all_their_states_are_resumed_on_zero_2(two_ranks: Ranks, tmp_path: Path) -> None:
+    """Stopped after three of six steps: in the middle of a cycle."""
+    settings = changes("lagged", "parallel")
+    whole = two_ranks(run_all, ZERO2, settings)[0]
+    parts = two_ranks(run_all, ZERO2, settings, 3, str(tmp_path))[0]
+    for mine, other in ((parts.weights, whole.weights), (parts.network, whole.network)):
+        assert all(torch.equal(mine.weights[name], value) for name, value in other.weights.items())
+    assert torch.equal(parts.vector, whole.vector)
+    assert [stats.loss for stats in parts.steps] == [stats.loss for stats in whole.steps[3:]]
