@@ -51,8 +51,10 @@ def stored(run_dir: Path, step: int = STEPS) -> dict[str, Tensor]:
     """All tensors of a checkpoint: weights and moments of both engines, the head, and what else hooks hold."""
     path = checkpoint_path(run_dir, step)
     found = {f"hooks/{name}": value for name, value in load_file(path / HOOKS_NAME).items()}
-    for state in ("weight", *STATE_NAMES):
-        found |= {f"{state}/{name}": value for name, value in read_full_state(path, state=state).items()}
+    for engine in ("", "masking_network"):
+        for state in ("weight", *STATE_NAMES):
+            tensors = read_full_state(path, state=state, engine=engine)
+            found |= {f"{state}/{engine}/{name}": value for name, value in tensors.items()}
     return found
 
 
