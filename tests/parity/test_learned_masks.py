@@ -48,7 +48,7 @@ SPLITS = {
     "fsdp": (TWO_RANKS["fsdp"], ("flattened", "softsort", "unroll 5")),
     "zero1": (TWO_RANKS["zero1"], ("every 2", "straight through", "curriculum")),
     "zero2": (TWO_RANKS["zero2"], tuple(VARIANTS)),
-    "zero3": (TWO_RANKS["zero3"], ("patchwise", "straight through", "look ahead")),
+    "zero3": (TWO_RANKS["zero3"], ("patchwise", "look ahead")),
 }
 
 TIE = 1e-5
