@@ -159,7 +159,7 @@ class _Passes:
 
     def losses(self) -> list[Callable[[], Tensor]]:
         """One for each pass of the encoder."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} does not say what the encoder is passed through for")
 
     def learning(self, features: Tensor, batch: Batch) -> Labelled:
         return self.level.labelled(features, batch, learning=True, step=self.step)
