@@ -243,8 +243,9 @@ def test_optimizer_steps_are_those_applied(two_ranks: Ranks, name: str) -> None:
         assert found == [0, 1, 1, 2, 42]
 
 
-def one_after_the_other(layout: Layout) -> tuple[list[list[float]], bool]:
-    """Losses of three engines made in turn, the second closed in the middle of a window; is the first one gone?"""
+def one_after_the_other(layout: Layout) -> tuple[list[list[float]], bool, bool]:
+    """Losses of three engines made in turn, the second closed in the middle of a window; is the first one gone, and
+    torch's linear, which ZeRO-3 replaces, in its place again?"""
     found, gone = [], None
     for number in range(3):
         probe = Probe(layout)
@@ -257,11 +258,11 @@ def one_after_the_other(layout: Layout) -> tuple[list[list[float]], bool]:
         del probe
     gc.collect()
     assert gone is not None
-    return found, gone() is None
+    return found, gone() is None, torch.nn.functional.linear is torch._C._nn.linear
 
 
 @every_engine
 def test_after_close_another_engine_can_be_made(two_ranks: Ranks, name: str) -> None:
-    for (first, second, third), gone in on_each_rank(two_ranks, name, one_after_the_other):
+    for (first, second, third), gone, restored in on_each_rank(two_ranks, name, one_after_the_other):
         assert first == second == third
-        assert gone
+        assert gone and restored

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, ClassVar
+from weakref import WeakSet
 
 import deepspeed
 import torch
@@ -27,7 +28,8 @@ from trp_scale.engines.zero_whole import WholeHalfLayout, WholeLayout
 # Built by a C compiler at the first start, for a minute, on machines without a GPU; only inference calls it.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
 deepspeed_logger.setLevel(logging.WARNING)  # it prints some 60 lines a rank at start
-
+LINEAR = nn.functional.linear
+"""Stage 3 replaces it for the whole process and for good; with it what runs later would round differently."""
 
 SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """What a dynamic loss scaler remembers."""
@@ -59,6 +61,7 @@ class DeepSpeedEngine(ShardOperations):
     name = "deepspeed"
     fp16_devices: tuple[str, ...] = ("cuda",)
     """Kinds of device that fp16 is meant for; on others it runs without any gain."""
+    _stage_3: ClassVar[WeakSet[DeepSpeedEngine]] = WeakSet()
 
     def __init__(
         self, module: nn.Module, config: Config, *, device: torch.device, data_group: Group, document: dict[str, Any]
@@ -72,6 +75,8 @@ class DeepSpeedEngine(ShardOperations):
             model=module, optimizer=build_optimizer(module, config.optimizer), config=document, dist_init_required=False
         )
         self.zero_stage: int | None = int(ZeroStageEnum(self.engine.zero_optimization_stage()))
+        if self.zero_stage == 3:
+            self._stage_3.add(self)
         self.layout = self._layout()
         if config.training.compile:
             if self.zero_stage == 3:
@@ -208,3 +213,6 @@ class DeepSpeedEngine(ShardOperations):
 
     def close(self) -> None:
         self.engine.destroy()
+        self._stage_3.discard(self)
+        if self.zero_stage == 3 and not self._stage_3:
+            nn.functional.linear = LINEAR
