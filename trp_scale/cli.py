@@ -19,6 +19,7 @@ USAGE = """usage: trp-scale COMMAND ...
 
   pretrain   pre-train from a recipe, on one process, FSDP2 or DeepSpeed
   report     print what a run has reached so far, or at its end
+  finetune   fine-tune an encoder on downstream tasks, over seeds, and measure it
   export     write a run's weights as a directory that other libraries load
   sweep      train several image runs that differ in named settings, and compare accuracy and hours
 
@@ -31,6 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     commands: dict[str, Callable[[Sequence[str]], int]] = {
         "pretrain": _pretrain,
+        "finetune": _finetune,
         "report": _report,
         "export": _export,
         "sweep": _sweep,
@@ -72,6 +74,24 @@ def _pretrain(argv: Sequence[str]) -> int:
     from trp_scale.training.pretrain import pretrain as train
 
     return int(train(arguments) or 0)
+
+
+def finetune(argv: Sequence[str]) -> int:
+    """`trp-scale finetune`, and launch/finetune.py under python, torchrun, deepspeed and srun."""
+    return run(lambda: _finetune(argv))
+
+
+def _finetune(argv: Sequence[str]) -> int:
+    from trp_scale.evaluation.finetune import finetune as train
+    from trp_scale.evaluation.finetune import parse_finetune
+
+    try:
+        arguments = parse_finetune(argv, quiet=not _speaks())
+    except SystemExit as error:
+        if error.code:
+            _let_rank_0_speak_first()
+        raise
+    return train(arguments)
 
 
 @dataclass(kw_only=True)

@@ -60,6 +60,9 @@ class OptimizerConfig:
     """Learning rate at the last step."""
     clipping: float = 0.0
     """Largest gradient norm; 0 = no clipping."""
+    layer_decay: float = 1.0
+    """Of fine-tuning: each block learns at this times the rate of the block after it, the embeddings at this times the
+    first block's; the head at lr itself (Clark et al. 2020; MAE: 0.75 for ViT-L, 0.65 for ViT-B). 1 = all at lr."""
 
 
 @dataclass(kw_only=True)

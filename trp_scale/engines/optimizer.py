@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -17,18 +17,57 @@ if TYPE_CHECKING:
     from trp_scale.engines.shards import Shards
 
 
-def decay_groups(parameters: Iterable[tuple[str, nn.Parameter]], weight_decay: float) -> list[dict[str, Any]]:
-    """Two groups: matrices with `weight_decay`, biases and norms (one-dimensional) without."""
-    matrices: list[nn.Parameter] = []
-    vectors: list[nn.Parameter] = []
-    for _, parameter in parameters:
+@runtime_checkable
+class Layered(Protocol):
+    """A module whose parameters have a depth, for `optimizer.layer_decay`.
+
+    Attributes:
+        depth: of the deepest parameters, the head's.
+    """
+
+    depth: int
+
+    def depth_of(self, name: str) -> int:
+        """From 0 for the embeddings to `depth`, by the parameter's name."""
+        ...
+
+
+def decay_groups(
+    parameters: Iterable[tuple[str, nn.Parameter]],
+    weight_decay: float,
+    scale_of: Callable[[str], float] = lambda _: 1.0,
+) -> list[dict[str, Any]]:
+    """Matrices with `weight_decay`, biases and norms (one-dimensional) without: two groups for each scale of the
+    learning rate, `lr_scale`."""
+    found: dict[float, tuple[list[nn.Parameter], list[nn.Parameter]]] = {}
+    for name, parameter in parameters:
+        matrices, vectors = found.setdefault(scale_of(name), ([], []))
         (matrices if parameter.ndim >= 2 else vectors).append(parameter)
-    return [{"params": matrices, "weight_decay": weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return [
+        {"params": members, "weight_decay": decay, "lr_scale": scale}
+        for scale, groups in found.items()
+        for members, decay in zip(groups, (weight_decay, 0.0), strict=True)
+        if members
+    ]
+
+
+def layer_scales(module: nn.Module, layer_decay: float) -> Callable[[str], float]:
+    """By a parameter's name, layer_decay^(depth - its depth), by which its learning rate is multiplied.
+
+    Raises:
+        EngineError: the module does not know how deep its parameters are.
+    """
+    if layer_decay == 1.0:
+        return lambda _: 1.0
+    if not isinstance(module, Layered):
+        raise EngineError(f"--optimizer.layer_decay is {layer_decay}, allowed here: 1; it is for fine-tuning")
+    return lambda name: float(layer_decay ** (module.depth - module.depth_of(name)))
 
 
 def build_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
     """AdamW in one fused kernel per tensor list, or SGD without momentum or decay."""
-    groups = decay_groups(module.named_parameters(), config.weight_decay)
+    scales = layer_scales(module, config.layer_decay)
+    groups = decay_groups(module.named_parameters(), config.weight_decay, scales)
     if config.kind == "sgd":
         for group in groups:
             group["weight_decay"] = 0.0
@@ -46,9 +85,9 @@ def empty_adamw_state(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float) -> None:
-    """The same learning rate in all groups."""
+    """`lr` in all groups, times each one's own scale."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr * group["lr_scale"]
 
 
 def adamw_response(

@@ -27,14 +27,18 @@ class TransformerBlock(Block):  # type: ignore[misc]
         intermediate: width of the feed-forward layer.
         eps: of the layer norms.
         relative: whether attention has relative positions, with a table of this block's own.
+        drop_path: probability that a branch is left out for a sequence while training (Huang et al. 2016).
     """
 
-    def __init__(self, width: int, heads: int, intermediate: int, *, eps: float, relative: bool) -> None:
+    def __init__(
+        self, width: int, heads: int, intermediate: int, *, eps: float, relative: bool, drop_path: float = 0.0
+    ) -> None:
         super().__init__(
             dim=width,
             num_heads=heads,
             mlp_ratio=feed_forward_ratio(width, intermediate),
             qkv_bias=True,
+            drop_path=drop_path,
             norm_layer=partial(nn.LayerNorm, eps=eps),
         )
         self.heads = heads
@@ -69,11 +73,11 @@ class TransformerBlock(Block):  # type: ignore[misc]
         context = attend(queries, keys, values, bias)  # [B, H, Q, D / H]
         if value is not None:
             context = context + masked_rows(value.to(context.dtype), context.shape[2], masked)
-        tokens = tokens + self.attn.proj(context.transpose(1, 2).flatten(2))  # [B, Q, D]
+        tokens = tokens + self.drop_path1(self.attn.proj(context.transpose(1, 2).flatten(2)))  # [B, Q, D]
         if not feed_forward_input:
-            return tokens + self.mlp(self.norm2(tokens))  # type: ignore[no-any-return]
+            return tokens + self.drop_path2(self.mlp(self.norm2(tokens)))  # type: ignore[no-any-return]
         hidden = self.mlp.norm(self.mlp.drop1(self.mlp.act(self.mlp.fc1(self.norm2(tokens)))))
-        return tokens + self.mlp.drop2(self.mlp.fc2(hidden)), hidden.detach()
+        return tokens + self.drop_path2(self.mlp.drop2(self.mlp.fc2(hidden))), hidden.detach()
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None) -> Tensor:

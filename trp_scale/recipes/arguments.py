@@ -6,7 +6,7 @@ import difflib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
 
@@ -55,13 +55,16 @@ class Arguments:
         return Path(self.recipe).stem
 
 
+AnyArguments = TypeVar("AnyArguments", bound=Arguments)
+
+
 @dataclass(kw_only=True)
 class _RecipeFlag:
     recipe: str = ""
 
 
 def parse(argv: Sequence[str], *, prog: str = "trp-scale pretrain", quiet: bool = False) -> Arguments:
-    """Read the command line: the recipe first, then the flags with the recipe's values as defaults.
+    """Read the command line of a pre-training run: the recipe first, then the flags with its values as defaults.
 
     Args:
         argv: arguments without the program's name.
@@ -71,6 +74,22 @@ def parse(argv: Sequence[str], *, prog: str = "trp-scale pretrain", quiet: bool 
     Raises:
         RefusedError: no or an unknown recipe, settings that cannot be, flags that contradict each other.
         SystemExit: 2 for an unknown or wrong flag (the nearest one is printed), 0 after `--help`.
+    """
+    arguments = parse_run(argv, Arguments, Config, prog=prog, description=__doc__, quiet=quiet)
+    check(arguments.config)
+    return arguments
+
+
+def parse_run(
+    argv: Sequence[str], kind: type[AnyArguments], settings: type[Config], *, prog: str, description: str, quiet: bool
+) -> AnyArguments:
+    """The command line of a run, settings not yet checked.
+
+    Args:
+        kind: the command's flags.
+        settings: what its recipes describe.
+
+    Raises: as `parse`.
     """
     asks_help = any(argument in ("-h", "--help") for argument in argv)
     flag, _ = tyro.cli(
@@ -85,22 +104,26 @@ def parse(argv: Sequence[str], *, prog: str = "trp-scale pretrain", quiet: bool 
         misspelt = difflib.get_close_matches("--recipe", argv, n=1)
         hint = f" (is {misspelt[0]} meant for it?)" if misspelt else ""
         raise RefusedError(
-            f"--recipe is missing{hint}; allowed: {', '.join(known_recipes())}, or a path to a .yaml file"
+            f"--recipe is missing{hint}; allowed: {', '.join(known_recipes(settings))}, or a path to a .yaml file"
         )
-    config = load_recipe(flag.recipe) if flag.recipe else Config()
+    config = load_recipe(flag.recipe) if flag.recipe else settings()
+    if type(config) is not settings:
+        raise RefusedError(
+            f"--recipe {flag.recipe} is not one of {prog}'s; allowed: {', '.join(known_recipes(settings))}, or a path "
+            "to a .yaml file of that kind"
+        )
     arguments = tyro.cli(
-        Arguments,
+        kind,
         prog=prog,
-        description=__doc__,
+        description=description,
         args=argv,
-        default=Arguments(config=config, recipe=flag.recipe),
+        default=kind(config=config, recipe=flag.recipe),
         use_underscores=True,
         console_outputs=not quiet,
         config=(tyro.conf.FlagConversionOff,),
         registry=_registry(),
     )
     _check_flags(arguments)
-    check(arguments.config)
     return arguments
 
 

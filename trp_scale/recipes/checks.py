@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from trp_scale.config import Config, RefusedError
+from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.recipes.adversary_checks import adversary_cautions, adversary_problems
 from trp_scale.recipes.balancer_checks import balancer_cautions, balancer_problems
 from trp_scale.recipes.multilevel_checks import multilevel_cautions, multilevel_problems
@@ -18,8 +19,7 @@ def check(config: Config) -> None:
         RefusedError: naming each flag, the value found and the values allowed.
     """
     problems = [
-        *_ranges(config),
-        *_relations(config),
+        *general_problems(config),
         *balancer_problems(config),
         *vision_problems(config),
         *adversary_problems(config),
@@ -28,6 +28,12 @@ def check(config: Config) -> None:
     if problems:
         listed = "\n".join(f"  {problem}" for problem in problems)
         raise RefusedError(f"{len(problems)} setting(s) cannot be used:\n{listed}")
+
+
+def general_problems(config: Config) -> Iterator[str]:
+    """What neither a pre-training nor a fine-tuning run can have."""
+    yield from _ranges(config)
+    yield from _relations(config)
 
 
 def cautions(config: Config, steps_per_epoch: int = 0) -> list[str]:
@@ -130,7 +136,8 @@ def _relations(config: Config) -> Iterator[str]:
         )
     if optimizer.min_lr > optimizer.lr > 0:
         yield f"--optimizer.min_lr is {optimizer.min_lr}, allowed: at most --optimizer.lr {optimizer.lr}"
-    if config.validation.every and not config.data.validation_fraction:
+    separate_test = isinstance(config, FinetuneConfig) and config.downstream.test_path
+    if config.validation.every and not config.data.validation_fraction and not separate_test:
         yield (
             f"--validation.every is {config.validation.every} but --data.validation_fraction is 0: nothing is held "
             "out; allowed: --validation.every 0, or a fraction such as 0.01"

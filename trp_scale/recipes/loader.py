@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import yaml
 
 from trp_scale.config import Config, RefusedError, nearest
+from trp_scale.config.finetuning import FinetuneConfig
 
 RECIPES = Path(__file__).parent
 
@@ -49,9 +50,10 @@ for _tag, _pattern, _first in (
         )
 
 
-def known_recipes() -> list[str]:
-    """Names of the recipes that come with the package."""
-    return sorted(path.stem for path in RECIPES.glob("*.yaml"))
+def known_recipes(kind: type[Config] | None = None) -> list[str]:
+    """Names of the recipes that come with the package; of pre-training (Config) or of fine-tuning alone if asked."""
+    names = sorted(path.stem for path in RECIPES.glob("*.yaml"))
+    return names if kind is None else [name for name in names if type(load_recipe(name)) is kind]
 
 
 def load_recipe(name_or_path: str | Path) -> Config:
@@ -105,7 +107,8 @@ def dump(config: Config) -> str:
 
 
 def from_dict(document: Mapping[str, Any], source: str = "settings") -> Config:
-    """The `Config` that `document` describes; fields it leaves out keep their defaults.
+    """The `Config` that `document` describes, a `FinetuneConfig` where it has a section `downstream`; fields it leaves
+    out keep their defaults.
 
     Args:
         document: sections of fields, as `to_dict` gives.
@@ -115,7 +118,7 @@ def from_dict(document: Mapping[str, Any], source: str = "settings") -> Config:
         RefusedError: unknown keys and wrong types, all of them, each with its path.
     """
     problems: list[str] = []
-    config = _build(Config, document, "", problems)
+    config = _build(FinetuneConfig if "downstream" in document else Config, document, "", problems)
     if problems:
         listed = "\n".join(f"  {problem}" for problem in problems)
         raise RefusedError(f"{source} has {len(problems)} wrong setting(s):\n{listed}")

@@ -17,6 +17,7 @@ from trp_scale.checkpoint.document import read_document
 from trp_scale.checkpoint.engine_group import EngineGroup
 from trp_scale.checkpoint.resume import select, take_back
 from trp_scale.checkpoint.resume_rules import check_settings
+from trp_scale.config import Config
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.stop import StopRequests
 from trp_scale.engines import ds_config
@@ -31,7 +32,7 @@ from trp_scale.recipes.loader import to_dict
 from trp_scale.training import rundir
 from trp_scale.training.agreement import StepAgreement, require_same_settings
 from trp_scale.training.loop import Trainer, TrainingState
-from trp_scale.training.upstream import build_upstream
+from trp_scale.training.upstream import Upstream, build_upstream
 from trp_scale.training.validation import validate
 
 logger = logging.getLogger(__name__)
@@ -69,6 +70,7 @@ class Run:
         run_dir: made, and the same on all ranks.
         engine_name: plain, fsdp or deepspeed.
         stop_requested: why this rank wants to stop, or None.
+        build: opens what the run learns from; it may complete the settings from the data.
     """
 
     def __init__(
@@ -78,6 +80,7 @@ class Run:
         run_dir: Path,
         engine_name: str,
         stop_requested: Callable[[], str | None],
+        build: Callable[[Config, Environment], Upstream] = build_upstream,
     ) -> None:
         self.config = config = arguments.config
         self.environment = environment
@@ -88,7 +91,7 @@ class Run:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses to be deterministic
             torch.use_deterministic_algorithms(True)
         selection = on_rank_zero(self.world, f"looking into {run_dir}", lambda: select(run_dir, arguments.resume))
-        self.upstream = build_upstream(config, environment)
+        self.upstream = build(config, environment)
         self.sources, self.objective = self.upstream.sources, self.upstream.objective
         self.world.require_equal(self.sources.digest(), f"the data set {config.data.path}")
         notices = [*selection.notices, *self._check_checkpoint(selection.checkpoint)]
@@ -117,8 +120,13 @@ class Run:
             self.observer.message(notice)
         self.trainer = self._trainer(stop_requested)
 
-    def train(self) -> int:
-        """The loop, then the report; returns the exit status."""
+    def train(self, then: Callable[[], None] = lambda: None) -> int:
+        """The loop, then the report; returns the exit status.
+
+        Args:
+            then: what all ranks do with the engine after the last step, before it is closed; not called for a run that
+                was stopped.
+        """
         try:
             reason = self.trainer.run()
         except BaseException as error:
@@ -126,6 +134,8 @@ class Run:
             self.observer.close(f"{type(error).__name__}: {error}")
             raise
         self.observer.close(reason)
+        if self.state.step >= self.config.training.steps:
+            then()
         self.sources.close()
         for engine in (*self.hooks.engines().values(), self.engine):
             engine.close()

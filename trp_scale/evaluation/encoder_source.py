@@ -1,0 +1,267 @@
+"""Where a pre-trained encoder comes from: a run of ours, a directory of transformers, or one of timm."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from trp_scale.checkpoint.document import DOCUMENT_NAME, read_document
+from trp_scale.checkpoint.export import find_checkpoint
+from trp_scale.checkpoint.export_mm_mae import RGB_TOKENISER
+from trp_scale.checkpoint.stored_pieces import read_full_state
+from trp_scale.config import Config, RefusedError
+from trp_scale.config.finetuning import FinetuneConfig
+from trp_scale.models.given_weights import FILE
+from trp_scale.models.image_encoder import interpolated
+from trp_scale.models.mae_weights import VITMAE_POSITIONS, is_encoder, ours, published_name, vitmae_names
+from trp_scale.models.positions import sine_cosine
+from trp_scale.recipes.loader import from_dict
+
+SCRATCH = "scratch"
+"""As --from: no pre-training, the seed's weights in the recipe's sizes."""
+
+TIMM_CONVOLUTION = "patch_embed.proj."
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderSource:
+    """A pre-trained encoder that can be read.
+
+    Attributes:
+        path: as the user gave it.
+        text: whether it reads word pieces; otherwise images.
+        settings: (section, field) of FinetuneConfig -> value: the sizes and what else belongs to the weights.
+        read: the weights by the names of `ImageEncoder`, or of transformers' `BertModel`; learned positions under
+            "pos_embed", [1 + N, D].
+        tokenizer: directory of the tokenizer; None for images.
+    """
+
+    path: str
+    text: bool
+    settings: dict[tuple[str, str], Any]
+    read: Callable[[], dict[str, Tensor]]
+    tokenizer: Path | None = None
+
+    def adopt(self, config: FinetuneConfig) -> None:
+        """Give `config` the encoder's own sizes, in place.
+
+        Raises:
+            RefusedError: the encoder reads text and the task is one of images, or the other way round.
+        """
+        wants_text = config.downstream.kind == "glue"
+        if self.text is not wants_text:
+            raise RefusedError(
+                f"--from {self.path}: an encoder of {'text' if self.text else 'images'}, but --downstream.kind "
+                f"{config.downstream.kind} needs one of {'text' if wants_text else 'images'}"
+            )
+        for (section, field), value in self.settings.items():
+            setattr(getattr(config, section), field, value)
+        config.model.weights = self.path
+
+    def image_weights(self, grid: int) -> dict[str, Tensor]:
+        """The weights of an `ImageEncoder` of this grid: learned positions are stretched to it."""
+        weights = self.read()
+        if "pos_embed" in weights:
+            weights["pos_embed"] = interpolated(weights["pos_embed"], grid)
+        return weights
+
+
+def open_encoder(path: str) -> EncoderSource:
+    """Look at what --from names; reads no weights yet.
+
+    Args:
+        path: a run directory of ours or a checkpoint in it, a directory of transformers (BERT, ViTMAE), or one of timm
+            (a plain vision transformer), ours or saved by timm.
+
+    Raises:
+        RefusedError: nothing there that is known; says what was found and what is allowed.
+    """
+    place = Path(path)
+    if (place / "checkpoints").is_dir() or (place / DOCUMENT_NAME).is_file():
+        return _of_run(path)
+    description = place / "config.json"
+    if not description.is_file() or not (place / FILE).is_file():
+        raise RefusedError(
+            f"--from {path}: allowed: a run directory (with checkpoints/), a checkpoint, a directory with config.json "
+            f"and {FILE} (transformers' BERT or ViTMAE, timm's ViT), or the word {SCRATCH}"
+        )
+    try:
+        found = json.loads(description.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise RefusedError(f"--from {path}: {description} is not JSON: {error}") from error
+    if found.get("model_type") == "bert":
+        return _of_bert(path, found)
+    if found.get("model_type") == "vit_mae":
+        return _of_vitmae(path, found)
+    if "architecture" in found:
+        return _of_timm(path, found)
+    raise RefusedError(
+        f"--from {path}: config.json has model_type {found.get('model_type')!r}; allowed: bert, vit_mae, or timm's "
+        "config.json (with architecture)"
+    )
+
+
+def _of_run(path: str) -> EncoderSource:
+    checkpoint = find_checkpoint(Path(path))
+    config = from_dict(read_document(checkpoint).config, source=str(checkpoint))
+    if config.model.kind == "bert":
+        return EncoderSource(
+            path=path,
+            text=True,
+            settings=_sizes(config),
+            read=lambda: {
+                name.removeprefix("bert."): tensor
+                for name, tensor in read_full_state(checkpoint).items()
+                if name.startswith("bert.")
+            },
+            tokenizer=checkpoint.parent.parent / "tokenizer",
+        )
+    if config.model.kind == "mm_mae" and "rgb" not in config.modalities.inputs:
+        raise RefusedError(
+            f"--from {path}: the run's modalities.inputs are {', '.join(config.modalities.inputs)}: its encoder reads "
+            "no images; allowed: a run with rgb among them"
+        )
+
+    def read() -> dict[str, Tensor]:
+        stored = {name.removeprefix("encoder."): tensor for name, tensor in read_full_state(checkpoint).items()}
+        named = {name.replace(RGB_TOKENISER, "patch_embed."): tensor for name, tensor in stored.items()}
+        return {name: tensor for name, tensor in named.items() if is_encoder(name) or name == "pos_embed"}
+
+    relative = config.adversary.kind == "relative_coordinate"
+    settings = _sizes(config) | {
+        ("vision", "patch_size"): config.vision.patch_size,
+        ("vision", "positions"): config.vision.positions,
+        # The reference that a coordinate adversary started from is its own index without a shift (algorithms.md 2).
+        ("vision", "index"): _index(config) if relative else config.vision.index,
+        ("downstream", "pretraining_grid"): config.crops.size // config.vision.patch_size,
+        ("downstream", "learned_positions"): isinstance(config, FinetuneConfig) and config.downstream.learned_positions,
+    }
+    return EncoderSource(path=path, text=False, settings=settings, read=read)
+
+
+def _index(config: Config) -> str:
+    return "relaxed" if config.adversary.index == "relaxed" else "rounded"
+
+
+def _sizes(config: Config) -> dict[tuple[str, str], Any]:
+    names = ("kind", "layers", "hidden_size", "heads", "intermediate_size", "max_positions", "layer_norm_eps")
+    return {("model", name): getattr(config.model, name) for name in names}
+
+
+def _of_bert(path: str, found: dict[str, Any]) -> EncoderSource:
+    if found.get("hidden_act", "gelu") != "gelu" or found.get("position_embedding_type", "absolute") != "absolute":
+        raise RefusedError(f"--from {path}: hidden_act gelu and absolute positions are supported, others found")
+
+    def read() -> dict[str, Tensor]:
+        stored = load_file(Path(path) / FILE)
+        named = {name.removeprefix("bert."): tensor for name, tensor in stored.items()}
+        return {
+            name: tensor for name, tensor in named.items() if name.startswith(("embeddings.", "encoder.", "pooler."))
+        }
+
+    settings = {
+        ("model", "kind"): "bert",
+        ("model", "layers"): found["num_hidden_layers"],
+        ("model", "hidden_size"): found["hidden_size"],
+        ("model", "heads"): found["num_attention_heads"],
+        ("model", "intermediate_size"): found["intermediate_size"],
+        ("model", "max_positions"): found["max_position_embeddings"],
+        ("model", "layer_norm_eps"): found.get("layer_norm_eps", 1e-12),
+    }
+    return EncoderSource(path=path, text=True, settings=settings, read=read, tokenizer=Path(path))
+
+
+def _of_vitmae(path: str, found: dict[str, Any]) -> EncoderSource:
+    grid = found["image_size"] // found["patch_size"]
+
+    def read() -> dict[str, Tensor]:
+        stored = {published_name(name): tensor.float() for name, tensor in load_file(Path(path) / FILE).items()}
+        positions = stored[VITMAE_POSITIONS].squeeze(0)
+        return _with_positions(_by_our_names(stored, int(found["num_hidden_layers"])), positions, path)
+
+    settings = _vit_settings(
+        layers=found["num_hidden_layers"],
+        width=found["hidden_size"],
+        heads=found["num_attention_heads"],
+        intermediate=found["intermediate_size"],
+        eps=found.get("layer_norm_eps", 1e-12),
+        patch_size=found["patch_size"],
+        grid=grid,
+    )
+    return EncoderSource(path=path, text=False, settings=settings, read=read)
+
+
+def _by_our_names(stored: dict[str, Tensor], blocks: int) -> dict[str, Tensor]:
+    parts = ("norm1", "attn.qkv", "attn.proj", "norm2", "mlp.fc1", "mlp.fc2")
+    names = [f"blocks.{n}.{part}.{kind}" for n in range(blocks) for part in parts for kind in ("weight", "bias")]
+    names += ["cls_token", "patch_embed.weight", "patch_embed.bias", "norm.weight", "norm.bias"]
+    return {name: ours(name, torch.cat([stored[one] for one in vitmae_names(name)])) for name in names}
+
+
+def _with_positions(weights: dict[str, Tensor], positions: Tensor, path: str) -> dict[str, Tensor]:
+    """Fixed positions are not weights: the class token's, if there are any, go into the class token."""
+    grid = round((len(positions) - 1) ** 0.5)
+    if (positions[1:] - sine_cosine(grid, positions.shape[-1])).abs().max() > 1e-3:
+        raise RefusedError(f"--from {path}: its positions are not the fixed sine-cosine ones of a masked autoencoder")
+    weights["cls_token"] = weights["cls_token"] + positions[0]
+    return weights
+
+
+def _of_timm(path: str, found: dict[str, Any]) -> EncoderSource:
+    import timm
+
+    arguments = dict(found.get("model_args") or {})
+    with torch.device("meta"):
+        model = timm.create_model(found["architecture"], pretrained=False, num_classes=0, **arguments)
+    if type(model).__name__ != "VisionTransformer" or not hasattr(model, "pos_embed") or model.num_prefix_tokens != 1:
+        raise RefusedError(
+            f"--from {path}: {found['architecture']} is timm's {type(model).__name__}; allowed: a plain "
+            "VisionTransformer with a class token"
+        )
+    block, (grid, _) = model.blocks[0], model.patch_embed.grid_size
+
+    def read() -> dict[str, Tensor]:
+        stored = {name: tensor.float() for name, tensor in load_file(Path(path) / FILE).items()}
+        positions = stored.pop("pos_embed").squeeze(0)
+        named = {name.replace(TIMM_CONVOLUTION, "patch_embed."): tensor for name, tensor in stored.items()}
+        weights = {name: ours(name, tensor) for name, tensor in named.items() if is_encoder(name)}
+        weights["cls_token"] = weights["cls_token"] + positions[0]
+        weights["pos_embed"] = torch.cat([torch.zeros_like(positions[:1]), positions[1:]])
+        return weights
+
+    settings = _vit_settings(
+        layers=len(model.blocks),
+        width=model.embed_dim,
+        heads=block.attn.num_heads,
+        intermediate=block.mlp.fc1.out_features,
+        eps=block.norm1.eps,
+        patch_size=model.patch_embed.patch_size[0],
+        grid=grid,
+    )
+    return EncoderSource(
+        path=path, text=False, settings=settings | {("downstream", "learned_positions"): True}, read=read
+    )
+
+
+def _vit_settings(
+    *, layers: int, width: int, heads: int, intermediate: int, eps: float, patch_size: int, grid: int
+) -> dict[tuple[str, str], Any]:
+    return {
+        ("model", "kind"): "mae",
+        ("model", "layers"): layers,
+        ("model", "hidden_size"): width,
+        ("model", "heads"): heads,
+        ("model", "intermediate_size"): intermediate,
+        ("model", "layer_norm_eps"): eps,
+        ("vision", "patch_size"): patch_size,
+        ("vision", "positions"): "absolute",
+        ("downstream", "pretraining_grid"): grid,
+        ("downstream", "learned_positions"): False,
+    }

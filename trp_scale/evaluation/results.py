@@ -1,0 +1,182 @@
+"""results.json: what fine-tuned runs reached on their tasks, and its table."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from trp_scale.config import RefusedError
+
+RESULTS_FILE = "results.json"
+RESULT_FILE = "result.json"
+"""Of one seed, in its own run directory."""
+
+
+@dataclass(kw_only=True)
+class SeedResult:
+    """One fine-tuned run.
+
+    Attributes:
+        task, metric, split: as in TaskResult.
+        seed: training.seed.
+        metrics: all figures by name.
+        detail: per class or per group, as the task has it.
+    """
+
+    task: str
+    metric: str
+    split: str
+    lower_is_better: bool
+    seed: int
+    metrics: dict[str, float]
+    detail: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(kw_only=True)
+class TaskResult:
+    """One task over seeds.
+
+    Attributes:
+        metric: the figure the task is judged by.
+        split: dev or test.
+        seeds, values: of each run.
+        mean: of the values.
+        spread: their sample standard deviation; 0 for one seed.
+        metrics: every figure's values, seed by seed.
+    """
+
+    task: str
+    metric: str
+    split: str
+    lower_is_better: bool
+    seeds: list[int]
+    values: list[float]
+    mean: float
+    spread: float
+    metrics: dict[str, list[float]]
+    detail: list[dict[str, Any]] = field(default_factory=list)
+
+
+@dataclass(kw_only=True)
+class Results:
+    """What one `trp-scale finetune` or `evaluate` found.
+
+    Attributes:
+        recipe: its name or path.
+        encoder: as --from named it.
+        tasks: in the order they were asked for.
+    """
+
+    recipe: str
+    encoder: str
+    tasks: list[TaskResult]
+
+    def average(self) -> float | None:
+        """Mean over tasks; None where tasks are judged by errors, which do not add to accuracies."""
+        if not self.tasks or any(task.lower_is_better for task in self.tasks):
+            return None
+        return statistics.fmean(task.mean for task in self.tasks)
+
+    def worst(self) -> TaskResult | None:
+        """The task with the lowest mean; None as for `average`."""
+        if self.average() is None:
+            return None
+        return min(self.tasks, key=lambda task: task.mean)
+
+
+def join(found: list[SeedResult]) -> TaskResult:
+    """The runs of one task as one result."""
+    first = found[0]
+    values = [one.metrics[first.metric] for one in found]
+    return TaskResult(
+        task=first.task,
+        metric=first.metric,
+        split=first.split,
+        lower_is_better=first.lower_is_better,
+        seeds=[one.seed for one in found],
+        values=values,
+        mean=statistics.fmean(values),
+        spread=statistics.stdev(values) if len(values) > 1 else 0.0,
+        metrics={name: [one.metrics[name] for one in found] for name in first.metrics},
+        detail=[one.detail for one in found],
+    )
+
+
+def write_json(path: Path, content: object) -> None:
+    """Write a dataclass as JSON under a temporary name, then rename."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    temporary.write_text(json.dumps(asdict(content), indent=2) + "\n", encoding="utf-8")  # type: ignore[call-overload]
+    temporary.replace(path)
+
+
+def read_seed(path: Path) -> SeedResult | None:
+    """The result of one run, or None where there is none yet."""
+    if not path.is_file():
+        return None
+    return SeedResult(**_read(path))
+
+
+def read_results(run_dir: Path) -> Results:
+    """results.json of a directory.
+
+    Raises:
+        RefusedError: there is none, or it is not one of ours.
+    """
+    found = _read(run_dir / RESULTS_FILE)
+    try:
+        found["tasks"] = [TaskResult(**task) for task in found["tasks"]]
+        return Results(**found)
+    except (KeyError, TypeError) as error:
+        raise RefusedError(
+            f"{run_dir / RESULTS_FILE} is not written by trp-scale finetune or evaluate: {error}"
+        ) from error
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise RefusedError(
+            f"{path} is missing; allowed: a directory that trp-scale finetune or evaluate has finished"
+        ) from error
+    except ValueError as error:
+        raise RefusedError(f"{path} is not JSON: {error}") from error
+    return found
+
+
+def print_results(results: Results, baseline: Results | None = None, console: Console | None = None) -> None:
+    """The table: each task's metric with its spread over seeds, the worst task named; against a baseline, the
+    difference of the means."""
+    table = Table(title=f"{results.encoder or 'scratch'}: {results.recipe}")
+    columns = ["task", "metric", "on", "seeds", "mean", "spread"] + (["baseline", "difference"] if baseline else [])
+    for name in columns:
+        table.add_column(name, justify="left" if name in ("task", "metric", "on") else "right")
+    before = {(task.task, task.metric, task.split): task for task in baseline.tasks} if baseline else {}
+    worst = results.worst()
+    for task in results.tasks:
+        label = f"{task.task} (worst)" if task is worst and len(results.tasks) > 1 else task.task
+        row = [label, task.metric, task.split, str(len(task.seeds)), f"{task.mean:.4f}", f"{task.spread:.4f}"]
+        if baseline is not None:
+            other = before.get((task.task, task.metric, task.split))
+            row += ["-", "-"] if other is None else [f"{other.mean:.4f}", f"{task.mean - other.mean:+.4f}"]
+        table.add_row(*row)
+    average = results.average()
+    if average is not None and len(results.tasks) > 1:
+        row = ["average", "", "", "", f"{average:.4f}", ""]
+        if baseline is not None:
+            shared = [(task, before.get((task.task, task.metric, task.split))) for task in results.tasks]
+            both = [(task.mean, other.mean) for task, other in shared if other is not None]
+            whole = len(both) == len(results.tasks)
+            row += (
+                [f"{statistics.fmean(b for _, b in both):.4f}", f"{statistics.fmean(a - b for a, b in both):+.4f}"]
+                if whole
+                else ["-", "-"]
+            )
+        table.add_row(*row)
+    (console or Console()).print(table)

@@ -1,0 +1,143 @@
+"""The encoder of an image model on whole, unmasked images: what every downstream task is built on.
+
+Parameter names are those of the pre-training models' encoders, so that weights are taken by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trp_scale.config.finetuning import FinetuneConfig
+from trp_scale.models.patches import patchify
+from trp_scale.models.positions import sine_cosine
+from trp_scale.models.relative_positions import RelativeInputs, grid_weights, offset_numbers
+from trp_scale.models.vit import TransformerBlock
+
+CHANNELS = 3
+
+
+class EncoderShape(NamedTuple):
+    """What heads need to know of an encoder.
+
+    Attributes:
+        width: D, of a token.
+        grid: G, patches along each side of an image.
+        patch_size: side of a patch in pixels.
+        blocks: number of transformer blocks.
+    """
+
+    width: int
+    grid: int
+    patch_size: int
+    blocks: int
+
+
+class ImageEncoder(nn.Module):
+    """A vision transformer on square images of crops.size pixels, with a class token.
+
+    Args:
+        config: sizes (model, vision, crops.size), drop path and positions (downstream).
+    """
+
+    fixed_positions: Tensor | None
+
+    def __init__(self, config: FinetuneConfig) -> None:
+        super().__init__()
+        model, vision, downstream = config.model, config.vision, config.downstream
+        self.patch_size = vision.patch_size
+        self.grid = config.crops.size // vision.patch_size
+        width, blocks = model.hidden_size, model.layers
+        self.index = vision.index
+        self.relative = vision.positions == "relative"
+        self.patch_embed = nn.Linear(vision.patch_size**2 * CHANNELS, width)
+        self.cls_token = nn.Parameter(torch.zeros(width))
+        if downstream.learned_positions:
+            self.pos_embed = nn.Parameter(torch.zeros(1 + self.grid**2, width))
+            self.register_buffer("fixed_positions", None, persistent=False)
+        else:
+            self.register_buffer("fixed_positions", self._fixed(config), persistent=False)
+        rates = torch.linspace(0.0, downstream.drop_path, blocks).tolist()
+        self.blocks = nn.ModuleList(
+            TransformerBlock(
+                width,
+                model.heads,
+                model.intermediate_size,
+                eps=model.layer_norm_eps,
+                relative=self.relative,
+                drop_path=rate,
+            )
+            for rate in rates
+        )
+        self.norm = nn.LayerNorm(width, eps=model.layer_norm_eps)
+
+    def _fixed(self, config: FinetuneConfig) -> Tensor:
+        """[1 + G^2, D] the class token's, which are zero, and the patches'."""
+        width, grid = config.model.hidden_size, self.grid
+        if config.downstream.positions == "interpolated":
+            grid = config.downstream.pretraining_grid or self.grid
+        positions = torch.cat([torch.zeros(1, width), sine_cosine(grid, width).float()])
+        return interpolated(positions, self.grid)
+
+    @property
+    def shape(self) -> EncoderShape:
+        """Sizes for the heads."""
+        return EncoderShape(self.cls_token.shape[0], self.grid, self.patch_size, len(self.blocks))
+
+    def depth_of(self, name: str) -> int:
+        """0 for the embeddings, i + 1 for block i, blocks + 1 for the last norm; of a name without a prefix."""
+        first, _, rest = name.partition(".")
+        if first == "blocks":
+            return int(rest.split(".")[0]) + 1
+        return len(self.blocks) + 1 if first == "norm" else 0
+
+    def forward(self, images: Tensor, after: Sequence[int] = ()) -> list[Tensor]:
+        """Tokens of the last block, normalised; or those after some blocks, as they are.
+
+        Args:
+            images: [B, 3, S, S] normalised pixels.
+            after: numbers of blocks, ascending, from 0; their outputs are given, before any norm. Empty = the last
+                block's output through the norm.
+
+        Returns:
+            [B, 1 + G^2, D] for each, the class token first, patches row by row.
+        """
+        patches = patchify(images, self.patch_size).to(self.cls_token.dtype)  # [B, N, P]
+        tokens = self.patch_embed(patches)  # [B, N, D]
+        tokens = torch.cat([self.cls_token.expand(len(tokens), 1, -1), tokens], dim=1)
+        positions = self.pos_embed if self.fixed_positions is None else self.fixed_positions
+        tokens = tokens + positions.to(tokens.dtype)
+        relative = self._relative_inputs(tokens)
+        found = []
+        for number, block in enumerate(self.blocks):
+            tokens = block(tokens, relative)
+            if number in after:
+                found.append(tokens)
+        # Every parameter takes part in every pass (ZeRO-3), so the norm does where heads read earlier tokens.
+        normalised: Tensor = self.norm(tokens)
+        if not after:
+            return [normalised]
+        found[-1] = found[-1] + 0.0 * normalised
+        return found
+
+    def _relative_inputs(self, tokens: Tensor) -> RelativeInputs | None:
+        if not self.relative:
+            return None
+        places = torch.arange(self.grid**2, device=tokens.device).expand(len(tokens), -1)
+        centre = torch.zeros(2, dtype=torch.float32, device=tokens.device)
+        return RelativeInputs(offset_numbers(places, self.grid), grid_weights(self.grid, self.index, centre), 0)
+
+
+def interpolated(positions: Tensor, grid: int) -> Tensor:
+    """[1 + H^2, D] positions of a square grid -> [1 + grid^2, D], stretched bicubically as timm does;
+    the class token's stay."""
+    old = round((len(positions) - 1) ** 0.5)
+    if old == grid:
+        return positions
+    patches = positions[1:].float().view(1, old, old, -1).permute(0, 3, 1, 2)  # [1, D, H, H]
+    patches = F.interpolate(patches, size=(grid, grid), mode="bicubic", antialias=True)
+    return torch.cat([positions[:1], patches.permute(0, 2, 3, 1).flatten(0, 2).to(positions.dtype)])
