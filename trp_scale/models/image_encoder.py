@@ -133,7 +133,7 @@ class ImageEncoder(nn.Module):
 
 
 def interpolated(positions: Tensor, grid: int) -> Tensor:
-    """[1 + H^2, D] positions of a square grid -> [1 + grid^2, D], stretched bicubically as timm does;
+    """[1 + H^2, D] positions of a square grid -> [1 + grid^2, D], bicubically and antialiased as in timm;
     the class token's stay."""
     old = round((len(positions) - 1) ** 0.5)
     if old == grid:

@@ -62,4 +62,5 @@ class Pixels:
         if self._statistics.device != images.device:
             self._statistics = self._statistics.to(images.device)
         mean, deviation = self._statistics.view(2, 1, 3, 1, 1)
-        return (images.float() / 255.0 - mean) / deviation
+        pixels: Tensor = (images.float() / 255.0 - mean) / deviation
+        return pixels

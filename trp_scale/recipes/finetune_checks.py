@@ -39,7 +39,8 @@ def _downstream(config: FinetuneConfig) -> Iterator[str]:
             )
         return
     if config.crops.size < 1 or config.crops.size % config.vision.patch_size:
-        yield f"--crops.size is {config.crops.size}, allowed: multiples of the encoder's patches, {config.vision.patch_size}"
+        patch_size = config.vision.patch_size
+        yield f"--crops.size is {config.crops.size}, allowed: multiples of the encoder's patches, {patch_size} pixels"
     if not downstream.test_path and not config.data.validation_fraction:
         yield (
             "--data.validation_fraction is 0 and --downstream.test_path is empty: nothing is left to measure on; give "
