@@ -46,7 +46,7 @@ pretrain: $(INSTALLED) $(CORPUS)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$(THREADS)} $(BIN)/deepspeed --num_gpus $(RANKS) launch/pretrain.py --ds_config ds_configs/zero2.json --recipe pos_bert_tiny
 
 test: $(INSTALLED)
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n $(CORES) --dist loadfile --no-loadscope-reorder
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

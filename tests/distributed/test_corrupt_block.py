@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import io
-import itertools
 import shutil
 import signal
-from contextlib import closing
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,8 @@ from tests.runs import flags, lines, pretrain_here
 from tests.unit.data.loaded import damage, table_of
 from trp_scale.checkpoint.run_directory import checkpoints
 from trp_scale.data.index import DataError
-from trp_scale.data.sources import open_sources
+from trp_scale.data.plan import Member, TrainPlan
 from trp_scale.data.split import held_out
-from trp_scale.recipes.arguments import parse
 
 EPOCH = {"batch__global_size": 32, "batch__micro_size": 16, "data__verify": True, "optimizer__schedule": "constant"}
 
@@ -99,17 +97,19 @@ def test_one_too_many_stops_all_ranks_together(
 LAUNCHED: dict[str, dict[str, Any]] = {"torchrun": {"engine": "fsdp"}, "deepspeed": ENGINES["zero2"]}
 
 
-def seed_with_rank_1_first(arguments: list[str]) -> int:
+def seed_with_rank_1_first(data: Path) -> int:
     """A seed whose order has rank 1 come across the damaged block some steps before rank 0 does."""
-    config = parse(arguments).config
-
-    def first_step(rank: int) -> int:
-        with closing(open_sources(config, rank=rank, world=2)) as sources:
-            return next(step for step in itertools.count() if any(m.corrupt for m in sources.train.next_window()))
-
-    for config.training.seed in range(20):
-        if 1 <= first_step(1) < first_step(0) - 1:
-            return config.training.seed
+    table = table_of(data)
+    training = ~held_out(table.identities, 0.1, where="")
+    member = Member(name="", weight=Fraction(1), table=table, chosen=training)
+    size = EPOCH["batch__global_size"]
+    for seed in range(20):
+        plan = TrainPlan(seed=seed, members=[member], blocks_per_group=1)
+        blocks = plan.locate(np.arange(8 * plan.rows)).block  # of some epochs
+        steps, places = np.divmod(np.flatnonzero(blocks == np.flatnonzero(training)[0]), size)
+        first, second = (steps[places // (size // 2) == rank] for rank in (0, 1))
+        if first.size and second.size and 1 <= second.min() < first.min() - 1:
+            return seed
     raise AssertionError("no seed of 20")
 
 
@@ -121,8 +121,7 @@ def test_a_block_that_a_loader_worker_of_a_launched_rank_comes_across(
     monkeypatch.setenv("TRP_SCALE_TEST", str(tmp_path))
     run_dir = tmp_path / "run"
     changes: dict[str, Any] = {**EPOCH, "data__blocks_per_group": 1, "training__steps": steps, **LAUNCHED[launcher]}
-    seed = seed_with_rank_1_first(flags(data, run_dir, **changes))
-    changes |= {"training__seed": seed, "data__workers": 1, "data__max_corrupt_blocks": allowed}
+    changes |= {"training__seed": seed_with_rank_1_first(data), "data__workers": 1, "data__max_corrupt_blocks": allowed}
     process = launch(launcher, flags(data, run_dir, **changes))
     output = process.communicate(timeout=240)[0]
     assert started_with("TRP_SCALE_TEST", str(tmp_path)) == [], "a rank or a loader worker lives on"

@@ -165,6 +165,7 @@ def results(place: Path) -> dict[Command, tuple[int, str]]:
     """(exit status, output) of each command, run in the README's order: later ones use what earlier ones make."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TRP_SCALE_PROGRESS", "plain")
+        patch.setenv("COLUMNS", "400")  # no path is broken across lines
         patch.setenv("WANDB_SILENT", "true")
         return {command: run(command, place / "books") for command in COMMANDS if why_not_run(command) is None}
 
