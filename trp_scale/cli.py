@@ -20,6 +20,7 @@ USAGE = """usage: trp-scale COMMAND ...
   pretrain   pre-train from a recipe, on one process, FSDP2 or DeepSpeed
   report     print what a run has reached so far, or at its end
   finetune   fine-tune an encoder on downstream tasks, over seeds, and measure it
+  compare    put what several runs reached on their tasks side by side, with p values
   export     write a run's weights as a directory that other libraries load
   sweep      train several image runs that differ in named settings, and compare accuracy and hours
 
@@ -33,6 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands: dict[str, Callable[[Sequence[str]], int]] = {
         "pretrain": _pretrain,
         "finetune": _finetune,
+        "compare": _compare,
         "report": _report,
         "export": _export,
         "sweep": _sweep,
@@ -92,6 +94,12 @@ def _finetune(argv: Sequence[str]) -> int:
             _let_rank_0_speak_first()
         raise
     return train(arguments)
+
+
+def _compare(argv: Sequence[str]) -> int:
+    from trp_scale.evaluation.compare import compare
+
+    return compare(argv)
 
 
 @dataclass(kw_only=True)

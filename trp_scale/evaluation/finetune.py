@@ -17,13 +17,13 @@ from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.stop import StopRequests
 from trp_scale.evaluation.encoder_source import SCRATCH, open_encoder
+from trp_scale.evaluation.result_tables import print_results
 from trp_scale.evaluation.results import (
     RESULT_FILE,
     RESULTS_FILE,
     Results,
     SeedResult,
     join,
-    print_results,
     read_results,
     read_seed,
     write_json,

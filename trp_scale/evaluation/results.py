@@ -1,4 +1,4 @@
-"""results.json: what fine-tuned runs reached on their tasks, and its table."""
+"""results.json: what fine-tuned runs reached on their tasks."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ import statistics
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
-
-from rich.console import Console
-from rich.table import Table
 
 from trp_scale.config import RefusedError
 
@@ -78,8 +75,9 @@ class Results:
     tasks: list[TaskResult]
 
     def average(self) -> float | None:
-        """Mean over tasks; None where tasks are judged by errors, which do not add to accuracies."""
-        if not self.tasks or any(task.lower_is_better for task in self.tasks):
+        """Mean over tasks; None where they are not all judged together: an error does not add to an accuracy, nor a
+        figure of the dev set to one of the test set."""
+        if len({judged_together(task) for task in self.tasks}) != 1 or self.tasks[0].lower_is_better:
             return None
         return statistics.fmean(task.mean for task in self.tasks)
 
@@ -88,6 +86,13 @@ class Results:
         if self.average() is None:
             return None
         return min(self.tasks, key=lambda task: task.mean)
+
+
+def judged_together(task: TaskResult) -> tuple[str, str]:
+    """Kind of figure: which of two tasks is worse can be said only if it is the same. Figures of at most 1 of which more
+    is better (accuracy, F1, correlations, mIoU, AP) are one kind, as TRP's Table 1 has it; each error is a kind of its
+    own; so are dev and test."""
+    return (task.metric if task.lower_is_better else "higher is better", task.split)
 
 
 def join(found: list[SeedResult]) -> TaskResult:
@@ -148,35 +153,3 @@ def _read(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise RefusedError(f"{path} is not JSON: {error}") from error
     return found
-
-
-def print_results(results: Results, baseline: Results | None = None, console: Console | None = None) -> None:
-    """The table: each task's metric with its spread over seeds, the worst task named; against a baseline, the
-    difference of the means."""
-    table = Table(title=f"{results.encoder or 'scratch'}: {results.recipe}")
-    columns = ["task", "metric", "on", "seeds", "mean", "spread"] + (["baseline", "difference"] if baseline else [])
-    for name in columns:
-        table.add_column(name, justify="left" if name in ("task", "metric", "on") else "right")
-    before = {(task.task, task.metric, task.split): task for task in baseline.tasks} if baseline else {}
-    worst = results.worst()
-    for task in results.tasks:
-        label = f"{task.task} (worst)" if task is worst and len(results.tasks) > 1 else task.task
-        row = [label, task.metric, task.split, str(len(task.seeds)), f"{task.mean:.4f}", f"{task.spread:.4f}"]
-        if baseline is not None:
-            other = before.get((task.task, task.metric, task.split))
-            row += ["-", "-"] if other is None else [f"{other.mean:.4f}", f"{task.mean - other.mean:+.4f}"]
-        table.add_row(*row)
-    average = results.average()
-    if average is not None and len(results.tasks) > 1:
-        row = ["average", "", "", "", f"{average:.4f}", ""]
-        if baseline is not None:
-            shared = [(task, before.get((task.task, task.metric, task.split))) for task in results.tasks]
-            both = [(task.mean, other.mean) for task, other in shared if other is not None]
-            whole = len(both) == len(results.tasks)
-            row += (
-                [f"{statistics.fmean(b for _, b in both):.4f}", f"{statistics.fmean(a - b for a, b in both):+.4f}"]
-                if whole
-                else ["-", "-"]
-            )
-        table.add_row(*row)
-    (console or Console()).print(table)
