@@ -147,7 +147,7 @@ class MicroBatches:
 
     def close(self) -> None:
         """End the workers. Drop iterators first: torch asks the workers to end when the last one goes."""
-        self._loader = None
+        self._loader, had_workers = None, bool(self._workers)
         for worker in self._workers:
             if worker.is_alive():  # stuck, say in a read that does not return; it is deaf to the SIGTERM torch sends
                 worker.kill()
@@ -155,9 +155,10 @@ class MicroBatches:
         for thread in self._feeders:  # they feed the workers' queues, and hold their semaphores for a moment longer
             thread.join(FEEDER_SECONDS)
         self._feeders = []
-        # What is left of the loader in a cycle still holds semaphores. A process that then ends by os._exit leaves them
-        # behind, and the standard library's tracker says so on the terminal (seen in one small run of three).
-        gc.collect()
+        if had_workers:
+            # What is left of the loader in a cycle still holds semaphores. A process that then ends by os._exit leaves
+            # them behind, and the standard library's tracker says so on the terminal (seen in one small run of three).
+            gc.collect()
 
 
 def start_worker_server(module: str) -> None:

@@ -15,7 +15,7 @@ from trp_scale.batch import Batch, StepStats, TaskLosses
 from trp_scale.config import Config
 from trp_scale.engines.base import Engine
 from trp_scale.hooks.base import Hooks, StepContext
-from trp_scale.models.initialise import tensor_seed
+from trp_scale.models.initialise import reseed, tensor_seed
 from trp_scale.objectives.base import Objective
 from trp_scale.observe.observer import Observer
 from trp_scale.observe.records import StepRecord, TaskRecord
@@ -104,7 +104,7 @@ class Trainer:
 
         def losses_of(micro: Batch) -> TaskLosses:
             # Dropout follows from (seed, step, position), so that a second call repeats the first bit for bit.
-            torch.manual_seed(tensor_seed(self.config.training.seed, f"dropout/{ctx.step}/{micro.start}"))
+            reseed(device, tensor_seed(self.config.training.seed, f"dropout/{ctx.step}/{micro.start}"))
             return self.objective(self.engine, self.hooks.batch(ctx, micro))
 
         ctx = StepContext(

@@ -14,7 +14,7 @@ from trp_scale.config import Config
 from trp_scale.distributed.groups import Group
 from trp_scale.engines.base import STATE_NAMES
 from trp_scale.engines.optimizer import decay_groups, empty_adamw_state, set_learning_rate
-from trp_scale.models.initialise import initial_tensor
+from trp_scale.models.initialise import initial_tensor, reseed
 
 HEAD_DEVIATION = 0.01
 """Of the head's initial matrix, as of a linear probe's (He et al., A.1)."""
@@ -95,7 +95,7 @@ class Head:
         if self.settings.head_norm == "layer":
             features = F.layer_norm(features, features.shape[-1:])
         if dropout_seed is not None and self.settings.head_dropout > 0:
-            torch.manual_seed(dropout_seed)
+            reseed(features.device, dropout_seed)
             features = F.dropout(features, self.settings.head_dropout)
         return features
 
