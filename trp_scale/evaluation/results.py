@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -89,9 +91,9 @@ class Results:
 
 
 def judged_together(task: TaskResult) -> tuple[str, str]:
-    """Kind of figure: which of two tasks is worse can be said only if it is the same. Figures of at most 1 of which more
-    is better (accuracy, F1, correlations, mIoU, AP) are one kind, as TRP's Table 1 has it; each error is a kind of its
-    own; so are dev and test."""
+    """Kind of figure: which of two tasks is worse can be said only if it is the same. Figures of at most 1 of which
+    more is better (accuracy, F1, correlations, mIoU, AP) are one kind, as TRP's Table 1 has it; each error is a kind of
+    its own; so are dev and test."""
     return (task.metric if task.lower_is_better else "higher is better", task.split)
 
 
@@ -107,10 +109,17 @@ def join(found: list[SeedResult]) -> TaskResult:
         seeds=[one.seed for one in found],
         values=values,
         mean=statistics.fmean(values),
-        spread=statistics.stdev(values) if len(values) > 1 else 0.0,
+        spread=spread_of(values),
         metrics={name: [one.metrics[name] for one in found] for name in first.metrics},
         detail=[one.detail for one in found],
     )
+
+
+def spread_of(values: Sequence[float]) -> float:
+    """Sample standard deviation; 0 for one seed, NaN where a figure is no finite number."""
+    if not all(math.isfinite(value) for value in values):
+        return math.nan
+    return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
 def write_json(path: Path, content: object) -> None:
@@ -131,16 +140,24 @@ def read_results(run_dir: Path) -> Results:
     """results.json of a directory.
 
     Raises:
-        RefusedError: there is none, or it is not one of ours.
+        RefusedError: there is none, it is not one of ours, or a figure is not a finite number.
     """
-    found = _read(run_dir / RESULTS_FILE)
+    path = run_dir / RESULTS_FILE
+    if not path.is_file() and (run_dir / RESULT_FILE).is_file():
+        raise RefusedError(f"{path} is missing; {RESULT_FILE} is that of one seed: give the directory above its task's")
+    found = _read(path)
     try:
         found["tasks"] = [TaskResult(**task) for task in found["tasks"]]
-        return Results(**found)
+        results = Results(**found)
     except (KeyError, TypeError) as error:
-        raise RefusedError(
-            f"{run_dir / RESULTS_FILE} is not written by trp-scale finetune or evaluate: {error}"
-        ) from error
+        raise RefusedError(f"{path} is not written by trp-scale finetune, evaluate or probe: {error}") from error
+    for task in results.tasks:
+        if not all(math.isfinite(value) for value in task.values):
+            raise RefusedError(
+                f"{path}: {task.task} has the figures {task.values}; allowed: finite numbers. Run the seed again with "
+                "other settings, or leave the task out"
+            )
+    return results
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -148,7 +165,7 @@ def _read(path: Path) -> dict[str, Any]:
         found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise RefusedError(
-            f"{path} is missing; allowed: a directory that trp-scale finetune or evaluate has finished"
+            f"{path} is missing; allowed: a directory that trp-scale finetune, evaluate or probe has finished"
         ) from error
     except ValueError as error:
         raise RefusedError(f"{path} is not JSON: {error}") from error
