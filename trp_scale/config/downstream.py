@@ -27,6 +27,11 @@ class DownstreamConfig:
     is."""
     max_length: int = 128
     """glue: word pieces of a row, special ones included; longer sentences are cut, the longer of a pair first."""
+    padding: Literal["batch", "length"] = "batch"
+    """glue: rows are padded to the longest of their micro-batch (up to a multiple of 8), or always to max_length, one
+    shape for --training.compile."""
+    tokenizer: str = ""
+    """glue: tokenizer directory; empty = the encoder's own. --from scratch needs one."""
     dropout: float = 0.1
     """Dropout of the head's input."""
     drop_path: float = 0.0

@@ -40,7 +40,7 @@ class Rows:
 
     Attributes:
         blocks: of each data set.
-        meta: what all rows have in common.
+        meta: what all rows have in common; None for labelled sentences.
         limit: predicted places of a sequence: masked slots of a text row, masked patches of a crop (of all input
             modalities together).
         builder: makes batches of their rows.
@@ -49,7 +49,7 @@ class Rows:
     """
 
     blocks: Sequence[Blocks]
-    meta: TextMeta | ImageMeta
+    meta: TextMeta | ImageMeta | None
     limit: int
     builder: BatchBuilder
     digests: list[str]
