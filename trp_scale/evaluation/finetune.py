@@ -14,6 +14,7 @@ import tyro
 from trp_scale.checkpoint.agreement import check_shared_directory, on_rank_zero
 from trp_scale.config import Config, RefusedError
 from trp_scale.config.finetuning import FinetuneConfig
+from trp_scale.data.glue.folders import require_folders
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.stop import StopRequests
 from trp_scale.evaluation.encoder_source import SCRATCH, open_encoder
@@ -75,7 +76,14 @@ def parse_finetune(argv: Sequence[str], *, quiet: bool = False) -> FinetuneArgum
         open_encoder(arguments.from_).adopt(config)
     if arguments.seeds < 1:
         raise RefusedError(f"--seeds is {arguments.seeds}, allowed: 1 or more")
+    if arguments.resume not in ("auto", "never"):
+        raise RefusedError(
+            f"--resume {arguments.resume}: allowed: auto or never; repeat --run_dir to go on with its runs"
+        )
+    tasks_of(arguments)
     check_finetune(config)
+    if config.downstream.kind == "glue":  # all tasks, before the first is trained for hours
+        require_folders(Path(config.data.path), tasks_of(arguments))
     return arguments
 
 
