@@ -1,4 +1,4 @@
-"""`trp-scale finetune`: seeds, results, what is done already, and what is refused (the tasks have tests of their own)."""
+"""`trp-scale finetune`: seeds, results, what is done already, and what is refused; tasks have their own tests."""
 
 from __future__ import annotations
 
