@@ -58,16 +58,21 @@ def require_folders(root: Path, tasks: Sequence[str]) -> None:
     """Check that all tasks are there before the first is trained.
 
     Raises:
-        DataError: naming each that is not.
+        DataError: naming each that is not, and those that are.
     """
-    problems = []
-    for task in tasks:
-        try:
-            find_folder(root, task)
-        except DataError as error:
-            problems.append(str(error))
-    if problems:
-        raise DataError("\n".join(problems))
+    problems = {task: _problem(root, task) for task in tasks}
+    wrong = dict.fromkeys(problem for problem in problems.values() if problem)
+    if wrong:
+        there = ",".join(task for task, problem in problems.items() if not problem)
+        raise DataError("\n".join(wrong) + (f"\nallowed with this data: --task {there}" if there else ""))
+
+
+def _problem(root: Path, task: str) -> str:
+    try:
+        find_folder(root, task)
+    except DataError as error:
+        return str(error)
+    return ""
 
 
 def read_glue(root: Path, task: str, *, split: str, allowed_bad: int) -> GlueData:
@@ -119,6 +124,6 @@ def _require_labels(folder: Path, examples: Examples, form: GlueFormat, split: s
         return
     hidden = "; GLUE keeps the labels of its test sets back: --downstream.split dev" if split == "test" else ""
     raise RefusedError(
-        f"{folder}: {examples.name} has no labels (column {' or '.join(form.label)}), nothing can be learned from it or "
-        f"measured on it{hidden}"
+        f"{folder}: {examples.name} has no labels (column {' or '.join(form.label)}): nothing can be learned "
+        f"from it or measured on it{hidden}"
     )

@@ -64,7 +64,7 @@ def matthews(predicted: Values, labels: Values) -> float:
 
 def pearson(predicted: Values, scores: Values) -> float:
     """Pearson's correlation of scores."""
-    from scipy.stats import pearsonr
+    from scipy.stats import pearsonr  # type: ignore[import-untyped]
 
     if reason := _constant(predicted, scores):
         return _undefined("Pearson's correlation", reason)
@@ -73,7 +73,7 @@ def pearson(predicted: Values, scores: Values) -> float:
 
 def spearman(predicted: Values, scores: Values) -> float:
     """Spearman's correlation of scores: Pearson's of their ranks, equal ones sharing the mean of theirs."""
-    from scipy.stats import spearmanr
+    from scipy.stats import spearmanr  # type: ignore[import-untyped]
 
     if reason := _constant(predicted, scores):
         return _undefined("Spearman's correlation", reason)
