@@ -96,6 +96,11 @@ class Sources:
         """Hash of what this process sees of the storage (names, sizes, indexes): ranks compare it at start."""
         return self._digest
 
+    def rows(self) -> dict[str, int]:
+        """Rows of each source: of an epoch, or of a pass over the held-out ones; those without rows are left out."""
+        found = {name: source.rows for name, source in self._endless().items()} | {"validation": self.validation.rows}
+        return {name: count for name, count in found.items() if count}
+
     def cursors(self) -> dict[str, int]:
         """Rows consumed of each endless source: what a checkpoint keeps."""
         return {name: source.cursor for name, source in self._endless().items()}

@@ -186,6 +186,7 @@ class Observer:
             "worst_task": history.worst_task,
             "tasks": {name: asdict(task) for name, task in history.tasks.items()},
             "validation": history.validation,
+            "rows": dict(self.info.rows),
             "description": self.info.description,
         }
         cleaned: dict[str, Any] = finite(summary)

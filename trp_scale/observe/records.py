@@ -60,6 +60,7 @@ class RunInfo:
         device_name: as torch names it, or "cpu".
         outside_tasks: tasks that take no part in the maximum; never marked as the worst.
         start_step: steps done before this process began (a resumed run).
+        rows: rows of each source: of an epoch, or of a pass over what is held out.
         description: one line for the head of the display and the report, such as "deepspeed, ZeRO 2, 2 ranks, fp32".
     """
 
@@ -69,4 +70,5 @@ class RunInfo:
     device_name: str = "cpu"
     outside_tasks: tuple[str, ...] = ()
     start_step: int = 0
+    rows: Mapping[str, int] = field(default_factory=dict)
     description: str = ""

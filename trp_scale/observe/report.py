@@ -61,6 +61,8 @@ def report_lines(run_dir: Path, history: RunHistory, summary: Mapping[str, Any])
     """The sentences under the table."""
     ended = summary.get("exit_reason", "no summary.json: still running, or killed")
     lines = [f"steps {history.last_step} ({ended})"]
+    if rows := summary.get("rows"):
+        lines.append(f"rows: {', '.join(f'{name} {count:,}' for name, count in rows.items())}")
     lines.append(f"loss {number(history.loss_start)} -> {number(history.loss_end)}")
     if history.validation is not None:
         lines.append(f"validation loss {number(history.validation.get('loss'))} at step {history.validation_step}")

@@ -242,5 +242,6 @@ class Run:
             device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
             outside_tasks=tuple(task for task in self.objective.tasks if task not in balanced),
             start_step=self.state.step,
+            rows=self.sources.rows(),
             description=f"{self.engine.name}{stage}, {ranks}, {config.training.precision}",
         )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,9 @@ def test_joint_steps_leave_two_tasks_and_three_cursors(data: Path, tmp_path: Pat
         "downstream_train": STEPS * size,
         "downstream_validation": STEPS // 2 * size,
     }
+    rows = json.loads((tmp_path / "summary.json").read_text())["rows"]
+    assert rows.keys() == {"train", "validation", "downstream_train", "downstream_validation"}
+    assert f"rows: train {rows['train']}, downstream_train" in (tmp_path / "report.txt").read_text()
     found = lines(tmp_path)
     for line in found:
         tasks = line["tasks"]

@@ -58,6 +58,8 @@ def test_the_sources_part_the_images(images: Path, fraction: float, unlabelled: 
     parts = (d_train, d_val, held)
     assert sum(map(len, parts)) == 60 and set().union(*parts) == sample_of_key(images).keys()  # disjoint, complete
     assert train == (d_train | d_val if unlabelled == "all" else d_train)
+    expected = {"train": train, "downstream_train": d_train, "downstream_validation": d_val, "validation": held}
+    assert sources.rows() == {name: len(keys) for name, keys in expected.items() if keys}
     other = opened(learned(images, data={"validation_fraction": fraction}, training={"seed": 5}))
     assert other.downstream is not None
     assert keys_of_an_epoch(other.downstream.validation) == d_val  # the seed moves no image across
