@@ -7,13 +7,18 @@ from torch import Tensor, nn
 
 from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.models.image_encoder import ImageEncoder
-from trp_scale.models.initialise import initialise_vision
+from trp_scale.models.initialise import initial_tensor, initialise_vision
+
+HEAD_DEVIATION = 2e-5
+"""Of the head's first weights: all classes start equally likely. MAE truncates at 2, which is 100,000 deviations."""
 
 
 class ImageClassifier(nn.Module):
     """Mean of the patch tokens, or the class token, through a norm, dropout and one linear layer.
 
-    With mean pooling the encoder's own last norm is left out and the mean is normalised instead (He et al.).
+    With mean pooling the encoder has no last norm; the mean is normalised by one of the head's own, `fc_norm` (He et
+    al., A.1). It starts at gain 1 and offset 0: what a last norm has learned was for single tokens that a decoder
+    reads, and a mean of many tokens has another spread.
 
     Args:
         config: sizes, `downstream.classes`, pooling and dropout, and the seed of the initial weights.
@@ -21,13 +26,16 @@ class ImageClassifier(nn.Module):
 
     def __init__(self, config: FinetuneConfig) -> None:
         super().__init__()
-        self.pooling = config.downstream.pooling
-        self.encoder = ImageEncoder(config)
+        width = config.model.hidden_size
+        mean = config.downstream.pooling == "mean"
+        self.encoder = ImageEncoder(config, norm=not mean)
+        self.fc_norm = nn.LayerNorm(width, eps=config.model.layer_norm_eps) if mean else None
         self.dropout = nn.Dropout(config.downstream.dropout)
-        self.head = nn.Linear(config.model.hidden_size, config.downstream.classes)
+        self.head = nn.Linear(width, config.downstream.classes)
         initialise_vision(self, seed=config.training.seed, std=config.model.initializer_range)
         with torch.no_grad():
-            self.head.weight.mul_(HEAD_SCALE)
+            shape = (config.downstream.classes, width)
+            self.head.weight.copy_(initial_tensor(config.training.seed, "head.weight", shape, HEAD_DEVIATION))
 
     @property
     def layers(self) -> list[nn.Module]:
@@ -36,7 +44,7 @@ class ImageClassifier(nn.Module):
 
     @property
     def depth(self) -> int:
-        """The head's, and the last norm's."""
+        """The head's, and its norm's."""
         return len(self.encoder.blocks) + 1
 
     def depth_of(self, name: str) -> int:
@@ -46,12 +54,6 @@ class ImageClassifier(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         """[B, 3, S, S] normalised pixels -> [B, C] logits."""
-        if self.pooling == "class":
-            return self.head(self.dropout(self.encoder(images)[0][:, 0]))  # type: ignore[no-any-return]
-        last = len(self.encoder.blocks) - 1
-        mean = self.encoder(images, after=[last])[0][:, 1:].mean(1)  # [B, D]
-        return self.head(self.dropout(self.encoder.norm(mean)))  # type: ignore[no-any-return]
-
-
-HEAD_SCALE = 0.01
-"""The head starts this much smaller than other matrices, so that all classes start almost equally likely."""
+        tokens = self.encoder(images)[0]  # [B, 1 + N, D]
+        pooled = tokens[:, 0] if self.fc_norm is None else self.fc_norm(tokens[:, 1:].mean(1))  # [B, D]
+        return self.head(self.dropout(pooled))  # type: ignore[no-any-return]

@@ -42,11 +42,12 @@ class ImageEncoder(nn.Module):
 
     Args:
         config: sizes (model, vision, crops.size), drop path and positions (downstream).
+        norm: whether there is a last norm; False for heads that bring one of their own.
     """
 
     fixed_positions: Tensor | None
 
-    def __init__(self, config: FinetuneConfig) -> None:
+    def __init__(self, config: FinetuneConfig, *, norm: bool = True) -> None:
         super().__init__()
         model, vision, downstream = config.model, config.vision, config.downstream
         self.patch_size = vision.patch_size
@@ -73,7 +74,7 @@ class ImageEncoder(nn.Module):
             )
             for rate in rates
         )
-        self.norm = nn.LayerNorm(width, eps=model.layer_norm_eps)
+        self.norm = nn.LayerNorm(width, eps=model.layer_norm_eps) if norm else nn.Identity()
 
     def _fixed(self, config: FinetuneConfig) -> Tensor:
         """[1 + G^2, D] the class token's, which are zero, and the patches'."""
@@ -89,11 +90,12 @@ class ImageEncoder(nn.Module):
         return EncoderShape(self.cls_token.shape[0], self.grid, self.patch_size, len(self.blocks))
 
     def depth_of(self, name: str) -> int:
-        """0 for the embeddings, i + 1 for block i, blocks + 1 for the last norm; of a name without a prefix."""
+        """0 for the embeddings, i + 1 for block i, and the last block's for the last norm, as in timm; of a name
+        without a prefix."""
         first, _, rest = name.partition(".")
         if first == "blocks":
             return int(rest.split(".")[0]) + 1
-        return len(self.blocks) + 1 if first == "norm" else 0
+        return len(self.blocks) if first == "norm" else 0
 
     def forward(self, images: Tensor, after: Sequence[int] = ()) -> list[Tensor]:
         """Tokens of the last block, normalised; or those after some blocks, as they are.
@@ -104,7 +106,8 @@ class ImageEncoder(nn.Module):
                 block's output through the norm.
 
         Returns:
-            [B, 1 + G^2, D] for each, the class token first, patches row by row.
+            [B, 1 + G^2, D] for each, the class token first, patches row by row. Without a last norm the last block's
+            tokens are as they are.
         """
         patches = patchify(images, self.patch_size).to(self.cls_token.dtype)  # [B, N, P]
         tokens = self.patch_embed(patches)  # [B, N, D]
@@ -117,11 +120,12 @@ class ImageEncoder(nn.Module):
             tokens = block(tokens, relative)
             if number in after:
                 found.append(tokens)
-        # Every parameter takes part in every pass (ZeRO-3), so the norm does where heads read earlier tokens.
         normalised: Tensor = self.norm(tokens)
         if not after:
             return [normalised]
-        found[-1] = found[-1] + 0.0 * normalised
+        if isinstance(self.norm, nn.LayerNorm):
+            # Every parameter takes part in every pass (ZeRO-3), so the norm does where heads read earlier tokens.
+            found[-1] = found[-1] + 0.0 * normalised
         return found
 
     def _relative_inputs(self, tokens: Tensor) -> RelativeInputs | None:

@@ -1,4 +1,4 @@
-"""Cross-entropy of one label for each row, hard or soft."""
+"""Cross-entropy of each image's shares of the classes."""
 
 from __future__ import annotations
 
@@ -15,19 +15,13 @@ CLASSIFICATION = "classification"
 
 
 class ImageClassification:
-    """The mean over images of the cross-entropy of their class.
-
-    Args:
-        classes: C.
-        smoothing: label smoothing: this share of the target is spread over all classes (Szegedy et al.).
-    """
+    """The mean over images of the cross-entropy of their targets, which the data makes (classification_batch.py)."""
 
     tasks: tuple[str, ...] = (CLASSIFICATION,)
     balanced: tuple[int, ...] = (0,)
     regression: tuple[int, ...] = ()
 
-    def __init__(self, classes: int, smoothing: float = 0.0) -> None:
-        self.classes, self.smoothing = classes, smoothing
+    def __init__(self) -> None:
         self._pixels = Pixels()
 
     def count(self, batch: Batch) -> Tensor:
@@ -40,13 +34,12 @@ class ImageClassification:
 
     def logits(self, forward: Callable[..., Tensor], batch: Batch) -> Tensor:
         """[R, C] of a batch's images [R, 3, S, S] uint8."""
-        return forward(self._pixels(batch["images"].flatten(0, 1)))
+        return forward(self._pixels(batch["images"]))
 
     def __call__(self, forward: Callable[..., Tensor], batch: Batch) -> TaskLosses:
-        """Sums over images, in float64 like every task's sum. Rows that are not there have class 0 and weight 0."""
+        """Sums over images, in float64 like every task's sum."""
         logits = self.logits(forward, batch)
-        labels = batch["labels"].clamp(min=0)
-        losses = F.cross_entropy(logits.float(), labels, reduction="none", label_smoothing=self.smoothing)  # [R]
+        losses = F.cross_entropy(logits.float(), batch["targets"], reduction="none")  # [R]
         total = losses.double() @ batch["row_weights"].double()
         return TaskLosses(sums=total.reshape(1), counts=self.count(batch))
 

@@ -9,6 +9,7 @@ import time
 import torch
 
 from trp_scale.config import Config, ModelConfig, split_patches
+from trp_scale.config.finetuning import FinetuneConfig
 
 TRAINING_OVER_FORWARD = 3
 """The backward pass does twice the forward's arithmetic. Recomputation is not counted: these are model FLOPs."""
@@ -99,6 +100,12 @@ def encoder_forward_flops(config: Config) -> float:
     patches = (config.crops.size // vision.patch_size) ** 2
     block = vit_block_flops(config, patches, 1 + patches, model.hidden_size, model.heads, model.intermediate_size)
     return float(2 * patches * 3 * vision.patch_size**2 * model.hidden_size + model.layers * block)
+
+
+def classifier_step_flops(config: FinetuneConfig) -> float:
+    """Model FLOPs of one training step of an image classifier, encoder and head, on all ranks; counted as there."""
+    head = 2 * config.model.hidden_size * config.downstream.classes
+    return TRAINING_OVER_FORWARD * config.batch.global_size * (encoder_forward_flops(config) + head)
 
 
 def vit_block_flops(config: Config, patches: int, queries: int, width: int, heads: int, intermediate: int) -> int:

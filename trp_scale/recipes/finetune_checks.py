@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from trp_scale.config import RefusedError
 from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.recipes.checks import general_problems
+from trp_scale.recipes.classification_checks import classification_problems
+from trp_scale.recipes.detection_checks import detection_problems
 
 
 def check_finetune(config: FinetuneConfig) -> None:
@@ -41,6 +43,10 @@ def _downstream(config: FinetuneConfig) -> Iterator[str]:
     if config.crops.size < 1 or config.crops.size % config.vision.patch_size:
         patch_size = config.vision.patch_size
         yield f"--crops.size is {config.crops.size}, allowed: multiples of the encoder's patches, {patch_size} pixels"
+    if downstream.kind == "classification":
+        yield from classification_problems(config)
+    if downstream.kind == "detection":
+        yield from detection_problems(config)
     if not downstream.test_path and not config.data.validation_fraction:
         yield (
             "--data.validation_fraction is 0 and --downstream.test_path is empty: nothing is left to measure on; give "

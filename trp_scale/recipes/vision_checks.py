@@ -24,7 +24,7 @@ def vision_problems(config: Config) -> Iterator[str]:
     if model.kind == "bert":
         return
     yield from _sizes(config)
-    yield from _crops(config)
+    yield from crop_problems(config)
     if model.kind == "mm_mae":
         yield from modality_problems(config)
 
@@ -72,7 +72,8 @@ def _sizes(config: Config) -> Iterator[str]:
         )
 
 
-def _crops(config: Config) -> Iterator[str]:
+def crop_problems(config: Config) -> Iterator[str]:
+    """Crops that no image has."""
     crops = config.crops
     if crops.count < 1:
         yield f"--crops.count is {crops.count}, allowed: 1 or more"
