@@ -34,6 +34,9 @@ class ShardImagesConfig:
     """Embedded: pixels of each side."""
     seed: int = 0
     """Embedded: another seed gives other scenes."""
+    coco: bool = False
+    """Embedded: in place of shards, a COCO file with the box and the mask of each object, and a folder of images, for
+    fine-tuning on detection."""
     modality: UseAppendAction[list[str]] = field(default_factory=list)
     """depth=FOLDER (16-bit grey PNG) or semseg=FOLDER (8-bit PNG of class numbers), once for each: maps aligned with
     the upright images of an image folder, under the same relative paths. Tars bring theirs as .depth.png and
@@ -78,6 +81,8 @@ class ShardImagesConfig:
         """Raise DataError for a setting that cannot work, naming its flag."""
         if bool(self.inputs) == self.embedded:
             raise DataError("give --inputs FILES or --embedded, one of the two")
+        if self.coco and not self.embedded:
+            raise DataError("--coco is for --embedded scenes: other images have no boxes")
         for name, smallest, largest in (
             ("count", 1, 10**9),
             ("size", 16, 4096),

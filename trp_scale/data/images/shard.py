@@ -20,6 +20,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from trp_scale.data.detection.scenes import write_coco_scenes
 from trp_scale.data.images.inputs import list_input
 from trp_scale.data.images.members import VOID
 from trp_scale.data.images.portion import PortionReport, PortionWorker, shard_stem
@@ -52,6 +53,8 @@ def shard_images(config: ShardImagesConfig) -> Path:
             be skipped (finished shards stay, dataset.json is not written), or another run is at it.
     """
     config.check()
+    if config.coco:
+        return write_coco_scenes(config.output, count=config.count, size=config.size, seed=config.seed)
     refuse_other_content(config.output, config.identity())
     listing = list_input(config)
     with only_run(config.output):

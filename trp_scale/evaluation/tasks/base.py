@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import nn
 
@@ -108,6 +109,7 @@ def open_task_sources(
     *,
     train_paths: Sequence[MemberPath],
     measured_paths: Sequence[MemberPath] | None,
+    learned: Sequence[npt.NDArray[np.bool_]] | None = None,
 ) -> Sources:
     """The training rows in their endless order, and the measured rows once, in stored order.
 
@@ -117,6 +119,7 @@ def open_task_sources(
         train_paths: of `train`.
         measured_paths: of `measured`, all of whose rows are measured; None = it is the same data as `train`, and what
             data.validation_fraction holds out is measured.
+        learned: [n] of each data set, blocks that may be trained on; None = all.
     """
     data, pin = environment.data, environment.device.type == "cuda"
     everything = [np.ones(len(blocks.rows), dtype=np.bool_) for blocks in train.blocks]
@@ -129,6 +132,8 @@ def open_task_sources(
         chosen = [~mask for mask in kept]
     else:
         kept = [np.ones(len(blocks.rows), dtype=np.bool_) for blocks in measured.blocks]
+    if learned is not None:
+        chosen = [mask & may for mask, may in zip(chosen, learned, strict=True)]
     plan = TrainPlan(
         seed=config.training.seed,
         members=train.members(train_paths, chosen),
