@@ -20,7 +20,10 @@ USAGE = """usage: trp-scale COMMAND ...
   pretrain   pre-train from a recipe, on one process, FSDP2 or DeepSpeed
   report     print what a run has reached so far, or at its end
   finetune   fine-tune an encoder on downstream tasks, over seeds, and measure it
+  evaluate   measure what was fine-tuned on other data, also corrupted or unusual images, without training
+  probe      measure how far a frozen encoder tells classes apart: linear, logistic, nearest neighbours
   compare    put what several runs reached on their tasks side by side, with p values
+  represent  draw and measure what an image encoder has learned, on one page
   export     write a run's weights as a directory that other libraries load
   sweep      train several image runs that differ in named settings, and compare accuracy and hours
 
@@ -34,7 +37,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     commands: dict[str, Callable[[Sequence[str]], int]] = {
         "pretrain": _pretrain,
         "finetune": _finetune,
+        "evaluate": _evaluate,
+        "probe": _probe,
         "compare": _compare,
+        "represent": _represent,
         "report": _report,
         "export": _export,
         "sweep": _sweep,
@@ -100,6 +106,48 @@ def _compare(argv: Sequence[str]) -> int:
     from trp_scale.evaluation.compare import compare
 
     return compare(argv)
+
+
+def _represent(argv: Sequence[str]) -> int:
+    from trp_scale.evaluation.representation.represent import represent
+
+    return represent(argv)
+
+
+def evaluate(argv: Sequence[str]) -> int:
+    """`trp-scale evaluate`, and launch/evaluate.py under python, torchrun, deepspeed and srun."""
+    return run(lambda: _evaluate(argv))
+
+
+def _evaluate(argv: Sequence[str]) -> int:
+    from trp_scale.evaluation.evaluate import evaluate as measure
+    from trp_scale.evaluation.evaluate import parse_evaluate
+
+    try:
+        arguments = parse_evaluate(argv, quiet=not _speaks())
+    except SystemExit as error:
+        if error.code:
+            _let_rank_0_speak_first()
+        raise
+    return measure(arguments)
+
+
+def probe(argv: Sequence[str]) -> int:
+    """`trp-scale probe`, and launch/probe.py under python, torchrun, deepspeed and srun."""
+    return run(lambda: _probe(argv))
+
+
+def _probe(argv: Sequence[str]) -> int:
+    from trp_scale.evaluation.probe.arguments import parse_probe
+    from trp_scale.evaluation.probe.command import probe as measure
+
+    try:
+        arguments = parse_probe(argv, quiet=not _speaks())
+    except SystemExit as error:
+        if error.code:
+            _let_rank_0_speak_first()
+        raise
+    return measure(arguments)
 
 
 @dataclass(kw_only=True)

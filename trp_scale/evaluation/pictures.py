@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +33,16 @@ GREY = 0.5
 """What a masked patch is shown as."""
 
 
+class Picture(NamedTuple):
+    """A PNG file and a sentence about it."""
+
+    path: Path
+    caption: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.caption}"
+
+
 def draw_pictures(source: Path, output: Path, rows: int = 8, data: str = "") -> list[str]:
     """Draw reconstructions.png (of several modalities: of each), where an adversary perturbs positions positions.png,
     and where a network chooses masks masks.png.
@@ -48,37 +58,41 @@ def draw_pictures(source: Path, output: Path, rows: int = 8, data: str = "") -> 
     Raises:
         RefusedError: no masked autoencoder there, its data is gone, or matplotlib is not installed.
     """
-    figure_of = figure_class()
+    figure_class()
     if model_kind(source) == "mm_mae":
-        return _draw_modalities(figure_of, load_trained_modalities(source, data), output, rows)
+        several = load_trained_modalities(source, data)
+        return [str(one) for one in draw_modalities_of(several, several.images(rows), output)]
     trained = load_trained_images(source, data)
+    return [str(one) for one in draw_images_of(trained, trained.images(rows), output)]
+
+
+def draw_images_of(trained: TrainedImages, batch: Batch, output: Path) -> list[Picture]:
+    """The pictures of a masked autoencoder on these images, whose batch is made as the run makes its own."""
+    figure_of = figure_class()
     output.mkdir(parents=True, exist_ok=True)
-    batch = trained.images(rows)
     strips, loss, mean_patch = reconstructions(trained, batch)
     path = output / "reconstructions.png"
     _draw_strips(figure_of, strips, path)
-    lines = [
-        f"{path}: reconstruction loss {loss:.4f}, predicting each patch's mean {mean_patch:.4f} "
-        f"({batch.rows} images, clean positions)"
-    ]
+    losses = f"reconstruction loss {loss:.4f}, predicting each patch's mean {mean_patch:.4f}"
+    pictures = [Picture(path, f"{losses} ({batch.rows} images, clean positions)")]
     if trained.shape is not None and trained.perturbation is not None:
         path = output / "positions.png"
-        lines.append(f"{path}: {_draw_positions(figure_of, trained, path)}")
+        pictures.append(Picture(path, _draw_positions(figure_of, trained, path)))
     if (network := load_masking_network(trained)) is not None:
         path = output / "masks.png"
-        lines.append(f"{path}: {draw_masks(figure_of, trained, network, batch, path)}")
-    return lines
+        pictures.append(Picture(path, draw_masks(figure_of, trained, network, batch, path)))
+    return pictures
 
 
-def _draw_modalities(figure_of: type[Figure], trained: TrainedModalities, output: Path, rows: int) -> list[str]:
-    batch = trained.images(rows)
+def draw_modalities_of(trained: TrainedModalities, batch: Batch, output: Path) -> list[Picture]:
+    """The picture of a multi-modal masked autoencoder on these images and their maps (TRP Figure 3's kind)."""
     output.mkdir(parents=True, exist_ok=True)
     path = output / "reconstructions.png"
-    draw_modalities(figure_of, modality_reconstructions(trained, batch), path)
+    draw_modalities(figure_class(), modality_reconstructions(trained, batch), path)
     losses = ", ".join(
         f"{task} {loss:.4f} (plainest guess {plain:.4f})" for task, (loss, plain) in task_losses(trained, batch).items()
     )
-    return [f"{path}: {losses}; {batch.rows} images"]
+    return [Picture(path, f"{losses}; {batch.rows} images")]
 
 
 @torch.no_grad()
