@@ -201,7 +201,7 @@ class GatheredRows:
         there = batch["row_weights"].cpu() > 0
         self._positions.append(batch.start + np.flatnonzero(there.numpy()))
         for name, values in arrays.items():
-            wide = values.float() if values.is_floating_point() else values
+            wide = values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
             self._arrays.setdefault(name, []).append(wide.cpu()[there].numpy())
 
     def gather(self, group: Group) -> dict[str, np.ndarray]:
