@@ -32,17 +32,22 @@ class Layered(Protocol):
         ...
 
 
+LEARNED_POSITIONS = "pos_embed"
+"""Of an image encoder: a table, but not decayed, as in timm."""
+
+
 def decay_groups(
     parameters: Iterable[tuple[str, nn.Parameter]],
     weight_decay: float,
     scale_of: Callable[[str], float] = lambda _: 1.0,
 ) -> list[dict[str, Any]]:
-    """Matrices with `weight_decay`, biases and norms (one-dimensional) without: two groups for each scale of the
-    learning rate, `lr_scale`."""
+    """Matrices with `weight_decay`, biases and norms (one-dimensional) and LEARNED_POSITIONS without: two groups for
+    each scale of the learning rate, `lr_scale`."""
     found: dict[float, tuple[list[nn.Parameter], list[nn.Parameter]]] = {}
     for name, parameter in parameters:
         matrices, vectors = found.setdefault(scale_of(name), ([], []))
-        (matrices if parameter.ndim >= 2 else vectors).append(parameter)
+        decayed = parameter.ndim >= 2 and not name.endswith(LEARNED_POSITIONS)
+        (matrices if decayed else vectors).append(parameter)
     return [
         {"params": members, "weight_decay": decay, "lr_scale": scale}
         for scale, groups in found.items()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,7 @@ from trp_scale.checkpoint.export_mm_mae import RGB_TOKENISER
 from trp_scale.checkpoint.stored_pieces import read_full_state
 from trp_scale.config import Config, RefusedError
 from trp_scale.config.finetuning import FinetuneConfig
+from trp_scale.evaluation.timm_encoder import open_timm
 from trp_scale.models.given_weights import FILE
 from trp_scale.models.image_encoder import interpolated
 from trp_scale.models.mae_weights import VITMAE_POSITIONS, is_encoder, ours, published_name, vitmae_names
@@ -26,8 +27,6 @@ from trp_scale.recipes.loader import from_dict
 
 SCRATCH = "scratch"
 """As --from: no pre-training, the seed's weights in the recipe's sizes."""
-
-TIMM_CONVOLUTION = "patch_embed.proj."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,7 +100,8 @@ def open_encoder(path: str) -> EncoderSource:
     if found.get("model_type") == "vit_mae":
         return _of_vitmae(path, found)
     if "architecture" in found:
-        return _of_timm(path, found)
+        timm_vit = open_timm(path, found)
+        return EncoderSource(path=path, text=False, settings=_vit_settings(**timm_vit.sizes), read=timm_vit.read)
     raise RefusedError(
         f"--from {path}: config.json has model_type {found.get('model_type')!r}; allowed: bert, vit_mae, or timm's "
         "config.json (with architecture)"
@@ -132,18 +132,35 @@ def _of_run(path: str) -> EncoderSource:
     def read() -> dict[str, Tensor]:
         stored = {name.removeprefix("encoder."): tensor for name, tensor in read_full_state(checkpoint).items()}
         named = {name.replace(RGB_TOKENISER, "patch_embed."): tensor for name, tensor in stored.items()}
-        return {name: tensor for name, tensor in named.items() if is_encoder(name) or name == "pos_embed"}
+        weights = {name: tensor for name, tensor in named.items() if is_encoder(name) or name == "pos_embed"}
+        return weights | _norm_of_mean(named)
 
     relative = config.adversary.kind == "relative_coordinate"
     settings = _sizes(config) | {
+        ("model", "kind"): "mae",
         ("vision", "patch_size"): config.vision.patch_size,
         ("vision", "positions"): config.vision.positions,
         # The reference that a coordinate adversary started from is its own index without a shift (algorithms.md 2).
         ("vision", "index"): _index(config) if relative else config.vision.index,
-        ("downstream", "pretraining_grid"): config.crops.size // config.vision.patch_size,
-        ("downstream", "learned_positions"): isinstance(config, FinetuneConfig) and config.downstream.learned_positions,
+        **_positions_of_run(config),
     }
     return EncoderSource(path=path, text=False, settings=settings, read=read)
+
+
+def _positions_of_run(config: Config) -> dict[tuple[str, str], Any]:
+    """A fine-tuned encoder with stretched fixed positions keeps those of its pre-training."""
+    grid, learned = config.crops.size // config.vision.patch_size, False
+    if isinstance(config, FinetuneConfig):
+        learned = config.downstream.learned_positions
+        if not learned and config.downstream.positions == "interpolated":
+            grid = config.downstream.pretraining_grid or grid
+    return {("downstream", "pretraining_grid"): grid, ("downstream", "learned_positions"): learned}
+
+
+def _norm_of_mean(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The last norm of an encoder that learned under a head which normalises the mean of the tokens: that of the mean,
+    which is the only one there is."""
+    return {f"norm.{kind}": stored[f"fc_norm.{kind}"] for kind in ("weight", "bias") if f"fc_norm.{kind}" in stored}
 
 
 def _index(config: Config) -> str:
@@ -181,10 +198,18 @@ def _of_bert(path: str, found: dict[str, Any]) -> EncoderSource:
 def _of_vitmae(path: str, found: dict[str, Any]) -> EncoderSource:
     grid = found["image_size"] // found["patch_size"]
 
+    if found.get("hidden_act", "gelu") != "gelu" or not found.get("qkv_bias", True):
+        raise RefusedError(f"--from {path}: hidden_act gelu and a bias of queries, keys and values are supported")
+
     def read() -> dict[str, Tensor]:
         stored = {published_name(name): tensor.float() for name, tensor in load_file(Path(path) / FILE).items()}
-        positions = stored[VITMAE_POSITIONS].squeeze(0)
-        return _with_positions(_by_our_names(stored, int(found["num_hidden_layers"])), positions, path)
+        try:
+            positions = stored[VITMAE_POSITIONS].squeeze(0)
+            return _with_positions(_by_our_names(stored, int(found["num_hidden_layers"])), positions, path)
+        except KeyError as error:
+            raise RefusedError(
+                f"--from {path}: {FILE} has no {error.args[0]}; allowed: a directory of ViTMAEForPreTraining.save_pretrained"
+            ) from error
 
     settings = _vit_settings(
         layers=found["num_hidden_layers"],
@@ -214,44 +239,16 @@ def _with_positions(weights: dict[str, Tensor], positions: Tensor, path: str) ->
     return weights
 
 
-def _of_timm(path: str, found: dict[str, Any]) -> EncoderSource:
-    import timm
-
-    arguments = dict(found.get("model_args") or {})
-    with torch.device("meta"):
-        model = timm.create_model(found["architecture"], pretrained=False, num_classes=0, **arguments)
-    if type(model).__name__ != "VisionTransformer" or not hasattr(model, "pos_embed") or model.num_prefix_tokens != 1:
-        raise RefusedError(
-            f"--from {path}: {found['architecture']} is timm's {type(model).__name__}; allowed: a plain "
-            "VisionTransformer with a class token"
-        )
-    block, (grid, _) = model.blocks[0], model.patch_embed.grid_size
-
-    def read() -> dict[str, Tensor]:
-        stored = {name: tensor.float() for name, tensor in load_file(Path(path) / FILE).items()}
-        positions = stored.pop("pos_embed").squeeze(0)
-        named = {name.replace(TIMM_CONVOLUTION, "patch_embed."): tensor for name, tensor in stored.items()}
-        weights = {name: ours(name, tensor) for name, tensor in named.items() if is_encoder(name)}
-        weights["cls_token"] = weights["cls_token"] + positions[0]
-        weights["pos_embed"] = torch.cat([torch.zeros_like(positions[:1]), positions[1:]])
-        return weights
-
-    settings = _vit_settings(
-        layers=len(model.blocks),
-        width=model.embed_dim,
-        heads=block.attn.num_heads,
-        intermediate=block.mlp.fc1.out_features,
-        eps=block.norm1.eps,
-        patch_size=model.patch_embed.patch_size[0],
-        grid=grid,
-    )
-    return EncoderSource(
-        path=path, text=False, settings=settings | {("downstream", "learned_positions"): True}, read=read
-    )
-
-
 def _vit_settings(
-    *, layers: int, width: int, heads: int, intermediate: int, eps: float, patch_size: int, grid: int
+    *,
+    layers: int,
+    width: int,
+    heads: int,
+    intermediate: int,
+    eps: float,
+    patch_size: int,
+    grid: int,
+    learned_positions: bool = False,
 ) -> dict[tuple[str, str], Any]:
     return {
         ("model", "kind"): "mae",
@@ -263,5 +260,5 @@ def _vit_settings(
         ("vision", "patch_size"): patch_size,
         ("vision", "positions"): "absolute",
         ("downstream", "pretraining_grid"): grid,
-        ("downstream", "learned_positions"): False,
+        ("downstream", "learned_positions"): learned_positions,
     }

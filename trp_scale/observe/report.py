@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import yaml
 from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
@@ -81,10 +82,17 @@ def report_lines(run_dir: Path, history: RunHistory, summary: Mapping[str, Any])
     return lines
 
 
+def is_fine_tuning(run_dir: Path) -> bool:
+    """Whether the run's settings have a section of fine-tuning."""
+    path = Path(run_dir) / "config.yaml"
+    return path.is_file() and "downstream" in (yaml.safe_load(path.read_text(encoding="utf-8")) or {})
+
+
 def report_table(run_dir: Path) -> RenderableType:
     """The report as something rich prints. Raises what `read_metrics` raises."""
     history, summary = read_history(run_dir), read_summary(run_dir)
-    head = ": ".join(part for part in ("Pre-training report", str(summary.get("description", ""))) if part)
+    title = "Fine-tuning report" if is_fine_tuning(run_dir) else "Pre-training report"
+    head = ": ".join(part for part in (title, str(summary.get("description", ""))) if part)
     # Text, not markup: a path or a task name may hold square brackets.
     lines = [Text(line) for line in report_lines(Path(run_dir), history, summary)]
     return Group(Text(head, style="bold"), task_table(history), *lines)
