@@ -52,8 +52,8 @@ class Detector(nn.Module):
     pixels, and a proposal of 224 pixels on the map of stride 16.
 
     Args:
-        config: sizes, the section `detection` with masks on or off, `downstream.classes` without the background, and the
-            seed of the initial weights.
+        config: sizes, the section `detection` with masks on or off, `downstream.classes` without the background, and
+            the seed of the initial weights.
     """
 
     def __init__(self, config: FinetuneConfig) -> None:
@@ -200,5 +200,5 @@ def whole_masks(masks: Tensor, boxes: Tensor, side: int) -> Tensor:
     begin, end = boxes[:, :2].repeat(1, 2), boxes[:, 2:].repeat(1, 2)  # [n, 4]
     image = (corners - begin) / (end - begin) * grid + 1.0  # the image's corners in the coordinates of each mask
     numbers = torch.arange(count, device=boxes.device, dtype=image.dtype)[:, None]
-    found = roi_align(ringed, torch.cat([numbers, image], dim=1), (side, side), sampling_ratio=1, aligned=True)
+    found: Tensor = roi_align(ringed, torch.cat([numbers, image], dim=1), (side, side), sampling_ratio=1, aligned=True)
     return (found[:, 0] >= 0.5).to(torch.uint8)

@@ -17,7 +17,7 @@ LEVELS = ("0", "1", "2", "3")
 def token_map(tokens: Tensor) -> Tensor:
     """[B, 1 + G^2, D] tokens -> [B, D, G, G], without the class token."""
     side = round((tokens.shape[1] - 1) ** 0.5)
-    return tokens[:, 1:].transpose(1, 2).unflatten(2, (side, side))
+    return tokens[:, 1:].transpose(1, 2).reshape(len(tokens), -1, side, side)
 
 
 def rescale(width: int, level: int) -> tuple[nn.Module, int]:

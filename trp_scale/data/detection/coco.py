@@ -41,10 +41,10 @@ def read_coco(path: Path, images: str = "", *, masks: bool = True) -> Annotation
         listed[number] = one
     of_image: dict[int, list[dict[str, Any]]] = {number: [] for number in listed}
     for one in document["annotations"]:
-        image = _integer(one, "image_id", path, "annotation")
-        if image not in of_image:
-            raise DataError(f"{_named(path, one)}: image_id {image} is not among the images")
-        of_image[image].append(one)
+        number = _integer(one, "image_id", path, "annotation")
+        if number not in of_image:
+            raise DataError(f"{_named(path, one)}: image_id {number} is not among the images")
+        of_image[number].append(one)
     collected = Collected(path)
     for number, image in listed.items():
         height, width = (_integer(image, side, path, "image") for side in ("height", "width"))

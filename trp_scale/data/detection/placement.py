@@ -102,7 +102,7 @@ class Placement:
         source = torch.from_numpy(self.sources(box[None])).float()  # [1, 4]
         whole = torch.from_numpy(mask).float()[None, None]  # [1, 1, H, W]
         # Without a sampling ratio each cell is the mean over its pixels.
-        cells = roi_align(whole, [source], (grid, grid), aligned=True)[0, 0]  # [grid, grid]
+        cells: Tensor = roi_align(whole, [source], (grid, grid), aligned=True)[0, 0]  # [grid, grid]
         return (cells.flip(-1) if self.flip else cells).mul(255.0).round().to(torch.uint8)
 
 

@@ -1,4 +1,4 @@
-"""Objects of a Pascal VOC folder: Annotations/*.xml, JPEGImages/*.jpg, ImageSets/Main/*.txt (Everingham et al. 2010)."""
+"""Objects of a Pascal VOC folder: Annotations/*.xml, JPEGImages/*.jpg, ImageSets/Main/*.txt."""
 
 from __future__ import annotations
 

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torch import Tensor
 from torchvision.models.detection.roi_heads import paste_masks_in_image
 
 from trp_scale.batch import Batch
