@@ -3,22 +3,14 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
-from fractions import Fraction
 from pathlib import Path
 
-import numpy as np
-
-from trp_scale.batch import Batch
 from trp_scale.config import Config, RefusedError
 from trp_scale.data.images.dataset import ImageDataset, agree_images, open_image_dataset
 from trp_scale.data.images.kept_for_tests import refuse_shared_images
 from trp_scale.data.images.labels import stored_labels
 from trp_scale.data.index import read_json
-from trp_scale.data.kinds import open_rows
-from trp_scale.data.mixture import MemberPath, parse_paths
-from trp_scale.data.plan import HeldOutPlan
-from trp_scale.data.sources import ValidationSource
+from trp_scale.data.mixture import parse_paths
 
 log = logging.getLogger(__name__)
 
@@ -68,29 +60,3 @@ def _listed(names: tuple[str, ...] | None) -> str:
     if names is None:
         return "without names"
     return f"{len(names)} ({', '.join(names[:5])}{', ...' if len(names) > 5 else ''})"
-
-
-def all_of(config: Config, test: Path) -> Iterator[Batch]:
-    """All images of a test set, each once; the last batch is filled with rows of row_weights 0.
-
-    Args:
-        config: of the run, with the crops and batches that are wanted.
-        test: directory of the test set.
-
-    Raises:
-        RefusedError: an image cannot be read.
-    """
-    paths = [MemberPath(name="", weight=Fraction(1), path=test)]
-    rows = open_rows(config, paths)
-    plan = HeldOutPlan(members=rows.members(paths, [np.ones(len(rows.blocks[0].keys), dtype=np.bool_)]))
-    source = ValidationSource(plan, rows.builder, config, rank=0, world=1, pin_memory=False)
-    try:
-        for batch in source.windows():
-            if batch.corrupt:
-                raise RefusedError(
-                    f"--test {test}: {', '.join(batch.corrupt[:3])} cannot be read, and accuracy is that of all "
-                    "images; copy or shard the test set again"
-                )
-            yield batch
-    finally:
-        source.close()

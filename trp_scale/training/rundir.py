@@ -20,7 +20,7 @@ import sys
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -28,7 +28,6 @@ import trp_scale
 from trp_scale.config import Config, RefusedError
 from trp_scale.distributed.environment import RankInfo
 from trp_scale.distributed.groups import Group
-from trp_scale.recipes.arguments import Arguments
 from trp_scale.recipes.loader import dump
 
 CONFIG_FILE = "config.yaml"
@@ -48,7 +47,17 @@ _PACKAGES = (
 )
 
 
-def create_run_directory(arguments: Arguments, world: Group) -> Path:
+class NamesDirectory(Protocol):
+    """A command line that says where its results go."""
+
+    run_dir: Path | None
+
+    def recipe_name(self) -> str:
+        """Start of the directory's name where run_dir is None."""
+        ...
+
+
+def create_run_directory(arguments: NamesDirectory, world: Group) -> Path:
     """Decide the run directory on rank 0 (--run_dir, or a new one under runs/), make it, and tell all ranks.
 
     Raises:

@@ -16,10 +16,15 @@ from tests.unit.data.images.stored import config_for, sample, write_images
 from tests.unit.data.stored import write_dataset
 from trp_scale import cli
 from trp_scale.config import Config, RefusedError
+from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.data.index import read_json, write_json
+from trp_scale.distributed.groups import ALONE
 from trp_scale.evaluation import linear_probe as module
-from trp_scale.evaluation.linear_probe import check_probe, linear_probe, whole_images
-from trp_scale.evaluation.separate_test import all_of, check_test
+from trp_scale.evaluation.linear_probe import check_probe, linear_probe
+from trp_scale.evaluation.probe.encoder import FrozenEncoder
+from trp_scale.evaluation.probe.features import extract
+from trp_scale.evaluation.probe.images import ProbedImages, open_probed
+from trp_scale.evaluation.separate_test import check_test
 from trp_scale.evaluation.sweep import Point, table_of
 from trp_scale.evaluation.trained_images import load_trained_images
 
@@ -81,8 +86,14 @@ def test_every_test_image_counts_once(
     assert seen == [64, 40]  # of the run all images, D_val's too
 
 
+def opened(path: Path, micro_size: int = 64) -> ProbedImages:
+    config = FinetuneConfig()
+    config.crops.size, config.data.workers, config.batch.micro_size = 16, 0, micro_size
+    return open_probed(config, str(path))
+
+
 def test_all_images_of_the_test_set_in_stored_order(others: Path) -> None:
-    batches = list(all_of(whole_images(config_for(others), 32), others))
+    batches = list(opened(others).batches(ALONE))
     there = [batch["row_weights"] > 0 for batch in batches]
     labels = torch.cat([batch["labels"][mask] for batch, mask in zip(batches, there, strict=True)])
     keys = torch.cat([batch.keys[mask] for batch, mask in zip(batches, there, strict=True)])
@@ -94,8 +105,16 @@ def test_an_unreadable_test_image_is_refused(tmp_path: Path) -> None:
     samples = [sample(number, 16, 16) for number in range(9)]
     samples[4]["jpg"] = b"no image"
     path = write_images(tmp_path / "data", [samples])
-    with pytest.raises(RefusedError, match=r"data: image-000000/n00004 cannot be read, .* of all images"):
-        list(all_of(whole_images(config_for(path), 32), path))
+    images = opened(path)
+    with pytest.raises(RefusedError, match=r"image-000000/n00004, cannot be read, .* of all images"):
+        extract(FrozenEncoder(small_encoder(), pooling="mean"), images.batches(ALONE))
+
+
+def small_encoder() -> FinetuneConfig:
+    config = FinetuneConfig()
+    config.model.layers, config.model.hidden_size, config.model.heads, config.model.intermediate_size = 1, 16, 2, 16
+    config.crops.size, config.vision.patch_size = 16, 8
+    return config
 
 
 def images(path: Path, numbers: range, **changes: object) -> Path:
