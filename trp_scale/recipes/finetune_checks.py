@@ -8,6 +8,7 @@ from trp_scale.config import RefusedError
 from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.recipes.checks import general_problems
 from trp_scale.recipes.classification_checks import classification_problems
+from trp_scale.recipes.dense_checks import dense_problems
 from trp_scale.recipes.detection_checks import detection_problems
 
 
@@ -47,6 +48,8 @@ def _downstream(config: FinetuneConfig) -> Iterator[str]:
         yield from classification_problems(config)
     if downstream.kind == "detection":
         yield from detection_problems(config)
+    if downstream.kind in ("segmentation", "depth"):
+        yield from dense_problems(config)
     if not downstream.test_path and not config.data.validation_fraction:
         yield (
             "--data.validation_fraction is 0 and --downstream.test_path is empty: nothing is left to measure on; give "

@@ -22,7 +22,6 @@ class DenseTask(TaskParts):
     map_name: MapName
 
     def __init__(self, config: FinetuneConfig, environment: Environment) -> None:
-        check_dense(config)
         self.config = config
         paths = parse_paths(config.data.path)
         test_path = config.downstream.test_path
@@ -59,36 +58,3 @@ class DenseTask(TaskParts):
         if (path := self.config.model.weights) and path != SCRATCH:
             take_encoder(model.encoder, open_encoder(path).image_weights(model.encoder.grid), path)
         return model
-
-
-def check_dense(config: FinetuneConfig) -> None:
-    """Refuse settings that no task of pixels can have.
-
-    Raises:
-        RefusedError: naming the flag, the value found and the values allowed.
-    """
-    dense = config.dense
-    if not 0 < dense.min_scale <= dense.max_scale <= MOST_SCALE:
-        raise RefusedError(
-            f"--dense.min_scale {dense.min_scale} and --dense.max_scale {dense.max_scale}: allowed: more than 0, the "
-            f"second no less than the first, at most {MOST_SCALE}"
-        )
-    for name, low, high in (("overlap", 0.0, 0.9), ("auxiliary_weight", 0.0, 10.0)):
-        if not low <= getattr(dense, name) <= high:
-            raise RefusedError(f"--dense.{name} is {getattr(dense, name)}, allowed: {low:g} to {high:g}")
-    if dense.width < 0 or (dense.width and dense.width % WIDTH_UNIT):
-        raise RefusedError(f"--dense.width is {dense.width}, allowed: 0 (the head's own) or multiples of {WIDTH_UNIT}")
-    if dense.min_depth <= 0 or not (dense.max_depth == 0 or dense.max_depth > dense.min_depth):
-        raise RefusedError(
-            f"--dense.min_depth {dense.min_depth} and --dense.max_depth {dense.max_depth}: allowed: more than 0, the "
-            "second more than the first, or 0 for no limit"
-        )
-    if dense.depth_deviation < 0:
-        raise RefusedError(f"--dense.depth_deviation is {dense.depth_deviation}, allowed: 0 (the data's) or more")
-
-
-MOST_SCALE = 10.0
-"""Largest scale of a jitter: a hundredth of the image fills the crop."""
-
-WIDTH_UNIT = 8
-"""Heads have 3/8 and half as many channels in places."""

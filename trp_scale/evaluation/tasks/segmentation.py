@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor
 
 from trp_scale.batch import Batch
-from trp_scale.config import RefusedError
 from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.data.images.dense_maps import SegmentationMaps
 from trp_scale.data.images.dense_rows import DenseData
@@ -26,8 +25,6 @@ class SegmentationTask(DenseTask):
     map_name = "semseg"
 
     def __init__(self, config: FinetuneConfig, environment: Environment) -> None:
-        if config.dense.head == "dpt":
-            raise RefusedError("--dense.head dpt is of depth; allowed for segmentation: linear, convnext, upernet")
         super().__init__(config, environment)
         self.objective = Segmentation(config.dense.auxiliary_weight)
 
