@@ -208,7 +208,8 @@ def _of_vitmae(path: str, found: dict[str, Any]) -> EncoderSource:
             return _with_positions(_by_our_names(stored, int(found["num_hidden_layers"])), positions, path)
         except KeyError as error:
             raise RefusedError(
-                f"--from {path}: {FILE} has no {error.args[0]}; allowed: a directory of ViTMAEForPreTraining.save_pretrained"
+                f"--from {path}: {FILE} has no {error.args[0]}; allowed: what ViTMAEForPreTraining's save_pretrained "
+                "writes"
             ) from error
 
     settings = _vit_settings(

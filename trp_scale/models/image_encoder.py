@@ -132,7 +132,8 @@ class ImageEncoder(nn.Module):
         if not self.relative:
             return None
         places = torch.arange(self.grid**2, device=tokens.device).expand(len(tokens), -1)
-        centre = torch.zeros(2, dtype=torch.float32, device=tokens.device)
+        dtype = torch.promote_types(self.cls_token.dtype, torch.float32)
+        centre = torch.zeros(2, dtype=dtype, device=tokens.device)
         return RelativeInputs(offset_numbers(places, self.grid), grid_weights(self.grid, self.index, centre), 0)
 
 

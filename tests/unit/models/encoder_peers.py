@@ -1,0 +1,59 @@
+"""Settings of tiny image encoders, and timm's vision transformers with weights that all matter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from timm.models.vision_transformer import VisionTransformer
+from torch import nn
+
+from tests.unit.models.small_images import GRID, PATCH
+from trp_scale.config import BatchConfig, CropsConfig, ModelConfig, VisionConfig
+from trp_scale.config.downstream import DownstreamConfig
+from trp_scale.config.finetuning import FinetuneConfig
+from trp_scale.models.mae_weights import ours
+
+CLASSES = 7
+
+
+def finetune_config(grid: int = GRID, **downstream: Any) -> FinetuneConfig:
+    """The encoder of `small_images.config`, two blocks of 24, on `grid` x `grid` patches; 7 classes."""
+    return FinetuneConfig(
+        model=ModelConfig(
+            kind="mae", layers=2, hidden_size=24, heads=2, intermediate_size=40, dropout=0.0, layer_norm_eps=1e-6
+        ),
+        vision=VisionConfig(patch_size=PATCH),
+        crops=CropsConfig(size=grid * PATCH),
+        batch=BatchConfig(global_size=8, micro_size=4),
+        downstream=DownstreamConfig(**{"kind": "classification", "dropout": 0.0, "classes": CLASSES, **downstream}),
+    )
+
+
+def drawn_anew(model: nn.Module, *, seed: int = 0) -> None:
+    """Every parameter is drawn, large enough that all of them matter."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(0.25 * torch.randn(parameter.shape, generator=generator))
+            if "norm" in name and name.endswith("weight"):
+                parameter.add_(1.0)
+
+
+def timm_vit(grid: int = GRID, **changes: Any) -> VisionTransformer:
+    """timm's model in the sizes of `finetune_config`, in evaluation mode."""
+    settings = {"embed_dim": 24, "depth": 2, "num_heads": 2, "mlp_ratio": 40 / 24, "num_classes": CLASSES, **changes}
+    model = VisionTransformer(img_size=grid * PATCH, patch_size=PATCH, **settings)
+    drawn_anew(model)
+    return model.eval()
+
+
+def take_timm(encoder: nn.Module, peer: VisionTransformer) -> None:
+    """Copy the weights by hand; positions into the encoder's, those of the class token into the token."""
+    state = {name.replace("patch_embed.proj.", "patch_embed."): tensor for name, tensor in peer.state_dict().items()}
+    positions = state.pop("pos_embed")[0]
+    with torch.no_grad():
+        for name, parameter in encoder.named_parameters():
+            parameter.copy_(torch.zeros(()) if name == "pos_embed" else ours(name, state[name]))
+        encoder.cls_token.add_(positions[0])  # type: ignore[operator]
+        encoder.pos_embed[1:].copy_(positions[1:])  # type: ignore[index]

@@ -1,0 +1,153 @@
+"""The encoder of downstream tasks against timm's vision transformer, transformers' ViTMAE, and our own pre-training."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from timm.layers import resample_abs_pos_embed
+from torch import Tensor, nn
+
+from tests.unit.models import small_modalities
+from tests.unit.models.encoder_peers import finetune_config, take_timm, timm_vit
+from tests.unit.models.small_images import GRID, PATCH, VALUES, config, small_model
+from tests.unit.models.vitmae_peer import vitmae
+from trp_scale.models.image_encoder import ImageEncoder, interpolated
+from trp_scale.models.mae import MaskedAutoencoder
+from trp_scale.models.mae_weights import is_encoder, load_vitmae
+from trp_scale.models.patches import patchify, unpatchify
+from trp_scale.models.positions import sine_cosine
+
+
+def images(rows: int = 3, grid: int = GRID) -> Tensor:
+    generator = torch.Generator().manual_seed(5)
+    return unpatchify(torch.randn(rows, grid**2, VALUES, generator=generator, dtype=torch.float64), PATCH)
+
+
+def encoder_with(weights: dict[str, Tensor], **settings: object) -> ImageEncoder:
+    """In double precision, with fixed positions as exact."""
+    given = finetune_config()
+    for name, value in settings.items():
+        setattr(given.vision, name, value)
+    encoder = ImageEncoder(given).double().eval()
+    assert encoder.fixed_positions is not None
+    encoder.fixed_positions[1:] = sine_cosine(GRID, given.model.hidden_size)
+    with torch.no_grad():
+        for name, parameter in encoder.named_parameters():
+            parameter.copy_(weights[name])
+    return encoder
+
+
+def test_timm_computes_the_same_forward_features() -> None:
+    peer = timm_vit().double()
+    encoder = ImageEncoder(finetune_config(learned_positions=True)).double()
+    take_timm(encoder, peer)
+    with torch.no_grad():
+        torch.testing.assert_close(encoder(images())[0], peer.forward_features(images()), rtol=0, atol=1e-10)
+        inner = peer.get_intermediate_layers(images(), n=[0, 1], return_prefix_tokens=True)
+        found = encoder(images(), after=[0, 1])
+    for ours, (patches, classes) in zip(found, inner, strict=True):
+        torch.testing.assert_close(ours, torch.cat([classes, patches], dim=1), rtol=0, atol=1e-10)
+
+
+def test_transformers_computes_the_same_without_masking() -> None:
+    settings = config(tokens="visible")
+    settings.masking.ratio = 0.75
+    peer = vitmae(settings).double()
+    peer.vit.config.mask_ratio = peer.config.mask_ratio = 0.0
+    pre_trained = MaskedAutoencoder(settings).double()
+    load_vitmae(pre_trained, peer.state_dict())
+    encoder = encoder_with(dict(pre_trained.named_parameters()))
+    encoder.fixed_positions = peer.vit.embeddings.position_embeddings[0]
+    keeping_order = torch.arange(GRID**2, dtype=torch.float64).expand(3, -1)
+    with torch.no_grad():
+        expected = peer.vit(images(), noise=keeping_order).last_hidden_state
+        torch.testing.assert_close(encoder(images())[0], expected, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("index", ["rounded", "relaxed"])
+@pytest.mark.parametrize("positions", ["absolute", "relative"])
+def test_it_is_the_encoder_that_was_pre_trained(positions: str, index: str) -> None:
+    model = small_model(config(positions=positions, index=index))  # type: ignore[arg-type]
+    weights = {name: tensor for name, tensor in model.state_dict().items() if is_encoder(name)}
+    encoder = encoder_with(weights, positions=positions, index=index)
+    with torch.no_grad():
+        expected = model.features(patchify(images(), PATCH), torch.arange(GRID**2).expand(3, -1))
+        torch.testing.assert_close(encoder(images())[0], expected, rtol=0, atol=1e-12)
+
+
+def test_it_is_the_encoder_of_several_modalities_seeing_images_alone() -> None:
+    settings = small_modalities.config()
+    model = small_modalities.small_model(settings)
+    own = finetune_config()
+    own.model, own.crops.size = settings.model, settings.crops.size
+    own.vision.patch_size = settings.vision.patch_size
+    encoder = ImageEncoder(own).double()
+    encoder.fixed_positions[1:] = model.positions  # type: ignore[index]
+    state = {name.replace("tokenisers.rgb.", "patch_embed."): tensor for name, tensor in model.state_dict().items()}
+    with torch.no_grad():
+        for name, parameter in encoder.named_parameters():
+            parameter.copy_(state[name])
+        side, patch = settings.crops.size, settings.vision.patch_size
+        pixels = torch.randn(2, 3, side, side, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+        every = torch.arange(model.grid**2).expand(2, -1) + model.inputs.index("rgb") * model.grid**2
+        expected = model.features({"rgb": patchify(pixels, patch)}, every)
+        torch.testing.assert_close(encoder(pixels)[0], expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("size", [256, 512, 96])
+def test_positions_are_stretched_as_in_timm(size: int) -> None:
+    stored = torch.randn(1, 1 + 14**2, 12, generator=torch.Generator().manual_seed(0))
+    expected = resample_abs_pos_embed(stored, [size // 16, size // 16])
+    torch.testing.assert_close(interpolated(stored[0], size // 16), expected[0], rtol=0, atol=1e-6)
+
+
+def test_fixed_positions_of_another_grid_are_recomputed_or_stretched() -> None:
+    width, grid = 24, GRID + 2
+    computed = ImageEncoder(finetune_config(grid, pretraining_grid=GRID)).fixed_positions
+    assert computed is not None
+    torch.testing.assert_close(computed[1:].double(), sine_cosine(grid, width), rtol=0, atol=1e-6)
+    stretched = ImageEncoder(finetune_config(grid, pretraining_grid=GRID, positions="interpolated")).fixed_positions
+    before = torch.cat([torch.zeros(1, width), sine_cosine(GRID, width).float()])[None]
+    torch.testing.assert_close(stretched, resample_abs_pos_embed(before, [grid, grid])[0], rtol=0, atol=1e-6)
+    assert (computed - stretched).abs().max() > 0.1
+
+
+def test_drop_path_rates_are_timms() -> None:
+    settings = finetune_config(drop_path=0.3)
+    settings.model.layers = 5
+    encoder, peer = ImageEncoder(settings), timm_vit(depth=5, drop_path_rate=0.3)
+    for number in range(1, 5):
+        for branch in ("drop_path1", "drop_path2"):
+            mine, theirs = (getattr(model.blocks[number], branch) for model in (encoder, peer))
+            assert mine.drop_prob == pytest.approx(theirs.drop_prob) == pytest.approx(0.3 * number / 4)
+            assert mine.scale_by_keep == theirs.scale_by_keep is True
+    assert isinstance(encoder.blocks[0].drop_path1, nn.Identity)
+
+
+def test_a_branch_is_left_out_as_often_as_it_says_and_the_mean_stays() -> None:
+    """One block at rate 0.4: of 4,000 images, a branch is left out for 0.4 of them, within 4 standard errors."""
+    settings = finetune_config(drop_path=0.4)
+    settings.model.layers = 2  # rates 0 and 0.4
+    block = ImageEncoder(settings).blocks[1].train()
+    tokens = torch.randn(1, 3, 24).expand(4000, -1, -1)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        found = block(tokens) - tokens
+        kept = found.flatten(1).abs().sum(1) > 0
+        attention = block.attn(block.norm1(tokens[:1]))
+        first = block.drop_path1(attention.expand(4000, -1, -1))
+    dropped = (first.flatten(1).abs().sum(1) == 0).double().mean()
+    assert abs(float(dropped) - 0.4) < 4 * (0.4 * 0.6 / 4000) ** 0.5
+    assert abs(float(kept.double().mean()) - (1 - 0.4**2)) < 4 * (0.16 * 0.84 / 4000) ** 0.5  # one of two branches
+    torch.testing.assert_close(first.mean(0), attention[0], rtol=0.1, atol=0)
+    block.eval()
+    with torch.no_grad():
+        assert block(tokens).equal(block(tokens))
+
+
+def test_without_a_last_norm_the_tokens_are_as_they_are() -> None:
+    encoder = ImageEncoder(finetune_config(), norm=False)
+    assert not [name for name, _ in encoder.named_parameters() if name.startswith("norm")]
+    with torch.no_grad():
+        pixels = images().float()
+        assert encoder(pixels)[0].equal(encoder(pixels, after=[1])[0])
