@@ -6,7 +6,6 @@ learned ones, and how many of the masked patches carry the class: by chance 6 of
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
 from collections.abc import Sequence
@@ -14,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import tyro
 from rich.console import Console
 from rich.table import Table
 
@@ -78,11 +78,16 @@ def table_of(found: Sequence[Outcome], steps: int) -> Table:
     return table
 
 
+@dataclass(kw_only=True)
+class Options:
+    seeds: int = 3
+    """Problems and runs, one of each seed."""
+    steps: int = STEPS
+    """Of the encoder."""
+
+
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=STEPS)
-    arguments = parser.parse_args(argv)
+    arguments = tyro.cli(Options, args=argv, description=__doc__, use_underscores=True)
     torch.set_num_threads(1)
     found = [outcome(seed, arguments.steps) for seed in range(arguments.seeds)]
     Console(width=120).print(table_of(found, arguments.steps))

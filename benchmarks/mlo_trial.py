@@ -9,7 +9,6 @@ other, or `--processes` at a time on a core each; finished ones are not trained 
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import statistics
@@ -19,10 +18,11 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+import tyro
 from rich.console import Console
 from rich.table import Table
 
@@ -82,17 +82,27 @@ class Trial:
     accuracy: float
 
 
+@dataclass(kw_only=True)
+class Options:
+    train: Path
+    """Sharded training images with classes."""
+    test: Path
+    """Sharded test images."""
+    run_dir: Path
+    """Directory of all runs."""
+    steps: int = 3000
+    """Of MAE."""
+    seeds: int = 3
+    """Runs of each method."""
+    processes: int = 1
+    """Runs at a time, each on a core."""
+    settings: list[str] = field(default_factory=list)
+    """SECTION.FIELD=VALUE, of both methods."""
+
+
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--train", type=Path, required=True, help="sharded training images with classes")
-    parser.add_argument("--test", type=Path, required=True, help="sharded test images")
-    parser.add_argument("--run_dir", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=3000, help="of MAE")
-    parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--processes", type=int, default=1)
-    parser.add_argument("--set", nargs="*", default=[], metavar="SECTION.FIELD=VALUE", help="settings of both methods")
-    arguments = parser.parse_args(argv)
-    settings = {**SMALL, "data.path": arguments.train, **dict(each.split("=", 1) for each in arguments.set)}
+    arguments = tyro.cli(Options, args=argv, description=__doc__, use_underscores=True)
+    settings = {**SMALL, "data.path": arguments.train, **dict(each.split("=", 1) for each in arguments.settings)}
     ratio = measured_ratio(arguments.run_dir, settings)
     steps = {"MAE": arguments.steps, "MLO-MAE": max(2, round(arguments.steps / ratio))}
     with ThreadPoolExecutor(arguments.processes) as pool:

@@ -9,14 +9,15 @@ and the cosine, medians over the lessons.
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+import tyro
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -30,12 +31,18 @@ from trp_scale.recipes.arguments import parse
 from trp_scale.training.pretrain import Run
 
 
+@dataclass(kw_only=True)
+class Options:
+    data: str
+    """Sharded images with classes."""
+    steps: int = 60
+    """Of the encoder."""
+    unroll: list[int] = field(default_factory=lambda: [1, 2, 5])
+    """Unrolled steps to measure."""
+
+
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", required=True, help="sharded images with classes")
-    parser.add_argument("--steps", type=int, default=60, help="steps of the encoder")
-    parser.add_argument("--unroll", type=int, nargs="+", default=[1, 2, 5])
-    arguments, flags = parser.parse_known_args(argv)
+    arguments, flags = tyro.cli(Options, args=argv, description=__doc__, use_underscores=True, return_unknown_args=True)
     table = Table(title="the last unrolled step's hypergradient against that of all of them")
     for column in ("unroll", "lessons", "relative error", "cosine"):
         table.add_column(column, justify="right")
