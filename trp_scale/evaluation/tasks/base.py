@@ -34,7 +34,7 @@ class Metrics(Protocol):
     so that any number of ranks gives the same figures."""
 
     def add(self, outputs: Any, batch: Batch) -> None:
-        """What `DownstreamTask.predict` gave for a micro-batch."""
+        """What `Measured.predict` gave for a micro-batch."""
         ...
 
     def finish(self, group: Group) -> dict[str, Any]:
@@ -43,7 +43,19 @@ class Metrics(Protocol):
         ...
 
 
-class DownstreamTask(Upstream, Protocol):
+class Measured(Protocol):
+    """What `measure` asks of a task."""
+
+    def predict(self, forward: Callable[..., Any], batch: Batch) -> Any:
+        """What the metrics need of one micro-batch, from a forward pass without gradients."""
+        ...
+
+    def metrics(self) -> Metrics:
+        """An empty collection."""
+        ...
+
+
+class DownstreamTask(Measured, Upstream, Protocol):
     """A task to fine-tune on.
 
     Attributes:
@@ -57,14 +69,6 @@ class DownstreamTask(Upstream, Protocol):
     metric: str
     lower_is_better: bool
     split: str
-
-    def predict(self, forward: Callable[..., Any], batch: Batch) -> Any:
-        """What the metrics need of one micro-batch, from a forward pass without gradients."""
-        ...
-
-    def metrics(self) -> Metrics:
-        """An empty collection."""
-        ...
 
 
 class TaskParts:
@@ -167,7 +171,7 @@ def take_encoder(encoder: nn.Module, weights: dict[str, torch.Tensor], path: str
         parameter.copy_(weights[name])
 
 
-def measure(engine: Engine, task: DownstreamTask, windows: Iterable[Batch]) -> dict[str, Any]:
+def measure(engine: Engine, task: Measured, windows: Iterable[Batch]) -> dict[str, Any]:
     """The task's figures over measured rows. Collective; the same on all ranks.
 
     Raises:

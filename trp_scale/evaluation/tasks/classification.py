@@ -74,6 +74,9 @@ class ClassificationTask(TaskParts):
     def metrics(self) -> Accuracy:
         return Accuracy(self.classes)
 
+    def checkpoint_extra(self) -> dict[str, Any]:
+        return {"classes": list(self.classes)}
+
 
 class Accuracy:
     """Share of the images whose class has the highest logit, or one of the five highest; and for each class, of its

@@ -1,0 +1,1 @@
+"""How a classifier of ImageNet fares on other kinds of images: adversarially chosen, drawn, sketched, corrupted."""
