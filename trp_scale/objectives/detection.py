@@ -26,12 +26,12 @@ class Detection:
     """Objectness and boxes of proposals; classes, boxes and masks of objects (He et al. 2017, section 3).
 
     torchvision gives each loss as a mean over the samples of a micro-batch. A task's sum is that mean times the images,
-    its count the images: so micro-batches and ranks are weighted by their images, and weights of one each train the
-    plain sum of the five. But a mean over two halves is not the mean over the whole where halves have different numbers
-    of samples, and samples are drawn by torch's generator, which the loop seeds for each micro-batch: detection is
-    reproducible, and resumes exactly, on one partition into ranks and micro-batches, and is outside the rule that
-    results are the same on all. The host also waits for the device within a step, which torchvision's choice of samples
-    needs.
+    its count the images: so micro-batches are weighted by their images, and weights of one each train the plain sum of
+    the five. But a mean over a whole is not the mean over its halves where these have different numbers of samples, and
+    the samples are drawn by torch's generator, which the loop seeds for each micro-batch. So detection is the same on any
+    number of ranks, but not for any batch.micro_size: it is outside that rule. Which proposals are kept is a choice, too,
+    that a last bit may turn: engines agree to rounding until one does. And the host waits for the device in each step,
+    since torchvision's choice of samples needs it.
 
     Args:
         masks: whether masks are learned.
