@@ -25,6 +25,9 @@ from trp_scale.models.mae_weights import VITMAE_POSITIONS, is_encoder, ours, pub
 from trp_scale.models.positions import sine_cosine
 from trp_scale.recipes.loader import from_dict
 
+POSITION_NUMBERS = "embeddings.position_ids"
+"""0, 1, 2, ...: stored by earlier versions of transformers."""
+
 SCRATCH = "scratch"
 """As --from: no pre-training, the seed's weights in the recipe's sizes."""
 
@@ -178,10 +181,9 @@ def _of_bert(path: str, found: dict[str, Any]) -> EncoderSource:
 
     def read() -> dict[str, Tensor]:
         stored = load_file(Path(path) / FILE)
-        named = {name.removeprefix("bert."): tensor for name, tensor in stored.items()}
-        return {
-            name: tensor for name, tensor in named.items() if name.startswith(("embeddings.", "encoder.", "pooler."))
-        }
+        named = {_present_name(name.removeprefix("bert.")): tensor.float() for name, tensor in stored.items()}
+        parts = ("embeddings.", "encoder.", "pooler.")
+        return {name: tensor for name, tensor in named.items() if name.startswith(parts) and name != POSITION_NUMBERS}
 
     settings = {
         ("model", "kind"): "bert",
@@ -193,6 +195,11 @@ def _of_bert(path: str, found: dict[str, Any]) -> EncoderSource:
         ("model", "layer_norm_eps"): found.get("layer_norm_eps", 1e-12),
     }
     return EncoderSource(path=path, text=True, settings=settings, read=read, tokenizer=Path(path))
+
+
+def _present_name(name: str) -> str:
+    """The published BERTs come from TensorFlow, and call the norms' weights as that did."""
+    return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
 
 
 def _of_vitmae(path: str, found: dict[str, Any]) -> EncoderSource:
