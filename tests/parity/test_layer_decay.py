@@ -1,0 +1,162 @@
+"""Fine-tuning with learning rates by depth: the same weights on every engine, each layer by its own rate."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+
+from tests.parity.compare import too_far
+from tests.ranks import Ranks
+from tests.synthetic import Layout, RecordingTrainer, Result, SilentObserver, data_group
+from tests.synthetic_images import by_projection
+from tests.unit.models.encoder_peers import CLASSES, finetune_config
+from trp_scale.batch import Batch
+from trp_scale.config import OptimizerConfig, TrainingConfig
+from trp_scale.config.finetuning import FinetuneConfig
+from trp_scale.distributed.groups import Group
+from trp_scale.engines.build import build_engine
+from trp_scale.hooks.balancing import build_balancer
+from trp_scale.hooks.base import Hooks
+from trp_scale.models.image_classifier import ImageClassifier
+from trp_scale.objectives.classification import ImageClassification
+from trp_scale.training.agreement import StepAgreement
+
+TWO_RANKS = {
+    "fsdp": Layout(engine="fsdp", micro_size=2),
+    "zero0": Layout(engine="deepspeed", stage=0, micro_size=2),
+    "zero1": Layout(engine="deepspeed", stage=1, micro_size=2),
+    "zero2": Layout(engine="deepspeed", stage=2, micro_size=2),
+    "zero3": Layout(engine="deepspeed", stage=3, micro_size=2),
+}
+
+
+def batch(positions: range, size: int) -> Batch:
+    """Noise of a shade for each class, with soft targets: functions of the position."""
+    images, targets = [], []
+    for position in positions:
+        generator = torch.Generator().manual_seed(500 + position)
+        share = float(torch.rand((), generator=generator))
+        target = torch.zeros(CLASSES)
+        target[position % CLASSES] += share
+        target[(3 * position + 1) % CLASSES] += 1 - share
+        shade = 30 * (target @ torch.arange(float(CLASSES)))
+        images.append((shade + 60 * torch.rand(3, size, size, generator=generator)).to(torch.uint8))
+        targets.append(target)
+    fields = {
+        "images": torch.stack(images),
+        "targets": torch.stack(targets),
+        "row_weights": torch.ones(len(positions)),
+    }
+    return Batch(fields=fields, keys=torch.tensor(list(positions)), start=positions[0])
+
+
+@dataclass
+class SyntheticClasses:
+    """Serves the slices a real source would."""
+
+    config: FinetuneConfig
+    group: Group
+    cursor: int = 0
+
+    def next_window(self) -> list[Batch]:
+        size, micro = self.config.batch.global_size, self.config.batch.micro_size
+        first = self.cursor + self.group.rank * size // self.group.size
+        self.cursor += size
+        return [
+            batch(range(start, start + micro), self.config.crops.size)
+            for start in range(first, first + size // self.group.size, micro)
+        ]
+
+
+def tuned(layout: Layout, optimizer: dict[str, Any], **downstream: Any) -> Result:
+    """Three steps of the small classifier; call on all ranks."""
+    config, group = finetune_config(**downstream), data_group()
+    config.batch.micro_size, config.training = layout.micro_size, TrainingConfig(steps=3, seed=3)
+    config.optimizer = OptimizerConfig(**{"warmup_steps": 0, "schedule": "constant", "weight_decay": 0.05, **optimizer})
+    config.balancer.kind = "uniform"
+    document = {"zero_optimization": {"stage": layout.stage}} if layout.stage is not None else None
+    engine = build_engine(
+        layout.engine,
+        ImageClassifier(config),
+        config,
+        device=torch.device("cpu"),
+        data_group=group,
+        ds_document=document,
+    )
+    objective = ImageClassification()
+    trainer = RecordingTrainer(
+        config=config,
+        engine=engine,
+        objective=objective,
+        hooks=Hooks(build_balancer(config.balancer, objective, engine.device)),
+        source=SyntheticClasses(config, group),
+        observer=SilentObserver(),  # type: ignore[arg-type]
+        agreement=StepAgreement(group, 0),
+        save=lambda: None,
+        validate=lambda: None,
+        stop_requested=lambda: None,
+    )
+    initial = by_projection(engine.full_weights())
+    trainer.run()
+    weights = by_projection(engine.full_weights())
+    engine.close()
+    moved = any(not torch.equal(weights[name], initial[name]) for name in weights)
+    return Result(weights=weights, initial=initial, steps=trainer.__dict__.get("history", []), moved=moved)
+
+
+ADAMW = {"lr": 1e-3, "layer_decay": 0.5}
+SGD = {"kind": "sgd", "lr": 0.5, "layer_decay": 0.5}
+
+
+@lru_cache
+def reference(kind: str, pooling: str = "mean", learned: bool = False) -> Result:
+    settings = ADAMW if kind == "adamw" else SGD
+    return tuned(Layout(micro_size=8), settings, pooling=pooling, learned_positions=learned)
+
+
+def test_each_layer_steps_by_its_rate() -> None:
+    """With betas of 0 a step of AdamW is the sign of the gradient times the rate."""
+    signs = {**ADAMW, "weight_decay": 0.0, "beta1": 0.0, "beta2": 0.0, "eps": 1e-12}
+    found = tuned(Layout(micro_size=8), signs)
+    for name, scale in {
+        "encoder.patch_embed.bias": 0.5**3,
+        "encoder.blocks.0.attn.proj.bias": 0.5**2,
+        "encoder.blocks.1.mlp.fc2.bias": 0.5,
+        "fc_norm.bias": 1.0,
+        "head.bias": 1.0,
+    }.items():
+        steps = (found.weights[name] - found.initial[name]).abs() / (1e-3 * scale)  # each of three is 1 or -1
+        torch.testing.assert_close(steps, steps.round(), rtol=0, atol=2e-3)
+        assert steps.max() <= 3.001 and steps.max() >= 0.999, name
+
+
+def test_accumulation_does_not_change_the_weights() -> None:
+    assert too_far(tuned(Layout(micro_size=2), ADAMW), reference("adamw")) == []
+    assert reference("adamw").moved
+
+
+@pytest.mark.parametrize("pooling", ["mean", "class"])
+@pytest.mark.parametrize("layout", TWO_RANKS)
+def test_two_ranks_give_the_weights_of_one(two_ranks: Ranks, layout: str, pooling: str) -> None:
+    ours = two_ranks(tuned, TWO_RANKS[layout], ADAMW, pooling=pooling, learned_positions=True)[0]
+    theirs = reference("adamw", pooling, True)
+    assert too_far(ours, theirs) == []
+    for mine, other in zip(ours.steps, theirs.steps, strict=True):
+        assert mine.loss == pytest.approx(other.loss, rel=1e-5)
+        assert mine.grad_norm == pytest.approx(other.grad_norm, rel=1e-4)
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "zero1", "zero2", "zero3"])
+def test_gradient_descent_agrees_too(two_ranks: Ranks, layout: str) -> None:
+    ours = two_ranks(tuned, TWO_RANKS[layout], SGD)[0]
+    theirs = reference("sgd")
+    assert [far for far in too_far(ours, theirs) if "key.bias" not in far] == []
+
+
+def test_one_rate_for_all_would_be_seen() -> None:
+    wrong = tuned(Layout(micro_size=8), {**ADAMW, "layer_decay": 1.0})
+    assert len(too_far(wrong, reference("adamw"))) > 10
