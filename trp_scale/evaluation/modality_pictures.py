@@ -115,13 +115,14 @@ def draw_modalities(figure_of: type[Figure], shown: dict[str, dict[str, Tensor]]
         axes[row, 0].set_ylabel(f"{task}\n{stage}", fontsize=8)
         for column, one in enumerate(maps):
             limits = shown[task]["input"][column]
-            _show(axes[row, column], task, one, limits)
+            show_modality(axes[row, column], task, one, limits)
             axes[row, column].set(xticks=[], yticks=[], frame_on=False)
     figure.savefig(path, dpi=100)
 
 
-def _show(axes: Axes, task: str, one: Tensor, whole: Tensor) -> None:
-    """One map; the colours of a depth map are those of its whole image."""
+def show_modality(axes: Axes, task: str, one: Tensor, whole: Tensor) -> None:
+    """One map: [3, H, W] in [0, 1], depth [H, W] or class numbers [H, W]; the colours of a depth map are from the
+    smallest to the largest of the whole image's."""
     if task == "semseg":
         colours = torch.where(one == VOID, torch.nan, (one % COLOURS).float())  # neighbours in the list differ
         axes.imshow(colours.numpy(), cmap="tab20", vmin=0, vmax=COLOURS - 1)

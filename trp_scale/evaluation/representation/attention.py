@@ -35,7 +35,7 @@ def attention_weights(block: TransformerBlock, tokens: Tensor, relative: Relativ
     scores = queries.float() @ keys.float().transpose(-1, -2) * queries.shape[-1] ** -0.5
     if block.relative_positions is not None:
         scores = scores + block.relative_positions(queries, relative).float()
-    return scores.softmax(-1)
+    return torch.softmax(scores, dim=-1)
 
 
 @contextmanager

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -39,7 +39,7 @@ def draw_attention(images: Tensor, attention: Tensor, positions: Sequence[Positi
         positions: (row, column) of the looking patches.
     """
     grid = round(attention.shape[1] ** 0.5)
-    axes, figure = _axes(len(images), 1 + len(positions))
+    axes, figure = small_axes(len(images), 1 + len(positions))
     for row, (image, maps) in enumerate(zip(images, attention, strict=True)):
         _show(axes[row, 0], image)
         chosen = torch.stack([maps[grid * at[0] + at[1]] for at in positions])
@@ -61,7 +61,7 @@ def draw_average_attention(attention: Tensor, positions: Sequence[Position], pat
     grid = round(attention.shape[0] ** 0.5)
     columns = min(len(positions), 9)
     rows = -(-len(positions) // columns)
-    axes, figure = _axes(rows, columns, side=1.5)
+    axes, figure = small_axes(rows, columns, side=1.5)
     chosen = torch.stack([attention[grid * at[0] + at[1]] for at in positions])
     brightest = float(chosen.quantile(BRIGHTEST))
     drawn = None
@@ -83,7 +83,7 @@ def _show_map(axes: Axes, values: Tensor, position: Position, brightest: float) 
 def draw_plane(
     places: npt.NDArray[np.floating],
     labels: npt.NDArray[np.integer],
-    names: Sequence[str] | None,
+    names: Sequence[str],
     title: str,
     path: Path,
 ) -> None:
@@ -99,13 +99,11 @@ def draw_plane(
     figure = figure_class()(figsize=(7.5, 6), layout="constrained")
     axes = figure.subplots()
     classes = np.unique(labels).tolist()
-    palette = colormaps["tab10" if len(classes) <= 10 else "tab20"].colors
+    palette = colormaps["tab10" if len(classes) <= 10 else "tab20"]
     for number, label in enumerate(classes):
-        of_class = labels == label
-        name = str(label) if names is None or label < 0 else names[label]
-        axes.scatter(
-            *places[of_class].T, s=9, alpha=0.75, color=palette[number % len(palette)], label=name, linewidths=0
-        )
+        across, up = places[labels == label].T
+        name = names[label] if 0 <= label < len(names) else str(label)
+        axes.scatter(across, up, s=9, alpha=0.75, color=palette(number % palette.N), label=name, linewidths=0)
     axes.set(xticks=[], yticks=[])
     axes.set_title(title, fontsize=10)
     if 1 < len(classes) <= NAMED_CLASSES:
@@ -113,33 +111,50 @@ def draw_plane(
     figure.savefig(path, dpi=DPI)
 
 
+class Decision(NamedTuple):
+    """What a classifier decides on one image.
+
+    Attributes:
+        image: [3, S, S] in [0, 1], as it sees it.
+        map: [G, G] zero or more, where it looks.
+        prediction: in words.
+        right: whether it is.
+    """
+
+    image: Tensor
+    map: Tensor
+    prediction: str
+    right: bool
+
+
 def draw_activations(
-    images: Tensor, captions: Sequence[str], maps: dict[str, tuple[Tensor, list[tuple[str, bool]]]], path: Path
+    images: Tensor, captions: Sequence[str], decisions: Mapping[str, Sequence[Decision]], path: Path
 ) -> None:
     """A column for each image; a row of what each run decides by.
 
     Args:
         images: [R, 3, S, S] in [0, 1].
         captions: the class of each.
-        maps: by run: [R, G, G], zero or more, and each prediction with whether it is right.
+        decisions: of each run, on each image.
     """
-    axes, figure = _axes(1 + len(maps), len(images), side=1.35)
+    axes, figure = small_axes(1 + len(decisions), len(images), side=1.35)
     for column, (image, caption) in enumerate(zip(images, captions, strict=True)):
         _show(axes[0, column], image)
         axes[0, column].set_title(caption, fontsize=8)
-    for row, (name, (values, predictions)) in enumerate(maps.items(), start=1):
+    for row, (name, of_run) in enumerate(decisions.items(), start=1):
         axes[row, 0].set_ylabel(name, fontsize=8)
-        for column, (image, one, (prediction, right)) in enumerate(zip(images, values, predictions, strict=True)):
-            _show(axes[row, column], image)
-            largest = float(one.max())
-            scaled = one / largest if largest > 0 else one
-            smooth = F.interpolate(scaled[None, None], size=image.shape[-2:], mode="bilinear")[0, 0]
+        for column, one in enumerate(of_run):
+            _show(axes[row, column], one.image)
+            largest = float(one.map.max())
+            scaled = one.map / largest if largest > 0 else one.map
+            smooth = F.interpolate(scaled[None, None], size=one.image.shape[-2:], mode="bilinear")[0, 0]
             axes[row, column].imshow(smooth.numpy(), cmap="jet", vmin=0, vmax=1, alpha=0.5)
-            axes[row, column].set_title(prediction, fontsize=8, color="tab:green" if right else "tab:red")
+            axes[row, column].set_title(one.prediction, fontsize=8, color="tab:green" if one.right else "tab:red")
     figure.savefig(path, dpi=DPI)
 
 
-def _axes(rows: int, columns: int, side: float = SIDE) -> tuple[Any, Any]:
+def small_axes(rows: int, columns: int, side: float = SIDE) -> tuple[Any, Any]:
+    """Places without ticks for small pictures, and their figure."""
     figure = figure_class()(figsize=(side * columns + 0.4, (side + 0.15) * rows + 0.2), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False)
     for each in axes.flat:

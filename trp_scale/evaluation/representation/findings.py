@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from trp_scale.config import RefusedError
+from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.evaluation.pictures import Picture
 from trp_scale.evaluation.representation.attention import Position, mean_distance
 from trp_scale.evaluation.representation.embedding import PlaneKind, plane
@@ -30,6 +31,7 @@ class Findings:
 
     Attributes:
         encoder: as --from named it.
+        config: of the encoder, and of what is seen of an image.
         output: where pictures go.
         figures: (what it is, its value), as a reader sees them.
         numbers: the same for a program.
@@ -38,6 +40,8 @@ class Findings:
     """
 
     encoder: str
+    config: FinetuneConfig
+    pooling: str
     choice: ImageChoice
     study: Study
     output: Path
@@ -48,8 +52,10 @@ class Findings:
 
     def add_similarity(self) -> None:
         """The ratio of MLO-MAE's Table 13."""
-        if not self.choice.labelled:
-            self.notes.append(f"{self.choice.data}: the images have no classes: no similarity within and between them")
+        if not self.choice.classes:
+            self.notes.append(
+                f"{self.choice.dataset.directory}: the images have no classes: no similarity within and between them"
+            )
             return
         found = class_similarity(self.study.features, self.study.labels)
         self.numbers["class_similarity"] = asdict(found)
@@ -99,21 +105,22 @@ class Findings:
 
     def write(self) -> None:
         """representation.json, index.html, and the figures on the terminal."""
-        choice, count = self.choice, len(self.study.labels)
+        dataset, size, count = self.choice.dataset, self.config.crops.size, len(self.study.labels)
         about = [
             ("encoder", self.encoder),
-            ("images", f"{count} of {choice.data} ({choice.split}), {self.study.size} x {self.study.size} pixels"),
+            ("images", f"{count} of {dataset.directory} ({dataset.split}), {self._seen()}"),
             ("representation", self._representation()),
         ]
         figures = [*about, *self.figures]
         document = {
             "encoder": self.encoder,
-            "data": str(choice.data),
-            "split": choice.split,
+            "data": str(dataset.directory),
+            "split": dataset.split,
             "images": count,
-            "classes": len(np.unique(self.study.labels)) if choice.labelled else None,
-            "image_size": self.study.size,
-            "pooling": self.study.pooling,
+            "classes": len(np.unique(self.study.labels)) if self.choice.classes else None,
+            "image_size": size,
+            "seen": self.config.augmentation.measured,
+            "pooling": self.pooling,
             **self.numbers,
             "pictures": [one.path.name for _, one in self.pictures],
             "notes": self.notes,
@@ -128,5 +135,9 @@ class Findings:
             print(f"note: {note}")
         print(self.output / PAGE)
 
+    def _seen(self) -> str:
+        size, part = self.config.crops.size, self.config.augmentation.measured
+        return f"{size} x {size} pixels ({'the whole image' if part == 'whole' else 'its central square'})"
+
     def _representation(self) -> str:
-        return "class token" if self.study.pooling == "class" else "mean of the patch tokens"
+        return "class token" if self.pooling == "class" else "mean of the patch tokens"

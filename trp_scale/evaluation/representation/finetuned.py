@@ -1,56 +1,76 @@
-"""What fine-tuned runs make of the same images, side by side."""
+"""Fine-tuned runs to look at, side by side."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-import torch
-from torch import Tensor
-
-from trp_scale.config import Config, RefusedError
+from trp_scale.config import RefusedError
+from trp_scale.distributed.environment import Environment
 from trp_scale.evaluation.compare import names
+from trp_scale.evaluation.finetuned_run import FinetunedRun, read_run
 from trp_scale.evaluation.pictures import Picture
-from trp_scale.evaluation.representation.figures import draw_activations
-from trp_scale.evaluation.representation.grad_cam import class_activation, load_classifier
-from trp_scale.evaluation.representation.images import ImageChoice, read_images, reading_settings
+from trp_scale.evaluation.representation.classifier_pictures import classifier_pictures
+from trp_scale.evaluation.representation.images import ImageChoice
+from trp_scale.evaluation.representation.pixel_pictures import pixel_pictures
 from trp_scale.evaluation.representation.study import ShownImages
-from trp_scale.objectives.classification import Pixels
+
+Draw = Callable[[Mapping[str, FinetunedRun], ShownImages, Path, Environment], list[Picture]]
+
+PICTURES: dict[str, Draw] = {
+    "classification": classifier_pictures,
+    "segmentation": pixel_pictures,
+    "depth": pixel_pictures,
+}
+"""What is drawn, by downstream.kind."""
 
 
-def finetuned_pictures(runs: Sequence[Path], choice: ImageChoice, shown: ShownImages, output: Path) -> list[Picture]:
-    """Draw grad_cam.png of classifiers; nothing without runs.
+def open_finetuned(runs: Sequence[Path], choice: ImageChoice) -> dict[str, FinetunedRun]:
+    """The runs by name, all of one kind.
 
     Raises:
-        RefusedError: a run is none of a classifier, or of other classes than the data has.
+        RefusedError: one is no finished fine-tuned run, of a kind that has no pictures or of another kind than the
+            first, or a classifier of other classes than the images have.
+    """
+    found = dict(zip(_names(runs), map(read_run, runs), strict=True)) if runs else {}
+    kinds = [run.config.downstream.kind for run in found.values()]
+    for run, kind in zip(found.values(), kinds, strict=True):
+        if kind not in PICTURES:
+            raise RefusedError(f"--run {run.directory}: fine-tuned on {kind}; allowed: {', '.join(PICTURES)}")
+        if kind != kinds[0]:
+            raise RefusedError(
+                f"--run {run.directory}: fine-tuned on {kind}, the first on {kinds[0]}; allowed: one kind"
+            )
+        if kind == "classification":
+            _check_classes(run, choice)
+    return found
+
+
+def _names(runs: Sequence[Path]) -> list[str]:
+    """Those of the directories that trp-scale finetune was given (DIR/TASK/seed_N), if they tell the runs apart."""
+    given = [run.resolve().parent.parent.name for run in runs]
+    return given if len(set(given)) == len(given) else names(runs)
+
+
+def _check_classes(run: FinetunedRun, choice: ImageChoice) -> None:
+    classes, count = choice.classes, run.config.downstream.classes
+    other_names = run.classes is not None and choice.dataset.meta.classes not in (None, run.classes)
+    if classes and (other_names or len(classes) > count):
+        raise RefusedError(
+            f"--run {run.directory}: tells {count} classes apart, {choice.dataset.directory} has {len(classes)}, or of "
+            "other names; allowed: a run of the same classes"
+        )
+
+
+def finetuned_pictures(
+    runs: Mapping[str, FinetunedRun], shown: ShownImages, output: Path, environment: Environment
+) -> list[Picture]:
+    """Draw what the kind of the runs has; nothing without runs.
+
+    Raises:
+        RefusedError: the images lack the maps of the runs' task.
     """
     if not runs:
         return []
-    maps = {name: _activations(run, choice, shown) for name, run in zip(names(runs), runs, strict=True)}
-    path = output / "grad_cam.png"
-    captions = [choice.class_name(label) if label >= 0 else "" for label in shown.labels.tolist()]
-    draw_activations(shown.images, captions, maps, path)
-    return [
-        Picture(
-            path,
-            "Grad-CAM of the predicted class on the first norm of the last block; red: what speaks for it most, each "
-            "image on its own scale; green words: predicted right",
-        )
-    ]
-
-
-def _activations(run: Path, choice: ImageChoice, shown: ShownImages) -> tuple[Tensor, list[tuple[str, bool]]]:
-    """[R, G, G], and each prediction with whether it is right."""
-    model, config = load_classifier(run)
-    if choice.classes is not None and len(choice.classes) != config.downstream.classes:
-        raise RefusedError(
-            f"--run {run}: {config.downstream.classes} classes, {choice.data} has {len(choice.classes)}; allowed: "
-            "a run of the same classes"
-        )
-    settings = reading_settings(Config(), config.crops.size)
-    batches = read_images(settings, choice.data, choice.positions[: len(shown.labels)])
-    where, pixels = model.head.weight.device, Pixels()
-    found = [class_activation(model, pixels(batch["images"].flatten(0, 1).to(where))) for batch in batches]
-    predicted = torch.cat([one.predicted for one in found]).tolist()
-    words = [(choice.class_name(guess), guess == label) for guess, label in zip(predicted, shown.labels, strict=True)]
-    return torch.cat([one.maps for one in found]).cpu(), words
+    kind = next(iter(runs.values())).config.downstream.kind
+    return PICTURES[kind](runs, shown, output, environment)

@@ -2,21 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trp_scale.checkpoint.document import read_document
-from trp_scale.checkpoint.export import find_checkpoint
-from trp_scale.checkpoint.stored_pieces import read_full_state
-from trp_scale.config import RefusedError
-from trp_scale.config.finetuning import FinetuneConfig
-from trp_scale.evaluation.representation.encoder import device
 from trp_scale.models.image_classifier import ImageClassifier
-from trp_scale.recipes.loader import from_dict
 
 
 class ClassActivation(NamedTuple):
@@ -40,7 +32,7 @@ def grad_cam(activations: Tensor, gradients: Tensor) -> Tensor:
     weights = gradients.mean(1, keepdim=True)  # [B, 1, D]
     values = F.relu((weights * activations).sum(-1))  # [B, N]
     grid = round(values.shape[1] ** 0.5)
-    return values.unflatten(1, (grid, grid))
+    return values.reshape(-1, grid, grid)
 
 
 def class_activation(model: ImageClassifier, images: Tensor, classes: Tensor | None = None) -> ClassActivation:
@@ -68,23 +60,3 @@ def class_activation(model: ImageClassifier, images: Tensor, classes: Tensor | N
     # Images do not meet in the model, so the sum's gradient is each image's own.
     (gradients,) = torch.autograd.grad(explained.sum(), kept[0])  # [B, 1 + N, D]
     return ClassActivation(grad_cam(kept[0].detach()[:, 1:], gradients[:, 1:]), predicted)
-
-
-def load_classifier(run: Path) -> tuple[ImageClassifier, FinetuneConfig]:
-    """The newest weights of one fine-tuned run of classification.
-
-    Raises:
-        RefusedError: it is no such run.
-    """
-    checkpoint = find_checkpoint(run)
-    config = from_dict(read_document(checkpoint).config, source=str(checkpoint))
-    if not isinstance(config, FinetuneConfig) or config.downstream.kind != "classification":
-        raise RefusedError(
-            f"--run {run}: allowed: the run directory of a seed that trp-scale finetune has trained on classification"
-        )
-    model = ImageClassifier(config)
-    weights = read_full_state(checkpoint)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(weights[name])
-    return model.eval().to(device()), config

@@ -1,4 +1,4 @@
-"""Images of a data set to look at: some of them, whole, in an order that depends on nothing else."""
+"""Images of a data set to look at: some of them, the same ones every time."""
 
 from __future__ import annotations
 
@@ -11,12 +11,17 @@ from typing import NamedTuple
 import numpy as np
 
 from trp_scale.batch import Batch
-from trp_scale.config import Config, CropsConfig, RefusedError
+from trp_scale.config import Config, RefusedError
+from trp_scale.config.finetuning import FinetuneConfig
+from trp_scale.data.fetch import BatchBuilder
 from trp_scale.data.hashing import Integers
+from trp_scale.data.images.classification_batch import MeasuredImages
+from trp_scale.data.images.dataset import ImageDataset, open_image_dataset
+from trp_scale.data.images.labels import stored_labels
 from trp_scale.data.index import read_json
-from trp_scale.data.kinds import Rows, open_rows
+from trp_scale.data.kinds import open_rows
 from trp_scale.data.mixture import MemberPath
-from trp_scale.data.plan import HeldOutPlan
+from trp_scale.data.plan import HeldOutPlan, Member
 
 BATCH = 64
 """Images of one forward pass."""
@@ -26,71 +31,77 @@ class ImageChoice(NamedTuple):
     """Images of one data set.
 
     Attributes:
-        data: its directory.
-        split: what its images are for, as was said when they were sharded: train or test.
-        positions: [n] of the chosen ones in stored order, shuffled: the first few are of all classes.
-        classes: names by number; None without names.
-        labelled: whether the images have classes.
+        dataset: they are from.
+        positions: [n] of the chosen ones in stored order, shuffled, so that the first few are of many classes.
+        classes: names, or numbers where there are none; empty where the images have no classes.
     """
 
-    data: Path
-    split: str
+    dataset: ImageDataset
     positions: Integers
-    classes: tuple[str, ...] | None
-    labelled: bool
+    classes: tuple[str, ...]
+
+    def first(self, count: int) -> ImageChoice:
+        """Fewer of them."""
+        return self._replace(positions=self.positions[:count])
 
     def class_name(self, label: int) -> str:
         """The class of an image, in words where it has some."""
-        return str(label) if self.classes is None or label < 0 else self.classes[label]
+        return self.classes[label] if 0 <= label < len(self.classes) else ""
 
 
 def choose_images(data: Path, most: int) -> ImageChoice:
-    """At most so many of a data set's images, all of them for 0; the same ones every time.
+    """At most so many of a data set's images, all of them for 0.
 
     Raises:
         DataError: it is missing or damaged.
         RefusedError: it holds no images.
     """
-    rows, plan = _open(reading_settings(Config(), size=32), data)
-    order = np.random.default_rng(0).permutation(plan.rows)
-    settings = read_json(data / "dataset.json").get("settings") or {}
-    return ImageChoice(
-        data=data,
-        split=str(settings.get("split", "train")),
-        positions=order[:most] if most > 0 else order,
-        classes=rows.meta.classes,  # type: ignore[union-attr]
-        labelled="cls" in rows.meta.suffixes,  # type: ignore[union-attr]
-    )
+    kind = read_json(data / "dataset.json").get("kind")
+    if kind != "image":
+        raise RefusedError(f"--data {data}: kind {kind!r} found, 'image' allowed: shards of data_tools/shard_images.py")
+    dataset = open_image_dataset(data)
+    classes = dataset.meta.classes or ()
+    if "cls" in dataset.meta.suffixes and not classes:
+        classes = tuple(str(number) for number in range(1 + int(stored_labels(dataset).max())))
+    order = np.random.default_rng(0).permutation(dataset.samples.rows)
+    return ImageChoice(dataset, order[:most] if most > 0 else order, classes)
 
 
-def reading_settings(config: Config, size: int) -> Config:
-    """The settings with the whole of each image, squashed to a square of `size` pixels, as its one crop."""
-    config = copy.deepcopy(config)
-    config.objective.kind = "mae"
-    config.vision.patch_size, config.masking.ratio = size // 2, 0.5  # of the masks, which nobody looks at
-    config.masking.network = "none"
-    config.crops = CropsConfig(
-        size=size, min_scale=1.0, max_scale=1.0, flip=0.0, interpolation=config.crops.interpolation
-    )
-    return config
-
-
-def read_images(config: Config, data: Path, positions: Integers) -> Iterator[Batch]:
-    """Batches of the images at these positions, made as `config` says.
+def measured_images(config: FinetuneConfig, choice: ImageChoice) -> Iterator[Batch]:
+    """Batches of the images as a classifier of these settings is measured on them (crops.size, augmentation).
 
     Raises:
-        RefusedError: one of them cannot be read, or the data lacks a modality that `config` asks for.
+        RefusedError: an image cannot be read.
     """
-    rows, plan = _open(config, data)
-    for first in range(0, len(positions), BATCH):
-        batch = rows.builder.build(plan.locate(positions[first : first + BATCH]), first)
+    config = copy.deepcopy(config)
+    config.downstream.classes = max(1, len(choice.classes))
+    return planned_batches(MeasuredImages(config, [choice.dataset], choice.dataset.meta), choice)
+
+
+def trained_images(config: Config, choice: ImageChoice) -> Iterator[Batch]:
+    """Batches of the images as a pre-training run of these settings makes its own: its crops, masks and modalities.
+
+    Raises:
+        RefusedError: an image cannot be read, or the data lacks a modality.
+    """
+    rows = open_rows(config, [MemberPath(name="", weight=Fraction(1), path=choice.dataset.directory)])
+    return planned_batches(rows.builder, choice)
+
+
+def planned_batches(builder: BatchBuilder, choice: ImageChoice) -> Iterator[Batch]:
+    """What a builder of the data set makes of the chosen images.
+
+    Raises:
+        RefusedError: an image cannot be read.
+    """
+    blocks = choice.dataset.blocks
+    everything = np.ones(len(blocks.keys), dtype=np.bool_)
+    plan = HeldOutPlan(members=[Member(name="", weight=Fraction(1), table=blocks, chosen=everything)])
+    for first in range(0, len(choice.positions), BATCH):
+        batch = builder.build(plan.locate(choice.positions[first : first + BATCH]), first)
         if batch.corrupt:
-            raise RefusedError(f"{data}: {', '.join(batch.corrupt[:3])} cannot be read; copy or shard the data again")
+            raise RefusedError(
+                f"--data {choice.dataset.directory}: {', '.join(batch.corrupt[:3])} cannot be read; copy or shard the "
+                "data again"
+            )
         yield batch
-
-
-def _open(config: Config, data: Path) -> tuple[Rows, HeldOutPlan]:
-    paths = [MemberPath(name="", weight=Fraction(1), path=data)]
-    rows = open_rows(config, paths)
-    everything = np.ones(len(rows.blocks[0].keys), dtype=np.bool_)
-    return rows, HeldOutPlan(members=rows.members(paths, [everything]))

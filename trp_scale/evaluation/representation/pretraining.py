@@ -9,11 +9,11 @@ from trp_scale.batch import Batch
 from trp_scale.checkpoint.document import DOCUMENT_NAME, read_document
 from trp_scale.checkpoint.export import find_checkpoint
 from trp_scale.evaluation.pictures import Picture, draw_images_of, draw_modalities_of
-from trp_scale.evaluation.representation.images import ImageChoice, read_images
+from trp_scale.evaluation.representation.images import ImageChoice, trained_images
 from trp_scale.evaluation.trained_images import TrainedRun, load_trained_images, load_trained_modalities
 
 
-def pretraining_pictures(source: str, choice: ImageChoice, output: Path, shown: int) -> list[Picture]:
+def pretraining_pictures(source: str, choice: ImageChoice, output: Path) -> list[Picture]:
     """Draw them, with crops and masks as the run's own; none of what is no pre-training run.
 
     Raises:
@@ -26,13 +26,13 @@ def pretraining_pictures(source: str, choice: ImageChoice, output: Path, shown: 
     if "downstream" in config:
         return []
     if config["model"]["kind"] == "mm_mae":
-        several = load_trained_modalities(path, str(choice.data))
-        return draw_modalities_of(several, _batch(several, choice, shown), output)
-    trained = load_trained_images(path, str(choice.data))
-    return draw_images_of(trained, _batch(trained, choice, shown), output)
+        several = load_trained_modalities(path, str(choice.dataset.directory))
+        return draw_modalities_of(several, _batch(several, choice), output)
+    trained = load_trained_images(path, str(choice.dataset.directory))
+    return draw_images_of(trained, _batch(trained, choice), output)
 
 
-def _batch(trained: TrainedRun, choice: ImageChoice, shown: int) -> Batch:
+def _batch(trained: TrainedRun, choice: ImageChoice) -> Batch:
     config = copy.deepcopy(trained.config)
     config.masking.network = "none"  # to look at a test set is no training on it
-    return next(read_images(config, choice.data, choice.positions[:shown]))
+    return next(trained_images(config, choice))

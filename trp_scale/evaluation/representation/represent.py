@@ -5,20 +5,23 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import tyro
 
 from trp_scale.config import RefusedError
+from trp_scale.distributed.environment import Environment
+from trp_scale.evaluation.encoder_source import SCRATCH
 from trp_scale.evaluation.pictures import figure_class
+from trp_scale.evaluation.probe.arguments import Pooling
+from trp_scale.evaluation.probe.encoder import FrozenEncoder, encoder_config
 from trp_scale.evaluation.representation.attention import Position, default_positions
 from trp_scale.evaluation.representation.embedding import PlaneKind, check_library
-from trp_scale.evaluation.representation.encoder import load_encoder
 from trp_scale.evaluation.representation.findings import Findings
-from trp_scale.evaluation.representation.finetuned import finetuned_pictures
+from trp_scale.evaluation.representation.finetuned import finetuned_pictures, open_finetuned
 from trp_scale.evaluation.representation.images import choose_images
 from trp_scale.evaluation.representation.pretraining import pretraining_pictures
-from trp_scale.evaluation.representation.study import Pooling, study_images
+from trp_scale.evaluation.representation.study import study_images
 
 LEAST_IMAGES = 5
 """Below, there is nothing to see."""
@@ -30,19 +33,25 @@ class RepresentArguments:
     representations in a plane, attention maps; of a run of ours its reconstructions and masks; of fine-tuned runs what
     they decide by. Writes PNG files, representation.json and one page, index.html."""
 
-    from_: Annotated[str, tyro.conf.arg(name="from", metavar="RUN|DIR")]
+    from_: Annotated[str, tyro.conf.arg(name="from", metavar="RUN|DIR|scratch")]
     """The encoder: a run directory of trp-scale pretrain or finetune, an export, a directory of transformers (ViTMAE)
-    or of timm (ViT, such as DINO's)."""
+    or of timm (ViT, such as DINO's); scratch: weights drawn at random, in the sizes of --recipe, for comparison."""
     data: Annotated[Path, tyro.conf.arg(metavar="DIR")]
     """Images that data_tools/shard_images.py wrote; with classes for all that needs them."""
     output: Annotated[Path, tyro.conf.arg(metavar="DIR")]
     """Directory to write; made if it is not there."""
     run: Annotated[list[Path], tyro.conf.arg(metavar="DIR")] = field(default_factory=list)
-    """Fine-tuned runs of one task, each the run directory of a seed: Grad-CAM of classifiers, side by side."""
+    """Fine-tuned runs of one kind of task, each the run directory of a seed (DIR/TASK/seed_N): Grad-CAM of classifiers,
+    predicted maps of segmentation and depth, side by side."""
     images: int = 1024
     """Images at most that figures, plane and averaged attention are made of; 0 = all of them."""
-    size: int = 0
-    """Side of the images in pixels; 0 = that of pre-training."""
+    recipe: Annotated[str, tyro.conf.arg(metavar="NAME|PATH")] = ""
+    """For --from scratch: a recipe of images with the encoder's sizes; a run's config.yaml is one too."""
+    image_size: int = 0
+    """Side of the images in pixels, a multiple of the patches'; 0 = that of the pre-training."""
+    seen: Literal["centre", "whole"] = "centre"
+    """What is seen of an image. centre: the central square, image_size of image_size / 0.875 pixels. whole: all of it,
+    squashed to a square, as for images that are small squares already."""
     shown: int = 6
     """Images in the pictures that show images."""
     pooling: Pooling = "mean"
@@ -63,22 +72,28 @@ def represent(argv: Sequence[str]) -> int:
     """
     arguments = tyro.cli(RepresentArguments, prog="trp-scale represent", args=argv, use_underscores=True)
     _check(arguments)
-    output, shown = arguments.output, arguments.shown
-    encoder, size = load_encoder(arguments.from_, arguments.size)
-    block = read_block(arguments.block, len(encoder.blocks))
-    positions = read_positions(arguments.positions, encoder.grid)
+    config = encoder_config(arguments.from_, recipe=arguments.recipe, size=arguments.image_size)
+    config.augmentation.measured = arguments.seen
+    block = read_block(arguments.block, config.model.layers)
+    positions = read_positions(arguments.positions, config.crops.size // config.vision.patch_size)
     choice = choose_images(arguments.data, arguments.images)
     if len(choice.positions) < LEAST_IMAGES:
         raise RefusedError(f"--data {arguments.data}: {len(choice.positions)} images; allowed: {LEAST_IMAGES} or more")
-    study = study_images(encoder, choice, size=size, block=block, pooling=arguments.pooling, shown=shown)
-    output.mkdir(parents=True, exist_ok=True)
-    findings = Findings(encoder=arguments.from_, choice=choice, study=study, output=output)
-    findings.add_similarity()
-    findings.add_plane(arguments.plane)
-    findings.add_attention(positions)
-    findings.add_pictures("Pre-training", lambda: pretraining_pictures(arguments.from_, choice, output, shown))
-    findings.add_pictures("Fine-tuned", lambda: finetuned_pictures(arguments.run, choice, study.shown, output))
-    findings.write()
+    runs = open_finetuned(arguments.run, choice)
+    with Environment() as environment:
+        encoder = FrozenEncoder(config, pooling=arguments.pooling, device=environment.device)
+        study = study_images(encoder, config, choice, block=block, shown=arguments.shown)
+        output = arguments.output
+        output.mkdir(parents=True, exist_ok=True)
+        findings = Findings(
+            encoder=arguments.from_, config=config, pooling=arguments.pooling, choice=choice, study=study, output=output
+        )
+        findings.add_similarity()
+        findings.add_plane(arguments.plane)
+        findings.add_attention(positions)
+        findings.add_pictures("Pre-training", lambda: pretraining_pictures(arguments.from_, study.shown.choice, output))
+        findings.add_pictures("Fine-tuned", lambda: finetuned_pictures(runs, study.shown, output, environment))
+        findings.write()
     return 0
 
 
@@ -86,6 +101,11 @@ def _check(arguments: RepresentArguments) -> None:
     """Refuse, before anything is read, what will not work."""
     figure_class()
     check_library()
+    if (arguments.from_ == SCRATCH) is not bool(arguments.recipe):
+        raise RefusedError(
+            f"--recipe {arguments.recipe or 'is missing'}: --from {SCRATCH} needs one, for the encoder's sizes, and "
+            "others have their own"
+        )
     for name, value, least in (("images", arguments.images, 0), ("shown", arguments.shown, 1)):
         if value < least:
             raise RefusedError(f"--{name} is {value}, allowed: {least} or more")
