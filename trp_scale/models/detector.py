@@ -183,22 +183,24 @@ def _initialise(module: nn.Module, prefix: str, seed: int) -> None:
 
 
 @torch.no_grad()
-def whole_masks(masks: Tensor, boxes: Tensor, side: int) -> Tensor:
-    """Masks within their boxes -> masks of the whole image.
+def paste(masks: Tensor, boxes: Tensor, size: tuple[int, int]) -> Tensor:
+    """Masks within their boxes -> masks of the whole image, interpolated bilinearly; 0 outside the boxes.
 
     Args:
-        masks: [n, m, m] uint8, shares times 255.
+        masks: [n, m, m] from 0 to 1.
         boxes: [n, 4] left, top, right, bottom in pixels.
-        side: S.
+        size: height and width H, W of the image.
 
     Returns:
-        [n, S, S] uint8: 1 where more than half is covered, interpolated bilinearly, and nothing outside the box.
+        [n, H, W] float32 from 0 to 1. torchvision's own paste widens a mask by up to a pixel on each side, much of a
+        small object.
     """
-    count, grid = masks.shape[0], masks.shape[-1]
-    ringed = nn.functional.pad(masks.float() / 255.0, (1, 1, 1, 1))[:, None]  # [n, 1, m + 2, m + 2]
-    corners = torch.tensor([0.0, 0.0, side, side], device=boxes.device)
-    begin, end = boxes[:, :2].repeat(1, 2), boxes[:, 2:].repeat(1, 2)  # [n, 4]
-    image = (corners - begin) / (end - begin) * grid + 1.0  # the image's corners in the coordinates of each mask
-    numbers = torch.arange(count, device=boxes.device, dtype=image.dtype)[:, None]
-    found: Tensor = roi_align(ringed, torch.cat([numbers, image], dim=1), (side, side), sampling_ratio=1, aligned=True)
-    return (found[:, 0] >= 0.5).to(torch.uint8)
+    height, width = size
+    ringed = nn.functional.pad(masks.float(), (1, 1, 1, 1))[:, None]  # [n, 1, m + 2, m + 2]
+    corners = torch.tensor([0.0, 0.0, width, height], device=boxes.device)
+    begin, end = boxes[:, :2].float().repeat(1, 2), boxes[:, 2:].float().repeat(1, 2)  # [n, 4]
+    image = (corners - begin) / (end - begin) * masks.shape[-1] + 1.0  # the image's corners, in cells of each mask
+    numbers = torch.arange(len(masks), device=boxes.device, dtype=image.dtype)[:, None]
+    rows = torch.cat([numbers, image], dim=1)  # [n, 5]
+    found: Tensor = roi_align(ringed, rows, size, sampling_ratio=1, aligned=True)  # [n, 1, H, W]
+    return found[:, 0]

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trp_scale.batch import Batch, TaskLosses
-from trp_scale.models.detector import Target, whole_masks
+from trp_scale.models.detector import Target, paste
 from trp_scale.objectives.classification import Pixels
 
 LOSSES = {
@@ -28,10 +28,10 @@ class Detection:
     torchvision gives each loss as a mean over the samples of a micro-batch. A task's sum is that mean times the images,
     its count the images: so micro-batches are weighted by their images, and weights of one each train the plain sum of
     the five. But a mean over a whole is not the mean over its halves where these have different numbers of samples, and
-    the samples are drawn by torch's generator, which the loop seeds for each micro-batch. So detection is the same on any
-    number of ranks, but not for any batch.micro_size: it is outside that rule. Which proposals are kept is a choice, too,
-    that a last bit may turn: engines agree to rounding until one does. And the host waits for the device in each step,
-    since torchvision's choice of samples needs it.
+    the samples are drawn by torch's generator, which the loop seeds for each micro-batch. So detection is the same on
+    any number of ranks, but not for any batch.micro_size: it is outside that rule. Which proposals are kept is a choice,
+    too, that a last bit may turn: engines agree to rounding until one does. And the host waits for the device in each
+    step, since torchvision's choice of samples needs it.
 
     Args:
         masks: whether masks are learned.
@@ -74,6 +74,7 @@ def targets(batch: Batch, rows: list[int]) -> list[Target]:
         boxes = batch["boxes"][row, : numbers[row]]  # [n, 4]
         target = {"boxes": boxes, "labels": batch["classes"][row, : numbers[row]]}
         if "masks" in batch.fields:
-            target["masks"] = whole_masks(batch["masks"][row, : numbers[row]], boxes, side)  # [n, S, S]
+            shares = paste(batch["masks"][row, : numbers[row]] / 255.0, boxes, (side, side))  # [n, S, S]
+            target["masks"] = (shares >= 0.5).to(torch.uint8)
         found.append(target)
     return found

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from torchvision.models.detection.roi_heads import paste_masks_in_image
 
 from trp_scale.batch import Batch
 from trp_scale.config import RefusedError
@@ -19,7 +18,7 @@ from trp_scale.data.detection.annotations import Annotations
 from trp_scale.data.detection.masks import encode, mask_functions
 from trp_scale.distributed.groups import Group
 from trp_scale.evaluation.metrics.voc_ap import Found, Truth, average_precision
-from trp_scale.models.detector import Target
+from trp_scale.models.detector import Target, paste
 
 Floats = npt.NDArray[np.float64]
 
@@ -108,10 +107,8 @@ def in_image(target: Target, size: Sequence[int], resized: Sequence[int]) -> dic
     masks = []
     if "masks" in target:
         inside = target["masks"].float().cpu()[kept]  # [n, 1, 28, 28]
-        masks = [
-            encode((paste_masks_in_image(mask[None], box[None].float(), (height, width))[0, 0] > 0.5).byte().numpy())
-            for mask, box in zip(inside, boxes, strict=True)
-        ]
+        shares = paste(inside[:, 0], boxes, (height, width))  # [n, H, W]
+        masks = [encode(mask) for mask in (shares > 0.5).byte().numpy()]
     return {
         "size": (height, width),
         "boxes": boxes.numpy(),

@@ -17,7 +17,7 @@ from trp_scale.data.detection.masks import decode
 from trp_scale.data.detection.scenes import run_lengths, scene_objects
 from trp_scale.data.images.scenes import render_scene
 from trp_scale.data.plan import Addresses
-from trp_scale.models.detector import whole_masks
+from trp_scale.models.detector import paste
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def test_measured_images_are_whole_with_all_their_objects(scenes: Annotations) -
     assert not batch["boxes"][0, len(objects) :].any()
     assert batch["sizes"].tolist() == [[48, 48]] and batch["resized"].tolist() == [[96, 96]]
     assert batch["image"].tolist() == [[0, 4]]
-    whole = whole_masks(batch["masks"][0, : len(objects)], batch["boxes"][0, : len(objects)], 96)
+    whole = paste(batch["masks"][0, : len(objects)] / 255, batch["boxes"][0, : len(objects)], (96, 96)) >= 0.5
     assert scenes.masks is not None
     for number, mask in zip(objects, whole, strict=True):
         exact = torch.from_numpy(decode(scenes.masks[number], 48, 48)).repeat_interleave(2, 0).repeat_interleave(2, 1)

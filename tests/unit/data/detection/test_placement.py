@@ -9,7 +9,7 @@ from torchvision.transforms import InterpolationMode
 
 from trp_scale.data.detection.placement import Placement, draw_placements, letterbox
 from trp_scale.data.hashing import mix
-from trp_scale.models.detector import whole_masks
+from trp_scale.models.detector import paste
 
 SIDE = 64
 
@@ -52,7 +52,7 @@ def test_a_box_lies_around_its_pixels_and_its_mask_on_them(size: tuple[int, int]
             found = [columns[0], lines[0], columns[-1] + 1, lines[-1] + 1]
             assert np.abs(placed - found).max() <= 1.0
         stored = placement.mask(mask, placed, 56)[None]
-        whole = whole_masks(stored, torch.from_numpy(placed[None]).float(), SIDE)[0].bool()
+        whole = paste(stored / 255, torch.from_numpy(placed[None]), (SIDE, SIDE))[0] >= 0.5
         for shift in differing:
             differing[shift] += int((torch.roll(whole, shift, (0, 1)) != there).sum())
         pixels += int(there.sum())
