@@ -29,7 +29,7 @@ class Detection:
     its count the images: so micro-batches are weighted by their images, and weights of one each train the plain sum of
     the five. But a mean over a whole is not the mean over its halves where these have different numbers of samples, and
     the samples are drawn by torch's generator, which the loop seeds for each micro-batch. So detection is the same on
-    any number of ranks, but not for any batch.micro_size: it is outside that rule. Which proposals are kept is a choice,
+    any number of ranks, but not for any batch.micro_size: it is outside that rule. Which proposals are kept is a choice
     too, that a last bit may turn: engines agree to rounding until one does. And the host waits for the device in each
     step, since torchvision's choice of samples needs it.
 
