@@ -88,7 +88,8 @@ class ImageAugmentation:
         assert self._erasing is not None
         mean, deviation = self._statistics  # [3, 1, 1]
         normalised = self._erasing((image / 255.0 - mean) / deviation)
-        return ((normalised * deviation + mean) * 255.0).round().clamp(0, 255).to(torch.uint8)
+        erased: Tensor = ((normalised * deviation + mean) * 255.0).round().clamp(0, 255).to(torch.uint8)
+        return erased
 
 
 class PairMixing:
