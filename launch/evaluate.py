@@ -1,7 +1,7 @@
 """Measure what was fine-tuned, without training, under any launcher:
 
     python launch/evaluate.py --run RUN --data DIR --split test
-    torchrun --nproc_per_node 8 launch/evaluate.py --run RUN --robustness c=DIR
+    torchrun --nproc_per_node 8 launch/evaluate.py --finetuned RUN --robustness c=DIR
     deepspeed launch/evaluate.py --run RUN
 
 --help explains every flag.

@@ -46,8 +46,9 @@ class EvaluateArguments:
     their folders. c (ImageNet-C, DIR/CORRUPTION/SEVERITY): mean corruption error over 15 corruptions of 5 severities.
     """
 
-    run: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path()
-    """A directory of trp-scale finetune, with all its tasks and seeds, or one of its seeds."""
+    run: Annotated[Path, tyro.conf.arg(metavar="DIR", aliases=["--finetuned"])] = Path()
+    """A directory of trp-scale finetune, with all its tasks and seeds, or one of its seeds. Under torchrun say
+    --finetuned: it takes --run for one of its own flags, wherever it stands."""
     data: Annotated[str, tyro.conf.arg(metavar="DIR")] = ""
     """Data to measure on, all of it: shards, or for GLUE its directory; empty = what the run was measured on."""
     images: Annotated[str, tyro.conf.arg(metavar="DIR")] = ""

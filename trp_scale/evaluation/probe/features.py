@@ -48,7 +48,7 @@ def extract(encoder: FrozenEncoder, batches: Iterable[Batch], group: Group = ALO
     out. Each micro-batch is the same rows on any number of ranks, so its vectors are the same to the bit. Collective.
 
     Raises:
-        RefusedError: on all ranks, images that cannot be read or have no class.
+        RefusedError: on all ranks, images that cannot be read.
     """
     rows, corrupt = GatheredRows(), set()
     for batch in batches:
@@ -60,10 +60,7 @@ def extract(encoder: FrozenEncoder, batches: Iterable[Batch], group: Group = ALO
             "copy or shard the data again"
         )
     found = rows.gather(group)
-    labels: Integers = found["labels"].astype(np.int64)
-    if len(labels) and labels.min() < 0:
-        raise RefusedError(f"{int((labels < 0).sum())} images have no class; a probe needs one of each")
-    return found["features"].astype(np.float32), labels
+    return found["features"], found["labels"]
 
 
 def all_features(

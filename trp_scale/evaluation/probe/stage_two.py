@@ -26,6 +26,7 @@ from trp_scale.evaluation.probe.classifiers import accuracy
 from trp_scale.evaluation.probe.features import LabelledFeatures
 from trp_scale.evaluation.separate_test import check_test
 from trp_scale.hooks.multilevel.fine_tuning import FINE_TUNED
+from trp_scale.models.mae_weights import is_encoder
 from trp_scale.recipes.loader import from_dict
 
 logger = logging.getLogger(__name__)
@@ -62,7 +63,8 @@ class StageTwo:
         """Of level II's own encoder, where it fine-tunes one; None where it reads the run's."""
         if self.config.multilevel.second_level != "fine_tuning":
             return None
-        return read_full_state(self.checkpoint, engine=FINE_TUNED)
+        stored = read_full_state(self.checkpoint, engine=FINE_TUNED)
+        return {name: tensor for name, tensor in stored.items() if is_encoder(name)}
 
     def accuracy(self, test: LabelledFeatures) -> float:
         """Share of the rows whose class has the highest logit; the head as in hooks/multilevel/head.py, without

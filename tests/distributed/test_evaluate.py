@@ -1,0 +1,66 @@
+"""Two ranks measure what one measures: exactly, where the last batch of the second is filled up."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.ranks import Ranks
+from tests.unit.data.images.stored import write_images
+from tests.unit.evaluation.test_evaluate import reddish, tuned_run
+from trp_scale import cli
+from trp_scale.evaluation.probe.features import _read
+from trp_scale.evaluation.results import read_results
+
+
+def command(words: list[str]) -> int:
+    return cli.main(words)
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tuned_run(tmp_path_factory.mktemp("tuned"))
+
+
+@pytest.fixture(scope="module")
+def odd(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """37 images: with micro-batches of 4 the last of rank 1 is all filling."""
+    samples = [reddish(number) for number in range(200, 237)]
+    return write_images(tmp_path_factory.mktemp("odd") / "data", [samples])
+
+
+@pytest.mark.parametrize("what", ["--data", "--robustness"])
+def test_two_ranks_measure_what_one_does(two_ranks: Ranks, tuned: Path, odd: Path, tmp_path: Path, what: str) -> None:
+    value = str(odd) if what == "--data" else f"sketch={odd}"
+    words = ["evaluate", "--run", str(tuned), what, value, "--micro_size", "4", "--output"]
+    assert cli.main([*words, str(tmp_path / "one")]) == 0
+    assert two_ranks(command, [*words, str(tmp_path / "two")]) == [0, 0]
+    one, two = (read_results(tmp_path / name) for name in ("one", "two"))
+    assert one == two and 0 <= one.tasks[0].values[0] <= 1
+
+
+def test_two_ranks_probe_as_one_does(two_ranks: Ranks, tuned: Path, odd: Path, tmp_path: Path) -> None:
+    """The features to the bit, and a linear probe of fresh crops that learns on rank 0 alone."""
+    source = str(tuned / "classification" / "seed_0")
+    words = ["probe", "--from", source, "--data", str(tuned.parent / "data"), "--test", str(odd), "--batch_size", "4"]
+    for method in (
+        ["logistic"],
+        ["linear", "--linear.crops", "fresh", "--linear.epochs", "2", "--linear.batch_size", "16"],
+    ):
+        own = [*words, "--method", *method, "--linear.warmup_epochs", "1", "--workers", "0"]
+        flags = {
+            name: ["--run_dir", str(tmp_path / name / method[0]), "--cache", str(tmp_path / name)]
+            for name in ("one", "two")
+        }
+        assert cli.main([*own, *flags["one"]]) == 0
+        assert two_ranks(command, [*own, *flags["two"]]) == [0, 0]
+        one, two = (read_results(tmp_path / name / method[0]) for name in ("one", "two"))
+        assert one == two
+    kept = [sorted((tmp_path / name).glob("*.safetensors")) for name in ("one", "two")]
+    assert [path.name for path in kept[0]] == [path.name for path in kept[1]] and len(kept[0]) == 2
+    for ours, theirs in zip(*kept, strict=True):
+        first, second = _read(ours), _read(theirs)
+        assert first is not None and second is not None and len(first.labels) in (37, 90)
+        assert np.array_equal(first.features, second.features) and np.array_equal(first.labels, second.labels)
