@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,9 @@ from trp_scale.evaluation.comparison import SIGNIFICANT, Comparison, Difference,
 from trp_scale.evaluation.results import Results, TaskResult
 
 BASELINE, THIS_RUN = "baseline", "this run"
+
+WIDE = 160
+"""Columns of text where no terminal says how many it has, as in a log."""
 
 LEFT_COLUMNS = 3
 """Columns of words; the rest are figures."""
@@ -49,7 +53,7 @@ def print_results(results: Results, baseline: Results | None = None, console: Co
 
 def print_comparison(comparison: Comparison, console: Console | None = None) -> None:
     """To the terminal: the figures, what differs from the first run, and the notes."""
-    console = console or Console()
+    console = console or (Console() if sys.stdout.isatty() else Console(width=WIDE))
     console.print(_rich(figure_rows(comparison)))
     if len(comparison.runs) > 1:
         console.print(_rich(difference_rows(comparison)))

@@ -33,10 +33,10 @@ def test_no_command_and_help_list_the_commands(capsys: pytest.CaptureFixture[str
     assert "report" in listed
     assert "export" in listed
     assert cli.main(["pretrian"]) == 2
-    assert "allowed: pretrain, report, export" in capsys.readouterr().err
+    assert "allowed: pretrain, finetune, evaluate, probe, compare, represent, report" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", ["pretrain", "report", "export"])
+@pytest.mark.parametrize("command", ["pretrain", "compare", "represent", "report", "export"])
 def test_each_command_explains_its_flags(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main([command, "--help"])
