@@ -27,8 +27,8 @@ class DownstreamConfig:
     is."""
     max_length: int = 128
     """glue: word pieces of a row, special ones included; longer sentences are cut, the longer of a pair first."""
-    padding: Literal["batch", "length"] = "batch"
-    """glue: rows are padded to the longest of their micro-batch (up to a multiple of 8), or always to max_length, one
+    padding: Literal["none", "length"] = "none"
+    """glue: none = short rows share sequences, with little padding. length = each row is padded to max_length: one
     shape for --training.compile."""
     tokenizer: str = ""
     """glue: tokenizer directory; empty = the encoder's own. --from scratch needs one."""

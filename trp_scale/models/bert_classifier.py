@@ -12,6 +12,7 @@ from trp_scale.models.initialise import initialise
 
 class BertClassifier(nn.Module):
     """transformers' encoder, called block by block as in models/bert.py; the last block is computed at [CLS] alone.
+    Short rows share sequences (data/glue/packing.py): most of a padded batch would be padding.
 
     Parameter names are those of transformers' `BertForSequenceClassification`.
 
@@ -48,13 +49,26 @@ class BertClassifier(nn.Module):
             return 1 + int(parts[3])
         return self.depth
 
-    def forward(self, tokens: Tensor, token_types: Tensor, attention_mask: Tensor) -> Tensor:
-        """[R, W] int64, [R, W] int64 and [R, W] bool -> [R, C] logits, or one score for each row."""
-        mask = attention_mask[:, None, None, :]  # [R, 1, 1, W]
-        hidden = self.bert.embeddings(input_ids=tokens, token_type_ids=token_types)  # [R, W, D]
+    def forward(
+        self, tokens: Tensor, token_types: Tensor, places: Tensor, owners: Tensor, first_places: Tensor, slots: Tensor
+    ) -> Tensor:
+        """Logits of R rows that share Q sequences: a row attends to itself alone, and its places count from 0.
+
+        Args:
+            tokens, token_types, places: [Q, W] int64; places are those of a piece in its row.
+            owners: [Q, W] int64, the row that has the place; what no row has has an owner of its own.
+            first_places: [Q, S] int64, where the rows of a sequence begin; unused slots may hold any place.
+            slots: [R] int64, of each row in the flattened first_places.
+
+        Returns:
+            [R, C] logits, or one score for each row.
+        """
+        own = owners[:, :, None] == owners[:, None, :]  # [Q, W, W]
+        hidden = self.bert.embeddings(input_ids=tokens, token_type_ids=token_types, position_ids=places)  # [Q, W, D]
         *layers, last = self.layers
         for layer in layers:
-            hidden = layer(hidden, mask)
-        first = tokens.new_zeros(len(tokens), 1)
-        pooled = self.bert.pooler(last(hidden, mask, first))  # [R, D]
+            hidden = layer(hidden, own[:, None])
+        own_of_first = own.gather(1, first_places[:, :, None].expand(-1, -1, own.shape[2]))  # [Q, S, W]
+        first = last(hidden, own_of_first[:, None], first_places)  # [Q, S, D]
+        pooled = self.bert.pooler(first.flatten(0, 1)[slots, None])  # [R, D]
         return self.classifier(self.dropout(pooled))  # type: ignore[no-any-return]

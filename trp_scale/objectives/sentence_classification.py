@@ -10,6 +10,9 @@ from torch import Tensor
 
 from trp_scale.batch import Batch, TaskLosses
 
+INPUTS = ("tokens", "token_types", "places", "owners", "first_places", "slots")
+"""What the model reads of a batch, in its order."""
+
 
 class SentenceClassification:
     """The mean over rows of the cross-entropy of their label; with one class, of the square error of their score.
@@ -36,7 +39,7 @@ class SentenceClassification:
 
     def logits(self, forward: Callable[..., Tensor], batch: Batch) -> Tensor:
         """[R, C]."""
-        return forward(batch["tokens"], batch["token_types"], batch["attention_mask"])
+        return forward(*(batch[name] for name in INPUTS))
 
     def __call__(self, forward: Callable[..., Tensor], batch: Batch) -> TaskLosses:
         """Sums over rows, in float64 like every task's sum."""

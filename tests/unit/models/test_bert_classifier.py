@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
+import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
+from tokenizers import Tokenizer
+from tokenizers.models import WordPiece
 from transformers import BertForSequenceClassification
 
 from trp_scale.batch import Batch
 from trp_scale.config import ModelConfig
 from trp_scale.config.downstream import DownstreamConfig
 from trp_scale.config.finetuning import FinetuneConfig
+from trp_scale.data.glue.batch import GlueBatchBuilder
+from trp_scale.data.glue.tokens import PairTokenizer, TokenTable
+from trp_scale.data.plan import Addresses
 from trp_scale.engines.optimizer import Layered, layer_scales
 from trp_scale.models.bert import bert_config
 from trp_scale.models.bert_classifier import BertClassifier
@@ -24,18 +31,42 @@ def settings(classes: int) -> FinetuneConfig:
     return FinetuneConfig(model=model, downstream=DownstreamConfig(classes=classes, dropout=0.0))
 
 
-def rows(classes: int, width: int = 16) -> Batch:
-    generator = torch.Generator().manual_seed(1)
-    lengths = torch.tensor([5, 16, 9, 3])
-    attended = torch.arange(width) < lengths[:, None]
-    labels = torch.tensor([0, 1, classes - 1, 0]) if classes > 1 else torch.tensor([0.0, 2.5, 5.0, 1.0])
-    fields = {
-        "tokens": torch.randint(1, VOCABULARY, (4, 16), generator=generator),
-        "token_types": torch.randint(0, 2, (4, 16), generator=generator),
-    }
-    fields = {name: F.pad(value, (0, width - 16)) * attended for name, value in fields.items()}
-    fields |= {"attention_mask": attended, "labels": labels, "row_weights": torch.tensor([1.0, 1.0, 1.0, 0.0])}
-    return Batch(fields=fields, keys=torch.arange(4), start=0)
+LENGTHS = (5, 16, 9, 3)
+
+
+def table(classes: int) -> TokenTable:
+    """Four rows of random pieces, the second half of each its second sentence."""
+    generator = np.random.default_rng(1)
+    ends = np.concatenate([[0], np.cumsum(LENGTHS)])
+    return TokenTable(
+        keys=[str(row) for row in range(4)],
+        identities=np.arange(4, dtype=np.uint64),
+        rows=np.ones(4, dtype=np.int64),
+        pieces=generator.integers(1, VOCABULARY, ends[-1]).astype(np.uint16),
+        ends=ends,
+        second=np.array(LENGTHS) // 2,
+        labels=np.array([0.0, 1.0, classes - 1, 0.0] if classes > 1 else [0.0, 2.5, 5.0, 1.0]),
+    )
+
+
+def rows(classes: int, padding: Literal["none", "length"] = "none") -> Batch:
+    """The last of the four only fills the batch."""
+    tokenizer = PairTokenizer(backend=Tokenizer(WordPiece()), pad=0, vocabulary=VOCABULARY)
+    builder = GlueBatchBuilder([table(classes)], tokenizer, length=24, padding=padding, scores=classes == 1)
+    zeros, places = np.zeros(4, dtype=np.int64), np.arange(4)
+    addresses = Addresses(member=zeros, block=places, row=zeros, epoch=zeros, keys=places, present=places < 3)
+    return builder.build(addresses, start=0)
+
+
+def peers_rows(classes: int) -> dict[str, torch.Tensor]:
+    """The first three as transformers takes them."""
+    stored = table(classes)
+    place = torch.arange(max(LENGTHS))
+    attended = place < torch.tensor(LENGTHS[:3])[:, None]  # [3, 16]
+    tokens = torch.zeros(attended.shape, dtype=torch.int64)
+    tokens[attended] = torch.from_numpy(stored.pieces[: stored.ends[3]].astype(np.int64))
+    types = (attended & (place >= torch.from_numpy(stored.second[:3])[:, None])).long()
+    return {"input_ids": tokens, "token_type_ids": types, "attention_mask": attended.long()}
 
 
 @pytest.mark.parametrize("classes", [3, 1])
@@ -51,16 +82,10 @@ def test_losses_and_gradients_are_those_of_transformers(classes: int) -> None:
     losses = objective(ours, batch)
     assert losses.counts.tolist() == [3.0] and losses.sums.dtype == torch.float64
     (losses.sums / losses.counts).sum().backward()
-    there = slice(0, 3)  # the last row only fills the batch
-    labels = batch["labels"][there] if classes > 1 else batch["labels"][there].double()
-    expected = theirs(
-        input_ids=batch["tokens"][there],
-        token_type_ids=batch["token_types"][there],
-        attention_mask=batch["attention_mask"][there].long(),
-        labels=labels,
-    )
+    labels = torch.from_numpy(table(classes).labels[:3])
+    expected = theirs(**peers_rows(classes), labels=labels.long() if classes > 1 else labels)
     expected.loss.backward()
-    assert torch.allclose(objective.logits(ours, batch)[there], expected.logits, atol=1e-10)
+    assert torch.allclose(objective.logits(ours, batch)[:3], expected.logits, atol=1e-10)
     # The objective computes its losses in fp32 whatever the model is in.
     mean = losses.sums.detach() / losses.counts
     assert mean.item() == pytest.approx(expected.loss.item(), rel=1e-6)
@@ -70,10 +95,12 @@ def test_losses_and_gradients_are_those_of_transformers(classes: int) -> None:
     assert objective.regression == ((0,) if classes == 1 else ())
 
 
-def test_padding_changes_nothing() -> None:
+def test_where_a_row_lies_changes_nothing() -> None:
     model = BertClassifier(settings(3), vocabulary=VOCABULARY).double()
     objective = SentenceClassification("task", 3)
-    assert torch.allclose(objective.logits(model, rows(3)), objective.logits(model, rows(3, width=24)), atol=1e-12)
+    packed, padded = rows(3), rows(3, "length")
+    assert packed["tokens"].shape == (2, 24) and padded["tokens"].shape == (4, 24)
+    assert torch.allclose(objective.logits(model, packed), objective.logits(model, padded), atol=1e-12)
 
 
 def test_depths_of_layer_decay() -> None:

@@ -8,20 +8,28 @@ from typing import Literal
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from trp_scale.batch import Batch
+from trp_scale.data.glue.packing import one_each, place_rows
 from trp_scale.data.glue.tokens import PairTokenizer, TokenTable
+from trp_scale.data.hashing import Integers
 from trp_scale.data.plan import Addresses
 
-WIDTH_MULTIPLE = 8
-"""Rows are padded to a multiple of this: few shapes, that fill the hardware's tiles."""
+WIDTH_MULTIPLE = 64
+"""Sequences that rows share have a multiple of this as their width: few shapes, that fill the hardware's tiles."""
+
+NOBODY = -1
+"""Owner of places that no row has."""
 
 
 class GlueBatchBuilder:
-    """Makes batches of `[CLS] A [SEP]` or `[CLS] A [SEP] B [SEP]`; draws nothing.
+    """Makes batches of rows `[CLS] A [SEP]` or `[CLS] A [SEP] B [SEP]`; draws nothing.
 
-    Fields of the batch, first dimension rows:
-        tokens [R, W] int64. token_types [R, W] int64: 1 on B and its [SEP]. attention_mask [R, W] bool: True on pieces.
+    A row is a part of a sequence: Q sequences of W places hold the R rows, at most S in one.
+        tokens [Q, W] int64. token_types [Q, W] int64: 1 on B and its [SEP]. places [Q, W] int64: of the piece in its
+        row. owners [Q, W] int64: the row of the batch that has the place, or -1. first_places [Q, S] int64: where the
+        rows of a sequence begin; unused slots are 0. slots [R] int64: of the row in the flattened first_places.
         labels [R]: int64 numbers of labels, or float32 scores. row_weights [R] float32: 1, or 0 for a row that is not
         there, which is [CLS] alone. measured_set [R] int64: which table the row is from.
 
@@ -29,8 +37,9 @@ class GlueBatchBuilder:
         tables: the data sets.
         tokenizer: that made them.
         length: L, of the longest row.
-        padding: batch: W is the longest row of the micro-batch, up to a multiple of 8. length: always L. What a row
-            gives is the same up to rounding, and W follows from positions alone, so that a resumed run meets the same.
+        padding: none: rows share sequences as wide as the longest of them, up to a multiple of 64 (at most L). length:
+            each has one of L places. What a row gives is the same up to rounding, and where it lies follows from the
+            positions of its micro-batch alone, so that a resumed run meets the same.
         scores: labels are scores.
     """
 
@@ -40,7 +49,7 @@ class GlueBatchBuilder:
         tokenizer: PairTokenizer,
         *,
         length: int,
-        padding: Literal["batch", "length"],
+        padding: Literal["none", "length"],
         scores: bool,
     ) -> None:
         self._pad = tokenizer.pad
@@ -60,18 +69,12 @@ class GlueBatchBuilder:
         """The batch of the rows at `addresses`, whose first is at position `start` of its source."""
         began = time.perf_counter()
         present = addresses.present
-        row = self._first_row[addresses.member] + addresses.block  # [R]
-        lengths = np.where(present, self._lengths[row], 1)  # every row begins with [CLS]
-        place = np.arange(self._width(int(lengths.max())))  # [W]
-        attended = place < lengths[:, None]  # [R, W]
-        source = np.where(attended, self._starts[row][:, None] + place, 0)
-        tokens = np.where(attended, self._pieces[source].astype(np.int64), self._pad)
-        second = attended & (place >= self._second[row][:, None])
-        fields = {
-            "tokens": torch.from_numpy(tokens),
-            "token_types": torch.from_numpy(second.astype(np.int64)),
-            "attention_mask": torch.from_numpy(attended),
-            "labels": torch.from_numpy(np.where(present, self._labels[row], np.zeros_like(self._labels[row]))),
+        stored = self._first_row[addresses.member] + addresses.block  # [R]
+        lengths: Integers = np.where(present, self._lengths[stored], 1)  # every row begins with [CLS]
+        fields = self._lay_out(stored, lengths)
+        labels = self._labels[stored]
+        fields |= {
+            "labels": torch.from_numpy(np.where(present, labels, np.zeros_like(labels))),
             "row_weights": torch.from_numpy(present.astype(np.float32)),
             "measured_set": torch.from_numpy(addresses.member.astype(np.int64)),
         }
@@ -83,7 +86,29 @@ class GlueBatchBuilder:
             fetch_seconds=time.perf_counter() - began,
         )
 
-    def _width(self, longest: int) -> int:
-        if self._padding == "length":
-            return self._length
-        return min(self._length, -(-longest // WIDTH_MULTIPLE) * WIDTH_MULTIPLE)
+    def _lay_out(self, stored: Integers, lengths: Integers) -> dict[str, Tensor]:
+        """The fields of the sequences that hold `lengths` pieces of each of the stored rows."""
+        width, laid = self._length, one_each(len(lengths))
+        if self._padding == "none":
+            width = min(width, -(-int(lengths.max()) // WIDTH_MULTIPLE) * WIDTH_MULTIPLE)
+            laid = place_rows(lengths, width)
+        sequences, slots = int(laid.sequence.max()) + 1, int(laid.slot.max()) + 1
+        row = np.repeat(np.arange(len(lengths)), lengths)  # [pieces of all rows]
+        within = np.arange(len(row)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        at = laid.sequence[row] * width + laid.first[row] + within
+
+        def spread(values: Integers, elsewhere: int = 0) -> Tensor:
+            flat = np.full(sequences * width, elsewhere, dtype=np.int64)
+            flat[at] = values
+            return torch.from_numpy(flat.reshape(sequences, width))  # [Q, W]
+
+        first_places = np.zeros((sequences, slots), dtype=np.int64)
+        first_places[laid.sequence, laid.slot] = laid.first
+        return {
+            "tokens": spread(self._pieces[self._starts[stored][row] + within].astype(np.int64), self._pad),
+            "token_types": spread((within >= self._second[stored][row]).astype(np.int64)),
+            "places": spread(within),
+            "owners": spread(row, NOBODY),
+            "first_places": torch.from_numpy(first_places),
+            "slots": torch.from_numpy(laid.sequence * slots + laid.slot),
+        }

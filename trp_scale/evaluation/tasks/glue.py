@@ -63,7 +63,7 @@ class GlueTask(TaskParts):
         )
         self.sources.notices += data.notices
         self.objective = SentenceClassification(self.name, form.outputs)
-        # With padding to the longest row of a micro-batch the positions of a step differ: the mean of the rows' own.
+        # Rows that share sequences leave little padding: the mean of their pieces.
         length = downstream.max_length if downstream.padding == "length" else round(float(train.lengths.mean()))
         self.positions_per_step = config.batch.global_size * length
         self.step_flops = bert_step_flops(

@@ -22,7 +22,7 @@ from trp_scale.data.plan import Addresses, HeldOutPlan, Member, TrainPlan
 
 
 def open_task(
-    root: Path, dataset: Path, task: str, *, length: int, padding: Any = "batch"
+    root: Path, dataset: Path, task: str, *, length: int, padding: Any = "none"
 ) -> tuple[list[TokenTable], GlueBatchBuilder, PairTokenizer]:
     """The measured sets of a task."""
     tokenizer = load_tokenizer(dataset / "tokenizer", length=length)
@@ -53,13 +53,19 @@ def test_rows_are_those_of_transformers_tokenizer(tmp_path: Path, text_dataset: 
     theirs = AutoTokenizer.from_pretrained(str(text_dataset / "tokenizer"), local_files_only=True)(
         *texts, truncation=True, max_length=length, padding="longest", return_tensors="pt"
     )
-    width = theirs["input_ids"].shape[1]
-    assert batch["tokens"].shape[1] == min(length, -(-width // 8) * 8)
-    assert torch.equal(batch["tokens"][:, :width], theirs["input_ids"])
-    assert torch.equal(batch["token_types"][:, :width], theirs["token_type_ids"])
-    assert torch.equal(batch["attention_mask"][:, :width], theirs["attention_mask"].bool())
-    assert not batch["attention_mask"][:, width:].any() and not batch["token_types"][:, width:].any()
-    assert (batch["tokens"][:, width:] == 0).all()
+    assert batch["tokens"].shape[1] == min(length, 64)
+    assert len(batch["tokens"]) < len(blocks) or length == 12 or len(blocks) == 1
+    for number in range(len(blocks)):
+        own = batch["owners"] == number
+        count = int(theirs["attention_mask"][number].sum())
+        assert batch["tokens"][own].tolist() == theirs["input_ids"][number, :count].tolist()
+        assert batch["token_types"][own].tolist() == theirs["token_type_ids"][number, :count].tolist()
+        assert batch["places"][own].tolist() == list(range(count))
+        slot = int(batch["slots"][number])
+        sequence, first = slot // batch["first_places"].shape[1], int(batch["first_places"].flatten()[slot])
+        assert own[sequence, first] and batch["places"][sequence, first] == 0
+    nobody = batch["owners"] == -1
+    assert (batch["tokens"][nobody] == 0).all() and not batch["places"][nobody].any()
     labels = np.concatenate([examples.labels for examples in data.measured.values()])[::-1]  # type: ignore[arg-type]
     assert batch["labels"].tolist() == pytest.approx(labels.tolist())
     assert batch["labels"].dtype == (torch.float32 if task == "stsb" else torch.int64)
@@ -67,14 +73,18 @@ def test_rows_are_those_of_transformers_tokenizer(tmp_path: Path, text_dataset: 
 
 
 def test_padding_to_a_length_and_rows_that_are_not_there(tmp_path: Path, text_dataset: Path) -> None:
-    _, builder, tokenizer = open_task(write_glue(tmp_path), text_dataset, "cola", length=40, padding="length")
-    batch = builder.build(addresses([0, 0, 0], [1, 0, 1], [True, False, False]), start=8)
-    assert batch["tokens"].shape == (3, 40)
-    assert batch["row_weights"].tolist() == [1, 0, 0] and batch["labels"].tolist() == [1, 0, 0]
-    cls = tokenizer.backend.token_to_id("[CLS]")
-    for row in (1, 2):
-        assert batch["tokens"][row].tolist() == [cls] + [tokenizer.pad] * 39
-        assert batch["attention_mask"][row].tolist() == [True] + [False] * 39
+    root = write_glue(tmp_path)
+    for padding in ("length", "none"):
+        _, builder, tokenizer = open_task(root, text_dataset, "cola", length=40, padding=padding)
+        batch = builder.build(addresses([0, 0, 0], [1, 0, 1], [True, False, False]), start=8)
+        assert batch["tokens"].shape == ((3, 40) if padding == "length" else (1, 40))
+        assert batch["row_weights"].tolist() == [1, 0, 0] and batch["labels"].tolist() == [1, 0, 0]
+        cls = tokenizer.backend.token_to_id("[CLS]")
+        for row in (1, 2):
+            assert batch["tokens"][batch["owners"] == row].tolist() == [cls]
+        if padding == "length":
+            assert batch["slots"].tolist() == [0, 1, 2] and not batch["first_places"].any()
+            assert all(set(owners) <= {row, -1} for row, owners in enumerate(batch["owners"].tolist()))
 
 
 def test_every_example_once_an_epoch_in_an_order_that_mixes_all(tmp_path: Path, text_dataset: Path) -> None:

@@ -1,0 +1,285 @@
+"""Sentences a second in GLUE fine-tuning: ours against transformers' Trainer, which needs `pip install accelerate`.
+
+    python benchmarks/glue_speed.py --data GLUE --tokenizer DIR [--task sst2] [--precision bf16]
+
+The same weights, rows in the same order, batch, precision, dropout, schedule and fused AdamW without clipping, SDPA on
+both sides. Each round takes every candidate for some steps of its own training loop, data, logging and all; what it
+does before the first steps and after the last is left out. "static" pads every row to --length on both sides, "dynamic"
+to the longest row of the batch (the Trainer), or lets rows share sequences (ours).
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+import transformers
+import tyro
+from torch.utils.data import SequentialSampler
+from transformers import AutoTokenizer, BertConfig, BertForSequenceClassification, BertModel, DataCollatorWithPadding
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.rounds import Measured, print_pairs, print_ratios
+from trp_scale.batch import Batch
+from trp_scale.config import Config
+from trp_scale.data.glue.folders import read_glue
+from trp_scale.distributed.environment import Environment
+from trp_scale.evaluation.finetune import parse_finetune
+from trp_scale.evaluation.tasks import build_task
+from trp_scale.training.pretrain import Run
+
+WARM_UP = 5
+"""Steps at the beginning of each round that are not measured."""
+
+
+@dataclass(kw_only=True)
+class Options:
+    """What to measure."""
+
+    data: Path
+    """The GLUE directory."""
+    tokenizer: Path
+    """Tokenizer directory."""
+    task: str = "sst2"
+    """Any of GLUE's."""
+    layers: int = 4
+    """Of the encoder, whose weights are random."""
+    hidden_size: int = 256
+    """Its width; heads of 64, feed-forward of four times the width."""
+    length: int = 128
+    """Longest row."""
+    rows: int = 32
+    """Rows of a step."""
+    steps: int = 25
+    """Steps of each candidate in a round."""
+    rounds: int = 7
+    """How often each is measured."""
+    precision: Literal["bf16", "fp32"] = "bf16"
+    """Of forward and backward, on both sides."""
+    compile: bool = False
+    """torch.compile on both sides; static only."""
+    threads: int = 0
+    """Threads of torch; 0 = as torch chooses."""
+
+
+@dataclass
+class Lap:
+    """Seconds and processor seconds between two of its calls."""
+
+    started: tuple[float, float] = (0.0, 0.0)
+
+    def start(self) -> None:
+        self.started = (time.perf_counter(), time.process_time())
+
+    def stop(self) -> tuple[float, float]:
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        return time.perf_counter() - self.started[0], time.process_time() - self.started[1]
+
+
+def write_encoder(options: Options, directory: Path) -> None:
+    """A BERT with random weights as transformers writes it, with the tokenizer."""
+    tokenizer = AutoTokenizer.from_pretrained(str(options.tokenizer), local_files_only=True)
+    config = BertConfig(
+        vocab_size=len(tokenizer),
+        hidden_size=options.hidden_size,
+        num_hidden_layers=options.layers,
+        num_attention_heads=options.hidden_size // 64,
+        intermediate_size=4 * options.hidden_size,
+        max_position_embeddings=512,
+    )
+    torch.manual_seed(0)
+    BertModel(config).save_pretrained(directory)
+    tokenizer.save_pretrained(directory)
+
+
+def our_run(options: Options, encoder: Path, run_dir: Path, environment: Environment, padding: str) -> Run:
+    """A fine-tuning run that has not begun."""
+    settings = {
+        "recipe": "glue",
+        "from": encoder,
+        "run_dir": run_dir,
+        "data.path": options.data,
+        "downstream.task": options.task,
+        "downstream.max_length": options.length,
+        "downstream.padding": padding,
+        "batch.global_size": options.rows,
+        "batch.micro_size": options.rows,
+        "training.precision": options.precision,
+        "training.compile": str(options.compile).lower(),
+        "logging.progress": "false",
+    }
+    arguments = parse_finetune([part for name, value in settings.items() for part in (f"--{name}", str(value))])
+    run_dir.mkdir(parents=True)
+    return Run(arguments, environment, run_dir, "plain", lambda: None, build_task)  # type: ignore[arg-type]
+
+
+def our_round(run: Run, options: Options) -> Callable[[], tuple[float, float]]:
+    def call() -> tuple[float, float]:
+        run.sources.seek({"train": 0})
+        lap = Lap()
+        for step in range(options.steps):
+            if step == WARM_UP:
+                lap.start()
+            run.trainer.train_step()
+        return lap.stop()
+
+    return call
+
+
+class Sequential(transformers.Trainer):
+    """The Trainer, with rows in the order in which they are given: ours."""
+
+    def _get_train_sampler(self, *_: Any, **__: Any) -> SequentialSampler:
+        return SequentialSampler(self.train_dataset)
+
+
+class Clock(transformers.TrainerCallback):
+    """Measures the steps of one `train`."""
+
+    def __init__(self) -> None:
+        self.lap = Lap()
+        self.found = (0.0, 0.0)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == WARM_UP:
+            self.lap.start()
+        if state.global_step == state.max_steps:
+            self.found = self.lap.stop()
+
+
+def peer_rows(options: Options, encoder: Path, order: np.ndarray, *, static: bool) -> tuple[list[dict[str, Any]], Any]:
+    """Tokenised rows in our order and what makes batches of them, as transformers' own examples do."""
+    tokenizer = AutoTokenizer.from_pretrained(str(encoder), local_files_only=True)
+    data = read_glue(options.data, options.task, split="dev", allowed_bad=10)
+    sentences = [[texts[row] for row in order] for texts in data.train.sentences]
+    padding: dict[str, Any] = {"padding": "max_length"} if static else {}
+    encoded = tokenizer(*sentences, truncation=True, max_length=options.length, **padding)
+    assert data.train.labels is not None
+    kind = float if options.task == "stsb" else int
+    labels = [kind(label) for label in data.train.labels[order]]
+    rows = [{**{name: encoded[name][row] for name in encoded}, "label": label} for row, label in enumerate(labels)]
+    return rows, transformers.default_data_collator if static else DataCollatorWithPadding(tokenizer)
+
+
+def peer_round(
+    options: Options,
+    model: BertForSequenceClassification,
+    config: Config,
+    rows: list[dict[str, Any]],
+    collate: Any,
+    directory: Path,
+) -> Callable[[], tuple[float, float]]:
+    """transformers' Trainer with our weights and settings."""
+    settings = transformers.TrainingArguments(
+        output_dir=str(directory),
+        per_device_train_batch_size=options.rows,
+        max_steps=options.steps,
+        learning_rate=config.optimizer.lr,
+        weight_decay=config.optimizer.weight_decay,
+        adam_epsilon=config.optimizer.eps,
+        max_grad_norm=0.0,
+        optim="adamw_torch_fused",
+        lr_scheduler_type="linear",
+        bf16=options.precision == "bf16",
+        torch_compile=options.compile,
+        use_cpu=not torch.cuda.is_available(),
+        logging_steps=config.logging.every,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+    )
+    clock = Clock()
+    trainer = Sequential(model=model, args=settings, train_dataset=rows, data_collator=collate, callbacks=[clock])
+    trainer.remove_callback(transformers.PrinterCallback)
+
+    def call() -> tuple[float, float]:
+        trainer.train()
+        return clock.found
+
+    return call
+
+
+def peer_model(encoder: Path, run: Run) -> BertForSequenceClassification:
+    """transformers' model with the weights that ours begins with."""
+    classes = run.config.downstream.classes  # type: ignore[attr-defined]
+    model = BertForSequenceClassification.from_pretrained(
+        str(encoder), num_labels=classes, classifier_dropout=0.1, attn_implementation="sdpa"
+    )
+    model.load_state_dict(run.engine.full_weights(), strict=False)
+    return model
+
+
+def check_equal(run: Run, peer: BertForSequenceClassification, batch: Batch, inputs: dict[str, torch.Tensor]) -> None:
+    """The same batch gives the same logits, without dropout."""
+    run.engine.train(False)
+    peer.to(run.engine.device).eval()
+    with torch.no_grad():
+        ours = run.objective.logits(run.engine.module, batch.to(run.engine.device))  # type: ignore[attr-defined]
+        theirs = peer(**{name: tensor.to(run.engine.device) for name, tensor in inputs.items()}).logits
+    run.engine.train(True)
+    assert torch.allclose(ours, theirs, atol=1e-4), f"logits differ by {(ours - theirs).abs().max():.2e}"
+
+
+def main(options: Options) -> None:
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    transformers.utils.logging.set_verbosity_error()
+    with tempfile.TemporaryDirectory() as scratch, Environment() as environment:
+        place = Path(scratch)
+        encoder = place / "encoder"
+        write_encoder(options, encoder)
+        kinds = {"static": "length"} if options.compile else {"static": "length", "dynamic": "none"}
+        calls = {}
+        for kind, padding in kinds.items():
+            run = our_run(options, encoder, place / kind, environment, padding)
+            run.engine.train(True)
+            needed = np.arange(options.rows * options.steps, dtype=np.int64)
+            order = run.sources.train._fetcher._plan.locate(needed).block  # a row is a block of its own
+            rows, collate = peer_rows(options, encoder, order, static=kind == "static")
+            check_equal(run, peer_model(encoder, run), run.sources.train.peek(1)[0][0], collate(rows[: options.rows]))
+            calls[f"trp_scale, {kind}"] = our_round(run, options)
+            calls[f"Trainer, {kind}"] = peer_round(
+                options, peer_model(encoder, run), run.config, rows, collate, place / f"peer_{kind}"
+            )
+        rounds = alternate_rounds(calls, options.rounds)
+        measured_rows = options.rows * (options.steps - WARM_UP)
+        device = "cuda" if torch.cuda.is_available() else f"{torch.get_num_threads()} CPU threads"
+        print(
+            f"{options.task}, {options.layers} layers x {options.hidden_size}, {options.rows} rows of at most "
+            f"{options.length} pieces, {options.precision}, {device}; per call {measured_rows} rows"
+        )
+        for name, one in rounds.items():
+            print(f"{name}: {measured_rows / one.wall:.1f} rows/s")
+        for kind in kinds:
+            pair = {name: one for name, one in rounds.items() if name.endswith(kind)}
+            print_ratios(pair, f"trp_scale, {kind}")
+            print_pairs(pair, f"trp_scale, {kind}")
+
+
+def alternate_rounds(calls: dict[str, Callable[[], tuple[float, float]]], rounds: int) -> dict[str, Measured]:
+    """As rounds.alternate, for calls that say themselves how long their steps took; one round of warm-up."""
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in calls}
+    order = list(calls.items())
+    for number in range(-1, rounds):
+        first = max(number, 0) % len(order)
+        for name, call in order[first:] + order[:first]:
+            lap = call()
+            if number >= 0:
+                found[name].append(lap)
+    return {
+        name: Measured(walls=tuple(wall for wall, _ in laps), cpus=tuple(cpu for _, cpu in laps))
+        for name, laps in found.items()
+    }
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__, use_underscores=True))
