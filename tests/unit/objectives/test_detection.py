@@ -44,10 +44,8 @@ def test_sums_are_means_times_images_and_rows_that_are_not_there_are_left_out() 
     assert len(forward.given) == 2
     red = forward.images[:, 0, 0, 0]
     assert float(red[1] - red[0]) == pytest.approx(20 / 255 / 0.229, rel=1e-4), "rows 0 and 2, normalised once"
-    assert objective.balanced == (0, 1, 2, 3, 4) and [objective.tasks[n] for n in objective.regression] == [
-        "rpn_box",
-        "box",
-    ]
+    assert objective.balanced == (0, 1, 2, 3, 4)
+    assert [objective.tasks[place] for place in objective.regression] == ["rpn_box", "box"]
 
 
 def test_a_batch_without_any_row_runs_the_model_and_counts_nothing() -> None:
