@@ -54,8 +54,8 @@ class GlueBatchBuilder:
     ) -> None:
         self._pad = tokenizer.pad
         self._length, self._padding = length, padding
-        counts = [len(table.rows) for table in tables]
-        sizes = [len(table.pieces) for table in tables]
+        counts = np.array([len(table.rows) for table in tables])
+        sizes = np.array([len(table.pieces) for table in tables])
         self._first_row = np.cumsum(counts) - counts  # [tables]
         self._pieces = np.concatenate([table.pieces for table in tables])
         first_piece = np.cumsum(sizes) - sizes
@@ -70,7 +70,7 @@ class GlueBatchBuilder:
         began = time.perf_counter()
         present = addresses.present
         stored = self._first_row[addresses.member] + addresses.block  # [R]
-        lengths: Integers = np.where(present, self._lengths[stored], 1)  # every row begins with [CLS]
+        lengths = np.where(present, self._lengths[stored], 1)  # every row begins with [CLS]
         fields = self._lay_out(stored, lengths)
         labels = self._labels[stored]
         fields |= {

@@ -21,8 +21,8 @@ class Places(NamedTuple):
 def place_rows(lengths: Integers, width: int) -> Places:
     """Put rows into sequences of `width` places, the longest first, each into the first sequence that still has room.
 
-    32 rows of SST-2 fill 93 % of the sequences they share, and 33 % of rows padded to the longest of them; of MRPC, whose
-    rows are the longest of GLUE's, 82 % and 65 %.
+    32 rows of SST-2 fill 93 % of the sequences they share, and 33 % of rows padded to the longest of them; of MRPC,
+    whose rows are long, 82 % and 65 %.
 
     Args:
         lengths: [R], each at most `width`.
