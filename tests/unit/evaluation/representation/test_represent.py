@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import base64
+import io
 import json
 import re
+import tarfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import timm
+import torch
 from PIL import Image
 from timm.models import save_for_hf
 
@@ -18,10 +21,12 @@ from tests.fixtures import small_image_dataset
 from tests.runs import image_flags, pretrain_here
 from trp_scale import cli
 from trp_scale.config import RefusedError
+from trp_scale.evaluation.probe.encoder import FrozenEncoder, encoder_config
 from trp_scale.evaluation.representation.embedding import plane
 from trp_scale.evaluation.representation.images import choose_images
 from trp_scale.evaluation.representation.represent import read_block, read_positions
 from trp_scale.evaluation.representation.similarity import class_similarity
+from trp_scale.evaluation.representation.study import study_images
 
 
 @pytest.fixture(scope="module")
@@ -112,11 +117,6 @@ def test_a_directory_of_timm_and_the_ratio_of_its_own_features(image_dataset: Pa
 
 def timm_similarity(model: Any, data: Path, pooling: str) -> Any:
     """By timm's own forward pass, on images read by Pillow out of the tars."""
-    import io
-    import tarfile
-
-    import torch
-
     pictures, labels = [], []
     for shard in sorted((data / "shards").glob("*.tar")):
         with tarfile.open(shard) as tar:
@@ -211,3 +211,15 @@ def test_principal_components_are_those_of_the_covariance() -> None:
     values = np.sort(np.linalg.eigvalsh(np.cov(features.T)))[::-1]
     assert np.cov(places.T) == pytest.approx(np.diag(values[:2]), abs=1e-9)
     assert f"{values[:2].sum() / values.sum():.1%} of the variance" in sentence
+
+
+def test_averages_are_over_all_images_of_all_batches(run: Path, image_dataset: Path) -> None:
+    config = encoder_config(str(run))
+    encoder, choice = FrozenEncoder(config, pooling="mean"), choose_images(image_dataset, 70)
+    study = study_images(encoder, config, choice, block=1, shown=70)
+    assert study.features.shape == (70, 32) and study.shown_attention.shape == (70, 16, 16)
+    assert torch.allclose(study.attention, study.shown_attention.double().mean(0), atol=1e-9)
+    assert study.shown.labels.tolist() == study.labels.tolist()
+    few = study_images(encoder, config, choice, block=1, shown=3)
+    assert torch.equal(few.shown.images, study.shown.images[:3])
+    assert few.shown.choice.positions.tolist() == choice.positions[:3].tolist()
