@@ -130,8 +130,10 @@ class Run:
         try:
             reason = self.trainer.run()
         except BaseException as error:
-            # Only what cannot wait for another rank: the display gives the terminal back, the report says what was.
+            # Only what cannot wait for another rank: the display gives the terminal back, the report says what was, and
+            # no loader worker is left that the process would wait for at its end.
             self.observer.close(f"{type(error).__name__}: {error}")
+            self.sources.close()
             raise
         self.observer.close(reason)
         if self.state.step >= self.config.training.steps:
