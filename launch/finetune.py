@@ -1,6 +1,6 @@
 """Fine-tune an encoder and measure it, under any launcher:
 
-    python launch/finetune.py --recipe finetune_image_tiny --from RUN
+    python launch/finetune.py --recipe classification_tiny --from RUN
     torchrun --nproc_per_node 8 launch/finetune.py --recipe glue --task all --from RUN --data.path DIR
     deepspeed launch/finetune.py --ds_config ds_configs/zero2.json --recipe glue --task all --from RUN --data.path DIR
 

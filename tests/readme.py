@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 PRETRAIN = "launch/pretrain.py"
+SCRIPTS = (PRETRAIN, "launch/finetune.py", "launch/evaluate.py", "launch/probe.py")
+"""What stands behind a launcher; each is the command of trp-scale of that name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +34,11 @@ def parse_line(line: str) -> Command:
         variables.append((found[1], found[2]))
         words = words[1:]
     return Command(words=tuple(words), variables=tuple(variables))
+
+
+def script_place(words: Sequence[str]) -> int | None:
+    """Where on the line one of SCRIPTS stands."""
+    return next((place for place, word in enumerate(words) if word in SCRIPTS), None)
 
 
 def bash_commands(text: str) -> list[Command]:

@@ -23,8 +23,9 @@ import pytest
 from PIL import Image
 
 from tests.ranks import free_port
-from tests.readme import COMMANDS, PRETRAIN, ROOT, Command
+from tests.readme import COMMANDS, PRETRAIN, ROOT, SCRIPTS, Command, script_place
 from tests.runs import SMALL, environment
+from tests.unit.data.glue.standard_files import write_glue
 from tests.unit.data.pseudo_labels.tiny_models import dpt_depth, mask2former
 from trp_scale import cli
 from trp_scale.data.text.embedded import embedded_documents
@@ -48,6 +49,17 @@ def small_training(steps: int) -> list[str]:
     return as_flags({**SMALL, **SMALL_DECODER, **own})
 
 
+def small_tuning(words: list[str]) -> list[str]:
+    """Flags that shrink fine-tuning; the encoder has its own sizes."""
+    own = {"downstream.epochs": 0, "training.steps": STEPS, "batch.global_size": 8, "batch.micro_size": 4}
+    small: dict[str, object] = {**own, "data.workers": 0, "training.precision": "fp32", "logging.every": 1}
+    if "--seeds" in words:
+        small["seeds"] = 2
+    if "--task" in words:
+        small |= {"task": "cola,rte", "downstream.max_length": 32}
+    return as_flags(small)
+
+
 def why_not_run(command: Command) -> str | None:
     """Why a command is only looked at here; None for those that are run. tests/unit/test_readme.py parses them all."""
     reasons = {
@@ -65,7 +77,7 @@ def why_not_run(command: Command) -> str | None:
 def started_as_a_process(words: list[str]) -> tuple[int, str]:
     """torchrun or deepspeed, on two ranks, with a port that is free."""
     launcher, *rest = words
-    place = rest.index(PRETRAIN)
+    place = script_place(rest)
     if launcher == "torchrun":
         own = rest[:place]
         own[own.index("--nproc_per_node") + 1] = "2"
@@ -97,8 +109,8 @@ def run_here(words: list[str]) -> tuple[int, str]:
         try:
             if words[0] == "trp-scale":
                 status = cli.main(words[1:])
-            elif words[1] == PRETRAIN:
-                status = cli.main(["pretrain", *words[2:]])
+            elif words[1] in SCRIPTS:
+                status = cli.main([Path(words[1]).stem, *words[2:]])
             else:
                 status = run_script(words)
         except Exception:  # as a process would end; the test that asks for this command shows it
@@ -118,6 +130,8 @@ def made_small(command: Command, books: Path) -> list[str]:
         return [*words, *as_flags({"processes": 1, "batch": 4})]
     if PRETRAIN in words:
         return [*words, *small_training(STEPS + LONGER if "--resume" in words else STEPS)]
+    if "finetune" in words or "launch/finetune.py" in words:
+        return [*words, *small_tuning(words)]
     return words
 
 
@@ -146,6 +160,7 @@ def place(text_dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     (directory / "books").mkdir()
     for number, (_, text) in zip(range(30), embedded_documents(), strict=False):
         (directory / "books" / f"{number}.txt").write_text(text[:4000], encoding="utf-8")
+    write_glue(directory / "glue")
     for number in range(32):
         split = "train" if number < 24 else "val"
         path = directory / "imagenet" / split / f"class{number % 2}" / f"{number}.jpg"

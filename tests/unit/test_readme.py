@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import pytest
 from torch.distributed.run import get_args_parser
 
-from tests.readme import COMMANDS, PRETRAIN, README, ROOT, Command, parse_line
+from tests.readme import COMMANDS, PRETRAIN, README, ROOT, Command, parse_line, script_place
 from trp_scale.recipes.arguments import parse
 
 
@@ -59,11 +59,14 @@ def check(words: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
         script = next(number for number, word in enumerate(rest) if word.endswith(".sbatch"))
         assert (ROOT / rest[script]).is_file(), rest[script]
         check_pretrain(rest[script + 1 :], monkeypatch)
-    elif PRETRAIN in words:
-        assert (ROOT / PRETRAIN).is_file()
-        place = words.index(PRETRAIN)
+    elif (place := script_place(words)) is not None:
+        script = words[place]
+        assert (ROOT / script).is_file()
         check_launcher(words[:place])
-        check_pretrain(words[place + 1 :], monkeypatch)
+        if script == PRETRAIN:
+            check_pretrain(words[place + 1 :], monkeypatch)
+        else:  # the encoder that --from names is not there to be looked at
+            check_flags(words[place + 1 :], sys.executable, script)
     elif list(words[:2]) == ["trp-scale", "sweep"]:
         own = [word for word in rest[1:] if word.startswith("--") and "." not in word]
         check_flags(own, sys.executable, "-m", "trp_scale.cli", "sweep")

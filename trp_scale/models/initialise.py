@@ -16,7 +16,7 @@ def tensor_seed(seed: int, name: str) -> int:
 
 
 def reseed(device: torch.device, seed: int) -> None:
-    """Seed what draws on the CPU and on this device. torch.manual_seed seeds every kind of device that torch knows: on a
+    """Seed what draws on the CPU and on this device. torch.manual_seed seeds all kinds of device that torch knows: on a
     machine without a GPU each call is 3 ms, and is remembered for a GPU that may be started later."""
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":

@@ -22,7 +22,7 @@ def tuning_flags(dataset: Path, run_dir: Path, source: str, **changes: object) -
     values |= {"data.path": dataset, "run_dir": run_dir, "from": source, "downstream.epochs": 1.0}
     values |= {name.replace("__", "."): value for name, value in changes.items()}
     flags = [part for name, value in values.items() for part in (f"--{name}", str(value))]
-    return ["--recipe", "finetune_image_tiny", *flags]
+    return ["--recipe", "classification_tiny", *flags]
 
 
 def test_every_seed_is_a_run_and_none_is_trained_twice(image_dataset: Path, tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_what_cannot_be_is_refused_by_its_flag(
 
 
 def test_a_recipe_of_fine_tuning_is_none_of_pre_training() -> None:
-    assert cli.main(["pretrain", "--recipe", "finetune_image_tiny"]) == 2
+    assert cli.main(["pretrain", "--recipe", "classification_tiny"]) == 2
 
 
 def test_a_source_is_asked_for(image_dataset: Path, tmp_path: Path) -> None:

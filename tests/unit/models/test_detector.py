@@ -13,7 +13,7 @@ from torchvision.ops import roi_align
 
 from tests.unit.data.detection.small_sets import detection_config
 from trp_scale.models.detector import Detector, paste
-from trp_scale.models.feature_pyramid import BlockPyramid, SimplePyramid, token_map
+from trp_scale.models.feature_pyramid import BlockPyramid, SimplePyramid, token_map, with_pool
 
 SIDE = 64
 
@@ -122,6 +122,11 @@ def test_levels_have_their_strides_and_see_their_place() -> None:
 def test_a_token_map_has_rows_of_patches_without_the_class_token() -> None:
     tokens = torch.arange(10.0).view(1, 10, 1)
     assert token_map(tokens)[0, 0].tolist() == [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
+
+
+def test_levels_are_in_single_precision_since_anchors_take_their_type() -> None:
+    maps = OrderedDict((name, torch.ones(1, 2, 4, 4, dtype=torch.bfloat16)) for name in "0123")
+    assert {one.dtype for one in with_pool(maps).values()} == {torch.float32}
 
 
 def test_boxes_stay_in_single_precision_under_autocast() -> None:

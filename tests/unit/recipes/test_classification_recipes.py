@@ -15,20 +15,20 @@ from trp_scale.recipes.loader import load_recipe
 AUGMENTATION = {"magnitude": 9, "magnitude_deviation": 0.5, "mixup": 0.8, "cutmix": 1.0, "smoothing": 0.1}
 TABLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     # He et al. 2022, Table 9
-    "finetune_mae_vit_b": ({"epochs": 100, "warmup_share": 5 / 100, "drop_path": 0.1}, {"layer_decay": 0.75}),
-    "finetune_mae_vit_l": ({"epochs": 50, "warmup_share": 5 / 50, "drop_path": 0.1}, {"layer_decay": 0.75}),
-    "finetune_fine_grained": ({"epochs": 100, "warmup_share": 5 / 100, "drop_path": 0.1}, {"layer_decay": 0.75}),
+    "classification_mae_vit_b": ({"epochs": 100, "warmup_share": 5 / 100, "drop_path": 0.1}, {"layer_decay": 0.75}),
+    "classification_mae_vit_l": ({"epochs": 50, "warmup_share": 5 / 50, "drop_path": 0.1}, {"layer_decay": 0.75}),
+    "classification_fine_grained": ({"epochs": 100, "warmup_share": 5 / 100, "drop_path": 0.1}, {"layer_decay": 0.75}),
     # TRP 001, Table 7
-    "finetune_mm_mae_in1k": (
+    "classification_mm_mae_in1k": (
         {"epochs": 100, "warmup_share": 5 / 100, "drop_path": 0.1},
         {"layer_decay": 0.65, "min_lr": 1e-6},
     ),
-    "finetune_mm_mae_in_s50": (
+    "classification_mm_mae_in_s50": (
         {"epochs": 100, "warmup_share": 5 / 100, "drop_path": 0.1},
         {"layer_decay": 0.65, "min_lr": 1e-6},
     ),
     # AdPE, Appendix A
-    "finetune_adpe_vit_b": ({"epochs": 100, "warmup_share": 5 / 100, "drop_path": 0.1}, {"layer_decay": 0.75}),
+    "classification_adpe_vit_b": ({"epochs": 100, "warmup_share": 5 / 100, "drop_path": 0.1}, {"layer_decay": 0.75}),
 }
 
 
@@ -53,13 +53,13 @@ def test_the_tables_of_imagenet(name: str) -> None:
 
 
 def test_large_is_larger() -> None:
-    base, large = recipe("finetune_mae_vit_b").model, recipe("finetune_mae_vit_l").model
+    base, large = recipe("classification_mae_vit_b").model, recipe("classification_mae_vit_l").model
     assert (base.layers, base.hidden_size, base.heads) == (12, 768, 12)
     assert (large.layers, large.hidden_size, large.heads, large.intermediate_size) == (24, 1024, 16, 4096)
 
 
 def test_cifar_follows_appendix_b_4() -> None:
-    config = recipe("finetune_cifar")
+    config = recipe("classification_cifar")
     check_finetune(config)
     assert (config.optimizer.lr, config.optimizer.weight_decay, config.batch.global_size) == (1e-4, 5e-5, 64)
     assert (config.downstream.epochs, config.crops.size, config.crops.flip) == (100, 32, 0.5)
@@ -69,7 +69,7 @@ def test_cifar_follows_appendix_b_4() -> None:
 
 
 def changed(**changes: Any) -> FinetuneConfig:
-    config = recipe("finetune_mae_vit_b")
+    config = recipe("classification_mae_vit_b")
     for name, value in changes.items():
         section, field = name.split("__")
         assert hasattr(getattr(config, section), field)

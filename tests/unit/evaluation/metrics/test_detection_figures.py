@@ -100,13 +100,15 @@ def test_coco_figures_by_hand(coco: Annotations) -> None:
 
 
 def test_two_ranks_say_what_one_says_and_filler_rows_nothing(coco: Annotations) -> None:
-    rows = [detections(BRUSH, CROWD), detections(PLANE, CAT)]
+    wrong = ([8.0, 8.0, 11.0, 11.0], 1, 0.7)  # before the plane's row, and with its score
+    rows = [detections(BRUSH, CROWD, wrong), detections(PLANE, CAT)]
     alone, first, second = (DetectionMetrics([coco]) for _ in range(3))
     alone.add(rows, batch_of(coco, [0, 1]))
     second.add(rows[1:] + rows[:1], batch_of(coco, [1, 0], start=1, there=[1.0, 0.0]))
     first.add(rows[:1], batch_of(coco, [0]))
     group = Joined("data", rank=1, size=2, others=tuple(second._found))
-    assert first.finish(cast(Group, group)) == alone.finish(ALONE)
+    assert first.finish(cast(Group, group)) == (figures := alone.finish(ALONE))
+    assert figures["detail"]["AP"]["plane"] == pytest.approx(0.5)
 
 
 def test_nothing_found_is_zero_and_nothing_to_find_is_refused(coco: Annotations, tmp_path: Path) -> None:

@@ -71,7 +71,7 @@ def test_everything_of_one_encoder_on_one_page(
     run: Path, image_dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     classifiers = [
-        finetuned(run, image_dataset, tmp_path / name, "finetune_image_tiny") for name in ("first", "second")
+        finetuned(run, image_dataset, tmp_path / name, "classification_tiny") for name in ("first", "second")
     ]
     capsys.readouterr()
     output = tmp_path / "out"
@@ -179,7 +179,7 @@ def test_what_cannot_be_is_refused_before_anything_is_encoded(
 def test_a_classifier_of_other_classes_is_refused(
     run: Path, image_dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    one = finetuned(run, image_dataset, tmp_path / "run", "finetune_image_tiny")
+    one = finetuned(run, image_dataset, tmp_path / "run", "classification_tiny")
     data = small_image_dataset(tmp_path / "data", count=8, size=32)
     described = json.loads((data / "dataset.json").read_text(encoding="utf-8"))
     described["classes"] = [*reversed(described["classes"] or [str(number) for number in range(8)])]
