@@ -66,7 +66,7 @@ def matches(truths: Sequence[Truth], found: Found) -> npt.NDArray[np.bool_]:
     """[k] by falling score: whether each detection that counts is right."""
     seen = [np.zeros(len(truth.boxes), dtype=np.bool_) for truth in truths]
     right = []
-    for place in np.argsort(-found.scores, kind="quicksort").tolist():
+    for place in np.argsort(-found.scores, kind="stable").tolist():
         image = int(found.image[place])
         shares = overlaps(found.boxes[place], truths[image].boxes)  # [n]
         best = int(shares.argmax()) if len(shares) else -1

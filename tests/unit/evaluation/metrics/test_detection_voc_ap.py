@@ -89,7 +89,7 @@ def test_difficult_objects_count_neither_way() -> None:
 def test_equal_scores_go_in_the_order_they_are_given() -> None:
     truths = [truth(UNIT)]
     assert average_precision(truths, found((0, UNIT, 0.5), (0, AWAY, 0.5))) == 1.0
-    # Twenty-one better ones, all wrong, then twenty equal ones, the first of them right; of few any sort keeps the order.
+    # 21 better ones, all wrong, then 20 equal ones, the first of them right. Of few, any sort keeps the order.
     many = [(0, AWAY, 0.5 if place % 2 else 0.7) for place in range(41)]
     many[1] = (0, UNIT, 0.5)
     assert average_precision(truths, found(*many)) == pytest.approx(1 / 22)
