@@ -52,7 +52,7 @@ def flags(kind: str, dataset: Path, run_dir: Path, **changes: Any) -> list[str]:
     values = {**SMALL, "data.path": dataset, "run_dir": run_dir, "from": "scratch"}
     values |= {name.replace("__", "."): value for name, value in changes.items()}
     words = [part for name, value in values.items() for part in (f"--{name}", str(value))]
-    return ["--recipe", f"finetune_{kind}_tiny", *words]
+    return ["--recipe", f"{kind}_tiny", *words]
 
 
 def metrics_of(run_dir: Path) -> dict[str, float]:

@@ -138,7 +138,7 @@ def timm_similarity(model: Any, data: Path, pooling: str) -> Any:
 
 def test_maps_of_fine_tuned_runs_beside_the_truth(run: Path, image_dataset: Path, tmp_path: Path) -> None:
     for kind in ("segmentation", "depth"):
-        one = finetuned(run, image_dataset, tmp_path / f"run-{kind}", f"finetune_{kind}_tiny")
+        one = finetuned(run, image_dataset, tmp_path / f"run-{kind}", f"{kind}_tiny")
         output = tmp_path / kind
         flags = ("--images", 8, "--shown", 2, "--run", one)
         assert represent("--from", one, "--data", image_dataset, "--output", output, *flags) == 0
