@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +16,12 @@ from trp_scale import cli
 from trp_scale.checkpoint.run_directory import checkpoint_path
 from trp_scale.checkpoint.stored_pieces import read_full_state
 from trp_scale.config import RefusedError
+from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.data.images.settings import ShardImagesConfig
 from trp_scale.data.images.shard import shard_images
 from trp_scale.evaluation.finetune import parse_finetune
 from trp_scale.evaluation.results import read_results
+from trp_scale.recipes.loader import load_recipe
 
 SMALL: dict[str, Any] = {
     "model.layers": 2,
@@ -115,6 +119,45 @@ def test_settings_that_cannot_be_are_refused_by_their_flag(
     with pytest.raises(RefusedError) as caught:
         parse_finetune(flags(kind, image_dataset, tmp_path / "x", **changes))
     assert message in str(caught.value)
+
+
+def relabelled(dataset: Path, directory: Path, **depth: Any) -> Path:
+    """A copy whose dataset.json says something else of its depth maps."""
+    shutil.copytree(dataset, directory)
+    document = json.loads((directory / "dataset.json").read_text())
+    document["modalities"]["depth"].update(depth)
+    (directory / "dataset.json").write_text(json.dumps(document))
+    return directory
+
+
+def test_depth_without_metres_and_inverse_depth(
+    image_dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    relative = relabelled(image_dataset, tmp_path / "relative", scale=None)
+    nearer = relabelled(image_dataset, tmp_path / "nearer", scale=None, larger_is="nearer")
+    short = {"downstream__epochs": 0, "training__steps": 1, "dense__head": "linear"}
+    aligned = {**short, "dense__alignment": "scale_shift"}
+    for data, changes, message in (
+        (relative, short, "allowed: --dense.alignment scale_shift, or shard again with --depth_scale"),
+        (nearer, aligned, "larger numbers of its depth maps are nearer (inverse depth), --dense.target is metric"),
+    ):
+        assert cli.main(["finetune", *flags("depth", data, tmp_path / "refused", **changes)]) == 2
+        assert message in capsys.readouterr().err
+    means = {}
+    for name, data, target in (
+        ("metric", relative, "metric"),
+        ("inverse", image_dataset, "inverse"),
+        ("n", nearer, "inverse"),
+    ):
+        run_dir = tmp_path / f"run_{name}"
+        assert cli.main(["finetune", *flags("depth", data, run_dir, **aligned, dense__target=target)]) == 0
+        assert 0 < metrics_of(run_dir)["delta_1"] <= 1
+        config = load_recipe(run_dir / "depth" / "seed_0" / "config.yaml")
+        assert isinstance(config, FinetuneConfig) and config.dense.depth_deviation > 0
+        means[name] = config.dense.depth_mean
+    assert means["metric"] == pytest.approx(means["n"]), "maps whose larger numbers are nearer are learned as they are"
+    metres = means["metric"] * 65535 * 0.001
+    assert 1 < metres < 20 and 1 / metres < means["inverse"], "the mean of 1 / depth is above 1 / the mean"
 
 
 def test_blocks_that_the_encoder_has_not_are_refused(image_dataset: Path, tmp_path: Path) -> None:
