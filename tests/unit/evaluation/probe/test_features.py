@@ -147,6 +147,21 @@ def test_what_is_held_out_is_what_a_run_holds_out(images: ProbedImages) -> None:
     assert np.allclose(features[held], unseen, atol=1e-6)
 
 
+def test_training_sources_leave_out_what_is_held_out(images: ProbedImages) -> None:
+    """One epoch of each: all other images once, whole or as crops that differ between epochs."""
+    measured = {int(key) for batch in images.held_out_batches(0.3) for key in batch.keys if key >= 0}
+    every = {int(key) for batch in images.batches(ALONE) for key in batch.keys if key >= 0}
+    whole, crops = images.in_order(ALONE, 0.3), images.random_crops(ALONE, 0.3, smallest=0.08, batch=8, seed=3)
+    for source in (whole, crops):
+        assert source.rows == len(every) - len(measured)
+        windows = [source.next_window()[0] for _ in range(-(-2 * source.rows // 8))]
+        keys = torch.cat([window.keys for window in windows]).tolist()
+        assert set(keys[: source.rows]) == every - measured and len(set(keys[: source.rows])) == source.rows
+        shown = torch.cat([window["images"] for window in windows])
+        again = keys.index(keys[0], 1)
+        assert torch.equal(shown[0], shown[again]) is (source is whole)
+
+
 @pytest.mark.parametrize("method", ["logistic", "linear", "knn"])
 def test_an_encoder_that_knows_the_classes_beats_random_weights(tmp_path: Path, method: str) -> None:
     """Faint stripes in noise: weights that look for them against three draws of random ones."""
