@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,11 +13,12 @@ import torch.nn.functional as F
 from tests.runs import image_flags, pretrain_here
 from tests.unit.evaluation.probe.small_encoder import small_config, striped_images
 from trp_scale import cli
-from trp_scale.config import RefusedError
+from trp_scale.config import Config, RefusedError
 from trp_scale.distributed.groups import ALONE
 from trp_scale.evaluation.probe.arguments import parse_probe
+from trp_scale.evaluation.probe.features import LabelledFeatures
 from trp_scale.evaluation.probe.images import open_probed
-from trp_scale.evaluation.probe.stage_two import NAME, stage_two
+from trp_scale.evaluation.probe.stage_two import NAME, StageTwo, stage_two
 from trp_scale.evaluation.results import read_results
 from trp_scale.evaluation.trained_images import load_trained_images
 
@@ -65,10 +67,21 @@ def test_results_of_a_probe_and_its_kept_features(
     assert again.tasks[0].detail[0]["features_from_cache"] and again.tasks[0].values == task.values
 
 
-def test_without_a_test_set_held_out_images_are_measured(stripes: Path, learned: Path, tmp_path: Path) -> None:
+def test_without_a_test_set_held_out_images_are_measured(
+    stripes: Path, learned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[tuple[np.ndarray, np.ndarray]] = []
+
+    def noted(train: LabelledFeatures, features: np.ndarray, *arguments: object) -> np.ndarray:
+        seen.append((train.features, features))
+        return np.zeros(len(features), np.int64)
+
+    monkeypatch.setattr("trp_scale.evaluation.probe.command.classify", noted)
     (task,) = read_results(probe(tmp_path, learned, stripes, "--validation_fraction", 0.4, "--method", "knn")).tasks
     assert task.split == "dev" and task.task == "train (knn probe)"
-    assert 0 < task.detail[0]["images"] < 64
+    ((train, held_out),) = seen
+    assert len(held_out) == task.detail[0]["images"] and len(train) + len(held_out) == 64
+    assert not {row.tobytes() for row in train} & {row.tobytes() for row in held_out}
 
 
 def test_random_features_over_seeds(stripes: Path, others: Path, learned: Path, tmp_path: Path) -> None:
@@ -123,6 +136,16 @@ def test_the_head_of_stage_two_is_measured_beside_the_probe(
         count += int(there.sum())
     assert count == 43 and own.values == [right / 43]
     assert probed.task != own.task
+
+
+def test_the_head_sees_what_it_has_learned_on() -> None:
+    """By hand: without a norm 10 and 0 + 5 say class 0; normalised to 1 and -1 they say class 1."""
+    config = Config()
+    head = StageTwo(config=config, checkpoint=Path(), weight=torch.eye(2), bias=torch.tensor([0.0, 5.0]))
+    test = LabelledFeatures(features=np.array([[10.0, 0.0]], np.float32), labels=np.array([1]))
+    for norm, expected in (("layer", 1.0), ("none", 0.0)):
+        config.multilevel.head_norm = norm  # type: ignore[assignment]
+        assert head.accuracy(test) == expected
 
 
 def test_a_second_encoder_s_head_is_measured_on_its_own(stripes: Path, others: Path, tmp_path: Path) -> None:
