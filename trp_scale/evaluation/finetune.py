@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import tyro
 
 from trp_scale.checkpoint.agreement import check_shared_directory, on_rank_zero
+from trp_scale.checkpoint.resume_rules import check_settings
 from trp_scale.config import Config, RefusedError
 from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.data.glue.folders import require_folders
@@ -34,6 +35,7 @@ from trp_scale.evaluation.tasks.base import DownstreamTask, measure
 from trp_scale.recipes.arguments import Arguments, parse_run
 from trp_scale.recipes.checks import check_engine
 from trp_scale.recipes.finetune_checks import check_finetune
+from trp_scale.recipes.loader import to_dict
 from trp_scale.training import rundir
 from trp_scale.training.pretrain import EXIT_FINISHED, Run
 
@@ -147,13 +149,28 @@ def of_seed(arguments: FinetuneArguments, task: str, number: int, run_dir: Path)
     return replace(arguments, config=config, run_dir=directory)
 
 
+def read_done(run_dir: Path, asked: dict[str, Any]) -> SeedResult | None:
+    """The result of a run that was asked for in these settings; None where there is none, or it is of fewer or more
+    steps: such a run goes on.
+
+    Raises:
+        RefusedError: the result is of other settings, another encoder's say.
+    """
+    done = read_seed(run_dir / RESULT_FILE)
+    if done is None or done.settings["training"]["steps"] != asked["training"]["steps"]:
+        return None
+    check_settings(done.settings, asked)
+    return done
+
+
 def run_seed(
     arguments: FinetuneArguments, environment: Environment, engine_name: str, stop_requested: Any
 ) -> tuple[int, SeedResult | None]:
     """Train and measure one run, or read what it has found already; the result is None when it was stopped."""
     world, run_dir = environment.world, arguments.run_dir
     assert run_dir is not None
-    done = on_rank_zero(world, f"reading {run_dir}", lambda: read_seed(run_dir / RESULT_FILE))
+    asked = to_dict(arguments.config)
+    done = on_rank_zero(world, f"reading {run_dir}", lambda: read_done(run_dir, asked))
     if done is not None:
         return EXIT_FINISHED, done
     rundir.create_run_directory(arguments, world)
@@ -180,6 +197,7 @@ def run_seed(
                 seed=arguments.config.training.seed,
                 metrics=metrics,
                 detail=detail,
+                settings=asked,
             )
         )
         on_rank_zero(world, f"writing {run_dir}", lambda: write_json(run_dir / RESULT_FILE, found[0]))

@@ -26,6 +26,7 @@ class SeedResult:
         seed: training.seed.
         metrics: all figures by name.
         detail: per class or per group, as the task has it.
+        settings: of a fine-tuned run, as they were asked for, before the data completed them.
     """
 
     task: str
@@ -35,6 +36,7 @@ class SeedResult:
     seed: int
     metrics: dict[str, float]
     detail: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(kw_only=True)

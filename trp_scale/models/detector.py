@@ -19,7 +19,7 @@ from torchvision.ops import MultiScaleRoIAlign, roi_align
 from trp_scale.config.detection import DetectionConfig
 from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.models.feature_pyramid import LEVELS, PYRAMIDS
-from trp_scale.models.image_encoder import ImageEncoder
+from trp_scale.models.image_encoder import ImageEncoder, OnImageEncoder
 from trp_scale.models.initialise import initial_tensor, initialise_vision, write
 
 RATIOS = (0.5, 1.0, 2.0)
@@ -44,7 +44,7 @@ class SinglePredictor(FastRCNNPredictor):  # type: ignore[misc]
         return scores.float(), deltas.float()
 
 
-class Detector(nn.Module):
+class Detector(OnImageEncoder):
     """Proposals from all levels of the pyramid, then classes, boxes and masks of the proposals (He et al. 2017).
 
     Pixels come normalised and in squares, so torchvision's own transform has no part in it. Sizes of anchors and the
@@ -67,21 +67,6 @@ class Detector(nn.Module):
         initialise_vision(self.encoder, seed=config.training.seed, std=config.model.initializer_range)
         for name in ("pyramid", "rpn", "roi_heads"):
             _initialise(getattr(self, name), f"{name}.", config.training.seed)
-
-    @property
-    def layers(self) -> list[nn.Module]:
-        """The repeated blocks, each a unit of sharding."""
-        return list(self.encoder.blocks)
-
-    @property
-    def depth(self) -> int:
-        """The heads', and the last norm's."""
-        return len(self.encoder.blocks) + 1
-
-    def depth_of(self, name: str) -> int:
-        """See engines/optimizer.py, `Layered`."""
-        first, _, rest = name.partition(".")
-        return self.encoder.depth_of(rest) if first == "encoder" else self.depth
 
     def forward(self, images: Tensor, targets: list[Target] | None = None) -> dict[str, Tensor] | list[Target]:
         """Losses where targets are given, detections where not, whatever mode the module is in.

@@ -6,14 +6,14 @@ import torch
 from torch import Tensor, nn
 
 from trp_scale.config.finetuning import FinetuneConfig
-from trp_scale.models.image_encoder import ImageEncoder
+from trp_scale.models.image_encoder import ImageEncoder, OnImageEncoder
 from trp_scale.models.initialise import initial_tensor, initialise_vision
 
 HEAD_DEVIATION = 2e-5
 """Of the head's first weights: all classes start equally likely. MAE truncates at 2, which is 100,000 deviations."""
 
 
-class ImageClassifier(nn.Module):
+class ImageClassifier(OnImageEncoder):
     """Mean of the patch tokens, or the class token, through a norm, dropout and one linear layer.
 
     With mean pooling the encoder has no last norm; the mean is normalised by one of the head's own, `fc_norm` (He et
@@ -36,21 +36,6 @@ class ImageClassifier(nn.Module):
         with torch.no_grad():
             shape = (config.downstream.classes, width)
             self.head.weight.copy_(initial_tensor(config.training.seed, "head.weight", shape, HEAD_DEVIATION))
-
-    @property
-    def layers(self) -> list[nn.Module]:
-        """The repeated blocks, each a unit of sharding."""
-        return list(self.encoder.blocks)
-
-    @property
-    def depth(self) -> int:
-        """The head's, and its norm's."""
-        return len(self.encoder.blocks) + 1
-
-    def depth_of(self, name: str) -> int:
-        """See engines/optimizer.py, `Layered`."""
-        first, _, rest = name.partition(".")
-        return self.encoder.depth_of(rest) if first == "encoder" else self.depth
 
     def forward(self, images: Tensor) -> Tensor:
         """[B, 3, S, S] normalised pixels -> [B, C] logits."""

@@ -137,6 +137,28 @@ class ImageEncoder(nn.Module):
         return RelativeInputs(offset_numbers(places, self.grid), grid_weights(self.grid, self.index, centre), 0)
 
 
+class OnImageEncoder(nn.Module):
+    """A model of an image encoder and a head on it: its units of sharding, and how deep its parameters are
+    (engines/optimizer.py, `Layered`)."""
+
+    encoder: ImageEncoder
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """The repeated blocks, each a unit of sharding."""
+        return list(self.encoder.blocks)
+
+    @property
+    def depth(self) -> int:
+        """The head's."""
+        return len(self.encoder.blocks) + 1
+
+    def depth_of(self, name: str) -> int:
+        """The encoder's own for its parameters, the head's for all others."""
+        first, _, rest = name.partition(".")
+        return self.encoder.depth_of(rest) if first == "encoder" else self.depth
+
+
 def interpolated(positions: Tensor, grid: int) -> Tensor:
     """[1 + H^2, D] positions of a square grid -> [1 + grid^2, D], bicubically and antialiased as in timm;
     the class token's stay."""

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.models.dense_heads.build import build_head
-from trp_scale.models.image_encoder import ImageEncoder
+from trp_scale.models.image_encoder import ImageEncoder, OnImageEncoder
 from trp_scale.models.initialise import initialise_vision
 
 
-class PixelModel(nn.Module):
+class PixelModel(OnImageEncoder):
     """Encoder and head; see models/dense_heads.
 
     Args:
@@ -24,21 +24,6 @@ class PixelModel(nn.Module):
         self.encoder = ImageEncoder(config)
         initialise_vision(self, seed=config.training.seed, std=config.model.initializer_range)
         self.head = build_head(config, self.encoder.shape, outputs)
-
-    @property
-    def layers(self) -> list[nn.Module]:
-        """The repeated blocks, each a unit of sharding."""
-        return list(self.encoder.blocks)
-
-    @property
-    def depth(self) -> int:
-        """The head's, and the last norm's."""
-        return len(self.encoder.blocks) + 1
-
-    def depth_of(self, name: str) -> int:
-        """See engines/optimizer.py, `Layered`."""
-        first, _, rest = name.partition(".")
-        return self.encoder.depth_of(rest) if first == "encoder" else self.depth
 
     def forward(self, images: Tensor) -> list[Tensor]:
         """[B, 3, S, S] normalised pixels -> [B, C, S, S], and as many of an auxiliary head if there is one."""

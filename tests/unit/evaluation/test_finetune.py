@@ -25,7 +25,9 @@ def tuning_flags(dataset: Path, run_dir: Path, source: str, **changes: object) -
     return ["--recipe", "classification_tiny", *flags]
 
 
-def test_every_seed_is_a_run_and_none_is_trained_twice(image_dataset: Path, tmp_path: Path) -> None:
+def test_every_seed_is_a_run_and_none_is_trained_twice(
+    image_dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     run_dir = tmp_path / "tuned"
     flags = tuning_flags(image_dataset, run_dir, "scratch", seeds=2)
     assert cli.main(["finetune", *flags]) == 0
@@ -44,6 +46,11 @@ def test_every_seed_is_a_run_and_none_is_trained_twice(image_dataset: Path, tmp_
     (again,) = read_results(run_dir).tasks
     assert again.values[:2] == task.values and again.seeds == [0, 1, 2]
     assert (run_dir / "classification" / "seed_0" / "environment.json").read_text() == before
+
+    results = (run_dir / "results.json").read_text()
+    assert cli.main(["finetune", *flags, "--optimizer.lr", "0.5"]) == 2, "figures of other settings were taken"
+    assert "optimizer.lr: checkpoint 0.001, now 0.5" in capsys.readouterr().err
+    assert (run_dir / "results.json").read_text() == results
 
 
 def test_the_encoder_is_the_run_s_in_its_sizes_and_weights(image_dataset: Path, tmp_path: Path) -> None:
