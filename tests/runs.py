@@ -80,9 +80,11 @@ def environment() -> dict[str, str]:
     return {**kept, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PATH": path, "TRP_SCALE_PROGRESS": "plain"}
 
 
-def start(arguments: list[str], launcher: list[str] | None = None) -> subprocess.Popen[str]:
-    """Start launch/pretrain.py as a process of its own, under `launcher` or plain Python."""
-    command = [*(launcher or [sys.executable]), str(ROOT / "launch" / "pretrain.py"), *arguments]
+def start(
+    arguments: list[str], launcher: list[str] | None = None, *, script: str = "pretrain.py"
+) -> subprocess.Popen[str]:
+    """Start a script of launch/ as a process of its own, under `launcher` or plain Python."""
+    command = [*(launcher or [sys.executable]), str(ROOT / "launch" / script), *arguments]
     return subprocess.Popen(
         command, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
     )

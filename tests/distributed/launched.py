@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from tests.ranks import free_port
-from tests.runs import start
+from tests.runs import lines, start
 
 OPTIONS = {"torchrun": "--nproc_per_node", "deepspeed": "--num_gpus"}
 
@@ -31,6 +32,16 @@ def wait_for_steps(process: subprocess.Popen[str], run_dir: Path, count: int) ->
             raise AssertionError(f"ended with {process.returncode}: {process.communicate()[0]}")
         assert time.monotonic() < deadline, "no steps within 180 s"
         time.sleep(0.01)
+
+
+def finetune_until_killed(arguments: list[str], seed_directory: Path, steps: int) -> None:
+    """Fine-tune in a process of its own and end it by kill -9 at a random step, long before the last of `steps`."""
+    process = start(arguments, script="finetune.py")
+    wait_for_steps(process, seed_directory, random.SystemRandom().randint(4, steps // 2))
+    process.kill()
+    process.communicate(timeout=60)
+    assert len(lines(seed_directory)) < steps, "it was over before it was killed"
+    assert not (seed_directory / "result.json").exists()
 
 
 def descendants(pid: int) -> list[int]:

@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
-import random
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.distributed.launched import finetune_until_killed
 from tests.fixtures import small_image_dataset
 from tests.ranks import Ranks
-from tests.runs import ROOT, environment, essence, lines
+from tests.runs import essence, lines
 from tests.unit.evaluation.test_finetune import tuning_flags
 from trp_scale import cli
 from trp_scale.checkpoint.run_directory import checkpoint_path
@@ -97,23 +92,10 @@ def test_kill_9_at_a_random_step_and_go_on(image_dataset: Path, tmp_path: Path) 
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     assert finetune_here(flags(image_dataset, whole, **{**changes, "data__workers": 0})) == 0
     command = flags(image_dataset, killed, **changes)
-    victim = subprocess.Popen(
-        [sys.executable, str(ROOT / "launch" / "finetune.py"), *command],
-        cwd=ROOT,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-    metrics = seed_directory(killed) / "metrics.jsonl"
-    kill_at, deadline = random.SystemRandom().randint(4, 30), time.monotonic() + 120
-    while not metrics.exists() or metrics.read_bytes().count(b"\n") < kill_at:
-        assert victim.poll() is None and time.monotonic() < deadline, f"no step {kill_at}"
-        time.sleep(0.002)
-    os.kill(victim.pid, signal.SIGKILL)
-    victim.communicate()
-    assert len(lines(seed_directory(killed))) < 60, "it was over before it was killed"
-    assert not (seed_directory(killed) / "result.json").exists()
+    finetune_until_killed(command, seed_directory(killed), 60)
     assert finetune_here(command) == 0
     runs = [[essence(line) for line in lines(seed_directory(run_dir))] for run_dir in (whole, killed)]
     assert runs[0] == runs[1] and len(runs[0]) == 60
-    assert result(whole) == result(killed)
+    found = [result(run_dir) for run_dir in (whole, killed)]
+    assert [each.pop("settings")["data"]["workers"] for each in found] == [0, 1]
+    assert found[0] == found[1]

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import random
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.distributed.launched import finetune_until_killed
 from tests.ranks import Ranks
-from tests.runs import ROOT, environment, essence, lines
+from tests.runs import essence, lines
 from tests.unit.data.glue.small_data import finetune_here, glue_flags, write_cola, write_stsb
 
 DEV = 21
@@ -70,21 +65,7 @@ def test_kill_9_at_a_random_step_and_go_on(text_dataset: Path, tmp_path: Path) -
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     finetune_here(glue_flags(root, whole, "cola", "scratch", **many))
     command = glue_flags(root, killed, "cola", "scratch", **many)
-    victim = subprocess.Popen(
-        [sys.executable, str(ROOT / "launch" / "finetune.py"), *command],
-        cwd=ROOT,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-    )
-    metrics = killed / "cola" / "seed_0" / "metrics.jsonl"
-    kill_at, deadline = random.SystemRandom().randint(4, 30), time.monotonic() + 120
-    while not metrics.exists() or metrics.read_bytes().count(b"\n") < kill_at:
-        assert victim.poll() is None and time.monotonic() < deadline, f"no step {kill_at}"
-        time.sleep(0.002)
-    os.kill(victim.pid, signal.SIGKILL)
-    victim.communicate()
-    assert len(lines(killed / "cola" / "seed_0")) < 60, "it was over before it was killed"
+    finetune_until_killed(command, killed / "cola" / "seed_0", 60)
     assert finetune_here(command) == 0
     runs = [[essence(line) for line in lines(run_dir / "cola" / "seed_0")] for run_dir in (whole, killed)]
     assert runs[0] == runs[1] and len(runs[0]) == 60
