@@ -70,6 +70,8 @@ def test_segmentation_learns_more_than_the_most_frequent_class(image_dataset: Pa
     assert found["mean_iou"] > 2 * found["constant_mean_iou"]
     (task,) = read_results(tmp_path / "run").tasks
     assert set(task.detail[0]["iou"]) >= {"wall", "ground", "sphere"}
+    flops = {line["model_flops"] for line in lines(tmp_path / "run" / "segmentation" / "seed_0")}
+    assert len(flops) == 1 and flops.pop() > 1e8, "8 images of 16 patches, encoder and head"
 
 
 def test_depth_learns_more_than_its_mean(image_dataset: Path, tmp_path: Path) -> None:

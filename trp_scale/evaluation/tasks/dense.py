@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 
+import torch
 from torch import nn
 
 from trp_scale.config import RefusedError
@@ -14,6 +15,8 @@ from trp_scale.distributed.environment import Environment
 from trp_scale.evaluation.encoder_source import SCRATCH, open_encoder
 from trp_scale.evaluation.tasks.base import TaskParts, open_task_sources, take_encoder
 from trp_scale.models.pixel_model import PixelModel
+from trp_scale.observe.counted_flops import forward_flops
+from trp_scale.observe.throughput import TRAINING_OVER_FORWARD
 
 
 class DenseTask(TaskParts):
@@ -47,7 +50,7 @@ class DenseTask(TaskParts):
         )
         self.name = config.downstream.task or config.downstream.kind
         self.positions_per_step = config.batch.global_size * (config.crops.size // config.vision.patch_size) ** 2
-        self.step_flops = 0.0
+        self.step_flops = 0.0  # until there is a model to count
 
     @abstractmethod
     def complete(self, data: DenseData) -> int:
@@ -57,4 +60,7 @@ class DenseTask(TaskParts):
         model = PixelModel(self.config, self._outputs)
         if (path := self.config.model.weights) and path != SCRATCH:
             take_encoder(model.encoder, open_encoder(path).image_weights(model.encoder.grid), path)
+        side = self.config.crops.size
+        image = forward_flops(model, torch.empty(1, 3, side, side, device="meta"))
+        self.step_flops = TRAINING_OVER_FORWARD * self.config.batch.global_size * image
         return model
