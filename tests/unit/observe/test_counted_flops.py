@@ -23,7 +23,7 @@ def test_shapes_alone_give_what_the_pass_gives(head: str) -> None:
         model(images())
     assert forward_flops(model, images()) == counter.get_total_flops() > 0
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert not list(model.parameters())[0].is_meta
+    assert not next(iter(model.parameters())).is_meta
 
 
 def test_encoder_and_linear_head_are_what_the_formula_says() -> None:
