@@ -132,7 +132,9 @@ def test_a_block_that_a_loader_worker_of_a_launched_rank_comes_across(
         assert [step for step, _ in checkpoints(run_dir)] == [steps]
         return
     assert process.returncode not in (0, -signal.SIGKILL)
-    assert output.count(f"error: 1 blocks could not be read ({key})") == 1, output
+    said = f"error: 1 blocks could not be read ({key})"
+    # Rank 1 says it too, with its number before it, where a busy machine lets it outlive rank 0 by seconds.
+    assert [line.startswith(said) for line in output.splitlines()].count(True) == 1, output
     ours = output.partition("torch/distributed/elastic")[0]  # torchrun ends with a traceback of its own
     assert "Traceback" not in ours, f"a rank stopped in the middle of something: {ours}"
     summary = (run_dir / "summary.json").read_text(encoding="utf-8")
