@@ -15,7 +15,7 @@ from pathlib import Path
 from trp_scale.config import RefusedError
 from trp_scale.data.glue.examples import Examples
 from trp_scale.data.glue.formats import FORMATS, GlueFormat
-from trp_scale.data.glue.hugging_face import DICT_FILE, read_splits
+from trp_scale.data.glue.hugging_face import DICT_FILE, read_splits, split_name
 from trp_scale.data.glue.tsv import read_tsv
 from trp_scale.data.index import DataError
 
@@ -100,7 +100,7 @@ def read_glue(root: Path, task: str, *, split: str, allowed_bad: int) -> GlueDat
     main = next(iter(wanted))
     for name, stems in (("train", ("train",)), (main, wanted[main])):
         if name not in read:
-            raise DataError(f"{folder}: no {' or '.join(f'{stem}.tsv' for stem in stems)}, and no {DICT_FILE}")
+            raise DataError(f"{folder}: no {_missing(folder, stems)}")
     for examples in read.values():
         _require_labels(folder, examples, form, split)
     train = read.pop("train")
@@ -117,6 +117,12 @@ def _plain(name: str) -> str:
 def _first(folder: Path, stems: Sequence[str]) -> Path | None:
     paths = [folder / f"{stem}.tsv" for stem in stems]
     return next((path for path in paths if path.is_file()), None)
+
+
+def _missing(folder: Path, stems: Sequence[str]) -> str:
+    if (folder / DICT_FILE).is_file():
+        return f"split {' or '.join(map(split_name, stems))} in its {DICT_FILE}"
+    return f"{' or '.join(f'{stem}.tsv' for stem in stems)}, and no {DICT_FILE}"
 
 
 def _require_labels(folder: Path, examples: Examples, form: GlueFormat, split: str) -> None:

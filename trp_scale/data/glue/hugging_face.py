@@ -31,14 +31,17 @@ def read_splits(directory: Path, task: GlueFormat, files: dict[str, tuple[str, .
             a set that is not there is left out.
 
     Raises:
-        DataError: the extra is not installed, no such directory, a column is missing, or labels that are not the
-            task's.
+        DataError: the extra is not installed, the directory is damaged, a column is missing, or labels that are not
+            the task's.
     """
     try:
         import datasets
     except ImportError as error:
         raise DataError(f"{directory}: reading a dataset directory needs `pip install trp-scale[datasets]`") from error
-    loaded: Any = datasets.load_from_disk(str(directory))
+    try:
+        loaded: Any = datasets.load_from_disk(str(directory))
+    except (OSError, ValueError, KeyError) as error:  # pyarrow's and JSON's errors are ValueErrors
+        raise DataError(f"{directory}: cannot be read as a dataset directory ({error}); save it again") from error
     found = {}
     for name, stems in files.items():
         there = [stem for stem in stems if split_name(stem) in loaded]
@@ -66,8 +69,8 @@ def _read(rows: Any, task: GlueFormat, stem: str, where: str) -> Examples:
 
 def _labels(values: Any, names: list[str] | None, task: GlueFormat, where: str) -> npt.NDArray[np.float64] | None:
     """[n] by our numbers: labels that have names go by them, others are Hugging Face's numbers, which are ours."""
-    given = np.array([np.nan if value is None else float(value) for value in values])  # [n]
-    if all(np.isnan(value) or str(value) in UNKNOWN for value in given):
+    given = np.array([_number(value) for value in values])  # [n]
+    if all(value is None or value != value or str(value) in UNKNOWN for value in values):  # NaN is not itself
         return None
     if not task.names:
         allowed = np.isfinite(given)
@@ -84,3 +87,11 @@ def _labels(values: Any, names: list[str] | None, task: GlueFormat, where: str) 
         raise DataError(f"{where}: labels {', '.join(names)} found, {', '.join(task.names)} expected")
     ours: npt.NDArray[np.float64] = np.array([task.names.index(name) for name in names], dtype=np.float64)
     return ours[given.astype(np.int64)]
+
+
+def _number(value: Any) -> float:
+    """NaN for what is no number: no label, or one in words."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return float("nan")

@@ -40,10 +40,12 @@ def load_tokenizer(directory: Path, *, length: int) -> PairTokenizer:
     """Open a Hugging Face tokenizer directory (tokenizer.json, or BERT's vocab.txt).
 
     Raises:
-        RefusedError: transformers cannot load it, or it is not one of BERT's kind.
+        RefusedError: there is no such directory, transformers cannot load it, or it is not one of BERT's kind.
     """
     from transformers import AutoTokenizer
 
+    if not directory.is_dir():  # transformers would look for a model of that name among those it has downloaded
+        raise RefusedError(f"{directory}: no such directory of a tokenizer; give --downstream.tokenizer DIR")
     try:
         found: Any = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.unit.data.glue.standard_files import write_glue
+from trp_scale.config import RefusedError
 from trp_scale.data.glue.folders import read_glue
 from trp_scale.data.glue.formats import FORMATS
 from trp_scale.data.index import DataError
@@ -80,10 +82,31 @@ def test_what_is_wrong_is_named(tmp_path: Path) -> None:
         ({"sentence": ["x", "y"], "label": [0, -1]}, r"row 1: label -1 found"),
         ({"sentence": ["x", None], "label": [0, 1]}, r"row 1: NoneType found, a sentence expected"),
         ({"text": ["x", "y"], "label": [0, 1]}, r"no column 'sentence'; found: 'text', 'label'"),
+        ({"sentence": ["x", "y"], "label": ["positive", "no"]}, r"row 0: label 'positive' found, 0 to 1 expected"),
         ({"sentence": ["x", "y"], "label": [-1, -1]}, r"train has no labels"),
+        ({"sentence": ["x", "y"], "label": [None, None]}, r"train has no labels"),
     ]
     for number, (values, message) in enumerate(cases):
         rows = datasets.Dataset.from_dict(values)
         datasets.DatasetDict({"train": rows, "validation": rows}).save_to_disk(str(tmp_path / str(number) / "sst2"))
-        with pytest.raises(Exception, match=message):
+        with pytest.raises(RefusedError, match=message):
             read_glue(tmp_path / str(number), "sst2", split="dev", allowed_bad=0)
+
+
+@pytest.mark.parametrize("damage", ["arrow", "json", "split"])
+def test_a_damaged_directory_is_refused_by_its_name(tmp_path: Path, damage: str) -> None:
+    directory = save(write_glue(tmp_path / "tsv"), tmp_path, "sst2") / "sst2"
+    if damage == "split":
+        shutil.rmtree(directory / "train")
+    for path in directory.rglob({"arrow": "*.arrow", "json": "dataset_dict.json", "split": "nothing"}[damage]):
+        path.write_text("{")
+    with pytest.raises(DataError, match=rf"{directory}: cannot be read as a dataset directory"):
+        read_glue(tmp_path / "hf", "sst2", split="dev", allowed_bad=0)
+
+
+@pytest.mark.parametrize(("kept", "missing"), [("train", "validation"), ("validation", "train")])
+def test_a_split_that_is_missing_is_named_as_it_is_called_there(tmp_path: Path, kept: str, missing: str) -> None:
+    rows = datasets.Dataset.from_dict({"sentence": ["x", "y"], "label": [0, 1]})
+    datasets.DatasetDict({kept: rows}).save_to_disk(str(tmp_path / "sst2"))
+    with pytest.raises(DataError, match=rf"sst2: no split {missing} in its dataset_dict\.json"):
+        read_glue(tmp_path, "sst2", split="dev", allowed_bad=0)
