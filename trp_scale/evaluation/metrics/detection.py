@@ -100,14 +100,15 @@ def in_image(target: Target, size: Sequence[int], resized: Sequence[int]) -> dic
         resized: what they were resized to.
     """
     (height, width), (tall, wide) = size, resized
-    boxes = target["boxes"].double().cpu() * torch.tensor([width / wide, height / tall] * 2, dtype=torch.float64)
-    boxes = torch.minimum(boxes, torch.tensor([width, height] * 2, dtype=torch.float64))
+    whole = target["boxes"].double().cpu() * torch.tensor([width / wide, height / tall] * 2, dtype=torch.float64)
+    boxes = torch.minimum(whole, torch.tensor([width, height] * 2, dtype=torch.float64))
     kept = ((boxes[:, 2:] - boxes[:, :2]) > 0).all(dim=1)
     boxes = boxes[kept]
     masks = []
     if "masks" in target:
         inside = target["masks"].float().cpu()[kept]  # [n, 1, 28, 28]
-        shares = paste(inside[:, 0], boxes, (height, width))  # [n, H, W]
+        # A mask is of the box as it was found, padding and all: in the cut box it would be squeezed.
+        shares = paste(inside[:, 0], whole[kept], (height, width))  # [n, H, W]
         masks = [encode(mask) for mask in (shares > 0.5).byte().numpy()]
     return {
         "size": (height, width),
@@ -196,7 +197,9 @@ def _truth(datasets: Sequence[Annotations], found: Sequence[ImageDetections], ki
             }
             if kind == "segm":
                 assert data.masks is not None, "masks are measured only where the truth has them"
-                entry["segmentation"] = {"size": list(one.size), "counts": data.masks[number]}
+                # A crowd may have none; then it is all of its box.
+                runs = data.masks[number] or _filled(data.boxes[number], one.size)
+                entry["segmentation"] = {"size": list(one.size), "counts": runs}
             yield entry
 
 
@@ -216,6 +219,14 @@ def _detected(found: Sequence[ImageDetections], kind: str) -> Iterator[dict[str,
                 entry["segmentation"] = {"size": list(one.size), "counts": one.masks[place]}
                 entry["area"] = float(functions.area(entry["segmentation"]))
             yield entry
+
+
+def _filled(box: Floats, size: tuple[int, int]) -> bytes:
+    """The runs of a mask that is all of a box."""
+    mask = np.zeros(size, dtype=np.uint8)
+    left, top, right, bottom = np.rint(np.clip(box, 0, None)).astype(np.int64).tolist()
+    mask[top:bottom, left:right] = 1
+    return encode(mask)
 
 
 def _corner_and_size(box: Floats) -> list[float]:

@@ -136,6 +136,25 @@ def test_boxes_are_scaled_back_and_cut_to_the_image() -> None:
     assert (mask == exact).all()
 
 
+def test_a_mask_stays_in_place_where_its_box_reaches_into_the_padding() -> None:
+    # 8 x 16 pixels in a square of 16 x 16: the box is all of the square, and the mask its upper half, all of the image.
+    target = detections(([0.0, 0.0, 16.0, 16.0], 1, 0.9))
+    target["masks"][:, :, 14:] = 0
+    found = in_image(target, [8, 16], [32, 64])
+    assert found["boxes"].tolist() == [[0, 0, 16, 8]]
+    assert (decode(found["masks"][0], 8, 16) == 1).all()
+
+
+def test_a_crowd_without_a_mask_is_all_of_its_box(tmp_path: Path) -> None:
+    document = coco_document()
+    document["annotations"][2].pop("segmentation")
+    data = read_coco(write_coco(tmp_path, document))
+    metrics = DetectionMetrics([data])
+    metrics.add([detections(BRUSH, CROWD), detections(PLANE)], batch_of(data, [0, 1]))
+    figures = metrics.finish(ALONE)["detail"]
+    assert figures["AP"]["plane"] == figures["mask_AP"]["plane"] == pytest.approx(1.0)
+
+
 def test_voc_is_judged_by_its_own_precision_with_difficult_objects_ignored(tmp_path: Path) -> None:
     images = {
         "1": [("cat", 0, (1, 1, 10, 10)), ("dog", 0, (11, 1, 20, 10))],
