@@ -34,17 +34,24 @@ def compare(argv: Sequence[str]) -> int:
     """Run `trp-scale compare`; returns the exit status.
 
     Raises:
-        RefusedError: a directory without results.json, or the same one twice.
+        RefusedError: a directory without results.json, the same one twice, or a file that cannot be written.
     """
     arguments = tyro.cli(CompareArguments, prog="trp-scale compare", args=argv, use_underscores=True)
     comparison = compare_directories(arguments.runs)
     print_comparison(comparison)
     for path, text in ((arguments.markdown, markdown), (arguments.csv, csv_text)):
         if path is not None:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text(comparison), encoding="utf-8")
+            _write(path, text(comparison))
             print(path)
     return 0
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise RefusedError(f"{path} cannot be written: {error.strerror}") from error
 
 
 def compare_directories(runs: Sequence[Path]) -> Comparison:

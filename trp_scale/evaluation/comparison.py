@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -30,7 +31,7 @@ class Difference:
 
     Attributes:
         value: positive is better only where the metric is not an error.
-        test: None with fewer than two common seeds.
+        test: None with fewer than two common seeds, or a figure that is no finite number.
         corrected: Holm's p value over all tests of the comparison; None without a test.
     """
 
@@ -170,9 +171,10 @@ def _difference(baseline: TaskResult | None, other: TaskResult | None) -> Differ
         return None
     before, after = (dict(zip(task.seeds, task.values, strict=True)) for task in (baseline, other))
     common = sorted(before.keys() & after.keys())
+    first, second = ([figures[seed] for seed in common] for figures in (before, after))
     test = None
-    if len(common) >= LEAST_SEEDS and can_test():
-        test = paired_test([before[seed] for seed in common], [after[seed] for seed in common])
+    if len(common) >= LEAST_SEEDS and can_test() and all(map(math.isfinite, (*first, *second))):
+        test = paired_test(first, second)
     return Difference(value=other.mean - baseline.mean, test=test)
 
 
@@ -207,7 +209,7 @@ def _notes_on_tests(comparison: Comparison) -> list[str]:
     if not can_test():
         notes.append("no p values: they need scipy, pip install 'trp-scale[evaluation]'")
     elif any(one.test is None for one in every):
-        notes.append(f"no p value with fewer than {LEAST_SEEDS} seeds that both runs have")
+        notes.append(f"no p value with fewer than {LEAST_SEEDS} seeds that both runs have, or without finite figures")
     if any(one.test is not None and one.test.test == "sign" for one in every):
         notes.append("sign: the differences are the same on all n seeds, so p is the sign test's")
     uneven = [

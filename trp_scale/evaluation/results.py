@@ -78,19 +78,6 @@ class Results:
     encoder: str
     tasks: list[TaskResult]
 
-    def average(self) -> float | None:
-        """Mean over tasks; None where they are not all judged together: an error does not add to an accuracy, nor a
-        figure of the dev set to one of the test set."""
-        if len({judged_together(task) for task in self.tasks}) != 1 or self.tasks[0].lower_is_better:
-            return None
-        return statistics.fmean(task.mean for task in self.tasks)
-
-    def worst(self) -> TaskResult | None:
-        """The task with the lowest mean; None as for `average`."""
-        if self.average() is None:
-            return None
-        return min(self.tasks, key=lambda task: task.mean)
-
 
 def judged_together(task: TaskResult) -> tuple[str, str]:
     """Kind of figure: which of two tasks is worse can be said only if it is the same. Figures of at most 1 of which
@@ -132,10 +119,19 @@ def write_json(path: Path, content: object) -> None:
 
 
 def read_seed(path: Path) -> SeedResult | None:
-    """The result of one run, or None where there is none yet."""
+    """The result of one run, or None where there is none yet.
+
+    Raises:
+        RefusedError: it is not one of ours.
+    """
     if not path.is_file():
         return None
-    return SeedResult(**_read(path))
+    try:
+        return SeedResult(**_read(path))
+    except TypeError as error:
+        raise RefusedError(
+            f"{path} is not written by this version of trp-scale finetune ({error}); give another --run_dir"
+        ) from error
 
 
 def read_results(run_dir: Path) -> Results:
@@ -151,14 +147,17 @@ def read_results(run_dir: Path) -> Results:
     try:
         found["tasks"] = [TaskResult(**task) for task in found["tasks"]]
         results = Results(**found)
+        for task in results.tasks:
+            if len(set(task.seeds)) != len(task.values):
+                raise TypeError(f"{task.task} has seeds {task.seeds} and figures {task.values}")
+        infinite = [task for task in results.tasks if not all(map(math.isfinite, task.values))]
     except (KeyError, TypeError) as error:
         raise RefusedError(f"{path} is not written by trp-scale finetune, evaluate or probe: {error}") from error
-    for task in results.tasks:
-        if not all(math.isfinite(value) for value in task.values):
-            raise RefusedError(
-                f"{path}: {task.task} has the figures {task.values}; allowed: finite numbers. Run the seed again with "
-                "other settings, or leave the task out"
-            )
+    for task in infinite:
+        raise RefusedError(
+            f"{path}: {task.task} has the figures {task.values}; allowed: finite numbers. Run the seed again with "
+            "other settings, or leave the task out"
+        )
     return results
 
 
@@ -169,6 +168,10 @@ def _read(path: Path) -> dict[str, Any]:
         raise RefusedError(
             f"{path} is missing; allowed: a directory that trp-scale finetune, evaluate or probe has finished"
         ) from error
+    except NotADirectoryError as error:
+        raise RefusedError(f"{path.parent} is a file; allowed: the directory that holds {path.name}") from error
+    except OSError as error:
+        raise RefusedError(f"{path} cannot be read: {error.strerror}") from error
     except ValueError as error:
         raise RefusedError(f"{path} is not JSON: {error}") from error
     return found

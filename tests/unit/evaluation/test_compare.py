@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from trp_scale.config import RefusedError
 from trp_scale.evaluation.compare import names
 from trp_scale.evaluation.comparison import RowKey, compare_results
 from trp_scale.evaluation.result_tables import csv_text, markdown, print_comparison, print_results
-from trp_scale.evaluation.results import RESULTS_FILE, Results, SeedResult, TaskResult, join, write_json
+from trp_scale.evaluation.results import RESULTS_FILE, Results, SeedResult, TaskResult, join, read_seed, write_json
 from trp_scale.evaluation.significance import holm, paired_test
 
 
@@ -80,6 +81,14 @@ def test_one_seed_is_not_tested() -> None:
     assert one is not None and one.test is None and one.corrected is None
     assert one.value == pytest.approx(0.3)
     assert "no p value with fewer than 2 seeds" in text_of(found)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_figures_that_are_not_finite_are_not_tested(value: float) -> None:
+    found = compare_results({"a": run(task("x", [0.1, 0.2, 0.4])), "b": run(task("x", [value, value, 0.3]))})
+    (one,) = found.differences[key("x")]
+    assert one is not None and one.test is None and not one.significant
+    assert "or without finite figures" in text_of(found)
 
 
 def test_holm_by_hand() -> None:
@@ -151,9 +160,6 @@ def test_the_worst_is_named_among_figures_of_one_kind() -> None:
     printed = text_of(found)
     assert "0.4000 (1) worst" in printed and "3.5000 (1) worst" in printed and "77.0000 (1) worst" not in printed
     assert "rmse (lower is better)" in printed
-    assert run(*tasks).worst() is None
-    worst = run(*tasks[:2]).worst()
-    assert worst is not None and worst.task == "cola"
 
 
 def test_a_run_without_a_task_has_no_average() -> None:
@@ -225,7 +231,9 @@ def test_a_figure_that_is_not_a_number_is_refused(tmp_path: Path) -> None:
 
 
 def test_results_of_something_else_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for content in ({"tasks": [{"name": "x"}]}, {"tasks": 3}, [1]):
+    uneven, words = run(task("x", [0.5, 0.6])), run(task("x", [0.5, 0.6]))
+    uneven.tasks[0].seeds, words.tasks[0].values = [0, 0], ["0.5", "0.6"]  # type: ignore[list-item]
+    for content in ({"tasks": [{"name": "x"}]}, {"tasks": 3}, [1], asdict(uneven), asdict(words)):
         (tmp_path / RESULTS_FILE).write_text(json.dumps(content))
         assert cli.main(["compare", str(tmp_path)]) == 2
         assert "is not written by trp-scale" in capsys.readouterr().err
@@ -233,6 +241,17 @@ def test_results_of_something_else_are_refused(tmp_path: Path, capsys: pytest.Ca
     (tmp_path / "result.json").write_text("{}")
     assert cli.main(["compare", str(tmp_path)]) == 2
     assert "result.json is that of one seed" in capsys.readouterr().err
+    with pytest.raises(RefusedError, match="not written by this version of trp-scale finetune"):
+        read_seed(tmp_path / "result.json")
+
+
+def test_files_in_place_of_directories_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_json(tmp_path / RESULTS_FILE, run(task("cola", [0.5])))
+    assert cli.main(["compare", str(tmp_path / RESULTS_FILE)]) == 2
+    assert f"{tmp_path / RESULTS_FILE} is a file; allowed: the directory" in capsys.readouterr().err
+    for flag, path in (("--markdown", tmp_path), ("--csv", tmp_path / RESULTS_FILE / "x.csv")):
+        assert cli.main(["compare", str(tmp_path), flag, str(path)]) == 2
+        assert f"{path} cannot be written" in capsys.readouterr().err
 
 
 def test_names_are_as_long_as_they_must_be(tmp_path: Path) -> None:
