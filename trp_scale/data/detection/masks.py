@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,10 @@ from trp_scale.config import RefusedError
 from trp_scale.data.index import DataError
 
 Bits = npt.NDArray[np.uint8]
+
+FARTHEST = 1e6
+"""Pixels that a polygon's points may lie from the image's corner. pycocotools walks along every edge, and ends the
+process where one is much longer or a number is none."""
 
 
 def mask_functions() -> Any:
@@ -45,26 +50,50 @@ def runs_of(segmentation: object, height: int, width: int, *, where: str) -> byt
     functions = mask_functions()
     if isinstance(segmentation, list):
         polygons = [one for one in segmentation if isinstance(one, list) and len(one) >= 6 and len(one) % 2 == 0]
-        if any(not isinstance(number, (int, float)) for one in polygons for number in one):
-            raise DataError(f"{where}: a polygon holds something else than numbers")
+        if any(not (isinstance(number, (int, float)) and abs(number) <= FARTHEST) for number in chain(*polygons)):
+            raise DataError(f"{where}: a polygon holds something else than numbers of pixels, up to {FARTHEST:.0f}")
         if not polygons:
             return b""
         found = functions.merge(functions.frPyObjects(polygons, height, width))
     elif isinstance(segmentation, dict) and segmentation.get("size") == [height, width]:
         counts = segmentation.get("counts")
-        if isinstance(counts, list):
-            if sum(counts) != height * width:
-                raise DataError(f"{where}: run lengths of {sum(counts)} pixels, {height} x {width} expected")
-            found = functions.frPyObjects(segmentation, height, width)
-        elif isinstance(counts, str):
-            found = {"size": [height, width], "counts": counts.encode()}
-        else:
+        if not isinstance(counts, (list, str)):
             raise DataError(f"{where}: segmentation.counts is {type(counts).__name__}, a list or a text expected")
+        lengths = counts if isinstance(counts, list) else _lengths(counts)
+        if lengths is None or any(not isinstance(length, int) or length < 0 for length in lengths):
+            raise DataError(f"{where}: segmentation.counts holds something else than run lengths")
+        if sum(lengths) != height * width:
+            raise DataError(f"{where}: run lengths of {sum(lengths)} pixels, {height} x {width} expected")
+        found = functions.frPyObjects({"size": [height, width], "counts": lengths}, height, width)
     else:
         raise DataError(
             f"{where}: segmentation is neither a list of polygons nor run lengths of size [{height}, {width}]"
         )
     return bytes(found["counts"]) if functions.area(found) > 0 else b""
+
+
+def _lengths(text: str) -> list[int] | None:
+    """The run lengths of COCO's text, or None if it is none.
+
+    Each character holds five bits of a number, the lowest first, and a sixth that says that it goes on; from the fourth
+    number on they are differences to the number before the last. pycocotools believes any text, and masks of too few
+    pixels then end in what the memory held before.
+    """
+    lengths: list[int] = []
+    number = shift = 0
+    for character in text:
+        bits = ord(character) - 48
+        if not 0 <= bits < 64:
+            return None
+        number |= (bits & 31) << shift
+        shift += 5
+        if bits & 32:
+            continue
+        if bits & 16:
+            number -= 1 << shift
+        lengths.append(number + lengths[-2] if len(lengths) > 2 else number)
+        number = shift = 0
+    return lengths if shift == 0 else None
 
 
 def decode(runs: bytes, height: int, width: int) -> Bits:

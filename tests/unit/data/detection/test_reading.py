@@ -10,12 +10,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import array_shapes, arrays
 
 from tests.unit.data.detection.small_sets import coco_document, detection_config, write_coco, write_voc
 from trp_scale.config import RefusedError
 from trp_scale.data.detection.annotations import BOX, MASK, OUTSIDE, check_images
 from trp_scale.data.detection.coco import read_coco
-from trp_scale.data.detection.masks import decode, encode
+from trp_scale.data.detection.masks import decode, encode, runs_of
 from trp_scale.data.detection.rows import learned, open_detection, settle_masks, training_notices
 from trp_scale.data.detection.voc import read_voc
 from trp_scale.data.index import DataError
@@ -56,6 +59,13 @@ def test_polygons_run_lengths_and_compressed_ones_are_the_same_mask(tmp_path: Pa
         assert (decode(masks[3], 12, 16) == other).all()
 
 
+@given(arrays(np.uint8, array_shapes(min_dims=2, max_dims=2, min_side=1, max_side=40), elements=st.integers(0, 1)))
+def test_compressed_runs_are_read_as_they_were_written(mask: np.ndarray) -> None:
+    mask[0, 0] = 1
+    form = {"size": list(mask.shape), "counts": encode(mask).decode()}
+    assert (decode(runs_of(form, *mask.shape, where="it"), *mask.shape) == mask).all()
+
+
 def changed(change: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
     document = copy.deepcopy(coco_document())
     change(document)
@@ -78,6 +88,18 @@ def changed(change: Callable[[dict[str, Any]], Any]) -> dict[str, Any]:
         (changed(lambda d: d["images"][1].update(file_name="a.png")), "image 'a.png' is listed twice"),
         (changed(lambda d: d["annotations"][0].update(segmentation={"size": [1, 2], "counts": [2]})), "annotation 1: "),
         (changed(lambda d: d["annotations"][0].update(segmentation={"size": [12, 16], "counts": [2]})), "of 2 pixels"),
+        *(
+            (changed(lambda d, form=form: d["annotations"][0].update(segmentation=form)), f"annotation 1: .*{message}")
+            for form, message in (
+                ([[1, 1, float("nan"), 5, 5, 5]], "a polygon holds something else"),
+                ([[1, 1, 1e9, 5, 5, 5]], "a polygon holds something else"),
+                ({"size": [12, 16], "counts": [-5, 197]}, "something else than run lengths"),
+                ({"size": [12, 16], "counts": [1.5, 190.5]}, "something else than run lengths"),
+                ({"size": [12, 16], "counts": "é"}, "something else than run lengths"),
+                ({"size": [12, 16], "counts": "zz"}, "something else than run lengths"),
+                ({"size": [12, 16], "counts": "0i0"}, "run lengths of 25 pixels, 12 x 16 expected"),
+            )
+        ),
         (changed(lambda d: d["categories"][0].update(name="cat")), "3 categories, allowed"),
     ],
 )
