@@ -137,13 +137,15 @@ def read_image(path: Path, size: tuple[int, ...]) -> Tensor:
         size: H, W as the annotations say; 0 where they say nothing.
 
     Raises:
-        DataError: it cannot be read or decoded, or has another size.
+        DataError: it cannot be read or decoded, has 16 bits a channel, or has another size.
     """
     try:
         content = np.fromfile(path, dtype=np.uint8)
         pixels: Tensor = decode_image(torch.from_numpy(content), mode=ImageReadMode.RGB)
     except (OSError, RuntimeError) as error:
         raise DataError(f"{path}: cannot be read ({error})") from error
+    if pixels.dtype != torch.uint8:
+        raise DataError(f"{path}: {pixels.dtype} found, images of 8 bits a channel are allowed; convert it")
     if any(wanted and wanted != found for wanted, found in zip(size, pixels.shape[1:], strict=True)):
         raise DataError(f"{path}: {tuple(pixels.shape[1:])} pixels found, the annotations say {size}")
     return pixels

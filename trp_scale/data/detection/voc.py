@@ -53,8 +53,12 @@ def _listed(path: Path) -> tuple[Path, list[str]]:
     root = next((parent for parent in path.parents if (parent / "Annotations").is_dir()), None)
     if root is None:
         raise DataError(f"{path}: no folder above it has Annotations; a list of Pascal VOC lies in ImageSets/Main")
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{path}: not a text file that can be read ({error})") from error
     names = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(lines, start=1):
         words = line.split()
         if len(words) > 2 or (len(words) == 2 and words[1] not in ("1", "0", "-1")):
             raise DataError(f"{path}, line {number}: {line!r}, the name of an image expected")

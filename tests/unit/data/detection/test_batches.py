@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from tests.unit.data.detection.small_sets import coco_document, detection_config, small_scenes, write_coco
 from trp_scale.batch import Batch
@@ -69,6 +70,13 @@ def test_rows_that_are_not_there_or_cannot_be_read_are_grey_and_have_no_weight(t
     assert batch["row_weights"].tolist() == [1, 0, 0]
     assert batch["counts"].tolist()[1:] == [0, 0] and (batch["images"][1:] == 128).all()
     assert batch.corrupt == [str(tmp_path / "images" / "b.png")]
+
+
+def test_an_image_of_sixteen_bits_is_corrupt(tmp_path: Path) -> None:
+    """Its numbers would be taken modulo 256."""
+    data = read_coco(write_coco(tmp_path, coco_document()))
+    Image.fromarray(np.full((12, 16), 1000, dtype=np.uint16)).save(tmp_path / "images" / "b.png")
+    assert build(data, addresses([0, 1]), augment=False)["row_weights"].tolist() == [1, 0]
 
 
 def test_an_image_of_another_size_than_its_annotations_say_is_corrupt(tmp_path: Path) -> None:

@@ -143,6 +143,13 @@ def test_the_official_layout_of_coco_is_found(tmp_path: Path) -> None:
     assert open_detection([member(tmp_path / "annotations")], "", masks=False)[0].masks is None
 
 
+def test_a_list_of_voc_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    path = write_voc(tmp_path, {"1": [("cat", 0, (1, 1, 10, 10))]})
+    path.write_bytes(b"\xff\xfe1")
+    with pytest.raises(DataError, match=r"trainval.txt: not a text file that can be read"):
+        read_voc(path)
+
+
 def test_voc_boxes_begin_before_their_first_pixel_and_end_behind_their_last(tmp_path: Path) -> None:
     images = {"000001": [("dog", 0, (1, 1, 30, 20)), ("cat", 1, (3, 4, 5, 6))], "000002": [("dog", 0, (2, 2, 3, 3))]}
     read = read_voc(write_voc(tmp_path, images))
