@@ -19,7 +19,7 @@ class DetectionConfig:
     """The same of --downstream.test_path."""
     masks: Literal["auto", "on", "off"] = "auto"
     """Whether masks are learned and measured (Mask R-CNN), or boxes alone (Faster R-CNN). auto: masks where every
-    object has one; the data then sets on or off."""
+    object has one, of the measured data too; the data then sets on or off."""
     pyramid: Literal["simple", "fpn"] = "simple"
     """simple: all levels from the last block's tokens (Li et al. 2022, ViTDet). fpn: a level from every fourth of the
     blocks, joined from the top down (Li et al. 2021, which MAE and AdPE follow)."""

@@ -70,7 +70,10 @@ def _found(member: MemberPath, files: int) -> str:
 
 
 def settle_masks(config: FinetuneConfig, datasets: Sequence[Annotations]) -> None:
-    """detection.masks: auto becomes what the training data has, in place.
+    """detection.masks: auto becomes what all data has, in place.
+
+    Args:
+        datasets: to learn from and to measure on.
 
     Raises:
         RefusedError: they are asked for and are not there.

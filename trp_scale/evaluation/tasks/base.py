@@ -124,6 +124,9 @@ def open_task_sources(
         measured_paths: of `measured`, all of whose rows are measured; None = it is the same data as `train`, and what
             data.validation_fraction holds out is measured.
         learned: [n] of each data set, blocks that may be trained on; None = all.
+
+    Raises:
+        RefusedError: a data set has nothing left to train on.
     """
     data, pin = environment.data, environment.device.type == "cuda"
     everything = [np.ones(len(blocks.rows), dtype=np.bool_) for blocks in train.blocks]
@@ -138,6 +141,12 @@ def open_task_sources(
         kept = [np.ones(len(blocks.rows), dtype=np.bool_) for blocks in measured.blocks]
     if learned is not None:
         chosen = [mask & may for mask, may in zip(chosen, learned, strict=True)]
+    for mask, path in zip(chosen, train_paths, strict=True):
+        if not mask.any():
+            raise RefusedError(
+                f"{path.path}: nothing is left to train on, beside what is held out to be measured or left out; lower "
+                "--data.validation_fraction, or give --downstream.test_path"
+            )
     plan = TrainPlan(
         seed=config.training.seed,
         members=train.members(train_paths, chosen),

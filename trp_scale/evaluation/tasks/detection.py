@@ -27,13 +27,13 @@ class DetectionTask(TaskParts):
 
     def __init__(self, config: FinetuneConfig, environment: Environment) -> None:
         detection, test_path = config.detection, config.downstream.test_path
-        paths = parse_paths(config.data.path)
-        train = measured = open_detection(paths, detection.images, masks=detection.masks != "off")
-        settle_masks(config, train)
-        masks = detection.masks == "on"
+        paths, masks = parse_paths(config.data.path), detection.masks != "off"
+        train = measured = open_detection(paths, detection.images, masks=masks)
         if test_path:
             measured = open_detection(parse_paths(test_path), detection.test_images, masks=masks)
             measured = [one.with_classes(train[0].classes) for one in measured]
+        settle_masks(config, [*train, *measured])
+        masks = detection.masks == "on"
         config.downstream.classes = len(train[0].classes)
         sources = open_task_sources(
             config,
