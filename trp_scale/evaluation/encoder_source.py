@@ -43,6 +43,7 @@ class EncoderSource:
         read: the weights by the names of `ImageEncoder`, or of transformers' `BertModel`; learned positions under
             "pos_embed", [1 + N, D].
         tokenizer: directory of the tokenizer; None for images.
+        checkpoint: of a run: the one that was found, which stays the same while the run goes on.
     """
 
     path: str
@@ -50,6 +51,7 @@ class EncoderSource:
     settings: dict[tuple[str, str], Any]
     read: Callable[[], dict[str, Tensor]]
     tokenizer: Path | None = None
+    checkpoint: Path | None = None
 
     def adopt(self, config: FinetuneConfig) -> None:
         """Give `config` the encoder's own sizes, in place.
@@ -65,7 +67,7 @@ class EncoderSource:
             )
         for (section, field), value in self.settings.items():
             setattr(getattr(config, section), field, value)
-        config.model.weights = self.path
+        config.model.weights = self.path if self.checkpoint is None else str(self.checkpoint)
 
     def image_weights(self, grid: int) -> dict[str, Tensor]:
         """The weights of an `ImageEncoder` of this grid: learned positions are stretched to it."""
@@ -125,6 +127,7 @@ def _of_run(path: str) -> EncoderSource:
                 if name.startswith("bert.")
             },
             tokenizer=checkpoint.parent.parent / "tokenizer",
+            checkpoint=checkpoint,
         )
     if config.model.kind == "mm_mae" and "rgb" not in config.modalities.inputs:
         raise RefusedError(
@@ -147,7 +150,7 @@ def _of_run(path: str) -> EncoderSource:
         ("vision", "index"): _index(config) if relative else config.vision.index,
         **_positions_of_run(config),
     }
-    return EncoderSource(path=path, text=False, settings=settings, read=read)
+    return EncoderSource(path=path, text=False, settings=settings, read=read, checkpoint=checkpoint)
 
 
 def _positions_of_run(config: Config) -> dict[tuple[str, str], Any]:

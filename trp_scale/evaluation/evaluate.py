@@ -185,6 +185,7 @@ def measured_config(run: FinetunedRun, arguments: EvaluateArguments, world: int)
     # What was pre-trained may be gone: a text run's own checkpoint also brings the tokenizer it was trained with.
     config.model.weights = str(run.checkpoint) if text else ""
     if text:
+        config.downstream.tokenizer = ""
         config.data.path = arguments.data or config.data.path
     elif arguments.data:
         config.downstream.test_path, config.downstream.split = arguments.data, "test"

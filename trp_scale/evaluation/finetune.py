@@ -12,7 +12,9 @@ from typing import Annotated, Any
 import tyro
 
 from trp_scale.checkpoint.agreement import check_shared_directory, on_rank_zero
+from trp_scale.checkpoint.document import read_document
 from trp_scale.checkpoint.resume_rules import check_settings
+from trp_scale.checkpoint.run_directory import newest_complete
 from trp_scale.config import Config, RefusedError
 from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.data.glue.folders import require_folders
@@ -110,7 +112,7 @@ def finetune(arguments: FinetuneArguments) -> int:
                 of_task = []
                 for number in range(arguments.seeds):
                     one = of_seed(arguments, task, number, run_dir)
-                    status, result = run_seed(one, environment, engine_name, stop.requested)
+                    status, result = run_seed(one, environment, engine_name, stop.requested, of_task)
                     if result is None:
                         return status
                     of_task.append(result)
@@ -137,6 +139,8 @@ def tasks_of(arguments: FinetuneArguments) -> list[str]:
     wrong = [name for name in tasks if name not in (*GLUE_TASKS, "wnli")]
     if wrong or not tasks:
         raise RefusedError(f"--task {named!r}: allowed: all, or of {', '.join(GLUE_TASKS)}, wnli, with commas between")
+    if len(set(tasks)) < len(tasks):
+        raise RefusedError(f"--task {named!r}: a task is given twice; allowed: each once")
     return tasks
 
 
@@ -150,29 +154,60 @@ def of_seed(arguments: FinetuneArguments, task: str, number: int, run_dir: Path)
 
 
 def read_done(run_dir: Path, asked: dict[str, Any]) -> SeedResult | None:
-    """The result of a run that was asked for in these settings; None where there is none, or it is of fewer or more
-    steps: such a run goes on.
+    """The result of a run that was asked for in these settings; None where there is none, or it is of fewer steps: such
+    a run goes on.
 
     Raises:
-        RefusedError: the result is of other settings, another encoder's say.
+        RefusedError: the result is of other settings, another encoder's say, or the run has gone on for more steps.
     """
+    steps, checkpoint = asked["training"]["steps"], newest_complete(run_dir).path
+    if checkpoint is not None and asked["downstream"]["epochs"] == 0:  # else the steps follow from the data
+        trained = read_document(checkpoint).step
+        if trained > steps:
+            raise RefusedError(
+                f"{run_dir} has been trained for {trained} steps, --training.steps is {steps}; allowed: {trained} or "
+                "more, or another --run_dir"
+            )
     done = read_seed(run_dir / RESULT_FILE)
-    if done is None or done.settings["training"]["steps"] != asked["training"]["steps"]:
+    if done is None or done.settings.get("training", {}).get("steps") != steps:
         return None
     check_settings(done.settings, asked)
     return done
 
 
+def check_same_data(run_dir: Path, digest: str, earlier: Sequence[SeedResult]) -> None:
+    """Refuse to put a seed beside others that have learned from other data, or were measured on other.
+
+    Raises:
+        RefusedError: naming the seeds.
+    """
+    others = [str(one.seed) for one in earlier if one.data not in ("", digest)]
+    if others:
+        raise RefusedError(
+            f"{run_dir}: the data are not those of seed {', '.join(others)}, which is finished; put them back, or give "
+            "another --run_dir"
+        )
+
+
 def run_seed(
-    arguments: FinetuneArguments, environment: Environment, engine_name: str, stop_requested: Any
+    arguments: FinetuneArguments,
+    environment: Environment,
+    engine_name: str,
+    stop_requested: Any,
+    earlier: Sequence[SeedResult] = (),
 ) -> tuple[int, SeedResult | None]:
-    """Train and measure one run, or read what it has found already; the result is None when it was stopped."""
+    """Train and measure one run, or read what it has found already; the result is None when it was stopped.
+
+    Args:
+        earlier: of other seeds, whose data it must have.
+    """
     world, run_dir = environment.world, arguments.run_dir
     assert run_dir is not None
     asked = to_dict(arguments.config)
-    done = on_rank_zero(world, f"reading {run_dir}", lambda: read_done(run_dir, asked))
-    if done is not None:
-        return EXIT_FINISHED, done
+    if arguments.resume != "never":
+        done = on_rank_zero(world, f"reading {run_dir}", lambda: read_done(run_dir, asked))
+        if done is not None:
+            return EXIT_FINISHED, done
     rundir.create_run_directory(arguments, world)
     found: list[SeedResult] = []
     tasks: list[DownstreamTask] = []
@@ -180,6 +215,7 @@ def run_seed(
     def build(config: Config, where: Environment) -> DownstreamTask:
         assert isinstance(config, FinetuneConfig)
         tasks.append(build_task(config, where))
+        check_same_data(run_dir, tasks[0].sources.digest(), earlier)
         return tasks[0]
 
     run = Run(arguments, environment, run_dir, engine_name, stop_requested, build)
@@ -198,6 +234,7 @@ def run_seed(
                 metrics=metrics,
                 detail=detail,
                 settings=asked,
+                data=run.sources.digest(),
             )
         )
         on_rank_zero(world, f"writing {run_dir}", lambda: write_json(run_dir / RESULT_FILE, found[0]))

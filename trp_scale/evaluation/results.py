@@ -27,6 +27,7 @@ class SeedResult:
         metrics: all figures by name.
         detail: per class or per group, as the task has it.
         settings: of a fine-tuned run, as they were asked for, before the data completed them.
+        data: digest of what a fine-tuned run has learned from and was measured on; empty = not known.
     """
 
     task: str
@@ -37,6 +38,7 @@ class SeedResult:
     metrics: dict[str, float]
     detail: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
+    data: str = ""
 
 
 @dataclass(kw_only=True)

@@ -41,6 +41,8 @@ def _downstream(config: FinetuneConfig) -> Iterator[str]:
                 f"{config.model.max_positions} positions"
             )
         return
+    if downstream.task in (".", "..") or "/" in downstream.task:
+        yield f"--downstream.task is {downstream.task!r}, allowed: the name of a directory in --run_dir, without /"
     if config.crops.size < 1 or config.crops.size % config.vision.patch_size:
         patch_size = config.vision.patch_size
         yield f"--crops.size is {config.crops.size}, allowed: multiples of the encoder's patches, {patch_size} pixels"

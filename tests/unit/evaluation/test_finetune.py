@@ -58,7 +58,8 @@ def test_the_encoder_is_the_run_s_in_its_sizes_and_weights(image_dataset: Path, 
     pretrain_here(image_flags("mlo_mae_tiny", image_dataset, source, masking__network="none", training__steps=1))
     arguments = parse_finetune(tuning_flags(image_dataset, tmp_path / "x", str(source), model__layers=7))
     assert arguments.config.model.layers == SMALL_IMAGES["model.layers"], "the encoder's sizes are its own"
-    assert arguments.config.model.weights == str(source)
+    (checkpoint,) = (source / "checkpoints").iterdir()
+    assert arguments.config.model.weights == str(checkpoint)
 
 
 @pytest.mark.parametrize(
@@ -67,6 +68,7 @@ def test_the_encoder_is_the_run_s_in_its_sizes_and_weights(image_dataset: Path, 
         ({"from": "nowhere"}, "--from nowhere: allowed: a run directory"),
         ({"task": "cola"}, "--task cola is for GLUE"),
         ({"seeds": 0}, "--seeds is 0, allowed: 1 or more"),
+        ({"downstream__task": "a/b"}, "--downstream.task is 'a/b', allowed: the name of a directory"),
         ({"optimizer__layer_decay": 1.5}, "--optimizer.layer_decay is 1.5"),
         ({"data__validation_fraction": 0.0}, "nothing is left to measure on"),
         ({"recipe": "mae_vit_b"}, "--recipe mae_vit_b is not one of trp-scale finetune's"),

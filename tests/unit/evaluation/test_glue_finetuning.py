@@ -136,12 +136,13 @@ def test_published_berts_differ_in_names_and_poolers(text_dataset: Path, tmp_pat
     [
         ({}, "--from scratch brings no tokenizer; give --downstream.tokenizer DIR"),
         ({"task": "cola,sst"}, "--task 'cola,sst': allowed: all, or of cola, sst2"),
+        ({"task": "cola,rte,cola"}, "--task 'cola,rte,cola': a task is given twice"),
         ({"task": "all"}, "no folder QNLI for the task qnli"),
         ({"downstream__max_length": 65}, "--downstream.max_length is 65, allowed: from 8 to the encoder's 64"),
         ({"downstream__tokenizer": "DATASET/tokenizer", "downstream__split": "test"}, "keeps the labels of its test"),
         ({"data__path": "nowhere"}, "--data.path nowhere: no such directory"),
     ],
-    ids=["tokenizer", "task", "folder", "length", "test", "path"],
+    ids=["tokenizer", "task", "twice", "folder", "length", "test", "path"],
 )
 def test_what_cannot_be_is_refused_by_its_flag(
     text_dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, object], message: str
