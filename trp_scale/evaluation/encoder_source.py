@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from trp_scale.checkpoint.document import DOCUMENT_NAME, read_document
@@ -18,6 +17,7 @@ from trp_scale.checkpoint.export_mm_mae import RGB_TOKENISER
 from trp_scale.checkpoint.stored_pieces import read_full_state
 from trp_scale.config import Config, RefusedError
 from trp_scale.config.finetuning import FinetuneConfig
+from trp_scale.evaluation.encoder_file import reading, stored_weights
 from trp_scale.evaluation.timm_encoder import open_timm
 from trp_scale.models.given_weights import FILE
 from trp_scale.models.image_encoder import interpolated
@@ -100,10 +100,13 @@ def open_encoder(path: str) -> EncoderSource:
         found = json.loads(description.read_text(encoding="utf-8"))
     except ValueError as error:
         raise RefusedError(f"--from {path}: {description} is not JSON: {error}") from error
-    if found.get("model_type") == "bert":
-        return _of_bert(path, found)
-    if found.get("model_type") == "vit_mae":
-        return _of_vitmae(path, found)
+    if not isinstance(found, dict):
+        raise RefusedError(f"--from {path}: {description} holds no settings by their names")
+    with reading(path, "config.json"):
+        if found.get("model_type") == "bert":
+            return _of_bert(path, found)
+        if found.get("model_type") == "vit_mae":
+            return _of_vitmae(path, found)
     if "architecture" in found:
         timm_vit = open_timm(path, found)
         return EncoderSource(path=path, text=False, settings=_vit_settings(**timm_vit.sizes), read=timm_vit.read)
@@ -183,8 +186,8 @@ def _of_bert(path: str, found: dict[str, Any]) -> EncoderSource:
         raise RefusedError(f"--from {path}: hidden_act gelu and absolute positions are supported, others found")
 
     def read() -> dict[str, Tensor]:
-        stored = load_file(Path(path) / FILE)
-        named = {_present_name(name.removeprefix("bert.")): tensor.float() for name, tensor in stored.items()}
+        stored = stored_weights(path)
+        named = {_present_name(name.removeprefix("bert.")): tensor for name, tensor in stored.items()}
         parts = ("embeddings.", "encoder.", "pooler.")
         return {name: tensor for name, tensor in named.items() if name.startswith(parts) and name != POSITION_NUMBERS}
 
@@ -212,7 +215,7 @@ def _of_vitmae(path: str, found: dict[str, Any]) -> EncoderSource:
         raise RefusedError(f"--from {path}: hidden_act gelu and a bias of queries, keys and values are supported")
 
     def read() -> dict[str, Tensor]:
-        stored = {published_name(name): tensor.float() for name, tensor in load_file(Path(path) / FILE).items()}
+        stored = {published_name(name): tensor for name, tensor in stored_weights(path).items()}
         try:
             positions = stored[VITMAE_POSITIONS].squeeze(0)
             return _with_positions(_by_our_names(stored, int(found["num_hidden_layers"])), positions, path)

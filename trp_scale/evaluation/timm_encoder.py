@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from trp_scale.config import RefusedError
+from trp_scale.evaluation.encoder_file import reading, stored_weights
 from trp_scale.models.given_weights import FILE
 from trp_scale.models.mae_weights import POSITION_TOLERANCE, TIMM_POSITIONS, is_encoder, ours
 from trp_scale.models.positions import sine_cosine
@@ -68,8 +68,9 @@ def open_timm(path: str, found: dict[str, Any]) -> TimmEncoder:
     learned = not _are_fixed(_positions(path), grid)
 
     def read() -> dict[str, Tensor]:
-        stored = {name: tensor.float() for name, tensor in load_file(Path(path) / FILE).items()}
-        weights = _encoder(path, stored, patch_size, _statistics(found))
+        stored = stored_weights(path)
+        with reading(path, FILE):
+            weights = _encoder(path, stored, patch_size, _statistics(found))
         if not learned:
             del weights["pos_embed"]
         return weights
@@ -116,7 +117,7 @@ def _differences(model: nn.Module) -> list[str]:
 
 def _positions(path: str) -> Tensor:
     """[1 + N, D] as stored."""
-    with safe_open(Path(path) / FILE, framework="pt") as file:
+    with reading(path, FILE), safe_open(Path(path) / FILE, framework="pt") as file:
         if TIMM_POSITIONS not in file.keys():  # noqa: SIM118 - not a mapping
             raise RefusedError(f"--from {path}: {FILE} has no {TIMM_POSITIONS}; allowed: weights of the whole model")
         positions: Tensor = file.get_tensor(TIMM_POSITIONS)

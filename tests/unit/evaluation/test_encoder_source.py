@@ -240,6 +240,28 @@ def test_wrong_things_are_refused_by_name(tmp_path: Path) -> None:
         open_encoder(str(tmp_path / "broken"))
 
 
+def test_what_is_damaged_or_missing_is_refused_by_name(tmp_path: Path) -> None:
+    with pytest.raises(RefusedError, match=r"config.json has no hidden_size"):
+        open_encoder(
+            str(described(tmp_path / "x", **{key: value for key, value in BERT.items() if key != "hidden_size"}))
+        )
+    with pytest.raises(RefusedError, match=r"config.json has no image_size"):
+        open_encoder(str(described(tmp_path / "x", model_type="vit_mae")))
+    (tmp_path / "x" / "config.json").write_text("[1]")
+    with pytest.raises(RefusedError, match=r"config.json holds no settings"):
+        open_encoder(str(tmp_path / "x"))
+    saved_by_timm(tmp_path / "timm")
+    weights = load_file(tmp_path / "timm" / "model.safetensors")
+    del weights["cls_token"]
+    save_file(weights, tmp_path / "timm" / "model.safetensors")
+    with pytest.raises(RefusedError, match=r"model.safetensors has no cls_token"):
+        open_encoder(str(tmp_path / "timm")).read()
+    for directory in (described(tmp_path / "bert", **BERT), tmp_path / "timm"):
+        (directory / "model.safetensors").write_bytes(b"cut off")
+        with pytest.raises(RefusedError, match=rf"--from {directory}: model.safetensors cannot be read"):
+            open_encoder(str(directory)).read()
+
+
 def test_a_masked_autoencoder_of_another_kind_is_refused(tmp_path: Path) -> None:
     settings = config(tokens="visible")
     peer = vitmae(settings)
