@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from trp_scale.config import RefusedError
 from trp_scale.config.dense import DenseConfig
 from trp_scale.data.images.dataset import ImageDataset
 from trp_scale.data.images.depth import RELATIVE_SCALE
@@ -56,15 +57,24 @@ class DepthMaps:
 
     Attributes:
         name: of the batch's field.
-        metric: whether every member's maps are in metres.
+        metric: whether the maps are in metres.
         nearer: whether larger numbers are nearer (inverse depth).
+
+    Raises:
+        RefusedError: some members' maps are in metres, others not.
     """
 
     name = "depth"
 
     def __init__(self, datasets: Sequence[ImageDataset], dense: DenseConfig) -> None:
         maps = [next(each for each in dataset.modalities if each.name == "depth") for dataset in datasets]
-        self.metric = all(each.scale is not None for each in maps)
+        in_metres = [each.scale is not None for each in maps]
+        self.metric = all(in_metres)
+        if any(in_metres) and not self.metric:
+            raise RefusedError(
+                f"{datasets[in_metres.index(False)].directory}: its depth maps have no metres (scale null in "
+                f"dataset.json), those of {datasets[in_metres.index(True)].directory} have; allowed: one or the other"
+            )
         self.nearer = maps[0].larger_is == "nearer"
         self._units = [RELATIVE_SCALE if each.scale is None else each.scale for each in maps]
         self._low, self._high = dense.min_depth, dense.max_depth or np.inf

@@ -36,7 +36,7 @@ class DenseTask(TaskParts):
                 f"--downstream.test_path {test_path} has other classes than --data.path {config.data.path}; shard both "
                 "with the same --semseg_classes"
             )
-        self._outputs = self.complete(data)
+        self._outputs = self.complete(data, test)
         super().__init__(
             config,
             open_task_sources(
@@ -53,8 +53,13 @@ class DenseTask(TaskParts):
         self.step_flops = 0.0  # until there is a model to count
 
     @abstractmethod
-    def complete(self, data: DenseData) -> int:
-        """Write the settings that follow from the data into the configuration; returns the model's outputs."""
+    def complete(self, data: DenseData, measured: DenseData) -> int:
+        """Write the settings that follow from the data into the configuration; returns the model's outputs.
+
+        Args:
+            data: to learn from.
+            measured: what is measured, which may be the same.
+        """
 
     def model(self) -> nn.Module:
         model = PixelModel(self.config, self._outputs)

@@ -25,6 +25,8 @@ from trp_scale.objectives.depth import Depth, DepthSpace
 SAMPLED_MAPS = 256
 """Training maps from which mean and deviation are taken."""
 
+NEARER = {True: "nearer", False: "farther"}
+
 
 class DepthTask(DenseTask):
     """Depth of pixels; see `DownstreamTask`."""
@@ -44,20 +46,27 @@ class DepthTask(DenseTask):
         )
         self.objective = Depth(self.space)
 
-    def complete(self, data: DenseData) -> int:
+    def complete(self, data: DenseData, measured: DenseData) -> int:
         maps, dense = data.maps, self.config.dense
-        assert isinstance(maps, DepthMaps)
-        path = self.config.data.path
+        assert isinstance(maps, DepthMaps) and isinstance(measured.maps, DepthMaps)
+        path, test_path = self.config.data.path, self.config.downstream.test_path or self.config.data.path
         if maps.nearer and dense.target == "metric":
             raise RefusedError(
                 f"{path}: larger numbers of its depth maps are nearer (inverse depth), --dense.target is metric; "
                 "allowed: --dense.target inverse"
             )
-        if not maps.metric and dense.alignment == "none":
+        if maps.nearer is not measured.maps.nearer:
             raise RefusedError(
-                f"{path}: its depth maps have no metres (scale null in dataset.json), so that errors of a prediction "
-                "mean nothing as they are; allowed: --dense.alignment scale_shift, or shard again with --depth_scale"
+                f"{test_path}: larger numbers of its depth maps are {NEARER[measured.maps.nearer]}, of {path} "
+                f"{NEARER[maps.nearer]}; allowed: maps of one direction"
             )
+        for one, where in ((maps, path), (measured.maps, test_path)):
+            if not one.metric and dense.alignment == "none":
+                raise RefusedError(
+                    f"{where}: its depth maps have no metres (scale null in dataset.json), so that errors of a "
+                    "prediction mean nothing as they are; allowed: --dense.alignment scale_shift, or shard again with "
+                    "--depth_scale"
+                )
         self._inverted = dense.target == "inverse" and not maps.nearer
         if dense.depth_deviation == 0:
             dense.depth_mean, dense.depth_deviation = self._statistics(data)

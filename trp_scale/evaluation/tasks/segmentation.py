@@ -28,7 +28,7 @@ class SegmentationTask(DenseTask):
         super().__init__(config, environment)
         self.objective = Segmentation(config.dense.auxiliary_weight)
 
-    def complete(self, data: DenseData) -> int:
+    def complete(self, data: DenseData, measured: DenseData) -> int:
         assert isinstance(data.maps, SegmentationMaps)
         self.classes = data.maps.classes
         self.config.downstream.classes = len(self.classes)
