@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import inf
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -149,6 +150,17 @@ def _problems(arguments: ProbeArguments) -> list[str]:
             f"--validation_fraction is {arguments.validation_fraction} and there is no --test: nothing is left to "
             "measure on; allowed: more than 0 and less than 1, or --test DIR"
         )
+    found += _numbers_out_of_range(arguments)
+    if arguments.seeds > 1 and not scratch and arguments.method != "linear":
+        found.append(
+            f"--seeds {arguments.seeds}: --method {arguments.method} has nothing random in it, so that every seed "
+            "would give the same figure and a spread of 0; allowed: 1, or --method linear, or --from scratch; probe "
+            "the runs of several seeds one by one"
+        )
+    return found
+
+
+def _numbers_out_of_range(arguments: ProbeArguments) -> list[str]:
     smallest = {
         "seeds": arguments.seeds,
         "batch_size": arguments.batch_size,
@@ -156,19 +168,25 @@ def _problems(arguments: ProbeArguments) -> list[str]:
         "logistic.iterations": arguments.logistic.iterations,
         "knn.k": arguments.knn.k,
     }
-    found += [f"--{name} is {value}, allowed: 1 or more" for name, value in smallest.items() if value < 1]
+    found = [f"--{name} is {value}, allowed: 1 or more" for name, value in smallest.items() if value < 1]
     if arguments.linear.batch_size < 2:
         found.append(f"--linear.batch_size is {arguments.linear.batch_size}, allowed: 2 or more, for the batch norm")
+    found += [
+        f"--{name} is {value}, allowed: 0 or more"
+        for name, value in {"seed": arguments.seed, "workers": arguments.workers}.items()
+        if value < 0
+    ]
+    if not 0 <= arguments.linear.warmup_epochs < arguments.linear.epochs:
+        found.append(
+            f"--linear.warmup_epochs is {arguments.linear.warmup_epochs}, allowed: from 0 to below --linear.epochs "
+            f"{arguments.linear.epochs}, or the learning rate would never reach its peak"
+        )
+    if not 0 < arguments.centre_share <= 1:
+        found.append(f"--centre_share is {arguments.centre_share}, allowed: more than 0, at most 1")
     positive = {
         "linear.base_lr": arguments.linear.base_lr,
         "logistic.inverse_penalty": arguments.logistic.inverse_penalty,
         "knn.temperature": arguments.knn.temperature,
     }
-    found += [f"--{name} is {value}, allowed: more than 0" for name, value in positive.items() if not value > 0]
-    if arguments.seeds > 1 and not scratch and arguments.method != "linear":
-        found.append(
-            f"--seeds {arguments.seeds}: --method {arguments.method} has nothing random in it, so that every seed "
-            "would give the same figure and a spread of 0; allowed: 1, or --method linear, or --from scratch; probe "
-            "the runs of several seeds one by one"
-        )
+    found += [f"--{name} is {value}, allowed: more than 0" for name, value in positive.items() if not 0 < value < inf]
     return found

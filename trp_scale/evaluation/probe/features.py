@@ -48,7 +48,8 @@ def extract(encoder: FrozenEncoder, batches: Iterable[Batch], group: Group = ALO
     out. Each micro-batch is the same rows on any number of ranks, so its vectors are the same to the bit. Collective.
 
     Raises:
-        RefusedError: on all ranks, images that cannot be read.
+        RefusedError: on all ranks, images that cannot be read, or vectors that are not finite, in which a method may
+            find something all the same.
     """
     rows, corrupt = GatheredRows(), set()
     for batch in batches:
@@ -60,7 +61,13 @@ def extract(encoder: FrozenEncoder, batches: Iterable[Batch], group: Group = ALO
             "copy or shard the data again"
         )
     found = rows.gather(group)
-    return found["features"], found["labels"]
+    features: Features = found["features"]
+    if wrong := int((~np.isfinite(features).all(axis=1)).sum()):
+        raise RefusedError(
+            f"the encoder gives {wrong} of {len(features)} images features that are not finite numbers; look at how it "
+            "was trained"
+        )
+    return features, found["labels"]
 
 
 def all_features(

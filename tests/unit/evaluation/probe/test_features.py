@@ -11,6 +11,7 @@ import torch
 from tests.runs import image_flags, pretrain_here
 from tests.unit.data.images.stored import sample, write_images
 from tests.unit.evaluation.probe.small_encoder import small_config, stripe_detector, striped_images
+from trp_scale.config import RefusedError
 from trp_scale.distributed.groups import ALONE, Group
 from trp_scale.evaluation.probe import features as module
 from trp_scale.evaluation.probe.arguments import ProbeArguments
@@ -43,6 +44,14 @@ def test_every_image_once_in_stored_order_on_any_number_of_ranks(images: ProbedI
         ranks = [Group("world", rank, world) for rank in range(world)]
         batches = sorted((batch for rank in ranks for batch in images.batches(rank)), key=lambda batch: batch.start)
         assert np.array_equal(extract(encoder, batches)[0], found), world
+
+
+def test_features_that_are_not_finite_are_refused(images: ProbedImages) -> None:
+    encoder = FrozenEncoder(small_config(), pooling="mean")
+    with torch.no_grad():
+        encoder.module.blocks[0].mlp.fc1.bias[0] = torch.nan  # type: ignore[union-attr, index]
+    with pytest.raises(RefusedError, match="gives 37 of 37 images features that are not finite"):
+        extract(encoder, images.batches(ALONE))
 
 
 def test_features_are_of_the_last_tokens(images: ProbedImages) -> None:
