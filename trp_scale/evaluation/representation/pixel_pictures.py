@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,9 +24,6 @@ from trp_scale.evaluation.representation.images import planned_batches
 from trp_scale.evaluation.representation.study import ShownImages
 from trp_scale.evaluation.tasks import build_task
 from trp_scale.evaluation.tasks.depth import DepthTask
-
-if TYPE_CHECKING:
-    pass
 
 MODALITY = {"segmentation": "semseg", "depth": "depth"}
 """Whose colours a task's maps are shown in."""

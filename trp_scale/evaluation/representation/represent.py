@@ -68,7 +68,8 @@ def represent(argv: Sequence[str]) -> int:
     """Run `trp-scale represent`; returns the exit status.
 
     Raises:
-        RefusedError: no such encoder or data, a library that is not installed, or flags that do not fit them.
+        RefusedError: no such encoder or data, a library that is not installed, flags that do not fit them, or an output
+            that cannot be written.
     """
     arguments = tyro.cli(RepresentArguments, prog="trp-scale represent", args=argv, use_underscores=True)
     _check(arguments)
@@ -80,11 +81,14 @@ def represent(argv: Sequence[str]) -> int:
     if len(choice.positions) < LEAST_IMAGES:
         raise RefusedError(f"--data {arguments.data}: {len(choice.positions)} images; allowed: {LEAST_IMAGES} or more")
     runs = open_finetuned(arguments.run, choice)
+    output = arguments.output
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RefusedError(f"--output {output} cannot be made: {error.strerror}") from error
     with Environment() as environment:
         encoder = FrozenEncoder(config, pooling=arguments.pooling, device=environment.device)
         study = study_images(encoder, config, choice, block=block, shown=arguments.shown)
-        output = arguments.output
-        output.mkdir(parents=True, exist_ok=True)
         findings = Findings(
             encoder=arguments.from_, config=config, pooling=arguments.pooling, choice=choice, study=study, output=output
         )
@@ -131,7 +135,7 @@ def read_positions(words: Sequence[str], grid: int) -> list[Position]:
     found = []
     for word in words:
         row, _, column = word.partition(",")
-        if not (row.isdigit() and column.isdigit() and max(int(row), int(column)) < grid):
+        if not (row.isdecimal() and column.isdecimal() and max(int(row), int(column)) < grid):
             raise RefusedError(
                 f"--positions {word}: allowed: ROW,COLUMN, each from 0 to {grid - 1}: the encoder sees {grid} x {grid} "
                 "patches"

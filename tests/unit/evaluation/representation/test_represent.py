@@ -174,6 +174,9 @@ def test_what_cannot_be_is_refused_before_anything_is_encoded(
         assert represent(*flags, "--output", output) == 2, words
         assert words in capsys.readouterr().err
     assert not output.exists()
+    output.touch()
+    assert represent("--from", run, "--data", image_dataset, "--output", output) == 2
+    assert f"--output {output} cannot be made: File exists" in capsys.readouterr().err
 
 
 def test_a_classifier_of_other_classes_is_refused(
@@ -199,7 +202,7 @@ def test_the_same_images_are_chosen_every_time(image_dataset: Path) -> None:
 
 def test_positions_and_blocks_are_read() -> None:
     assert read_positions(["0,3", "2,1"], 4) == [(0, 3), (2, 1)]
-    for wrong in ("4,0", "0", "a,b", "-1,0", "1,2,3"):
+    for wrong in ("4,0", "0", "a,b", "-1,0", "1,2,3", "²,1"):
         with pytest.raises(RefusedError, match="ROW,COLUMN"):
             read_positions([wrong], 4)
     assert (read_block(-1, 12), read_block(0, 12)) == (11, 0)
