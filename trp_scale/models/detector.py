@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
+from typing import Any
 
 import torch
 from timm.layers import LayerNorm2d
@@ -84,11 +86,19 @@ class Detector(OnImageEncoder):
         """
         for part in (self.rpn, self.roi_heads):  # they have neither dropout nor statistics: their mode only says this
             part.train(targets is not None)
-        levels = self.pyramid(self.encoder(images, self._after))
-        sizes = [(images.shape[-2], images.shape[-1])] * len(images)
-        proposals, proposal_losses = self.rpn(ImageList(images, sizes), levels, targets)
-        detections, losses = self.roi_heads(levels, proposals, sizes, targets)
+        with self._own_precision(images.device):
+            levels = self.pyramid(self.encoder(images, self._after))
+            sizes = [(images.shape[-2], images.shape[-1])] * len(images)
+            proposals, proposal_losses = self.rpn(ImageList(images, sizes), levels, targets)
+            detections, losses = self.roi_heads(levels, proposals, sizes, targets)
         return detections if targets is None else {**proposal_losses, **losses}
+
+    def _own_precision(self, device: torch.device) -> AbstractContextManager[Any]:
+        """Weights of 16 bits (DeepSpeed's) meet levels in single precision, which autocast joins."""
+        dtype = self.encoder.cls_token.dtype
+        if dtype in (torch.bfloat16, torch.float16):
+            return torch.autocast(device.type, dtype)
+        return nullcontext()
 
 
 def _proposals(detection: DetectionConfig, patch_size: int) -> RegionProposalNetwork:

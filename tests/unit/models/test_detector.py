@@ -143,6 +143,41 @@ def test_boxes_stay_in_single_precision_under_autocast() -> None:
     assert rounded == 0
 
 
+@pytest.mark.parametrize("pyramid", ["simple", "fpn"])
+def test_weights_of_sixteen_bits_learn_and_detect_in_single_precision(pyramid: str) -> None:
+    """DeepSpeed's: the levels are in single precision, the heads' weights are not."""
+    exact = Detector(detection_config(pyramid=pyramid, score_threshold=0.0))
+    losses = []
+    for detector in (exact, copy.deepcopy(exact).bfloat16()):
+        torch.manual_seed(5)
+        losses.append(detector(some_images(), some_targets()))
+        with torch.no_grad():
+            assert all(one["boxes"].dtype == torch.float32 for one in detector(some_images()))
+    for name in ("loss_objectness", "loss_rpn_box_reg", "loss_mask"):
+        assert losses[1][name].dtype == torch.float32
+        assert float(losses[1][name].detach()) == pytest.approx(float(losses[0][name].detach()), rel=0.1)
+    sum(losses[1].values()).backward()  # type: ignore[union-attr]
+    assert all(parameter.grad is not None for parameter in detector.parameters())
+
+
+def test_thresholds_and_shares_of_samples_are_torchvisions() -> None:
+    """Those of Ren et al. and He et al., which the recipes do not change."""
+    detector = Detector(detection_config())
+    theirs = MaskRCNN(Backbone(detector, 16), num_classes=9)
+    for ours, other in ((detector.rpn, theirs.rpn), (detector.roi_heads, theirs.roi_heads)):
+        matcher, sampler = ours.proposal_matcher, ours.fg_bg_sampler
+        for name in ("high_threshold", "low_threshold", "allow_low_quality_matches"):
+            assert getattr(matcher, name) == getattr(other.proposal_matcher, name), name
+        assert sampler.positive_fraction == other.fg_bg_sampler.positive_fraction
+        assert ours.box_coder.weights == other.box_coder.weights
+    assert detector.rpn.nms_thresh == theirs.rpn.nms_thresh
+    assert detector.rpn.anchor_generator.aspect_ratios == ((0.5, 1.0, 2.0),) * 5
+    assert detector.roi_heads.mask_roi_pool.output_size == theirs.roi_heads.mask_roi_pool.output_size
+    assert detector.roi_heads.box_roi_pool.output_size == theirs.roi_heads.box_roi_pool.output_size
+    for pool in (detector.roi_heads.box_roi_pool, detector.roi_heads.mask_roi_pool):
+        assert pool.sampling_ratio == theirs.roi_heads.box_roi_pool.sampling_ratio
+
+
 def test_initial_weights_follow_from_the_seed_alone() -> None:
     config = detection_config()
     first = Detector(config).state_dict()
