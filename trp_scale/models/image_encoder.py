@@ -131,10 +131,11 @@ class ImageEncoder(nn.Module):
     def _relative_inputs(self, tokens: Tensor) -> RelativeInputs | None:
         if not self.relative:
             return None
-        places = torch.arange(self.grid**2, device=tokens.device).expand(len(tokens), -1)
+        places = torch.arange(self.grid**2, device=tokens.device)[None]  # [1, N]
         dtype = torch.promote_types(self.cls_token.dtype, torch.float32)
         centre = torch.zeros(2, dtype=dtype, device=tokens.device)
-        return RelativeInputs(offset_numbers(places, self.grid), grid_weights(self.grid, self.index, centre), 0)
+        offsets = offset_numbers(places, self.grid).expand(len(tokens), -1, -1)  # [B, N, N], whole images all alike
+        return RelativeInputs(offsets, grid_weights(self.grid, self.index, centre), 0)
 
 
 class OnImageEncoder(nn.Module):

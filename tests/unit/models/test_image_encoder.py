@@ -94,6 +94,14 @@ def test_it_is_the_encoder_of_several_modalities_seeing_images_alone() -> None:
         torch.testing.assert_close(encoder(pixels)[0], expected, rtol=0, atol=1e-12)
 
 
+def test_the_offsets_of_a_batch_of_whole_images_are_made_once() -> None:
+    settings = finetune_config()
+    settings.vision.positions = "relative"
+    inputs = ImageEncoder(settings)._relative_inputs(torch.empty(5, 1 + GRID**2, 24))
+    assert inputs is not None and inputs.offsets.shape == (5, GRID**2, GRID**2)
+    assert inputs.offsets.untyped_storage().nbytes() == GRID**4 * 8, "whole images are all alike"
+
+
 @pytest.mark.parametrize("size", [256, 512, 96])
 def test_positions_are_stretched_as_in_timm(size: int) -> None:
     stored = torch.randn(1, 1 + 14**2, 12, generator=torch.Generator().manual_seed(0))
