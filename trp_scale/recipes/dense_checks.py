@@ -32,6 +32,11 @@ def dense_problems(config: FinetuneConfig) -> Iterator[str]:
     if dense.auxiliary_weight < 0 or (dense.auxiliary_weight and dense.head != "upernet"):
         allowed = "0 or more" if dense.head == "upernet" else f"0 with --dense.head {dense.head}, more with upernet"
         yield f"--dense.auxiliary_weight is {dense.auxiliary_weight}, allowed: {allowed}"
+    if dense.head == "upernet" and config.crops.size < 2 * config.vision.patch_size:
+        yield (
+            f"--crops.size is {config.crops.size}, allowed with --dense.head upernet: two patches or more, "
+            f"{2 * config.vision.patch_size} pixels, since it also reads a map of half the patches"
+        )
     if dense.head == "dpt" and kind == "segmentation":
         yield "--dense.head is dpt, allowed for segmentation: linear, convnext, upernet"
     if dense.after and (
