@@ -19,7 +19,8 @@ class DownstreamConfig:
     """Of images: data set on all of whose samples the metrics are measured; empty = what --data.validation_fraction
     holds out of --data.path."""
     split: Literal["dev", "test"] = "dev"
-    """What the measured samples are called in every table: of the training set's side (dev), or the test set."""
+    """What the measured samples are called in every table: of the training set's side (dev), or the test set; of GLUE
+    also which of its files are measured."""
     epochs: float = 3.0
     """Passes over the training rows, from which training.steps follows; 0 = training.steps as it is."""
     warmup_share: float = 0.0

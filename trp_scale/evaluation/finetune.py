@@ -178,10 +178,13 @@ def read_done(run_dir: Path, asked: dict[str, Any]) -> SeedResult | None:
 def check_same_data(run_dir: Path, digest: str, earlier: Sequence[SeedResult]) -> None:
     """Refuse to put a seed beside others that have learned from other data, or were measured on other.
 
+    Args:
+        digest: of the seed's data; empty = not known.
+
     Raises:
         RefusedError: naming the seeds.
     """
-    others = [str(one.seed) for one in earlier if one.data not in ("", digest)]
+    others = [str(one.seed) for one in earlier if "" not in (one.data, digest) and one.data != digest]
     if others:
         raise RefusedError(
             f"{run_dir}: the data are not those of seed {', '.join(others)}, which is finished; put them back, or give "
@@ -207,6 +210,7 @@ def run_seed(
     if arguments.resume != "never":
         done = on_rank_zero(world, f"reading {run_dir}", lambda: read_done(run_dir, asked))
         if done is not None:
+            check_same_data(run_dir, done.data, earlier)
             return EXIT_FINISHED, done
     rundir.create_run_directory(arguments, world)
     found: list[SeedResult] = []

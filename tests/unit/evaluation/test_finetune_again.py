@@ -57,6 +57,9 @@ def test_seeds_on_other_data_are_not_joined(
     assert "seed_1: the data are not those of seed 0, which is finished" in capsys.readouterr().err
     assert not (tmp_path / "run" / "cola" / "seed_1" / RESULT_FILE).exists()
     assert read_results(tmp_path / "run").tasks[0].seeds == [0]
+    assert cli.main([*command, "--training.seed", "1"]) == 0, "alone it may have other data"
+    assert cli.main([*command, "--seeds", "2"]) == 2
+    assert "seed_1: the data are not those of seed 0" in capsys.readouterr().err
 
 
 def test_an_encoder_that_has_learned_on_is_another_one(
