@@ -11,6 +11,7 @@ from torch import Tensor
 from trp_scale.batch import Batch
 from trp_scale.config import RefusedError
 from trp_scale.distributed.groups import Group
+from trp_scale.evaluation.tasks.base import distinct
 
 
 class Confusion:
@@ -65,6 +66,7 @@ def figures(counts: Tensor, classes: Sequence[str]) -> dict[str, Any]:
         )
     union = labelled + predicted - right
     iou, accuracy = right / union, right / labelled  # not a number where there is no pixel
+    names = distinct(classes)
     constant = labelled.max() / labelled.sum() / (labelled > 0).sum()
     return {
         "mean_iou": float(iou[union > 0].mean()),
@@ -72,9 +74,9 @@ def figures(counts: Tensor, classes: Sequence[str]) -> dict[str, Any]:
         "class_accuracy": float(accuracy[labelled > 0].mean()),
         "constant_mean_iou": float(constant),
         "detail": {
-            "iou": {name: _number(value) for name, value in zip(classes, iou.tolist(), strict=True)},
-            "accuracy": {name: _number(value) for name, value in zip(classes, accuracy.tolist(), strict=True)},
-            "pixels": {name: int(value) for name, value in zip(classes, labelled.tolist(), strict=True)},
+            "iou": {name: _number(value) for name, value in zip(names, iou.tolist(), strict=True)},
+            "accuracy": {name: _number(value) for name, value in zip(names, accuracy.tolist(), strict=True)},
+            "pixels": {name: int(value) for name, value in zip(names, labelled.tolist(), strict=True)},
         },
     }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -200,6 +201,12 @@ def measure(engine: Engine, task: Measured, windows: Iterable[Batch]) -> dict[st
             "of all; copy or shard the data again"
         )
     return collected.finish(engine.data_group)
+
+
+def distinct(classes: Sequence[str]) -> list[str]:
+    """Names of the classes, with their number where two have the same (ImageNet has two cranes): tables go by name."""
+    counts = Counter(classes)
+    return [name if counts[name] == 1 else f"{name} ({number})" for number, name in enumerate(classes)]
 
 
 class GatheredRows:

@@ -22,7 +22,7 @@ from trp_scale.data.mixture import MemberPath, parse_paths
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group
 from trp_scale.evaluation.encoder_source import SCRATCH, open_encoder
-from trp_scale.evaluation.tasks.base import GatheredRows, TaskParts, open_task_sources, take_encoder
+from trp_scale.evaluation.tasks.base import GatheredRows, TaskParts, distinct, open_task_sources, take_encoder
 from trp_scale.models.image_classifier import ImageClassifier
 from trp_scale.objectives.classification import ImageClassification
 from trp_scale.observe.throughput import classifier_step_flops
@@ -104,7 +104,7 @@ class Accuracy:
         found["detail"] = {
             "classes": {
                 name: {"accuracy": hit / count if count else None, "images": count}
-                for name, hit, count in zip(self._classes, hits, images, strict=True)
+                for name, hit, count in zip(distinct(self._classes), hits, images, strict=True)
             }
         }
         return found
@@ -126,14 +126,12 @@ class LabelledImages:
     Attributes:
         paths, datasets: of the mixture's members.
         meta: what they have in common.
-        labels: of all images in stored order, [n] for each data set; UNKNOWN where the index does not tell.
         classes: names, or numbers where there are none.
     """
 
     paths: list[MemberPath]
     datasets: list[ImageDataset]
     meta: ImageMeta
-    labels: list[np.ndarray]
     classes: tuple[str, ...]
 
     def rows(self, builder: BatchBuilder) -> Rows:
@@ -159,14 +157,16 @@ def open_labelled(path: str) -> LabelledImages:
     meta = agree_images(datasets)
     if "cls" not in meta.suffixes:
         raise RefusedError(f"{path}: the images have no classes (no .cls members), and classification needs them")
-    labels = [stored_labels(dataset) for dataset in datasets]
-    if meta.classes is None and any((each == UNKNOWN).any() for each in labels):
-        raise RefusedError(
-            f"{path}: dataset.json names no classes, and not all .cls members are plain numbers, so that one cannot "
-            "tell how many classes there are; shard the images again with --class_names"
-        )
-    classes = meta.classes or tuple(str(number) for number in range(1 + max(int(each.max()) for each in labels)))
-    return LabelledImages(paths=paths, datasets=datasets, meta=meta, labels=labels, classes=classes)
+    classes = meta.classes
+    if classes is None:
+        labels = [stored_labels(dataset) for dataset in datasets]
+        if any((each == UNKNOWN).any() for each in labels):
+            raise RefusedError(
+                f"{path}: dataset.json names no classes, and not all .cls members are plain numbers, so that one "
+                "cannot tell how many classes there are; shard the images again with --class_names"
+            )
+        classes = tuple(str(number) for number in range(1 + max(int(each.max()) for each in labels)))
+    return LabelledImages(paths=paths, datasets=datasets, meta=meta, classes=classes)
 
 
 def check_classes(train: LabelledImages, measured: LabelledImages) -> None:

@@ -59,6 +59,13 @@ def test_a_class_that_is_nowhere_is_left_out_of_the_means() -> None:
     assert detail["accuracy"]["only predicted"] is None
 
 
+def test_classes_of_one_name_are_told_apart_by_their_number() -> None:
+    detail = figures(torch.tensor([[3, 0, 0], [0, 1, 1], [0, 0, 2]]), ("crane", "sky", "crane"))["detail"]
+    assert detail["pixels"] == {"crane (0)": 3, "sky": 2, "crane (2)": 2}
+    assert detail["accuracy"] == {"crane (0)": 1.0, "sky": 0.5, "crane (2)": 1.0}
+    assert list(detail["iou"]) == list(detail["pixels"])
+
+
 def test_the_constant_prediction_s_figure_is_what_it_would_get() -> None:
     labels = drawn(4, (30, 40))[0]
     labels[:20] = 2

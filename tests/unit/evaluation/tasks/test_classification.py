@@ -59,6 +59,16 @@ def test_figures_are_scikit_learns() -> None:
     assert sum(one["images"] for one in classes.values()) == 300
 
 
+def test_classes_of_one_name_are_told_apart_by_their_number() -> None:
+    accuracy = Accuracy(("crane", "crane", "maillot"))
+    accuracy.add(
+        torch.eye(3),
+        Batch(fields={"labels": torch.tensor([0, 2, 2]), "row_weights": torch.ones(3)}, keys=torch.arange(3), start=0),
+    )
+    classes = accuracy.finish(Group("data"))["detail"]["classes"]
+    assert {name: one["images"] for name, one in classes.items()} == {"crane (0)": 1, "crane (1)": 0, "maillot": 2}
+
+
 def test_filler_rows_count_nowhere() -> None:
     logits, labels = torch.eye(12), torch.arange(12)
     logits[3] = logits[3].flip(0)  # the one that is wrong
