@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -77,6 +78,8 @@ def all_features(
 
     Returns:
         them, on rank 0 alone, and whether they were in the cache.
+    Raises:
+        RefusedError: on all ranks, the cache cannot be written, or as `extract`.
     """
     key = hashlib.blake2b(json.dumps([FORMAT, encoder.digest(), images.digest]).encode(), digest_size=16).hexdigest()
     path = cache / f"{key}.safetensors"
@@ -84,6 +87,8 @@ def all_features(
 
     def read() -> bool:
         kept = _read(path)
+        if kept is None:
+            _require_writable(cache)  # before the encoder runs for hours
         found.extend([] if kept is None else [kept])
         return kept is not None
 
@@ -105,8 +110,18 @@ def _read(path: Path) -> LabelledFeatures | None:
         return None
 
 
+def _require_writable(cache: Path) -> None:
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=cache):
+            pass
+    except OSError as error:
+        raise RefusedError(
+            f"--cache {cache}: features cannot be kept there ({error.strerror}); give another"
+        ) from error
+
+
 def _write(path: Path, found: LabelledFeatures) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.tmp")
     save_file({"features": np.ascontiguousarray(found.features), "labels": found.labels}, temporary)
     temporary.replace(path)

@@ -143,6 +143,17 @@ def test_kept_features_are_found_again_and_by_nothing_else(
     assert not cached and np.array_equal(first, again)
 
 
+def test_a_cache_that_cannot_be_written_is_refused_before_the_encoder_runs(
+    images: ProbedImages, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "extract", lambda *arguments: pytest.fail("the encoder has run"))
+    (tmp_path / "file").touch()
+    encoder = FrozenEncoder(small_config(), pooling="mean")
+    for cache in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(RefusedError, match=f"--cache {cache}: features cannot be kept there"):
+            all_features(encoder, images, ALONE, cache)
+
+
 def test_what_is_held_out_is_what_a_run_holds_out(images: ProbedImages) -> None:
     held = images.held_out(0.3)
     assert 0 < held.sum() < 37
