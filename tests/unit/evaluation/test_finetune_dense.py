@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,8 +20,10 @@ from trp_scale.config import RefusedError
 from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.data.images.settings import ShardImagesConfig
 from trp_scale.data.images.shard import shard_images
+from trp_scale.distributed.groups import ALONE
 from trp_scale.evaluation.finetune import parse_finetune
 from trp_scale.evaluation.results import read_results
+from trp_scale.evaluation.tasks.depth import DepthTask
 from trp_scale.recipes.loader import load_recipe
 
 SMALL: dict[str, Any] = {
@@ -163,6 +166,20 @@ def test_depth_without_metres_and_inverse_depth(
     assert means["metric"] == pytest.approx(means["n"]), "maps whose larger numbers are nearer are learned as they are"
     metres = means["metric"] * 65535 * 0.001
     assert 1 < metres < 20 and 1 / metres < means["inverse"], "the mean of 1 / depth is above 1 / the mean"
+
+
+def test_depth_is_standardised_by_training_maps_alone(image_dataset: Path, tmp_path: Path) -> None:
+    """Of 0.5 held out: crops as large as the scenes and jitter of 1 show whole maps."""
+    size = int(json.loads((image_dataset / "dataset.json").read_text())["settings"]["size"])
+    changes = {"data__validation_fraction": 0.5, "dense__min_scale": 1.0, "dense__max_scale": 1.0, "crops__size": size}
+    config = parse_finetune(
+        flags("depth", image_dataset, tmp_path, **changes, batch__global_size=1, batch__micro_size=1)
+    ).config
+    task = DepthTask(config, SimpleNamespace(data=ALONE, device=torch.device("cpu")))  # type: ignore[arg-type]
+    maps = torch.cat([task.source.next_window()[0]["depth"] for _ in range(task.source.rows)]).double()  # type: ignore[attr-defined]
+    assert 10 < len(maps) < 90
+    assert config.dense.depth_mean == pytest.approx(float(maps[maps > 0].mean()), rel=1e-9)
+    assert config.dense.depth_deviation == pytest.approx(float(maps[maps > 0].std(correction=0)), rel=1e-9)
 
 
 def test_blocks_that_the_encoder_has_not_are_refused(image_dataset: Path, tmp_path: Path) -> None:

@@ -12,9 +12,10 @@ import torch
 import torch.nn.functional as F
 
 from tests.unit.data.images.stored import photograph
+from trp_scale.batch import Batch
 from trp_scale.config import RefusedError
 from trp_scale.config.finetuning import FinetuneConfig
-from trp_scale.data.images.dense_batch import JitteredBatchBuilder, WholeBatchBuilder
+from trp_scale.data.images.dense_batch import JitteredBatchBuilder, WholeBatchBuilder, _joined
 from trp_scale.data.images.dense_maps import DepthMaps, SegmentationMaps
 from trp_scale.data.images.dense_rows import DenseData, MapName, open_dense
 from trp_scale.data.images.members import VOID
@@ -137,6 +138,21 @@ def test_a_prediction_is_at_the_place_and_size_of_its_label(image_dataset: Path)
         assert prediction.shape == (3, *batch["sizes"][row].tolist())
         expected = F.interpolate(batch["images"][row : row + 1].float(), size=prediction.shape[1:], mode="bilinear")[0]
         assert torch.equal(prediction, expected), "scenes are square: their one window is the squashed image"
+
+
+@pytest.mark.parametrize("measured", ["windows", "squashed"])
+def test_images_of_any_shape_are_joined_at_their_own_size(measured: str) -> None:
+    """Three in one batch, wide, tall and square, by a model that gives back what it sees."""
+    cutter = WindowCutter(settings().crops, settings(measured=measured).dense)
+    images = [torch.from_numpy(np.array(photograph(*size))).permute(2, 0, 1) for size in ((30, 71), (90, 40), (24, 24))]
+    fields = _joined([cutter.cut(image) for image in images])
+    fields["sizes"] = torch.tensor([image.shape[1:] for image in images])
+    batch = Batch(fields=fields, keys=torch.arange(3), start=0)
+    found = list(predict_whole(lambda pixels: [pixels], lambda pixels: pixels.float(), batch))  # type: ignore[arg-type]
+    for image, prediction in zip(images, found, strict=True):
+        assert prediction.shape == image.shape
+        coarse = [F.avg_pool2d(each[None].float(), 10, ceil_mode=True) for each in (image, prediction)]
+        assert (coarse[0] - coarse[1]).abs().max() < 12, "resized twice, and otherwise in place"
 
 
 def test_what_is_no_such_data_is_refused_with_the_command_that_makes_it(image_dataset: Path, tmp_path: Path) -> None:
