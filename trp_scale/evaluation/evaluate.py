@@ -43,7 +43,8 @@ class EvaluateArguments:
         trp-scale evaluate --run RUN --robustness a=shards/a --robustness c=shards/c
 
     a, r and sketch (ImageNet-A, -R, -Sketch): accuracy among the classes that the set has, matched by the names of
-    their folders. c (ImageNet-C, DIR/CORRUPTION/SEVERITY): mean corruption error over 15 corruptions of 5 severities.
+    their folders. c (ImageNet-C, DIR/CORRUPTION/SEVERITY): mean corruption error over 15 corruptions of 5 severities,
+    on the images as they are.
     """
 
     run: Annotated[Path, tyro.conf.arg(metavar="DIR", aliases=["--finetuned"])] = Path()

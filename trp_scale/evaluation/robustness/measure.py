@@ -95,14 +95,20 @@ class RobustClassifier:
             )
         return names
 
-    def accuracy(self, directory: Path) -> dict[str, Any]:
+    def accuracy(self, directory: Path, *, whole: bool = False) -> dict[str, Any]:
         """Of all images of a set, among the set's own classes: accuracy, and in detail how many there are. Collective.
+
+        Args:
+            whole: they are seen as they are, rather than as the run's own are measured.
 
         Raises:
             DataError: the set is missing or damaged.
             RefusedError: classes without names, or that the model does not know.
         """
-        images = open_probed(self.config, str(directory))
+        config = copy.deepcopy(self.config)
+        if whole:
+            config.augmentation.measured = "whole"
+        images = open_probed(config, str(directory))
         columns = class_columns(self.classes, images.opened.meta.classes, directory)
         return measure(self.engine, SubsetTask(columns, ImageClassification()), images.batches(self.environment.data))
 
@@ -113,7 +119,8 @@ class RobustClassifier:
         return self._result(one, "accuracy", found, detail, lower_is_better=False)
 
     def on_corruptions(self, one: RobustnessSet, *, partial: bool) -> SeedResult:
-        """Mean corruption error.
+        """Mean corruption error. ImageNet-C's images are central squares of 224 pixels already, before the corruption:
+        the errors that it is divided by, and published ones, are of the images as they are.
 
         Args:
             partial: whether it may be over some of the corruptions and severities alone.
@@ -132,7 +139,7 @@ class RobustClassifier:
                 IMAGENET,
             )
         errors = {
-            name: {level: 1.0 - self.accuracy(one.directory / name / str(level))["accuracy"] for level in levels}
+            name: {level: self._error(one.directory / name / str(level)) for level in levels}
             for name, levels in present.items()
             if levels
         }
@@ -146,6 +153,9 @@ class RobustClassifier:
             "corruption_errors": found.relative,
         }
         return self._result(one, metric, metrics, detail, lower_is_better=True)
+
+    def _error(self, directory: Path) -> float:
+        return 1.0 - float(self.accuracy(directory, whole=True)["accuracy"])
 
     def _result(
         self,

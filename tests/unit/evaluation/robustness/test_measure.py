@@ -13,11 +13,14 @@ from trp_scale import cli
 from trp_scale.batch import Batch
 from trp_scale.checkpoint.stored_pieces import read_full_state
 from trp_scale.config import RefusedError
+from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import ALONE
 from trp_scale.evaluation.finetuned_run import read_run
 from trp_scale.evaluation.probe.images import open_probed
 from trp_scale.evaluation.results import read_results
 from trp_scale.evaluation.robustness.corruptions import ALEXNET_ERRORS
+from trp_scale.evaluation.robustness.measure import RobustClassifier
+from trp_scale.evaluation.robustness.sets import RobustnessSet
 from trp_scale.evaluation.robustness.subset import SubsetAccuracy, class_columns
 from trp_scale.models.image_classifier import ImageClassifier
 from trp_scale.objectives.classification import Pixels
@@ -99,6 +102,22 @@ def test_corruption_errors_of_folders(tuned: Path, tmp_path: Path, caplog: pytes
     assert task.metrics["mean_error (partial: 4 of 75)"][0] == pytest.approx((fog + snow) / 2)
     assert task.detail[0]["errors"]["snow"] == pytest.approx({"1": errors[2], "5": errors[3]})
     assert "so it is no published figure" in caplog.text
+
+
+def test_corrupted_images_are_seen_as_they_are(tuned: Path, tmp_path: Path) -> None:
+    """They are central squares already; a run that is measured on such squares sees no smaller one of theirs."""
+    run = read_run(tuned / "classification" / "seed_0")
+    data = of_classes(tmp_path / "fog", ["ant", "bee", "cat"], 60)
+    logits, labels = logits_of(tuned, data)
+    run.config.augmentation.measured, run.config.augmentation.centre_share = "centre", 0.25
+    with Environment() as environment:
+        classifier = RobustClassifier(run, environment)
+        centre, whole = (classifier.accuracy(data, whole=whole)["accuracy"] for whole in (False, True))
+        (tmp_path / "c" / "fog").mkdir(parents=True)
+        data.rename(tmp_path / "c" / "fog" / "3")
+        found = classifier.on_corruptions(RobustnessSet(name="c", directory=tmp_path / "c"), partial=True)
+    assert whole == pytest.approx(float((logits.argmax(1) == labels).double().mean())) and whole != centre
+    assert found.detail["errors"] == {"fog": {"3": pytest.approx(1 - whole)}}
 
 
 def test_names_of_classes_can_be_given(tuned: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
