@@ -109,7 +109,7 @@ def finetune(arguments: FinetuneArguments) -> int:
         found = []
         with StopRequests(run_dir, rank=environment.info.rank, max_hours=arguments.config.training.max_hours) as stop:
             for task in tasks_of(arguments):
-                of_task = []
+                of_task: list[SeedResult] = []
                 for number in range(arguments.seeds):
                     one = of_seed(arguments, task, number, run_dir)
                     status, result = run_seed(one, environment, engine_name, stop.requested, of_task)
