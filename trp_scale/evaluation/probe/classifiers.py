@@ -14,6 +14,7 @@ from trp_scale.evaluation.probe.features import Features, LabelledFeatures
 from trp_scale.evaluation.probe.linear import fit_linear
 from trp_scale.evaluation.probe.logistic import logistic_regression
 from trp_scale.evaluation.probe.neighbours import nearest_neighbours
+from trp_scale.evaluation.tasks.base import distinct
 
 Classify = Callable[[LabelledFeatures, Features, ProbeArguments, int], Integers]
 """Learn from labelled features; the classes [m] of others [m, D]. The last argument is the seed."""
@@ -44,5 +45,5 @@ def accuracy(predicted: Integers, labels: Integers) -> float:
 
 def accuracy_by_class(predicted: Integers, labels: Integers, names: tuple[str, ...]) -> dict[str, Any]:
     """Share of each class's rows that are right, by its name; of classes that have rows."""
-    present = np.unique(labels).tolist()
+    present, names = np.unique(labels).tolist(), tuple(distinct(names))
     return {names[label]: accuracy(predicted[labels == label], labels[labels == label]) for label in present}

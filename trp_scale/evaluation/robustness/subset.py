@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ def class_columns(model: tuple[str, ...], found: tuple[str, ...] | None, where: 
         where: the set.
 
     Raises:
-        RefusedError: the set's classes have no names, or the model does not know one of them.
+        RefusedError: the set's classes have no names, or the model does not know one of them, or has two of its name.
     """
     if found is None:
         raise RefusedError(
@@ -37,6 +38,13 @@ def class_columns(model: tuple[str, ...], found: tuple[str, ...] | None, where: 
             f"{where}: {len(unknown)} of its {len(found)} classes ({', '.join(unknown[:3])}) are not among the model's "
             f"{len(model)} ({', '.join(model[:3])}, ...); the names of the folders that both were sharded from must be "
             "the same, such as n01440764"
+        )
+    if found == model:
+        return torch.arange(len(found))
+    if several := [name for name, count in Counter(model).items() if count > 1 and name in found]:
+        raise RefusedError(
+            f"{where}: the model has two classes of the name {several[0]}, so that it is not known which one is meant; "
+            "fine-tune and shard with the names of folders, such as n01440764"
         )
     return torch.tensor([number[name] for name in found])
 

@@ -115,3 +115,4 @@ def test_one_class_is_refused_by_every_method() -> None:
 def test_accuracy_of_each_class_that_has_images() -> None:
     labels, predicted = np.array([0, 0, 2, 2]), np.array([0, 1, 2, 2])
     assert accuracy_by_class(predicted, labels, ("ant", "bee", "cat")) == {"ant": 0.5, "cat": 1.0}
+    assert accuracy_by_class(predicted, labels, ("crane", "bee", "crane")) == {"crane (0)": 0.5, "crane (2)": 1.0}

@@ -72,6 +72,11 @@ def test_columns_are_matched_by_name() -> None:
         class_columns(model, ("dog", "ant"), Path("x"))
     with pytest.raises(RefusedError, match="names no classes, and they are matched"):
         class_columns(model, None, Path("x"))
+    cranes = ("crane", "ant", "crane")  # ImageNet has a bird and a machine
+    assert class_columns(cranes, cranes, Path("x")).tolist() == [0, 1, 2]
+    assert class_columns(cranes, ("ant",), Path("x")).tolist() == [1]
+    with pytest.raises(RefusedError, match="two classes of the name crane"):
+        class_columns(cranes, ("ant", "crane"), Path("x"))
 
 
 def test_rows_that_fill_a_batch_and_broken_logits_do_not_count_as_right() -> None:
