@@ -107,6 +107,11 @@ def evaluate(arguments: EvaluateArguments) -> int:
     with Environment() as environment:
         world = environment.world
         runs = find_runs(arguments.run)
+        if sets and len(runs) > 1:
+            raise RefusedError(
+                f"--run {arguments.run} holds {len(runs)} tasks ({', '.join(runs)}), --robustness measures one; "
+                f"allowed: one of its seeds, such as {next(iter(runs.values()))[0].directory}"
+            )
         output = arguments.output or arguments.run / EVALUATIONS / _name(arguments, sets)
         check_shared_directory(output, world)
         tasks: list[TaskResult] = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -134,3 +135,15 @@ def test_names_of_classes_can_be_given(tuned: Path, tmp_path: Path, monkeypatch:
     assert cli.main([*flags, "--classes", str(names)]) == 0
     assert read_results(tmp_path / "out").tasks[0].values == [1.0]  # of one class all are right
     assert cli.main([*flags, "--classes", str(data)]) == 2
+
+
+def test_one_task_at_a_time(tuned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Figures of two classifiers on one set would stand in one row."""
+    several = tmp_path / "several"
+    shutil.copytree(tuned / "classification", several / "first")
+    shutil.copytree(tuned / "classification", several / "second")
+    (document,) = (several / "second").glob("seed_0/checkpoints/*/checkpoint.json")
+    document.write_text(document.read_text().replace('"task": "classification"', '"task": "second"'))
+    data = of_classes(tmp_path / "set", ["bee"], 9)
+    assert cli.main(["evaluate", "--run", str(several), "--robustness", f"a={data}"]) == 2
+    assert "holds 2 tasks (classification, second), --robustness measures one" in capsys.readouterr().err
