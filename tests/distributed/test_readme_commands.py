@@ -1,8 +1,9 @@
 """The README's commands, run: in its order, in one directory, with less text, smaller models and fewer steps.
 
-A command keeps its words; what makes it small is appended, and of two equal flags the last one counts. The lines under
-torchrun and deepspeed are started as processes of their own (8 s each); the others run in this process, through the
-function that the script or the console command calls.
+A command keeps its words; what makes it small is appended, and of two equal flags the last one counts. The first line
+under torchrun, that of deepspeed and that of fine-tuning are started as processes of their own (10 s each); the other
+lines under torchrun run on the two ranks that tests share, and all others in this process, through the function that
+the script or the console command calls.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.ranks import free_port
+from tests.ranks import Ranks, free_port
 from tests.readme import COMMANDS, PRETRAIN, ROOT, SCRIPTS, Command, script_place
 from tests.runs import SMALL, environment
 from tests.unit.data.glue.standard_files import write_glue
@@ -37,6 +38,8 @@ SMALL_TEXT = {"length": 64, "vocab_size": 1000, "rows_per_block": 16, "processes
 STEPS = 3
 LONGER = 2
 """Steps that the command with --resume adds."""
+PATCHED = {"TRP_SCALE_PROGRESS": "plain", "COLUMNS": "400", "WANDB_SILENT": "true"}
+"""Plain lines, no path broken across them."""
 
 
 def as_flags(values: Mapping[str, object]) -> list[str]:
@@ -72,6 +75,9 @@ def why_not_run(command: Command) -> str | None:
     if "--hostfile" in command.words:
         return "it starts ranks on other machines over ssh"
     return reasons.get(command.words[0])
+
+
+RUN = [command for command in COMMANDS if why_not_run(command) is None]
 
 
 def started_as_a_process(words: list[str]) -> tuple[int, str]:
@@ -119,6 +125,19 @@ def run_here(words: list[str]) -> tuple[int, str]:
     return status, printed.getvalue()
 
 
+def run_on_rank(directory: str, variables: dict[str, str], words: list[str]) -> tuple[int, str]:
+    """`run_here`, from a directory and with variables, on a rank that tests share."""
+    before, place = dict(os.environ), Path.cwd()
+    os.environ.update(variables)
+    os.chdir(directory)
+    try:
+        return run_here(words)
+    finally:
+        os.chdir(place)
+        os.environ.clear()
+        os.environ.update(before)
+
+
 def made_small(command: Command, books: Path) -> list[str]:
     """The command's words with its absolute paths in the test's directory, and small."""
     words = [word.replace("/data/", f"{books.parent}/") for word in command.words]
@@ -135,17 +154,29 @@ def made_small(command: Command, books: Path) -> list[str]:
     return words
 
 
-def run(command: Command, books: Path) -> tuple[int, str]:
+def is_launched(command: Command) -> bool:
+    """Whether the command is started as it stands; one for each launcher and script is enough."""
+    launcher = command.words[0]
+    if launcher not in ("torchrun", "deepspeed"):
+        return False
+    script = command.words[script_place(command.words) or 0]
+    others = [one for one in RUN if one.words[0] == launcher and script in one.words]
+    return command == others[0]
+
+
+def run(command: Command, books: Path, two_ranks: Ranks) -> tuple[int, str]:
     words = made_small(command, books)
-    before = {name: os.environ.get(name) for name, _ in command.variables}
-    os.environ.update(dict(command.variables))
-    try:
-        return started_as_a_process(words) if words[0] in ("torchrun", "deepspeed") else run_here(words)
-    finally:
-        for name, value in before.items():
-            os.environ.pop(name)
-            if value is not None:
-                os.environ[name] = value
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in command.variables:
+            patch.setenv(name, value)
+        if is_launched(command):
+            return started_as_a_process(words)
+        if words[0] in ("torchrun", "deepspeed"):
+            variables = {name: os.environ[name] for name in (*PATCHED, *(name for name, _ in command.variables))}
+            script = ["python", *words[script_place(words) :]]
+            answers = two_ranks(run_on_rank, str(Path.cwd()), variables, script)
+            return max(status for status, _ in answers), answers[0][1]
+        return run_here(words)
 
 
 @pytest.fixture(scope="module")
@@ -176,16 +207,12 @@ def place(text_dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
 
 
 @pytest.fixture(scope="module")
-def results(place: Path) -> dict[Command, tuple[int, str]]:
+def results(place: Path, two_ranks: Ranks) -> dict[Command, tuple[int, str]]:
     """(exit status, output) of each command, run in the README's order: later ones use what earlier ones make."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("TRP_SCALE_PROGRESS", "plain")
-        patch.setenv("COLUMNS", "400")  # no path is broken across lines
-        patch.setenv("WANDB_SILENT", "true")
-        return {command: run(command, place / "books") for command in COMMANDS if why_not_run(command) is None}
-
-
-RUN = [command for command in COMMANDS if why_not_run(command) is None]
+        for name, value in PATCHED.items():
+            patch.setenv(name, value)
+        return {command: run(command, place / "books", two_ranks) for command in RUN}
 
 
 @pytest.mark.parametrize("command", RUN, ids=str)
