@@ -15,10 +15,12 @@ from tests.unit.data.images.stored import photograph
 from trp_scale.batch import Batch
 from trp_scale.config import RefusedError
 from trp_scale.config.finetuning import FinetuneConfig
+from trp_scale.data.images.dataset import ImageMeta
 from trp_scale.data.images.dense_batch import JitteredBatchBuilder, WholeBatchBuilder, _joined
 from trp_scale.data.images.dense_maps import DepthMaps, SegmentationMaps
 from trp_scale.data.images.dense_rows import DenseData, MapName, open_dense
 from trp_scale.data.images.members import VOID
+from trp_scale.data.images.rows import DecodedSample
 from trp_scale.data.images.windows import WindowCutter
 from trp_scale.data.mixture import parse_paths
 from trp_scale.data.plan import Addresses, HeldOutPlan
@@ -153,6 +155,20 @@ def test_images_of_any_shape_are_joined_at_their_own_size(measured: str) -> None
         assert prediction.shape == image.shape
         coarse = [F.avg_pool2d(each[None].float(), 10, ceil_mode=True) for each in (image, prediction)]
         assert (coarse[0] - coarse[1]).abs().max() < 12, "resized twice, and otherwise in place"
+
+
+def test_the_loss_of_a_measured_image_is_of_all_of_it() -> None:
+    """Whatever its shape, and also where its windows are measured."""
+    image = torch.from_numpy(np.array(photograph(30, 71))).permute(2, 0, 1)
+    numbers = (np.arange(71) * 2 // 71).astype(np.uint8)[None].repeat(30, axis=0)
+    sample = DecodedSample(image=image, maps={"semseg.png": numbers}, label=-1)
+    maps = SegmentationMaps(["left", "right"], [])
+    meta = ImageMeta(classes=None, suffixes=("jpg", "semseg.png"), rows=1)
+    shown = WholeBatchBuilder(settings(), [], meta, maps)._show(sample, 0)
+    assert len(shown.windows.images) > 1
+    expected = F.interpolate(image[None].float(), size=(SIZE, SIZE), mode="bicubic", antialias=True)[0]
+    assert (shown.squashed.float() - expected).abs().max() < 2
+    assert shown.map.shape == (30, 71)
 
 
 def test_what_is_no_such_data_is_refused_with_the_command_that_makes_it(image_dataset: Path, tmp_path: Path) -> None:
