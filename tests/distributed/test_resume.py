@@ -69,8 +69,7 @@ def test_kill_9_of_a_whole_deepspeed_run_at_a_random_step_and_start_it_again(
     changes = {"training__steps": 14, "checkpoint__every": 3, "model__dropout": 0.1, **LAYOUTS["zero3"]}
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     two_ranks(pretrain_here, flags(text_dataset, whole, **changes))
-    command = flags(text_dataset, killed, resume="auto", data__workers=1, **changes)
-    victim = launch("deepspeed", command)
+    victim = launch("deepspeed", flags(text_dataset, killed, data__workers=1, **changes))
     wait_for_steps(victim, killed, random.SystemRandom().randint(4, 11))
     kill_all(victim)
     assert victim.returncode == -signal.SIGKILL
@@ -78,7 +77,7 @@ def test_kill_9_of_a_whole_deepspeed_run_at_a_random_step_and_start_it_again(
     taken = newest_complete(killed).path
     assert taken is not None
     kept = lines(killed)[: int(taken.name.rpartition("_")[2])]
-    assert set(two_ranks(pretrain_here, command)) == {0}
+    assert set(two_ranks(pretrain_here, flags(text_dataset, killed, resume="auto", **changes))) == {0}
     assert lines(killed)[: len(kept)] == kept, "times and all: it did not start over"
     same_run(killed, whole)
     for state in ("weight", "exp_avg", "exp_avg_sq"):
