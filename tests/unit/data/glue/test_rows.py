@@ -125,6 +125,14 @@ def test_many_examples_keep_their_order(text_dataset: Path, tmp_path: Path, monk
         assert stored.tolist() == tokenizer.backend.encode(text).ids
 
 
+def test_text_that_spells_a_special_piece_stays_text(text_dataset: Path) -> None:
+    tokenizer = load_tokenizer(text_dataset / "tokenizer", length=64)
+    names = ["[CLS]", "[SEP]", "[MASK]", "[PAD]"]
+    special = {tokenizer.backend.token_to_id(name) for name in names}
+    ids = tokenizer.backend.encode(f"He wrote {' '.join(names)} there.").ids
+    assert ids[0] in special and ids[-1] in special and not special & set(ids[1:-1])
+
+
 def test_a_tokenizer_of_another_kind_is_refused(tmp_path: Path) -> None:
     (tmp_path / "nothing").mkdir()
     with pytest.raises(RefusedError, match=r"(?s)nothing: .*--downstream\.tokenizer DIR"):

@@ -16,7 +16,7 @@ from trp_scale.config import RefusedError
 from trp_scale.evaluation.probe.arguments import KnnSettings, LinearSettings, LogisticSettings, ProbeArguments
 from trp_scale.evaluation.probe.classifiers import accuracy_by_class, classify
 from trp_scale.evaluation.probe.features import LabelledFeatures
-from trp_scale.evaluation.probe.linear import LinearProbe, fit_linear, step_counts
+from trp_scale.evaluation.probe.linear import LinearProbe, fit_linear, shuffled, step_counts
 from trp_scale.evaluation.probe.logistic import logistic_regression
 from trp_scale.evaluation.probe.neighbours import nearest_neighbours
 
@@ -102,6 +102,21 @@ def test_the_protocol_of_imagenet() -> None:
     assert (size, steps, warmup) == (16384, 78 * 90, 78 * 10)
     assert math.isclose(settings.base_lr * size / 256, 6.4)
     assert step_counts(1000, settings) == (1000, 90, 10)
+
+
+def test_every_epoch_has_an_order_of_its_own() -> None:
+    """All rows but those of a last step that is not whole; the same ones for the same seed."""
+    train = LabelledFeatures(features=np.arange(50, dtype=np.float32)[:, None], labels=np.arange(50))
+
+    def orders(seed: int) -> list[list[int]]:
+        steps = [labels for _, labels in shuffled(train, 8, 2, seed)]
+        assert [len(step) for step in steps] == [8] * 12
+        return [torch.cat(steps[:6]).tolist(), torch.cat(steps[6:]).tolist()]
+
+    first, second = orders(3)
+    assert len(set(first)) == len(set(second)) == 48 and first != second
+    assert orders(3) == [first, second] and orders(4)[0] != first
+    assert all(features[:, 0].tolist() == labels.tolist() for features, labels in shuffled(train, 8, 1, 3))
 
 
 def test_one_class_is_refused_by_every_method() -> None:

@@ -7,9 +7,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from tests.runs import image_flags, pretrain_here
-from tests.unit.data.images.stored import sample, write_images
+from tests.unit.data.images.stored import jpeg, sample, write_images
 from tests.unit.evaluation.probe.small_encoder import small_config, stripe_detector, striped_images
 from trp_scale.config import RefusedError
 from trp_scale.distributed.groups import ALONE, Group
@@ -180,6 +181,17 @@ def test_training_sources_leave_out_what_is_held_out(images: ProbedImages) -> No
         shown = torch.cat([window["images"] for window in windows])
         again = keys.index(keys[0], 1)
         assert torch.equal(shown[0], shown[again]) is (source is whole)
+
+
+def test_half_of_the_crops_are_mirrored(tmp_path: Path) -> None:
+    """Images that are dark on the left and bright on the right."""
+    ramp = Image.fromarray(np.repeat(np.linspace(0, 255, 16, dtype=np.uint8)[None], 16, axis=0)).convert("RGB")
+    samples = [sample(number, 16, 16, jpg=jpeg(ramp)) for number in range(40)]
+    images = open_probed(small_config(), str(write_images(tmp_path / "data", [samples])))
+    source = images.random_crops(ALONE, 0.0, smallest=0.5, batch=8, seed=0)
+    shown = torch.cat([source.next_window()[0]["images"] for _ in range(25)]).double()  # five crops of each
+    mirrored = shown[..., :8].mean((1, 2, 3)) > shown[..., 8:].mean((1, 2, 3))
+    assert abs(float(mirrored.double().mean()) - 0.5) < 4 * 0.5 / 200**0.5
 
 
 @pytest.mark.parametrize("method", ["logistic", "linear", "knn"])
