@@ -53,7 +53,8 @@ class FinetuneArguments(Arguments):
     """The settings: the recipe's, changed by the flags."""
     from_: Annotated[str, tyro.conf.arg(name="from", metavar="RUN|DIR|scratch")] = ""
     """The encoder: a run directory of trp-scale pretrain, an export, a directory of transformers (BERT, ViTMAE) or of
-    timm (ViT); scratch: no pre-training, in the sizes of the recipe."""
+    timm (ViT); scratch: no pre-training, in the sizes of the recipe. Of a run its newest checkpoint is taken: where
+    the run goes on, name the checkpoint itself to repeat the command."""
     seeds: int = 1
     """Runs of each task, with training.seed, training.seed + 1, ..."""
     task: str = ""
