@@ -119,6 +119,18 @@ def test_the_pyramid_has_four_resolutions() -> None:
     assert torch.equal(found[2], maps[2])
 
 
+def test_upernet_reads_its_maps_from_the_finest_on_and_its_second_head_the_third() -> None:
+    model = built("upernet")
+    given: list[list[Tensor]] = []
+    seen: list[Tensor] = []
+    model.head.decoder.register_forward_pre_hook(lambda _, inputs: given.append(inputs[0]))  # type: ignore[union-attr]
+    first = next(module for module in model.head.auxiliary.modules() if isinstance(module, torch.nn.Conv2d))  # type: ignore[union-attr]
+    first.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    model(images())
+    assert [each.shape[-1] for each in given[0]] == [16, 8, 4, 2]
+    assert torch.equal(seen[0], given[0][2])
+
+
 def test_cells_lie_within_their_patch() -> None:
     """Cell (i, j) of patch (row, column) is at (4 row + i, 4 column + j)."""
     grid, width = 3, 2

@@ -178,6 +178,17 @@ def test_thresholds_and_shares_of_samples_are_torchvisions() -> None:
         assert pool.sampling_ratio == theirs.roi_heads.box_roi_pool.sampling_ratio
 
 
+def test_settings_go_where_they_belong() -> None:
+    settings = {"score_threshold": 0.3, "suppression_threshold": 0.4, "detections": 7, "box_samples": 24}
+    settings |= {"rpn_samples": 20, "train_proposals": 11, "test_proposals": 13}
+    detector = Detector(detection_config(**settings))
+    rpn, heads = detector.rpn, detector.roi_heads
+    assert (heads.score_thresh, heads.nms_thresh, heads.detections_per_img) == (0.3, 0.4, 7)
+    assert (rpn.fg_bg_sampler.batch_size_per_image, heads.fg_bg_sampler.batch_size_per_image) == (20, 24)
+    assert rpn._pre_nms_top_n == {"training": 22, "testing": 13}
+    assert rpn._post_nms_top_n == {"training": 11, "testing": 13}
+
+
 def test_initial_weights_follow_from_the_seed_alone() -> None:
     config = detection_config()
     first = Detector(config).state_dict()

@@ -22,9 +22,6 @@ from torchvision.transforms.v2 import ColorJitter, functional
 from trp_scale.config import CropsConfig
 from trp_scale.config.augmentation import AugmentationConfig
 
-TRANSLATED = 0.45
-"""Largest translation over the image's side, as timm's own training takes it."""
-
 HIGHEST = 9.999
 """RandAugment's magnitudes are cut here: at 10, timm would keep no bit of a posterised image, which Pillow refuses."""
 
@@ -62,7 +59,6 @@ class ImageAugmentation:
             # The operations that grow stronger with the magnitude (inc1), as He et al. take them.
             name = f"rand-m{settings.magnitude}-n{settings.operations}-mstd{settings.magnitude_deviation:f}-inc1"
             parameters = {
-                "translate_const": int(crops.size * TRANSLATED),
                 "img_mean": tuple(round(255 * mean) for mean in IMAGENET_DEFAULT_MEAN),
                 "magnitude_max": HIGHEST,
                 "interpolation": Image.Resampling[crops.interpolation.upper()],

@@ -96,6 +96,21 @@ def test_crowds_are_not_learned_and_the_most_objects_are_kept_to(scenes: Annotat
     assert build(scenes, addresses([most]), augment=False, max_objects=1)["counts"].tolist() == [1]
 
 
+def test_objects_of_which_nothing_is_left_to_see_are_not_learned(tmp_path: Path) -> None:
+    document = coco_document()
+    first = document["annotations"][0]
+    thin = {**first, "bbox": [2, 2, 1.5, 8], "segmentation": [[2, 2, 2, 10, 3.5, 10, 3.5, 2]]}
+    document["annotations"] = [thin, first]
+    data = read_coco(write_coco(tmp_path, document))
+    for side, learned in ((64, [2]), (8, [1])):  # in squares of 8 it is less than a pixel wide
+        builder = DetectionBatchBuilder(detection_config(side), [data], augment=False)
+        assert builder.build(addresses([0]), 0)["counts"].tolist() == learned
+    beside = {**first, "segmentation": {"size": [12, 16], "counts": [0, 1, 191]}}  # no pixel of the mask is in its box
+    document["annotations"] = [beside, first]
+    data = read_coco(write_coco(tmp_path, document))
+    assert build(data, addresses([0]), augment=False)["counts"].tolist() == [1]
+
+
 def test_boxes_of_scenes_are_the_bounds_of_their_masks() -> None:
     scene = render_scene(0, 3, 64)
     objects = scene_objects(scene)

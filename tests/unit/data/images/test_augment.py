@@ -7,8 +7,9 @@ import random
 import numpy as np
 import pytest
 import torch
+from PIL import Image
 from scipy.stats import beta, kstest
-from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
+from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, rand_augment_transform
 from torch import Tensor
 
 from trp_scale.config import CropsConfig
@@ -60,6 +61,23 @@ def test_every_operation_of_rand_augment_works_at_every_magnitude() -> None:
     for magnitude in (1, 9, 10):
         found = augmented(WORDS, magnitude=magnitude, magnitude_deviation=2.0, operations=3)
         assert all(one.shape == (3, SIZE, SIZE) and one.dtype == torch.uint8 for one in found)
+
+
+def test_rand_augment_is_timms_in_the_settings_of_its_training() -> None:
+    """He et al.'s rand-m9-mstd0.5-inc1; magnitudes of 10 alone are cut."""
+    described = {
+        "translate_const": int(SIZE * 0.45),
+        "img_mean": tuple(round(255 * mean) for mean in IMAGENET_DEFAULT_MEAN),
+        "interpolation": Image.Resampling.BICUBIC,
+        "magnitude_max": 9.999,
+    }
+    theirs = rand_augment_transform("rand-m9-mstd0.5-inc1", described)
+    found = augmented(WORDS[:200], magnitude=9)
+    with borrowed_generators():
+        for word, ours in zip(WORDS, found, strict=False):
+            seed_generators(word)
+            expected = theirs(Image.fromarray(picture().permute(1, 2, 0).numpy()))
+            assert (ours.permute(1, 2, 0).numpy() == np.asarray(expected)).all()
 
 
 def test_more_magnitude_changes_more() -> None:

@@ -85,6 +85,12 @@ def test_nothing_is_ever_outside_the_image() -> None:
     assert (drawn.boxes[:, :2] + drawn.boxes[:, 2:] <= sizes).all() and (drawn.shown <= SIZE).all()
 
 
+def test_a_window_lies_anywhere_in_both_directions() -> None:
+    drawn = jitter(min_scale=2.0, max_scale=2.0).draw(states(2000), np.full((2000, 2), 128)).boxes
+    assert drawn[:, 2:].max() == 64 and drawn[:, :2].min() == 0 and drawn[:, :2].max() == 64
+    assert abs(np.corrcoef(drawn[:, 0], drawn[:, 1])[0, 1]) < 4 / 2000**0.5
+
+
 def test_a_row_draws_the_same_in_any_batch_and_another_in_another_epoch() -> None:
     by, sizes = jitter(), np.full((8, 2), 128)
     together, alone = by.draw(states(8), sizes), by.draw(states(8)[5:6], sizes[5:6])

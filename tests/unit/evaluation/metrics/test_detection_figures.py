@@ -145,6 +145,24 @@ def test_a_mask_stays_in_place_where_its_box_reaches_into_the_padding() -> None:
     assert (decode(found["masks"][0], 8, 16) == 1).all()
 
 
+def test_a_mask_is_what_is_more_likely_than_not() -> None:
+    target = detections(BRUSH)
+    target["masks"][:, :, :, :14], target["masks"][:, :, :, 14:] = 0.45, 0.55
+    mask = decode(in_image(target, [12, 16], [48, 64])["masks"][0], 12, 16)
+    assert np.flatnonzero(mask.any(0)).tolist() == [7, 8, 9], "the right half of columns 4 to 9"
+
+
+def test_objects_are_small_or_large_by_the_area_that_the_file_says(tmp_path: Path) -> None:
+    document = coco_document()
+    document["annotations"][0]["area"] = 50**2  # the brush, between 32^2 and 96^2
+    data = read_coco(write_coco(tmp_path, document))
+    metrics = DetectionMetrics([data])
+    metrics.add([detections(BRUSH), detections()], batch_of(data, [0, 1]))
+    figures = metrics.finish(ALONE)
+    assert figures["APm"] == figures["mask_APm"] == pytest.approx(1.0)
+    assert figures["APs"] == figures["mask_APs"] == 0.0 and "APl" not in figures
+
+
 def test_a_crowd_without_a_mask_is_all_of_its_box(tmp_path: Path) -> None:
     document = coco_document()
     document["annotations"][2].pop("segmentation")
