@@ -84,7 +84,8 @@ class WholeBatchBuilder:
     ) -> None:
         self._rows = RowReader(datasets, meta, verify=config.data.verify)
         self._squash = WindowCutter(config.crops, replace(config.dense, measured="squashed"))
-        self._cutter = WindowCutter(config.crops, config.dense)
+        squashed = config.dense.measured == "squashed"
+        self._cutter = self._squash if squashed else WindowCutter(config.crops, config.dense)
         self._size, self._maps = config.crops.size, maps
 
     def build(self, addresses: Addresses, start: int) -> Batch:
@@ -107,11 +108,9 @@ class WholeBatchBuilder:
             grey = torch.full((3, self._size, self._size), GREY, dtype=torch.uint8)
             windows = Windows(images=grey[None], corners=np.zeros((1, 2), np.int64), scaled=(self._size, self._size))
             return _Shown(squashed=grey, windows=windows, map=self._maps.empty((1, 1)))
-        return _Shown(
-            squashed=self._squash.cut(sample.image).images[0],
-            windows=self._cutter.cut(sample.image),
-            map=self._maps.read(sample, member),
-        )
+        squashed = self._squash.cut(sample.image)
+        windows = squashed if self._cutter is self._squash else self._cutter.cut(sample.image)
+        return _Shown(squashed=squashed.images[0], windows=windows, map=self._maps.read(sample, member))
 
     def _whole(self, rows: DecodedRows, shown: list[_Shown]) -> dict[str, Tensor]:
         sizes: Integers = rows.sizes
