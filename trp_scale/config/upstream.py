@@ -73,6 +73,10 @@ class ObjectiveConfig:
     """Next-sentence prediction: outside the maximum with next_sentence_weight, inside it, or off."""
     next_sentence_weight: float = 1.0
     """Weight of next-sentence prediction when it is outside the maximum."""
+    output_bias: Literal["zero", "frequency"] = "zero"
+    """pos_mlm: where the bias of the word prediction starts. frequency: the logarithm of how often each piece occurs in
+    the first training rows, so that the encoder need not learn it: a short run otherwise does little else, and ends
+    with nearly the same output for all words. Weights given by --model.weights bring their own."""
     target: Literal["normalised", "pixels"] = "normalised"
     """What mae predicts: pixels with each patch's mean and deviation taken out (He et al.), or as they are."""
     reduction: Literal["sample", "element"] = "sample"

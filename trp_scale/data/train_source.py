@@ -61,6 +61,10 @@ class TrainSource:
         self._ahead: deque[list[Batch]] = deque()
         self._waited = 0.0
 
+    def first_rows(self, count: int) -> Batch:
+        """The first rows of the order, the same on every rank, whatever the cursor; it stays. Read in this process."""
+        return self._fetcher.__getitems__(range(count))
+
     def next_window(self) -> list[Batch]:
         """This rank's micro-batches of the next global batch.
 

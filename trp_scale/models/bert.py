@@ -191,6 +191,11 @@ class BertForMaskedPositions(nn.Module):
         )
 
     @torch.no_grad()
+    def set_output_bias(self, values: Tensor) -> None:
+        """Start the word prediction at these logits, [V]; padding stays at 0."""
+        self.cls.predictions.bias[: len(values)].copy_(values)
+
+    @torch.no_grad()
     def load_transformers(self, state: dict[str, Tensor]) -> None:
         """Take the weights of a transformers `BertForPreTraining.state_dict()`; padding rows become zero.
 

@@ -16,6 +16,8 @@ OBJECTIVE_OF = {"bert": "pos_mlm", "mae": "mae", "mm_mae": "mm_mae"}
 def vision_problems(config: Config) -> Iterator[str]:
     """What no image run can have; nothing for text."""
     model, objective = config.model, config.objective
+    if objective.kind != "pos_mlm" and objective.output_bias != "zero":
+        yield f"--objective.output_bias is {objective.output_bias}, allowed for --objective.kind {objective.kind}: zero"
     if objective.kind != OBJECTIVE_OF[model.kind]:
         yield (
             f"--model.kind is {model.kind} but --objective.kind is {objective.kind}; "
