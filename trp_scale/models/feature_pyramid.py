@@ -10,14 +10,10 @@ from timm.layers import LayerNorm2d
 from torch import Tensor, nn
 from torchvision.ops import FeaturePyramidNetwork
 
+from trp_scale.models.dense_heads.base import as_map
+
 LEVELS = ("0", "1", "2", "3")
 """Names of the maps of strides p/4, p/2, p and 2p, as torchvision's heads call them; "pool" has 4p."""
-
-
-def token_map(tokens: Tensor) -> Tensor:
-    """[B, 1 + G^2, D] tokens -> [B, D, G, G], without the class token."""
-    side = round((tokens.shape[1] - 1) ** 0.5)
-    return tokens[:, 1:].transpose(1, 2).reshape(len(tokens), -1, side, side)
 
 
 def rescale(width: int, level: int) -> tuple[nn.Module, int]:
@@ -63,7 +59,7 @@ class SimplePyramid(nn.Module):
 
     def forward(self, tokens: Sequence[Tensor]) -> OrderedDict[str, Tensor]:
         """[[B, 1 + G^2, D]] -> maps [B, channels, H, W] by level, the finest first."""
-        last = token_map(tokens[0])  # [B, D, G, G]
+        last = as_map(tokens[0])  # [B, D, G, G]
         maps = [output(scaled(last)) for scaled, output in zip(self.rescale, self.output, strict=True)]
         return with_pool(OrderedDict(zip(LEVELS, maps, strict=True)))
 
@@ -89,7 +85,7 @@ class BlockPyramid(nn.Module):
 
     def forward(self, tokens: Sequence[Tensor]) -> OrderedDict[str, Tensor]:
         """Four of [B, 1 + G^2, D] -> maps [B, channels, H, W] by level, the finest first."""
-        maps = [scaled(token_map(one)) for scaled, one in zip(self.rescale, tokens, strict=True)]
+        maps = [scaled(as_map(one)) for scaled, one in zip(self.rescale, tokens, strict=True)]
         return with_pool(self.join(OrderedDict(zip(LEVELS, maps, strict=True))))
 
 

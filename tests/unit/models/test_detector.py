@@ -13,7 +13,7 @@ from torchvision.ops import roi_align
 
 from tests.unit.data.detection.small_sets import detection_config
 from trp_scale.models.detector import Detector, paste
-from trp_scale.models.feature_pyramid import BlockPyramid, SimplePyramid, token_map, with_pool
+from trp_scale.models.feature_pyramid import BlockPyramid, SimplePyramid, with_pool
 
 SIDE = 64
 
@@ -117,11 +117,6 @@ def test_levels_have_their_strides_and_see_their_place() -> None:
             assert moved[23:29, 3:9].all() and not moved[:22].any() and not moved[:, 10:].any()
         else:
             assert moved[24:28, 4:8].all()
-
-
-def test_a_token_map_has_rows_of_patches_without_the_class_token() -> None:
-    tokens = torch.arange(10.0).view(1, 10, 1)
-    assert token_map(tokens)[0, 0].tolist() == [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
 
 
 def test_levels_are_in_single_precision_since_anchors_take_their_type() -> None:

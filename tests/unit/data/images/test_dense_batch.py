@@ -97,6 +97,21 @@ def test_depth_is_in_metres_and_within_the_limits(image_dataset: Path) -> None:
     assert isinstance(data.maps, DepthMaps) and data.maps.metric and not data.maps.nearer
 
 
+def test_depth_of_each_member_is_in_its_own_units(image_dataset: Path, tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(image_dataset, copy)
+    document = json.loads((copy / "dataset.json").read_text())
+    document["modalities"]["depth"]["scale"] = 0.002
+    (copy / "dataset.json").write_text(json.dumps(document))
+    config = settings()
+    maps = open_dense(config, parse_paths(f"a:1={image_dataset},b:1={copy}"), "depth").maps
+    stored = DecodedSample(
+        image=torch.zeros(3, 2, 2), maps={"depth.png": np.array([[0, 1000], [2000, 500]], np.uint16)}, label=-1
+    )
+    assert maps.read(stored, 0).tolist() == [[0, 1], [2, 0.5]]
+    assert maps.read(stored, 1).tolist() == [[0, 2], [4, 1]]
+
+
 def test_a_training_row_is_the_same_in_every_batch(image_dataset: Path) -> None:
     config, data = opened(image_dataset, "semseg")
     builder = JitteredBatchBuilder(config, data.datasets, data.meta, data.maps)

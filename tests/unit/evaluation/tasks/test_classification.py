@@ -189,6 +189,15 @@ def test_classes_come_from_the_names_or_from_the_numbers(tmp_path: Path) -> None
     assert numbered.model().head.out_features == 5  # type: ignore[union-attr]
 
 
+def test_ranks_agree_on_what_is_measured_too(tmp_path: Path) -> None:
+    """What ranks compare at their start."""
+    train, first, second = (
+        write(tmp_path / name, labels) for name, labels in zip("abc", (["0"], ["0"], ["1"]), strict=True)
+    )
+    digests = [task_on(train, measured).sources.digest() for measured in (first, first, second)]
+    assert digests[0] == digests[1] != digests[2]
+
+
 def test_data_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     train = write(tmp_path / "train", ["0", "1"])
     other = write(tmp_path / "other", ["0"], classes=["ant", "bee"])
