@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -67,17 +68,20 @@ def batch(positions: range) -> Batch:
 
 @dataclass
 class SyntheticImages:
-    """Serves the slices a real source would."""
+    """Serves the slices a real source would; `make` gives the micro-batch at its positions."""
 
     config: Config
     group: Group
     cursor: int = 0
+    make: Callable[[range], Batch] = batch
 
     def next_window(self) -> list[Batch]:
         size, micro = self.config.batch.global_size, self.config.batch.micro_size
         first = self.cursor + self.group.rank * size // self.group.size
         self.cursor += size
-        return [batch(range(start, start + micro)) for start in range(first, first + size // self.group.size, micro)]
+        return [
+            self.make(range(start, start + micro)) for start in range(first, first + size // self.group.size, micro)
+        ]
 
 
 class TwoHalves(MaskedPatchReconstruction):

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import pytest
@@ -12,12 +11,10 @@ import torch
 from tests.parity.compare import too_far
 from tests.ranks import Ranks
 from tests.synthetic import Layout, RecordingTrainer, Result, SilentObserver, data_group
-from tests.synthetic_images import by_projection
+from tests.synthetic_images import SyntheticImages, by_projection
 from tests.unit.models.encoder_peers import CLASSES, finetune_config
 from trp_scale.batch import Batch
 from trp_scale.config import OptimizerConfig, TrainingConfig
-from trp_scale.config.finetuning import FinetuneConfig
-from trp_scale.distributed.groups import Group
 from trp_scale.engines.build import build_engine
 from trp_scale.hooks.balancing import build_balancer
 from trp_scale.hooks.base import Hooks
@@ -54,24 +51,6 @@ def batch(positions: range, size: int) -> Batch:
     return Batch(fields=fields, keys=torch.tensor(list(positions)), start=positions[0])
 
 
-@dataclass
-class SyntheticClasses:
-    """Serves the slices a real source would."""
-
-    config: FinetuneConfig
-    group: Group
-    cursor: int = 0
-
-    def next_window(self) -> list[Batch]:
-        size, micro = self.config.batch.global_size, self.config.batch.micro_size
-        first = self.cursor + self.group.rank * size // self.group.size
-        self.cursor += size
-        return [
-            batch(range(start, start + micro), self.config.crops.size)
-            for start in range(first, first + size // self.group.size, micro)
-        ]
-
-
 def tuned(layout: Layout, optimizer: dict[str, Any], **downstream: Any) -> Result:
     """Three steps of the small classifier; call on all ranks."""
     config, group = finetune_config(**downstream), data_group()
@@ -93,7 +72,7 @@ def tuned(layout: Layout, optimizer: dict[str, Any], **downstream: Any) -> Resul
         engine=engine,
         objective=objective,
         hooks=Hooks(build_balancer(config.balancer, objective, engine.device)),
-        source=SyntheticClasses(config, group),
+        source=SyntheticImages(config, group, make=partial(batch, size=config.crops.size)),
         observer=SilentObserver(),  # type: ignore[arg-type]
         agreement=StepAgreement(group, 0),
         save=lambda: None,

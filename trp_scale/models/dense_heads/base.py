@@ -33,7 +33,7 @@ class DenseHead(nn.Module):
     def forward(self, tokens: list[Tensor]) -> list[Tensor]:
         """Tokens [B, 1 + G^2, D] of each block of `after` -> maps [B, C, H, W]: the prediction, and perhaps that of an
         auxiliary head."""
-        raise NotImplementedError
+        raise NotImplementedError(f"{type(self).__name__} has no forward")
 
 
 def as_map(tokens: Tensor) -> Tensor:
