@@ -1,4 +1,4 @@
-"""Sentences a second in GLUE fine-tuning: ours against transformers' Trainer, which needs `pip install accelerate`.
+"""Sentences a second in GLUE fine-tuning: ours against transformers' Trainer (`pip install -e '.[peers]'`).
 
     python benchmarks/glue_speed.py --data GLUE --tokenizer DIR [--task sst2] [--precision bf16]
 
