@@ -66,7 +66,7 @@ def test_gradient_descent_moves_each_layer_by_its_own_rate() -> None:
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    moved = {name: float((before[name] - parameter).mean()) for name, parameter in model.named_parameters()}
+    moved = {name: float((before[name] - parameter.detach()).mean()) for name, parameter in model.named_parameters()}
     for name, scale in {"encoder.cls_token": 1 / 8, "encoder.blocks.0.norm1.bias": 1 / 4, "head.bias": 1.0}.items():
         assert moved[name] == pytest.approx(scale, rel=1e-5), name
 
