@@ -84,18 +84,19 @@ def train(recipe: str, balancer: str, seed: int, directory: Path, steps: int) ->
 
 def table_of(recipe: str, losses: dict[tuple[str, int], Losses], steps: int) -> Table:
     """Tasks by balancers: mean and standard deviation over the seeds; then the worst of the tasks, and their mean."""
-    first = next(iter(losses.values()))
+    names = list(dict.fromkeys(name for run in losses.values() for name in run))  # a seed may hold out none of a task
     seeds = 1 + max(seed for _, seed in losses)
-    rare = [name for name in first if min(run.get(name, (0.0, 0))[1] for run in losses.values()) < FEWEST]
+    rare = [name for name in names if min(run.get(name, (0.0, 0))[1] for run in losses.values()) < FEWEST]
     table = Table(title=f"{recipe}, {steps} steps, {seeds} seeds: held-out loss", caption=caption(rare))
     table.add_column("task")
     table.add_column("elements", justify="right")
     for balancer in BALANCERS:
         table.add_column(balancer, justify="right")
     of = {balancer: [losses[balancer, seed] for seed in range(seeds)] for balancer in BALANCERS}
-    for name, (_, count) in first.items():
+    for name in names:
+        counts = [run[name][1] for run in losses.values() if name in run]
         cells = [spread([run[name][0] for run in runs if name in run]) for runs in of.values()]
-        table.add_row(name, f"{count:,}", *cells)
+        table.add_row(name, f"{min(counts):,}", *cells)
     table.add_section()
     for title, over in (("worst", max), ("mean", statistics.fmean)):
         cells = [spread([over(counted(run, rare)) for run in runs]) for runs in of.values()]
