@@ -3,7 +3,7 @@
     python benchmarks/word_spread.py --encoders RUN RUN ... --data GLUE
 
 Sentences are those of SST-2's development set. The figure is the standard deviation over all pieces of all sentences,
-averaged over the layer's width; a layer norm comes before each, so that 1 is the most there can be.
+averaged over the layer's width. A layer norm ends each layer, so that it is about 1 at most.
 """
 
 from __future__ import annotations

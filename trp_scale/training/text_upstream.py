@@ -25,7 +25,7 @@ from trp_scale.training import rundir
 from trp_scale.training.initial_weights import give_weights
 
 FREQUENCY_ROWS = 2048
-"""Rows in which pieces are counted: a quarter of a million pieces at 128 to a row, read in a second."""
+"""Rows in which pieces are counted: a quarter of a million pieces at 128 to a row."""
 
 
 def piece_counts(batch: Batch, meta: TextMeta) -> Tensor:
