@@ -12,15 +12,15 @@ from rich.table import Table
 from benchmarks.image_steps import counted_flops, resized, same_step
 from benchmarks.rounds import Measured, alternate, pair_ratio
 from benchmarks.step_time import LENGTH, VOCABULARY, random_batch
-from trp_scale.batch import Batch
 from trp_scale.config import BalancerConfig, BatchConfig, Config, ModelConfig, ObjectiveConfig, OptimizerConfig
-from trp_scale.data.groups import GROUPS
-from trp_scale.models.bert import BertForMaskedPositions
-from trp_scale.models.mm_mae import MultimodalMaskedAutoencoder
-from trp_scale.objectives.base import Objective
-from trp_scale.objectives.mm_mae import MultimodalReconstruction
-from trp_scale.objectives.pos_mlm import PosMaskedLanguageModelling
+from trp_scale.core.batch import Batch
+from trp_scale.core.objective import Objective
+from trp_scale.data.text.groups import GROUPS
 from trp_scale.recipes.loader import load_recipe
+from trp_scale.upstreams.mm_mae.model import MultimodalMaskedAutoencoder
+from trp_scale.upstreams.mm_mae.objective import MultimodalReconstruction
+from trp_scale.upstreams.pos_bert.model import BertForMaskedPositions
+from trp_scale.upstreams.pos_bert.objective import PosMaskedLanguageModelling
 
 BALANCING: dict[str, tuple[BalancerConfig, str]] = {
     "uniform": (BalancerConfig(kind="uniform"), "T"),

@@ -28,12 +28,12 @@ from transformers import AutoTokenizer, BertConfig, BertForSequenceClassificatio
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.rounds import Measured, print_pairs, print_ratios
-from trp_scale.batch import Batch
 from trp_scale.config import Config
-from trp_scale.data.glue.folders import read_glue
+from trp_scale.core.batch import Batch
 from trp_scale.distributed.environment import Environment
-from trp_scale.evaluation.finetune import parse_finetune
-from trp_scale.evaluation.tasks import build_task
+from trp_scale.downstream.finetune import parse_finetune
+from trp_scale.downstream.glue.folders import read_glue
+from trp_scale.downstream.tasks import build_task
 from trp_scale.training.pretrain import Run
 
 WARM_UP = 5

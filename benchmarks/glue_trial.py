@@ -17,10 +17,10 @@ import tyro
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from trp_scale import cli
-from trp_scale.data.glue.folders import read_glue
-from trp_scale.evaluation.encoder_source import SCRATCH, open_encoder
-from trp_scale.evaluation.metrics.glue import FIGURES
-from trp_scale.evaluation.results import read_results
+from trp_scale.downstream.encoder_source import SCRATCH, open_encoder
+from trp_scale.downstream.glue.folders import read_glue
+from trp_scale.downstream.glue.metrics import FIGURES
+from trp_scale.downstream.results import read_results
 
 
 @dataclass(kw_only=True)

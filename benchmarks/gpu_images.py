@@ -21,16 +21,16 @@ from benchmarks.image_steps import EncoderSize, random_images, resized
 from benchmarks.mae_step_time import our_step, peer_step
 from benchmarks.minimax_overhead import rows_of
 from benchmarks.rounds import alternate, pair_ratio
-from trp_scale.batch import Batch
+from trp_scale.adversary import build_adversary
 from trp_scale.config import Config
-from trp_scale.engines.base import Engine
-from trp_scale.hooks.adversary import build_adversary
-from trp_scale.models.mae import MaskedAutoencoder
+from trp_scale.core.batch import Batch
+from trp_scale.core.engine import Engine
 from trp_scale.models.perturbation import perturbation_shape
-from trp_scale.objectives.mae import MaskedPatchReconstruction
 from trp_scale.observe.throughput import mae_step_flops
 from trp_scale.recipes.loader import load_recipe
 from trp_scale.training.loop import Trainer
+from trp_scale.upstreams.mae.model import MaskedAutoencoder
+from trp_scale.upstreams.mae.objective import MaskedPatchReconstruction
 
 MODELS: dict[str, tuple[str, EncoderSize, tuple[int, ...]]] = {
     "MAE ViT-B/16": ("mae_vit_b", "base", (128, 256, 512)),

@@ -17,12 +17,12 @@ from benchmarks.image_steps import EncoderSize, resized
 from benchmarks.minimax_overhead import rows_of
 from benchmarks.rounds import alternate, pair_ratio
 from trp_scale.config import BalancerConfig, Config
-from trp_scale.engines.base import Engine
-from trp_scale.models.mm_mae import MultimodalMaskedAutoencoder
-from trp_scale.objectives.mm_mae import MultimodalReconstruction
-from trp_scale.observe.mm_mae_flops import mm_mae_step_flops
+from trp_scale.core.engine import Engine
 from trp_scale.recipes.loader import load_recipe
 from trp_scale.training.loop import Trainer
+from trp_scale.upstreams.mm_mae.flops import mm_mae_step_flops
+from trp_scale.upstreams.mm_mae.model import MultimodalMaskedAutoencoder
+from trp_scale.upstreams.mm_mae.objective import MultimodalReconstruction
 
 ROWS = (64, 128, 256)
 """Images of a micro-batch that are tried."""

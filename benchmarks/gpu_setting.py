@@ -15,21 +15,21 @@ from torch import nn
 
 from benchmarks.minimax_overhead import SameWindow, rows_of
 from benchmarks.step_time import VOCABULARY, random_batch
-from trp_scale.batch import Batch
+from trp_scale.balancing import build_balancer
 from trp_scale.config import BalancerConfig, BatchConfig, Config, ModelConfig, OptimizerConfig, TrainingConfig
-from trp_scale.data.groups import GROUPS
+from trp_scale.core.batch import Batch
+from trp_scale.core.engine import Engine
+from trp_scale.core.hooks import Hook, Hooks
+from trp_scale.core.objective import Objective
+from trp_scale.data.text.groups import GROUPS
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import ALONE
-from trp_scale.engines.base import Engine
 from trp_scale.engines.build import build_engine
-from trp_scale.hooks.balancing import build_balancer
-from trp_scale.hooks.base import Hook, Hooks
-from trp_scale.models.bert import BertForMaskedPositions
-from trp_scale.objectives.base import Objective
-from trp_scale.objectives.pos_mlm import PosMaskedLanguageModelling
 from trp_scale.observe.records import StepRecord
 from trp_scale.training.agreement import StepAgreement
 from trp_scale.training.loop import Trainer
+from trp_scale.upstreams.pos_bert.model import BertForMaskedPositions
+from trp_scale.upstreams.pos_bert.objective import PosMaskedLanguageModelling
 
 Precision = Literal["fp32", "bf16"]
 

@@ -37,10 +37,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.rounds import alternate
 from trp_scale.config import Config
 from trp_scale.data import fetch, plan
-from trp_scale.data.images import crops, decode, masks, reader
+from trp_scale.data.images import crops, decode, reader
 from trp_scale.data.index import read_json, write_json
-from trp_scale.data.sharding.writing import new_shard
 from trp_scale.data.sources import TrainSource, open_sources
+from trp_scale.preparation.sharding.writing import new_shard
+from trp_scale.upstreams.mae import patch_masks as masks
 
 STAGES = {
     "address (order, shuffles)": (plan.__file__, "locate"),

@@ -10,19 +10,19 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.minimax_overhead import SameWindow, Unobserved
-from trp_scale.batch import Batch
+from trp_scale.adversary import build_adversary
+from trp_scale.balancing import build_balancer
 from trp_scale.config import Config, split_patches
+from trp_scale.core.batch import Batch
+from trp_scale.core.hooks import Hook, Hooks
+from trp_scale.core.objective import Objective
 from trp_scale.distributed.groups import ALONE
 from trp_scale.engines.plain import PlainEngine
-from trp_scale.hooks.adversary import build_adversary
-from trp_scale.hooks.balancing import build_balancer
-from trp_scale.hooks.base import Hook, Hooks
-from trp_scale.models.mae import MaskedAutoencoder
 from trp_scale.models.perturbation import perturbation_shape
-from trp_scale.objectives.base import Objective
-from trp_scale.objectives.mae import MaskedPatchReconstruction
 from trp_scale.training.agreement import StepAgreement
 from trp_scale.training.loop import Trainer
+from trp_scale.upstreams.mae.model import MaskedAutoencoder
+from trp_scale.upstreams.mae.objective import MaskedPatchReconstruction
 
 EncoderSize = Literal["tiny", "small", "base", "large"]
 

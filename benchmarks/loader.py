@@ -34,10 +34,13 @@ from webdataset.writer import TarWriter
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from trp_scale.config import Config
-from trp_scale.data import fetch, masking, plan, sentence_pairs, text_batch, text_rows
-from trp_scale.data.groups import GROUPS, WORD_START
+from trp_scale.data import fetch, plan
 from trp_scale.data.index import Block, Member, ShardIndex, write_index, write_json
 from trp_scale.data.sources import TrainSource, open_sources
+from trp_scale.data.text import rows as text_rows
+from trp_scale.data.text.groups import GROUPS, WORD_START
+from trp_scale.upstreams.pos_bert import batch as text_batch
+from trp_scale.upstreams.pos_bert import masking, sentence_pairs
 
 STAGES = {
     "address (order, shuffles)": (plan.__file__, "locate"),

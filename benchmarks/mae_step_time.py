@@ -24,16 +24,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.image_steps import EncoderSize, random_images, resized
 from benchmarks.rounds import alternate, print_pairs, print_ratios
-from trp_scale.batch import Batch
-from trp_scale.checkpoint.export_mae import vitmae_config
 from trp_scale.config import Config
+from trp_scale.core.batch import Batch
 from trp_scale.engines.optimizer import build_optimizer
 from trp_scale.engines.plain import PlainEngine
-from trp_scale.models.mae import MaskedAutoencoder
-from trp_scale.models.mae_weights import published_name, to_vitmae
 from trp_scale.models.patches import unpatchify
-from trp_scale.objectives.mae import MaskedPatchReconstruction
 from trp_scale.recipes.loader import load_recipe
+from trp_scale.upstreams.mae.export import vitmae_config
+from trp_scale.upstreams.mae.model import MaskedAutoencoder
+from trp_scale.upstreams.mae.objective import MaskedPatchReconstruction
+from trp_scale.upstreams.mae.weights import published_name, to_vitmae
 
 LR = 1e-4
 SAME_LOSS = 1e-3

@@ -27,11 +27,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.step_time import LENGTH, VOCABULARY, random_batch
 from trp_scale.config import BalancerConfig, BatchConfig, Config, ModelConfig, OptimizerConfig
-from trp_scale.data.groups import GROUPS
+from trp_scale.data.text.groups import GROUPS
 from trp_scale.distributed.environment import Environment
 from trp_scale.engines.build import build_engine
-from trp_scale.models.bert import BertForMaskedPositions
-from trp_scale.objectives.pos_mlm import PosMaskedLanguageModelling
+from trp_scale.upstreams.pos_bert.model import BertForMaskedPositions
+from trp_scale.upstreams.pos_bert.objective import PosMaskedLanguageModelling
 
 ROWS, STEPS, PORT = 2, 3, 29611
 LAYOUTS = {"plain": ("plain", 1, 16), "fsdp": ("fsdp", 2, 16), "zero3": ("deepspeed", 2, 20)}

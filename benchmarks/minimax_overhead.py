@@ -20,17 +20,17 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.rounds import alternate, print_ratios
 from benchmarks.step_time import LENGTH, VOCABULARY, random_batch
-from trp_scale.batch import Batch
+from trp_scale.balancing import build_balancer
 from trp_scale.config import BalancerConfig, BatchConfig, Config, ModelConfig, OptimizerConfig, TrainingConfig
-from trp_scale.data.groups import GROUPS
+from trp_scale.core.batch import Batch
+from trp_scale.core.hooks import Hooks
+from trp_scale.data.text.groups import GROUPS
 from trp_scale.distributed.groups import ALONE
 from trp_scale.engines.plain import PlainEngine
-from trp_scale.hooks.balancing import build_balancer
-from trp_scale.hooks.base import Hooks
-from trp_scale.models.bert import BertForMaskedPositions
-from trp_scale.objectives.pos_mlm import PosMaskedLanguageModelling
 from trp_scale.training.agreement import StepAgreement
 from trp_scale.training.loop import Trainer
+from trp_scale.upstreams.pos_bert.model import BertForMaskedPositions
+from trp_scale.upstreams.pos_bert.objective import PosMaskedLanguageModelling
 
 BALANCING = {
     "uniform": BalancerConfig(kind="uniform"),

@@ -2,7 +2,7 @@
 
     python benchmarks/mlo_cost.py [--rows 8] [--rounds 7]
 
-Arithmetic is that of ViT-B/16 on 224 px with a decoder of 8 x 512: trp_scale/observe/multilevel_flops.py for ours,
+Arithmetic is that of ViT-B/16 on 224 px with a decoder of 8 x 512: trp_scale/masks/flops.py for ours,
 torch's own count for the reference, which differentiates automatically through the encoder's last step
 (benchmarks/mlo_unrolled.py). Time is of ViT-Ti with a decoder of the same proportions, in alternating rounds, of whole
 cycles, divided by their steps; the arithmetic of that model is beside it. D_tr and D_val have as many images as a step.
@@ -29,12 +29,12 @@ from benchmarks.mlo_steps import CLASSES, cycle, cycle_steps, labelled_window, m
 from benchmarks.mlo_unrolled import Rates, UnrolledMasks
 from benchmarks.rounds import Measured, alternate, pair_ratio
 from trp_scale.config import Config, split_patches
-from trp_scale.models.mae import MaskedAutoencoder
-from trp_scale.models.masking_network import NETWORKS
-from trp_scale.objectives.mae import MaskedPatchReconstruction
-from trp_scale.observe.multilevel_flops import multilevel_step_flops
+from trp_scale.masks.flops import multilevel_step_flops
+from trp_scale.masks.masking_network import NETWORKS
 from trp_scale.observe.throughput import mae_step_flops
 from trp_scale.recipes.loader import load_recipe
+from trp_scale.upstreams.mae.model import MaskedAutoencoder
+from trp_scale.upstreams.mae.objective import MaskedPatchReconstruction
 
 PLAIN = "plain MAE"
 OURS: dict[str, tuple[int, int, int]] = {

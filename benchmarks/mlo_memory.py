@@ -29,8 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.memory import LAYOUTS, ZERO3, resident_bytes
 from benchmarks.mlo_steps import masks_trainer
 from trp_scale.config import BatchConfig, Config, CropsConfig, MaskingConfig, ModelConfig, OptimizerConfig, VisionConfig
+from trp_scale.core.engine import Engine
 from trp_scale.distributed.environment import Environment
-from trp_scale.engines.base import Engine
 from trp_scale.engines.build import build_engine, build_second_engine
 
 ROWS, CYCLES, PORT = 1, 2, 29631

@@ -9,19 +9,19 @@ import torch
 
 from benchmarks.image_steps import random_images
 from benchmarks.minimax_overhead import SameWindow, Unobserved, rows_of
-from trp_scale.batch import Batch
+from trp_scale.balancing import build_balancer
 from trp_scale.config import Config
+from trp_scale.core.batch import Batch
+from trp_scale.core.engine import Engine
+from trp_scale.core.hooks import Hooks
 from trp_scale.distributed.groups import ALONE
-from trp_scale.engines.base import Engine
 from trp_scale.engines.build import MakeEngine
 from trp_scale.engines.plain import PlainEngine
-from trp_scale.hooks.balancing import build_balancer
-from trp_scale.hooks.base import Hooks
-from trp_scale.hooks.multilevel import build_multilevel
-from trp_scale.models.mae import MaskedAutoencoder
-from trp_scale.objectives.mae import MaskedPatchReconstruction
+from trp_scale.masks import build_multilevel
 from trp_scale.training.agreement import StepAgreement
 from trp_scale.training.loop import Trainer
+from trp_scale.upstreams.mae.model import MaskedAutoencoder
+from trp_scale.upstreams.mae.objective import MaskedPatchReconstruction
 
 CLASSES = 1000
 """Of D_tr and D_val: ImageNet-1k's."""

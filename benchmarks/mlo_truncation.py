@@ -23,10 +23,10 @@ from rich.table import Table
 from torch import Tensor
 
 from trp_scale.distributed.environment import Environment
-from trp_scale.hooks.multilevel.feedback import Lessons
-from trp_scale.hooks.multilevel.hook import LearnedMasks
-from trp_scale.hooks.multilevel.masks import MaskTeacher
-from trp_scale.hooks.multilevel.selection import patch_weights
+from trp_scale.masks.feedback import Lessons
+from trp_scale.masks.hook import LearnedMasks
+from trp_scale.masks.masks import MaskTeacher
+from trp_scale.masks.selection import patch_weights
 from trp_scale.recipes.arguments import parse
 from trp_scale.training.pretrain import Run
 

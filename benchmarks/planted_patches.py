@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from benchmarks.minimax_overhead import Unobserved
 from benchmarks.mlo_steps import plain_engines
-from trp_scale.batch import Batch
+from trp_scale.balancing import build_balancer
 from trp_scale.config import (
     BalancerConfig,
     BatchConfig,
@@ -29,16 +29,16 @@ from trp_scale.config import (
     TrainingConfig,
     VisionConfig,
 )
+from trp_scale.core.batch import Batch
+from trp_scale.core.hooks import Hooks
 from trp_scale.distributed.groups import ALONE
 from trp_scale.engines.build import MakeEngine
-from trp_scale.hooks.balancing import build_balancer
-from trp_scale.hooks.base import Hooks
-from trp_scale.hooks.multilevel import build_multilevel
-from trp_scale.hooks.multilevel.hook import LearnedMasks
-from trp_scale.models.mae import MaskedAutoencoder
-from trp_scale.objectives.mae import MaskedPatchReconstruction
+from trp_scale.masks import build_multilevel
+from trp_scale.masks.hook import LearnedMasks
 from trp_scale.training.agreement import StepAgreement
 from trp_scale.training.loop import Trainer
+from trp_scale.upstreams.mae.model import MaskedAutoencoder
+from trp_scale.upstreams.mae.objective import MaskedPatchReconstruction
 
 GRID, PATCH = 4, 4
 PATCHES, VALUES = GRID**2, 3 * PATCH**2

@@ -22,13 +22,13 @@ from transformers import BertForPreTraining
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.rounds import alternate, print_ratios
-from trp_scale.batch import Batch
 from trp_scale.config import Config, ModelConfig, ObjectiveConfig, OptimizerConfig, TrainingConfig
-from trp_scale.data.groups import GROUPS
+from trp_scale.core.batch import Batch
+from trp_scale.data.text.groups import GROUPS
 from trp_scale.engines.optimizer import build_optimizer
 from trp_scale.engines.plain import PlainEngine
-from trp_scale.models.bert import BertForMaskedPositions, bert_config, to_transformers
-from trp_scale.objectives.pos_mlm import PosMaskedLanguageModelling
+from trp_scale.upstreams.pos_bert.model import BertForMaskedPositions, bert_config, to_transformers
+from trp_scale.upstreams.pos_bert.objective import PosMaskedLanguageModelling
 
 VOCABULARY, LENGTH, MASKED = 30522, 128, 19
 

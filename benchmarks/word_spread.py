@@ -19,9 +19,9 @@ from transformers import AutoTokenizer, BertModel
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from trp_scale.config.finetuning import FinetuneConfig
-from trp_scale.data.glue.folders import read_glue
-from trp_scale.evaluation.encoder_source import open_encoder
-from trp_scale.models.bert import bert_config
+from trp_scale.downstream.encoder_source import open_encoder
+from trp_scale.downstream.glue.folders import read_glue
+from trp_scale.upstreams.pos_bert.model import bert_config
 
 
 @dataclass(kw_only=True)

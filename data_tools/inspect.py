@@ -17,8 +17,8 @@ def show(shard: Path, rows: int = 5, block: str = "", output: Path | None = None
     """
     from rich.console import Console
 
-    from trp_scale.data.images.display import is_image_shard
     from trp_scale.data.index import read_index
+    from trp_scale.preparation.images.display import is_image_shard
 
     if shard.is_dir():
         shard = min((shard / "shards").glob("*.tar"), default=shard / "shards" / "text-000000.tar")
@@ -29,7 +29,7 @@ def show(shard: Path, rows: int = 5, block: str = "", output: Path | None = None
 def show_text(console, shard, rows, block, output):  # type: ignore[no-untyped-def]
     """Rows of text."""
     from trp_scale.data.index import DataError
-    from trp_scale.data.text.display import legend, row_texts
+    from trp_scale.preparation.text.display import legend, row_texts
 
     if output is not None:
         raise DataError(f"--output {output}: goes with images, {shard} holds text")
@@ -41,7 +41,7 @@ def show_text(console, shard, rows, block, output):  # type: ignore[no-untyped-d
 
 def show_images(console, shard, rows, block, output):  # type: ignore[no-untyped-def]
     """Images, one a line, and their contact sheet."""
-    from trp_scale.data.images.display import contact_sheet, stored_images
+    from trp_scale.preparation.images.display import contact_sheet, stored_images
 
     images = list(stored_images(shard, rows, block))
     for image in images:

@@ -14,7 +14,7 @@ def main() -> int:
     import tyro
 
     from trp_scale.data.index import DataError
-    from trp_scale.data.pseudo_labels.label import PseudoLabelConfig, pseudo_label
+    from trp_scale.preparation.pseudo_labels.label import PseudoLabelConfig, pseudo_label
 
     config = tyro.cli(PseudoLabelConfig, use_underscores=True)
     logging.basicConfig(level=logging.INFO, format="%(message)s")

@@ -13,8 +13,8 @@ def main() -> int:
 
     import tyro
 
-    from trp_scale.data.images.shard import ShardImagesConfig, shard_images
     from trp_scale.data.index import DataError
+    from trp_scale.preparation.images.shard import ShardImagesConfig, shard_images
 
     config = tyro.cli(ShardImagesConfig, use_underscores=True)
     logging.basicConfig(level=logging.INFO, format="%(message)s")

@@ -14,8 +14,8 @@ def main() -> int:
     import tyro
 
     from trp_scale.data.index import DataError
-    from trp_scale.data.text.shard import ShardTextConfig, shard_text
-    from trp_scale.data.text.taggers import TaggerError
+    from trp_scale.preparation.text.shard import ShardTextConfig, shard_text
+    from trp_scale.preparation.text.taggers import TaggerError
 
     config = tyro.cli(ShardTextConfig, use_underscores=True)
     logging.basicConfig(level=logging.INFO, format="%(message)s")

@@ -12,7 +12,7 @@ def main() -> int:
     import tyro
 
     from trp_scale.data.index import DataError
-    from trp_scale.data.verify import verify_dataset
+    from trp_scale.preparation.verify import verify_dataset
 
     def verify(dataset: Path) -> int:
         """Check a data set.

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trp_scale.batch import Batch, StepStats
+from trp_scale.balancing import build_balancer
 from trp_scale.config import (
     BalancerConfig,
     BatchConfig,
@@ -20,16 +20,16 @@ from trp_scale.config import (
     OptimizerConfig,
     TrainingConfig,
 )
-from trp_scale.data.groups import GROUPS
+from trp_scale.core.batch import Batch, StepStats
+from trp_scale.core.engine import Engine
+from trp_scale.core.hooks import Hooks, StepContext
+from trp_scale.data.text.groups import GROUPS
 from trp_scale.distributed.groups import Group
-from trp_scale.engines.base import Engine
 from trp_scale.engines.build import build_engine
-from trp_scale.hooks.balancing import build_balancer
-from trp_scale.hooks.base import Hooks, StepContext
-from trp_scale.models.bert import BertForMaskedPositions
-from trp_scale.objectives.pos_mlm import PosMaskedLanguageModelling
 from trp_scale.training.agreement import StepAgreement
 from trp_scale.training.loop import Trainer
+from trp_scale.upstreams.pos_bert.model import BertForMaskedPositions
+from trp_scale.upstreams.pos_bert.objective import PosMaskedLanguageModelling
 
 VOCABULARY = 90
 LENGTH = 16

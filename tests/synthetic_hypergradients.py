@@ -10,13 +10,13 @@ from torch import Tensor
 
 from tests.synthetic import Layout
 from tests.synthetic_masks import D_TR, D_VAL, MasksRun, labelled, mask_config, masks_run
-from tests.unit.hooks.multilevel.exact_reference import Masked, Rule, Weights, hypergradient, joined
+from tests.unit.masks.exact_reference import Masked, Rule, Weights, hypergradient, joined
 from trp_scale.config import Config
-from trp_scale.engines.base import Engine
-from trp_scale.hooks.multilevel.feedback import HeadFeedback
-from trp_scale.hooks.multilevel.second_level import HeadLevel, Slopes
-from trp_scale.models.mae import MaskedAutoencoder
-from trp_scale.models.masking_network import NETWORKS
+from trp_scale.core.engine import Engine
+from trp_scale.masks.feedback import HeadFeedback
+from trp_scale.masks.masking_network import NETWORKS
+from trp_scale.masks.second_level import HeadLevel, Slopes
+from trp_scale.upstreams.mae.model import MaskedAutoencoder
 
 Path = Literal["encoder", "head", "both"]
 """How the encoder acts on L_val: encoder = through the validation images' features, head = through the head's step."""

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from tests.synthetic import Layout, RecordingTrainer, Result, SilentObserver, data_group
-from trp_scale.batch import Batch, TaskLosses
+from trp_scale.adversary import build_adversary
+from trp_scale.balancing import build_balancer
 from trp_scale.config import (
     AdversaryConfig,
     BalancerConfig,
@@ -24,18 +25,17 @@ from trp_scale.config import (
     TrainingConfig,
     VisionConfig,
 )
+from trp_scale.core.batch import Batch, TaskLosses
+from trp_scale.core.engine import Engine
+from trp_scale.core.hooks import Hook, Hooks
 from trp_scale.distributed.groups import Group
-from trp_scale.engines.base import Engine
 from trp_scale.engines.build import build_engine
-from trp_scale.hooks.adversary import build_adversary
-from trp_scale.hooks.balancing import build_balancer
-from trp_scale.hooks.base import Hook, Hooks
-from trp_scale.hooks.uniformity import Uniformity
-from trp_scale.models.mae import MaskedAutoencoder
 from trp_scale.models.perturbation import perturbation_shape
-from trp_scale.objectives.mae import MaskedPatchReconstruction
-from trp_scale.objectives.u_mae import UniformPatchReconstruction
 from trp_scale.training.agreement import StepAgreement
+from trp_scale.upstreams.mae.model import MaskedAutoencoder
+from trp_scale.upstreams.mae.objective import MaskedPatchReconstruction
+from trp_scale.upstreams.mae.u_mae import UniformPatchReconstruction
+from trp_scale.upstreams.mae.uniformity import Uniformity
 
 CROPS, SIDE, PATCH = 2, 16, 4
 PATCHES = (SIDE // PATCH) ** 2

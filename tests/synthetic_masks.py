@@ -11,24 +11,24 @@ from torch import Tensor, nn
 
 from tests.synthetic import Layout, RecordingTrainer, Result, SilentObserver, data_group
 from tests.synthetic_images import PATCH, SyntheticImages, TwoHalves, batch, by_projection, image_config
-from trp_scale.batch import Batch
+from trp_scale.adversary import build_adversary
+from trp_scale.balancing import build_balancer
 from trp_scale.config import Config
+from trp_scale.core.batch import Batch
+from trp_scale.core.engine import Engine
+from trp_scale.core.hooks import Hook, Hooks
 from trp_scale.data.joined_windows import JoinedWindows
 from trp_scale.distributed.groups import Group
-from trp_scale.engines.base import Engine
 from trp_scale.engines.build import build_engine
-from trp_scale.hooks.adversary import build_adversary
-from trp_scale.hooks.balancing import build_balancer
-from trp_scale.hooks.base import Hook, Hooks
-from trp_scale.hooks.multilevel import build_multilevel
-from trp_scale.hooks.multilevel.hook import LearnedMasks
-from trp_scale.hooks.multilevel.joint_objective import JointObjective
-from trp_scale.hooks.uniformity import Uniformity
-from trp_scale.models.mae import MaskedAutoencoder
+from trp_scale.masks import build_multilevel
+from trp_scale.masks.hook import LearnedMasks
+from trp_scale.masks.joint_objective import JointObjective
 from trp_scale.models.perturbation import perturbation_shape
-from trp_scale.objectives.mae import MaskedPatchReconstruction
-from trp_scale.objectives.u_mae import UniformPatchReconstruction
 from trp_scale.training.agreement import StepAgreement
+from trp_scale.upstreams.mae.model import MaskedAutoencoder
+from trp_scale.upstreams.mae.objective import MaskedPatchReconstruction
+from trp_scale.upstreams.mae.u_mae import UniformPatchReconstruction
+from trp_scale.upstreams.mae.uniformity import Uniformity
 
 CLASSES = 3
 D_TR, D_VAL = 1000, 2000

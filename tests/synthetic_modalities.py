@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.synthetic import Layout, RecordingTrainer, Result, SilentObserver, data_group
 from tests.synthetic_images import by_projection
-from trp_scale.batch import Batch
+from trp_scale.balancing import build_balancer
 from trp_scale.config import (
     BalancerConfig,
     BatchConfig,
@@ -25,16 +25,16 @@ from trp_scale.config import (
     TrainingConfig,
     VisionConfig,
 )
+from trp_scale.core.batch import Batch
+from trp_scale.core.engine import Engine
+from trp_scale.core.hooks import Hooks
 from trp_scale.distributed.groups import Group
-from trp_scale.engines.base import Engine
 from trp_scale.engines.build import build_engine
-from trp_scale.hooks.balancing import build_balancer
-from trp_scale.hooks.base import Hooks
-from trp_scale.models.mm_mae import MultimodalMaskedAutoencoder
-from trp_scale.models.mm_mae_tokens import VOID
 from trp_scale.models.patches import patchify
-from trp_scale.objectives.mm_mae import MultimodalReconstruction
 from trp_scale.training.agreement import StepAgreement
+from trp_scale.upstreams.mm_mae.model import MultimodalMaskedAutoencoder
+from trp_scale.upstreams.mm_mae.objective import MultimodalReconstruction
+from trp_scale.upstreams.mm_mae.tokens import VOID
 
 SIDE, PATCH, STRIDE = 16, 4, 2
 PATCHES = (SIDE // PATCH) ** 2

@@ -90,8 +90,8 @@ def finetune(argv: Sequence[str]) -> int:
 
 
 def _finetune(argv: Sequence[str]) -> int:
-    from trp_scale.evaluation.finetune import finetune as train
-    from trp_scale.evaluation.finetune import parse_finetune
+    from trp_scale.downstream.finetune import finetune as train
+    from trp_scale.downstream.finetune import parse_finetune
 
     try:
         arguments = parse_finetune(argv, quiet=not _speaks())
@@ -103,13 +103,13 @@ def _finetune(argv: Sequence[str]) -> int:
 
 
 def _compare(argv: Sequence[str]) -> int:
-    from trp_scale.evaluation.compare import compare
+    from trp_scale.downstream.compare import compare
 
     return compare(argv)
 
 
 def _represent(argv: Sequence[str]) -> int:
-    from trp_scale.evaluation.representation.represent import represent
+    from trp_scale.downstream.representation.represent import represent
 
     return represent(argv)
 
@@ -120,8 +120,8 @@ def evaluate(argv: Sequence[str]) -> int:
 
 
 def _evaluate(argv: Sequence[str]) -> int:
-    from trp_scale.evaluation.evaluate import evaluate as measure
-    from trp_scale.evaluation.evaluate import parse_evaluate
+    from trp_scale.downstream.evaluate import evaluate as measure
+    from trp_scale.downstream.evaluate import parse_evaluate
 
     try:
         arguments = parse_evaluate(argv, quiet=not _speaks())
@@ -138,8 +138,8 @@ def probe(argv: Sequence[str]) -> int:
 
 
 def _probe(argv: Sequence[str]) -> int:
-    from trp_scale.evaluation.probe.arguments import parse_probe
-    from trp_scale.evaluation.probe.command import probe as measure
+    from trp_scale.downstream.probe.arguments import parse_probe
+    from trp_scale.downstream.probe.command import probe as measure
 
     try:
         arguments = parse_probe(argv, quiet=not _speaks())
@@ -169,7 +169,7 @@ def _report(argv: Sequence[str]) -> int:
 
     print(report(arguments.run), end="")
     if arguments.pictures is not None:
-        from trp_scale.evaluation.pictures import draw_pictures
+        from trp_scale.downstream.pictures import draw_pictures
 
         print("\n".join(draw_pictures(arguments.run, arguments.pictures, data=arguments.data)))
     return 0
@@ -225,7 +225,7 @@ def _sweep(argv: Sequence[str]) -> int:
     arguments, flags = tyro.cli(
         SweepArguments, prog="trp-scale sweep", args=argv, use_underscores=True, return_unknown_args=True
     )
-    from trp_scale.evaluation.sweep import print_table, sweep
+    from trp_scale.downstream.sweep import print_table, sweep
 
     points = sweep(
         recipe=arguments.recipe,

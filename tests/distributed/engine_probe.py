@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.synthetic import VOCABULARY, Layout, SyntheticSource, data_group, make_engine, small_config
-from trp_scale.batch import Batch
-from trp_scale.data.groups import GROUPS
+from trp_scale.core.batch import Batch
+from trp_scale.data.text.groups import GROUPS
 from trp_scale.distributed.groups import ALONE
-from trp_scale.models.bert import BertForMaskedPositions
-from trp_scale.objectives.pos_mlm import PosMaskedLanguageModelling
+from trp_scale.upstreams.pos_bert.model import BertForMaskedPositions
+from trp_scale.upstreams.pos_bert.objective import PosMaskedLanguageModelling
 
 LR = 1e-3
 

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from tests.synthetic import Layout, data_group
 from tests.synthetic_images import CROPS, PATCH, PATCHES, VISIBLE, SyntheticImages, image_config, make_image_engine
-from trp_scale.batch import Batch
 from trp_scale.config import Config
+from trp_scale.core.batch import Batch
 from trp_scale.distributed.groups import ALONE
 from trp_scale.engines.shards import Shards
-from trp_scale.models.mae import MaskedAutoencoder
-from trp_scale.objectives.mae import MaskedPatchReconstruction
+from trp_scale.upstreams.mae.model import MaskedAutoencoder
+from trp_scale.upstreams.mae.objective import MaskedPatchReconstruction
 
 LR = 1e-2
 OPTIMIZER = {"clipping": 0.5, "eps": 1e-3}

@@ -1,4 +1,4 @@
-"""The engine protocol (trp_scale/engines/base.py), on every engine. What holds for training as a whole is elsewhere."""
+"""The engine protocol (trp_scale/core/engine.py), on every engine. What holds for training as a whole is elsewhere."""
 
 from __future__ import annotations
 

@@ -17,9 +17,9 @@ from trp_scale.checkpoint.engine_group import EngineGroup
 from trp_scale.checkpoint.manager import load, save
 from trp_scale.checkpoint.stored_pieces import read_full_state
 from trp_scale.config import OptimizerConfig
-from trp_scale.engines.base import STATE_NAMES
+from trp_scale.core.engine import STATE_NAMES
 from trp_scale.engines.build import build_second_engine
-from trp_scale.models.masking_network import FlattenedMasking
+from trp_scale.masks.masking_network import FlattenedMasking
 
 NAME = "masking_network"
 OF_THE_FIRST: dict[str, Any] = {

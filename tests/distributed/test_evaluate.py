@@ -9,10 +9,10 @@ import pytest
 
 from tests.ranks import Ranks
 from tests.unit.data.images.stored import write_images
-from tests.unit.evaluation.test_evaluate import reddish, tuned_run
+from tests.unit.downstream.test_evaluate import reddish, tuned_run
 from trp_scale import cli
-from trp_scale.evaluation.probe.features import _read
-from trp_scale.evaluation.results import read_results
+from trp_scale.downstream.probe.features import _read
+from trp_scale.downstream.results import read_results
 
 
 def command(words: list[str]) -> int:

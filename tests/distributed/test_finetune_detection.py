@@ -11,7 +11,7 @@ import pytest
 
 from tests.ranks import Ranks
 from tests.runs import essence, lines
-from tests.unit.data.detection.small_sets import small_scenes
+from tests.unit.downstream.detection.small_sets import small_scenes
 from trp_scale import cli
 from trp_scale.checkpoint.run_directory import checkpoint_path
 

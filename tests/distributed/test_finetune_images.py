@@ -13,7 +13,7 @@ from tests.distributed.launched import finetune_until_killed
 from tests.fixtures import small_image_dataset
 from tests.ranks import Ranks
 from tests.runs import essence, lines
-from tests.unit.evaluation.test_finetune import tuning_flags
+from tests.unit.downstream.test_finetune import tuning_flags
 from trp_scale import cli
 from trp_scale.checkpoint.run_directory import checkpoint_path
 from trp_scale.checkpoint.stored_pieces import read_full_state

@@ -11,7 +11,7 @@ import pytest
 from tests.distributed.launched import finetune_until_killed
 from tests.ranks import Ranks
 from tests.runs import essence, lines
-from tests.unit.data.glue.small_data import finetune_here, glue_flags, write_cola, write_stsb
+from tests.unit.downstream.glue.small_data import finetune_here, glue_flags, write_cola, write_stsb
 
 DEV = 21
 """Rows to measure on: not a multiple of two ranks' micro-batches of 4, so that filler rows end the last ones."""

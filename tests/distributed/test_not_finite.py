@@ -9,7 +9,7 @@ import torch
 
 from tests.ranks import Ranks
 from tests.synthetic import Layout, SyntheticSource, data_group, small_config, trainer_for
-from trp_scale.batch import Batch, TaskLosses
+from trp_scale.core.batch import Batch, TaskLosses
 
 LAYOUTS = {
     "plain": Layout(),

@@ -26,10 +26,10 @@ from PIL import Image
 from tests.ranks import Ranks, free_port
 from tests.readme import COMMANDS, PRETRAIN, ROOT, SCRIPTS, Command, script_place
 from tests.runs import SMALL, environment
-from tests.unit.data.glue.standard_files import write_glue
-from tests.unit.data.pseudo_labels.tiny_models import dpt_depth, mask2former
+from tests.unit.downstream.glue.standard_files import write_glue
+from tests.unit.preparation.pseudo_labels.tiny_models import dpt_depth, mask2former
 from trp_scale import cli
-from trp_scale.data.text.embedded import embedded_documents
+from trp_scale.preparation.text.embedded import embedded_documents
 
 SMALL_IMAGES = {"samples_per_shard": 16, "rows_per_block": 8, "processes": 1}
 SMALL_SCENES = {**SMALL_IMAGES, "count": 48, "size": 48}
@@ -71,7 +71,7 @@ def why_not_run(command: Command) -> str | None:
         "source": "activates the environment that the tests already run in",
     }
     if command.words[:2] == ("trp-scale", "sweep"):
-        return "six runs, each a process: tests/unit/evaluation runs one of two"
+        return "six runs, each a process: tests/unit/downstream runs one of two"
     if "--hostfile" in command.words:
         return "it starts ranks on other machines over ssh"
     return reasons.get(command.words[0])

@@ -17,7 +17,7 @@ from tests.ranks import Ranks
 from tests.runs import flags, lines, pretrain_here
 from trp_scale.checkpoint.run_directory import checkpoints, incompleteness
 from trp_scale.config import Config, RefusedError
-from trp_scale.data.groups import GROUPS
+from trp_scale.data.text.groups import GROUPS
 from trp_scale.distributed.groups import Group
 from trp_scale.observe.report import report
 from trp_scale.recipes.arguments import parse

@@ -17,9 +17,9 @@ from trp_scale.checkpoint.run_directory import checkpoint_path
 from trp_scale.checkpoint.stored_pieces import read_full_state
 from trp_scale.data.sources import open_sources
 from trp_scale.data.split import held_out
-from trp_scale.models.bert import BertForMaskedPositions
-from trp_scale.objectives.pos_mlm import PosMaskedLanguageModelling
 from trp_scale.recipes.arguments import parse
+from trp_scale.upstreams.pos_bert.model import BertForMaskedPositions
+from trp_scale.upstreams.pos_bert.objective import PosMaskedLanguageModelling
 
 CHANGES: dict[str, Any] = {
     "model__dropout": 0.1,

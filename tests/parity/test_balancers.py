@@ -14,8 +14,8 @@ from tests.parity.compare import RELATIVE, too_far
 from tests.parity.test_partition import sometimes_absent
 from tests.ranks import Ranks
 from tests.synthetic import Layout, Result, small_config, trainer_for
-from trp_scale.engines.base import Engine
-from trp_scale.hooks.balancing.task_gradients import TaskGradients
+from trp_scale.balancing.task_gradients import TaskGradients
+from trp_scale.core.engine import Engine
 
 STEPS = 5
 """Adverbs are absent from the first two; with intervals of two steps DWA's weights follow losses in the last."""

@@ -13,13 +13,13 @@ from tests.ranks import Ranks
 from tests.synthetic import Layout, RecordingTrainer, Result, SilentObserver, data_group
 from tests.synthetic_images import SyntheticImages, by_projection
 from tests.unit.models.encoder_peers import CLASSES, finetune_config
-from trp_scale.batch import Batch
+from trp_scale.balancing import build_balancer
 from trp_scale.config import OptimizerConfig, TrainingConfig
+from trp_scale.core.batch import Batch
+from trp_scale.core.hooks import Hooks
+from trp_scale.downstream.classification.model import ImageClassifier
+from trp_scale.downstream.classification.objective import ImageClassification
 from trp_scale.engines.build import build_engine
-from trp_scale.hooks.balancing import build_balancer
-from trp_scale.hooks.base import Hooks
-from trp_scale.models.image_classifier import ImageClassifier
-from trp_scale.objectives.classification import ImageClassification
 from trp_scale.training.agreement import StepAgreement
 
 TWO_RANKS = {

@@ -15,15 +15,15 @@ from tests.ranks import Ranks
 from tests.synthetic import Layout, Result
 from tests.synthetic_masks import MasksResult, run_masks
 from trp_scale.config import PatchSplit
-from trp_scale.hooks.multilevel import masks
-from trp_scale.hooks.multilevel.selection import Selection, select
+from trp_scale.masks import masks
+from trp_scale.masks.selection import Selection, select
 
 Changes = dict[str, dict[str, Any]]
 
 ROUNDING: Changes = {"optimizer": {"eps": 1e-2}, "multilevel": {"eps": 1e-2, "difference": 1.0}}
 """Differences of fp32 losses over 1e-2 are exact to 1e-4 and so they differ between splits, which AdamW scales up where
 gradients are small. Over 1.0 they are exact to 1e-6; all runs take the same ones, and their truncation is compared with
-nothing here (tests/unit/hooks/multilevel has that). With these, distances are at most 1e-6 of the norm and 1.3e-5 of
+nothing here (tests/unit/masks has that). With these, distances are at most 1e-6 of the norm and 1.3e-5 of
 the way."""
 
 PATCHWISE = {"network": "patchwise", "hidden_size": 32}

@@ -11,10 +11,10 @@ import torch
 from tests.parity.compare import too_far
 from tests.ranks import Ranks
 from tests.synthetic import ADVERB, INTERJECTION, Layout, Result, run, small_config, trainer_for
-from trp_scale.batch import TaskLosses
-from trp_scale.hooks.balancing import BALANCERS
-from trp_scale.hooks.balancing.uniform import Uniform
-from trp_scale.hooks.base import StepContext
+from trp_scale.balancing import BALANCERS
+from trp_scale.balancing.uniform import Uniform
+from trp_scale.core.batch import TaskLosses
+from trp_scale.core.hooks import StepContext
 
 BALANCING: dict[str, dict[str, Any]] = {
     "uniform": {"kind": "uniform"},

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Protocol
 
 from trp_scale.checkpoint.errors import CheckpointError
-from trp_scale.engines.base import Piece
+from trp_scale.core.engine import Piece
 
 STEPS = "optimizer_steps"
 

@@ -10,11 +10,11 @@ from pathlib import Path
 
 from trp_scale.checkpoint.document import DOCUMENT_NAME, CheckpointDocument, read_document
 from trp_scale.checkpoint.durable import sync_directory
-from trp_scale.checkpoint.export_bert import write_bert
-from trp_scale.checkpoint.export_mae import write_timm, write_vitmae
-from trp_scale.checkpoint.export_mm_mae import write_multimodal_timm
 from trp_scale.checkpoint.run_directory import newest_complete
 from trp_scale.config import RefusedError
+from trp_scale.upstreams.mae.export import write_timm, write_vitmae
+from trp_scale.upstreams.mm_mae.export import write_multimodal_timm
+from trp_scale.upstreams.pos_bert.export import write_bert
 
 Writer = Callable[[Path, Path, CheckpointDocument], None]
 """Writes into a directory what it makes of a checkpoint and its document."""

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from trp_scale.config.errors import RefusedError, nearest
 from trp_scale.config.hooks import AdversaryConfig, BalancerConfig
 from trp_scale.config.modalities import ModalitiesConfig
 from trp_scale.config.multilevel import MultilevelConfig
@@ -30,6 +29,7 @@ from trp_scale.config.upstream import (
     ObjectiveConfig,
     VisionConfig,
 )
+from trp_scale.errors import RefusedError, nearest
 
 __all__ = [
     "MOST_PATCHES",

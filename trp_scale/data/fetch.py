@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from trp_scale.batch import Batch
+from trp_scale.core.batch import Batch
 from trp_scale.data.plan import Addresses, Plan
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Protocol
 
-from trp_scale.batch import Batch
+from trp_scale.core.batch import Batch
 
 
 class Windows(Protocol):

@@ -15,21 +15,21 @@ from trp_scale.data.hashing import Integers
 from trp_scale.data.index import read_json
 from trp_scale.data.mixture import MemberPath
 from trp_scale.data.plan import Blocks, Member
-from trp_scale.data.text_batch import TextBatchBuilder
-from trp_scale.data.text_dataset import TextMeta, agree, open_text_dataset
+from trp_scale.data.text.dataset import TextMeta, agree, open_text_dataset
+from trp_scale.upstreams.pos_bert.batch import TextBatchBuilder
 
 if TYPE_CHECKING:
-    from trp_scale.data.images.batch import ImageBatchBuilder
     from trp_scale.data.images.dataset import ImageDataset, ImageMeta
-    from trp_scale.data.images.multimodal_batch import MultimodalBatchBuilder
+    from trp_scale.upstreams.mae.batch import ImageBatchBuilder
+    from trp_scale.upstreams.mm_mae.batch import MultimodalBatchBuilder
 
 KINDS = {"pos_mlm": "text", "mae": "image", "mm_mae": "image"}
 """Kind in dataset.json, by the objective that learns from it."""
 
 BUILDERS = {
-    "pos_mlm": "trp_scale.data.text_batch",
-    "mae": "trp_scale.data.images.batch",
-    "mm_mae": "trp_scale.data.images.multimodal_batch",
+    "pos_mlm": "trp_scale.upstreams.pos_bert.batch",
+    "mae": "trp_scale.upstreams.mae.batch",
+    "mm_mae": "trp_scale.upstreams.mm_mae.batch",
 }
 """Module of the batch builder, by objective."""
 
@@ -130,9 +130,9 @@ def _image_builder(
     config: Config, datasets: list[ImageDataset], meta: ImageMeta
 ) -> ImageBatchBuilder | MultimodalBatchBuilder:
     if config.objective.kind == "mm_mae":
-        from trp_scale.data.images.multimodal_batch import MultimodalBatchBuilder
+        from trp_scale.upstreams.mm_mae.batch import MultimodalBatchBuilder
 
         return MultimodalBatchBuilder(config, datasets, meta)
-    from trp_scale.data.images.batch import ImageBatchBuilder
+    from trp_scale.upstreams.mae.batch import ImageBatchBuilder
 
     return ImageBatchBuilder(config, datasets, meta)

@@ -6,8 +6,8 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, overload
 
-from trp_scale.batch import Batch
 from trp_scale.config import Config, RefusedError
+from trp_scale.core.batch import Batch
 from trp_scale.data.downstream import TRAIN, VALIDATION, Downstream, has_downstream, open_downstream
 from trp_scale.data.fetch import BatchBuilder, Fetcher, MicroBatches, start_worker_server
 from trp_scale.data.kinds import BUILDERS, Rows, open_rows

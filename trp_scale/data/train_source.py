@@ -7,8 +7,8 @@ import time
 from collections import deque
 from collections.abc import Iterator
 
-from trp_scale.batch import Batch
 from trp_scale.config import Config
+from trp_scale.core.batch import Batch
 from trp_scale.data.fetch import BatchBuilder, Fetcher, MicroBatches
 from trp_scale.data.partition import GLOBAL_BATCH, check_partition
 from trp_scale.data.plan import Plan

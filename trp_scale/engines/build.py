@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from trp_scale.config import Config
+from trp_scale.core.engine import Engine, EngineError
 from trp_scale.distributed.groups import Group
-from trp_scale.engines.base import Engine, EngineError
 from trp_scale.engines.plain import PlainEngine
 
 

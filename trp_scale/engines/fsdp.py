@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
-from trp_scale.engines.base import EngineError
+from trp_scale.core.engine import EngineError
 from trp_scale.engines.plain import PlainEngine
 
 

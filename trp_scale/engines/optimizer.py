@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from trp_scale.config import OptimizerConfig
-from trp_scale.engines.base import EngineError
+from trp_scale.core.engine import EngineError
 
 if TYPE_CHECKING:
-    from trp_scale.engines.base import Engine
+    from trp_scale.core.engine import Engine
     from trp_scale.engines.shards import Shards
 
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from trp_scale.core.engine import Piece
 from trp_scale.distributed.groups import Group
-from trp_scale.engines.base import Piece
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -56,8 +56,8 @@ def take(model: nn.Module, state: dict[str, Tensor]) -> None:
     if isinstance(model, FromTransformers):
         model.load_transformers(state)
         return
-    from trp_scale.models.mae import MaskedAutoencoder  # imports timm: only image runs pay for it
-    from trp_scale.models.mae_weights import load_timm, load_vitmae
+    from trp_scale.upstreams.mae.model import MaskedAutoencoder  # imports timm: only image runs pay for it
+    from trp_scale.upstreams.mae.weights import load_timm, load_vitmae
 
     assert isinstance(model, MaskedAutoencoder)
     load = load_vitmae if any(name.startswith("vit.") for name in state) else load_timm

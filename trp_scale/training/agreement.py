@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trp_scale.batch import Batch
 from trp_scale.config import Config, RefusedError
+from trp_scale.core.batch import Batch
 from trp_scale.data.index import DataError
 from trp_scale.distributed.groups import Group
 from trp_scale.recipes.loader import to_dict

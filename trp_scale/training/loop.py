@@ -11,12 +11,12 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from trp_scale.batch import Batch, StepStats, TaskLosses
 from trp_scale.config import Config
-from trp_scale.engines.base import Engine
-from trp_scale.hooks.base import Hooks, StepContext
+from trp_scale.core.batch import Batch, StepStats, TaskLosses
+from trp_scale.core.engine import Engine
+from trp_scale.core.hooks import Hooks, StepContext
+from trp_scale.core.objective import Objective
 from trp_scale.models.initialise import reseed, tensor_seed
-from trp_scale.objectives.base import Objective
 from trp_scale.observe.observer import Observer
 from trp_scale.observe.records import StepRecord, TaskRecord
 from trp_scale.training.agreement import StepAgreement

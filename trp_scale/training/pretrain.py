@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from trp_scale.balancing import build_balancer
 from trp_scale.checkpoint import manager
 from trp_scale.checkpoint.agreement import check_shared_directory, on_rank_zero, together
 from trp_scale.checkpoint.document import read_document
@@ -18,12 +19,11 @@ from trp_scale.checkpoint.engine_group import EngineGroup
 from trp_scale.checkpoint.resume import select, take_back
 from trp_scale.checkpoint.resume_rules import check_settings
 from trp_scale.config import Config
+from trp_scale.core.hooks import Hooks
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.stop import StopRequests
 from trp_scale.engines import ds_config
 from trp_scale.engines.build import build_engine, build_second_engine
-from trp_scale.hooks.balancing import build_balancer
-from trp_scale.hooks.base import Hooks
 from trp_scale.observe.observer import Observer
 from trp_scale.observe.records import RunInfo
 from trp_scale.recipes.arguments import Arguments
@@ -32,8 +32,8 @@ from trp_scale.recipes.loader import to_dict
 from trp_scale.training import rundir
 from trp_scale.training.agreement import StepAgreement, require_same_settings
 from trp_scale.training.loop import Trainer, TrainingState
-from trp_scale.training.upstream import Upstream, build_upstream
 from trp_scale.training.validation import validate
+from trp_scale.upstreams.base import Upstream, build_upstream
 
 logger = logging.getLogger(__name__)
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from trp_scale.batch import Batch
-from trp_scale.engines.base import Engine
-from trp_scale.objectives.base import Objective
+from trp_scale.core.batch import Batch
+from trp_scale.core.engine import Engine
+from trp_scale.core.objective import Objective
 
 
 @torch.no_grad()

@@ -22,7 +22,7 @@ from benchmarks.gpu_setting import ENGINES, Setting
 from benchmarks.step_time import VOCABULARY, random_batch
 from trp_scale.config import RefusedError
 from trp_scale.distributed.environment import Environment
-from trp_scale.models.bert import BertForMaskedPositions, padded_vocabulary
+from trp_scale.upstreams.pos_bert.model import BertForMaskedPositions, padded_vocabulary
 
 ROOT = Path(__file__).parents[3]
 GPU_ONLY = {"waits", "memory"}

@@ -15,7 +15,7 @@ from benchmarks.mlo_cost import OURS, PLAIN, REFERENCE, Options, large, over_pla
 from benchmarks.mlo_unrolled import Rates, UnrolledMasks
 from tests.unit.models.small_images import VISIBLE, config, crops, small_model
 from trp_scale.config import Config
-from trp_scale.models.masking_network import FlattenedMasking
+from trp_scale.masks.masking_network import FlattenedMasking
 
 RATES = Rates(encoder=0.3, head=0.2)
 CLASSES = 3

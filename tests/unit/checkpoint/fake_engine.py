@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from trp_scale.checkpoint.manager import save
+from trp_scale.core.engine import STATE_NAMES, Piece
 from trp_scale.distributed.groups import Group
-from trp_scale.engines.base import STATE_NAMES, Piece
 
 SHAPES: dict[str, tuple[int, ...]] = {"matrix": (7, 5), "bias": (13,), "scalar": (), "cube": (4, 3, 2), "one": (1, 1)}
 STATES = ("weight", *STATE_NAMES)

@@ -19,9 +19,9 @@ from trp_scale.checkpoint.errors import CheckpointError
 from trp_scale.checkpoint.export import export
 from trp_scale.cli import main
 from trp_scale.config import Config, RefusedError
-from trp_scale.models.mae import MaskedAutoencoder
 from trp_scale.models.patches import patchify
 from trp_scale.recipes.loader import to_dict
+from trp_scale.upstreams.mae.model import MaskedAutoencoder
 
 MAE = config(tokens="visible")
 

@@ -14,9 +14,9 @@ from tests.unit.models.small_modalities import config, small_model
 from trp_scale.checkpoint.errors import CheckpointError
 from trp_scale.checkpoint.export import export
 from trp_scale.config import Config, RefusedError
-from trp_scale.models.mm_mae import MultimodalMaskedAutoencoder
 from trp_scale.models.patches import patchify
 from trp_scale.recipes.loader import to_dict
+from trp_scale.upstreams.mm_mae.model import MultimodalMaskedAutoencoder
 
 
 def write_run(run_dir: Path, settings: Config, classes: int = CLASSES) -> MultimodalMaskedAutoencoder:

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import torch
 
-from trp_scale.batch import Batch
 from trp_scale.config import Config
+from trp_scale.core.batch import Batch
 from trp_scale.data.blocks import BlockTable, read_blocks
 from trp_scale.data.sources import open_sources
-from trp_scale.data.text_dataset import SUFFIXES
+from trp_scale.data.text.dataset import SUFFIXES
 
 FIELDS = {
     "tokens": (torch.int64, (24,)),

@@ -11,8 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from trp_scale.config import Config
-from trp_scale.data.groups import GROUPS, WORD_START
 from trp_scale.data.index import Block, Member, ShardIndex, write_index, write_json
+from trp_scale.data.text.groups import GROUPS, WORD_START
 
 SPECIAL = {"pad": 0, "unk": 1, "cls": 2, "sep": 3, "mask": 4}
 VOCABULARY = 60

@@ -9,9 +9,9 @@ import numpy.typing as npt
 import pytest
 
 from trp_scale.config import MaskingConfig, RefusedError
-from trp_scale.data.groups import GROUPS, OTHER, WORD_START
 from trp_scale.data.hashing import mix
-from trp_scale.data.masking import Masked, Masker
+from trp_scale.data.text.groups import GROUPS, OTHER, WORD_START
+from trp_scale.upstreams.pos_bert.masking import Masked, Masker
 
 LENGTH, VOCABULARY = 128, 1000
 MASK, SPECIAL = 4, (0, 1, 2, 3, 4)

@@ -12,7 +12,7 @@ from transformers import AutoTokenizer
 
 from tests.fixtures import small_text_dataset
 from tests.unit.data.stored import config_for
-from trp_scale.batch import Batch
+from trp_scale.core.batch import Batch
 from trp_scale.data.sources import Sources, open_sources
 
 

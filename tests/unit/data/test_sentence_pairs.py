@@ -6,10 +6,10 @@ import numpy as np
 import numpy.typing as npt
 
 from tests.unit.data.stored import draw_rows
-from trp_scale.data.groups import WORD_START
 from trp_scale.data.hashing import mix
-from trp_scale.data.sentence_pairs import Segments, draw_pairs, draw_partners
-from trp_scale.data.text_rows import TextRows
+from trp_scale.data.text.groups import WORD_START
+from trp_scale.data.text.rows import TextRows
+from trp_scale.upstreams.pos_bert.sentence_pairs import Segments, draw_pairs, draw_partners
 
 WIDTH = 40
 Flags = npt.NDArray[np.bool_]

@@ -15,7 +15,7 @@ from trp_scale.data.blocks import read_blocks
 from trp_scale.data.index import DataError, index_path
 from trp_scale.data.shard_reader import ShardReader, parse_npy
 from trp_scale.data.sources import open_sources
-from trp_scale.data.text_dataset import SUFFIXES
+from trp_scale.data.text.dataset import SUFFIXES
 
 
 class Trap:

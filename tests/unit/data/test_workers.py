@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from tests.unit.data.stored import config_for, write_dataset
-from trp_scale.batch import Batch
+from trp_scale.core.batch import Batch
 from trp_scale.data.fetch import STOP_SIGNALS, pack, start_worker_server
 from trp_scale.data.sources import TrainSource, open_sources
 
@@ -66,7 +66,7 @@ def test_signals_to_the_group_do_not_stop_the_workers(train: TrainSource) -> Non
 
 
 def test_the_caller_still_hears_its_signals(train: TrainSource) -> None:
-    start_worker_server("trp_scale.data.text_batch")
+    start_worker_server("trp_scale.upstreams.pos_bert.batch")
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, []) & set(STOP_SIGNALS)
     train.next_window()
     assert not signal.pthread_sigmask(signal.SIG_BLOCK, []) & set(STOP_SIGNALS)

@@ -9,9 +9,9 @@ from torch import nn
 
 from tests.unit.models.encoder_peers import finetune_config, timm_vit
 from trp_scale.config import OptimizerConfig
-from trp_scale.engines.base import EngineError
+from trp_scale.core.engine import EngineError
+from trp_scale.downstream.classification.model import ImageClassifier
 from trp_scale.engines.optimizer import build_optimizer, set_learning_rate
-from trp_scale.models.image_classifier import ImageClassifier
 
 POOL = {"mean": "avg", "class": "token"}
 OPTIMIZER = OptimizerConfig(lr=1.0, weight_decay=0.05, layer_decay=0.65)

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from tests.unit.engines.linear_model import Small, engine_of, gradients, push, state_of, weights_of
 from tests.unit.models.masked_rows import VOCABULARY, masked_rows, small_model
+from trp_scale.core.engine import EngineError
 from trp_scale.distributed.groups import Group
-from trp_scale.engines.base import EngineError
 from trp_scale.engines.optimizer import decay_groups
 from trp_scale.engines.plain import PlainEngine
 

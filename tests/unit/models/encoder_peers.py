@@ -12,7 +12,7 @@ from tests.unit.models.small_images import GRID, PATCH
 from trp_scale.config import BatchConfig, CropsConfig, ModelConfig, VisionConfig
 from trp_scale.config.downstream import DownstreamConfig
 from trp_scale.config.finetuning import FinetuneConfig
-from trp_scale.models.mae_weights import ours
+from trp_scale.upstreams.mae.weights import ours
 
 CLASSES = 7
 

@@ -7,10 +7,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from trp_scale.batch import Batch
 from trp_scale.config import ModelConfig
-from trp_scale.data.groups import GROUPS
-from trp_scale.models.bert import BertForMaskedPositions
+from trp_scale.core.batch import Batch
+from trp_scale.data.text.groups import GROUPS
+from trp_scale.upstreams.pos_bert.model import BertForMaskedPositions
 
 VOCABULARY = 90
 LENGTH = 12

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.unit.models.small_images import GRID, Crops
-from trp_scale.models.mae import MaskedAutoencoder
 from trp_scale.models.perturbation import Perturbed
+from trp_scale.upstreams.mae.model import MaskedAutoencoder
 
 CLASS = -1
 """Stands for the class token among patch numbers."""

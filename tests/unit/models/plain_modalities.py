@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from tests.unit.models.plain_autoencoder import blocks
-from trp_scale.models.mm_mae import MultimodalMaskedAutoencoder
-from trp_scale.models.mm_mae_decoder import TaskDecoder
 from trp_scale.models.perturbation import Perturbed
 from trp_scale.models.positions import sine_cosine
+from trp_scale.upstreams.mm_mae.decoder import TaskDecoder
+from trp_scale.upstreams.mm_mae.model import MultimodalMaskedAutoencoder
 
 Seen = dict[tuple[str, int], Tensor]
 """Visible tokens by modality and place."""

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from trp_scale.config import AdversaryConfig, Config, CropsConfig, MaskingConfig, ModelConfig, VisionConfig
-from trp_scale.models.mae import MaskedAutoencoder
 from trp_scale.models.positions import sine_cosine
+from trp_scale.upstreams.mae.model import MaskedAutoencoder
 
 GRID = 5
 PATCH = 4

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 
 from tests.synthetic_modalities import CLASSES, modality_config
-from trp_scale.batch import Batch
 from trp_scale.config import Config
-from trp_scale.models.mm_mae import MultimodalMaskedAutoencoder
+from trp_scale.core.batch import Batch
 from trp_scale.models.positions import sine_cosine
+from trp_scale.upstreams.mm_mae.model import MultimodalMaskedAutoencoder
 
 ALL = ("rgb", "depth", "semseg")
 EVERY_TASK = (*ALL, "raw_rgb")

@@ -9,13 +9,13 @@ import torch
 from torch import Tensor
 from transformers import BertForPreTraining
 
-from tests.unit.hooks.toy import balancer, take_step
+from tests.unit.balancing.toy import balancer, take_step
 from tests.unit.models.masked_rows import LENGTH, VOCABULARY, masked_rows, part, slots, small_model, small_sizes
-from trp_scale.batch import Batch
 from trp_scale.config import ObjectiveConfig
-from trp_scale.data.groups import GROUPS
-from trp_scale.models.bert import BertForMaskedPositions, bert_config, padded_vocabulary, to_transformers
-from trp_scale.objectives.pos_mlm import PosMaskedLanguageModelling
+from trp_scale.core.batch import Batch
+from trp_scale.data.text.groups import GROUPS
+from trp_scale.upstreams.pos_bert.model import BertForMaskedPositions, bert_config, padded_vocabulary, to_transformers
+from trp_scale.upstreams.pos_bert.objective import PosMaskedLanguageModelling
 
 PADDED = 128
 

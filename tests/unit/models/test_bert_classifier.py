@@ -11,17 +11,17 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordPiece
 from transformers import BertForSequenceClassification
 
-from trp_scale.batch import Batch
 from trp_scale.config import ModelConfig
 from trp_scale.config.downstream import DownstreamConfig
 from trp_scale.config.finetuning import FinetuneConfig
-from trp_scale.data.glue.batch import GlueBatchBuilder
-from trp_scale.data.glue.tokens import PairTokenizer, TokenTable
+from trp_scale.core.batch import Batch
 from trp_scale.data.plan import Addresses
+from trp_scale.downstream.glue.batch import GlueBatchBuilder
+from trp_scale.downstream.glue.model import BertClassifier
+from trp_scale.downstream.glue.objective import SentenceClassification
+from trp_scale.downstream.glue.tokens import PairTokenizer, TokenTable
 from trp_scale.engines.optimizer import Layered, layer_scales
-from trp_scale.models.bert import bert_config
-from trp_scale.models.bert_classifier import BertClassifier
-from trp_scale.objectives.sentence_classification import SentenceClassification
+from trp_scale.upstreams.pos_bert.model import bert_config
 
 VOCABULARY = 64
 

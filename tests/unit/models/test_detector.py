@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from torchvision.models.detection import FasterRCNN, MaskRCNN
 from torchvision.ops import roi_align
 
-from tests.unit.data.detection.small_sets import detection_config
-from trp_scale.models.detector import Detector, paste
-from trp_scale.models.feature_pyramid import BlockPyramid, SimplePyramid, with_pool
+from tests.unit.downstream.detection.small_sets import detection_config
+from trp_scale.downstream.detection.feature_pyramid import BlockPyramid, SimplePyramid, with_pool
+from trp_scale.downstream.detection.model import Detector, paste
 
 SIDE = 64
 

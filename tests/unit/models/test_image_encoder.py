@@ -12,10 +12,10 @@ from tests.unit.models.encoder_peers import finetune_config, take_timm, timm_vit
 from tests.unit.models.small_images import GRID, PATCH, VALUES, config, small_model
 from tests.unit.models.vitmae_peer import vitmae
 from trp_scale.models.image_encoder import ImageEncoder, interpolated
-from trp_scale.models.mae import MaskedAutoencoder
-from trp_scale.models.mae_weights import is_encoder, load_vitmae
 from trp_scale.models.patches import patchify, unpatchify
 from trp_scale.models.positions import sine_cosine
+from trp_scale.upstreams.mae.model import MaskedAutoencoder
+from trp_scale.upstreams.mae.weights import is_encoder, load_vitmae
 
 
 def images(rows: int = 3, grid: int = GRID) -> Tensor:

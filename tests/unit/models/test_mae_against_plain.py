@@ -9,8 +9,8 @@ import torch
 
 from tests.unit.models.plain_autoencoder import plain_forward
 from tests.unit.models.small_images import config, crops, loss_of, perturbation, small_model
-from trp_scale.models.mae import MaskedAutoencoder
 from trp_scale.models.perturbation import perturbed
+from trp_scale.upstreams.mae.model import MaskedAutoencoder
 
 MODELS: dict[str, dict[str, Any]] = {
     "MAE": {"tokens": "visible"},

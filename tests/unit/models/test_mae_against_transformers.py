@@ -11,10 +11,12 @@ from torch import Tensor
 
 from tests.unit.models.small_images import GRID, PATCH, config, crops, small_model
 from tests.unit.models.vitmae_peer import images_and_noise, vitmae
-from trp_scale.batch import Batch
 from trp_scale.config import Config
-from trp_scale.models.mae import MaskedAutoencoder
-from trp_scale.models.mae_weights import (
+from trp_scale.core.batch import Batch
+from trp_scale.models.patches import patchify
+from trp_scale.upstreams.mae.model import MaskedAutoencoder
+from trp_scale.upstreams.mae.objective import MaskedPatchReconstruction
+from trp_scale.upstreams.mae.weights import (
     is_encoder,
     load_timm,
     load_vitmae,
@@ -23,8 +25,6 @@ from trp_scale.models.mae_weights import (
     to_timm,
     to_vitmae,
 )
-from trp_scale.models.patches import patchify
-from trp_scale.objectives.mae import MaskedPatchReconstruction
 
 MAE = config(tokens="visible")
 

@@ -11,9 +11,9 @@ from torch import Tensor
 from tests.synthetic_modalities import CLASSES, batch
 from tests.unit.models.small_modalities import ALL, EVERY_TASK, config, small_model
 from trp_scale.config import Config
-from trp_scale.models.mm_mae import MultimodalMaskedAutoencoder, MultimodalOutput
-from trp_scale.models.mm_mae_tokens import SegmentationTokeniser, visible_slots
-from trp_scale.objectives.mm_mae import MultimodalReconstruction
+from trp_scale.upstreams.mm_mae.model import MultimodalMaskedAutoencoder, MultimodalOutput
+from trp_scale.upstreams.mm_mae.objective import MultimodalReconstruction
+from trp_scale.upstreams.mm_mae.tokens import SegmentationTokeniser, visible_slots
 
 
 def inputs(settings: Config, first: int = 0) -> tuple[dict[str, Tensor], Tensor]:

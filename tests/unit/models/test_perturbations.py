@@ -10,9 +10,9 @@ from torch import Tensor
 
 from tests.unit.models.small_images import GRID, config, crops, loss_of, perturbation, small_model
 from trp_scale.config import AdversaryConfig, ModelConfig, VisionConfig
-from trp_scale.models.mae import MaskedAutoencoder
 from trp_scale.models.perturbation import Perturbed, perturbation_shape, perturbed
 from trp_scale.models.relative_positions import BUCKETS, relaxed_index
+from trp_scale.upstreams.mae.model import MaskedAutoencoder
 
 KINDS: dict[str, dict[str, Any]] = {
     "absolute embedding": {"kind": "absolute_embedding"},

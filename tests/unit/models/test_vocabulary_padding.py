@@ -8,9 +8,9 @@ from torch import nn
 
 from tests.unit.models.masked_rows import VOCABULARY, masked_rows, small_model
 from trp_scale.config import ObjectiveConfig
-from trp_scale.data.groups import GROUPS
-from trp_scale.models.bert import PADDED_PARAMETERS, BertForMaskedPositions
-from trp_scale.objectives.pos_mlm import PosMaskedLanguageModelling
+from trp_scale.data.text.groups import GROUPS
+from trp_scale.upstreams.pos_bert.model import PADDED_PARAMETERS, BertForMaskedPositions
+from trp_scale.upstreams.pos_bert.objective import PosMaskedLanguageModelling
 
 OBJECTIVE = PosMaskedLanguageModelling(ObjectiveConfig(), GROUPS, hidden_size=32)
 BATCH = masked_rows(7)

@@ -7,10 +7,10 @@ from torch import Tensor
 from transformers import ViTMAEForPreTraining
 
 from tests.unit.models.small_images import GRID, PATCH, Crops
-from trp_scale.checkpoint.export_mae import vitmae_config
 from trp_scale.config import Config
-from trp_scale.models.mae_weights import stored_positions
 from trp_scale.models.patches import unpatchify
+from trp_scale.upstreams.mae.export import vitmae_config
+from trp_scale.upstreams.mae.weights import stored_positions
 
 
 def vitmae(config: Config, *, seed: int = 0) -> ViTMAEForPreTraining:

@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from trp_scale.batch import Batch
-from trp_scale.objectives.depth import Depth, DepthSpace, reverse_huber
-from trp_scale.objectives.segmentation import Segmentation
+from trp_scale.core.batch import Batch
+from trp_scale.downstream.dense.depth_objective import Depth, DepthSpace, reverse_huber
+from trp_scale.downstream.dense.segmentation_objective import Segmentation
 
 SPACE = DepthSpace(inverse=False, mean=3.0, deviation=2.0, low=1e-3, high=float("inf"))
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from trp_scale.batch import Batch
-from trp_scale.objectives.detection import LOSSES, Detection, targets
+from trp_scale.core.batch import Batch
+from trp_scale.downstream.detection.objective import LOSSES, Detection, targets
 
 
 def batch(weights: list[float], masks: bool = True) -> Batch:

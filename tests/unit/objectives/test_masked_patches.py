@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from trp_scale.batch import Batch
 from trp_scale.config import ObjectiveConfig
+from trp_scale.core.batch import Batch
+from trp_scale.models.image_patches import CHANNEL_DEVIATION, CHANNEL_MEAN
 from trp_scale.models.patches import patchify, unpatchify
-from trp_scale.objectives.image_patches import CHANNEL_DEVIATION, CHANNEL_MEAN
-from trp_scale.objectives.mae import MaskedPatchReconstruction
+from trp_scale.upstreams.mae.objective import MaskedPatchReconstruction
 
 SIDE, PATCH, ROWS, CROPS, MASKED = 12, 4, 3, 2, 6
 PATCHES, VALUES = (SIDE // PATCH) ** 2, PATCH * PATCH * 3

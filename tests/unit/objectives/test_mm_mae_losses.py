@@ -11,13 +11,13 @@ from torch import Tensor
 
 from tests.synthetic_modalities import CLASSES, PATCH, SIDE, STRIDE, batch
 from tests.unit.models.small_modalities import ALL, EVERY_TASK, changed, config, small_model
-from trp_scale.batch import Batch
 from trp_scale.config import Config
+from trp_scale.core.batch import Batch
 from trp_scale.data.images.members import VOID as STORED_VOID
-from trp_scale.models.mm_mae import MultimodalOutput
-from trp_scale.models.mm_mae_tokens import VOID
-from trp_scale.objectives.image_patches import CHANNEL_DEVIATION, CHANNEL_MEAN
-from trp_scale.objectives.mm_mae import MultimodalReconstruction
+from trp_scale.models.image_patches import CHANNEL_DEVIATION, CHANNEL_MEAN
+from trp_scale.upstreams.mm_mae.model import MultimodalOutput
+from trp_scale.upstreams.mm_mae.objective import MultimodalReconstruction
+from trp_scale.upstreams.mm_mae.tokens import VOID
 
 ROWS, GRID = 3, SIDE // PATCH
 VALUES = {"rgb": 3 * PATCH**2, "raw_rgb": 3 * PATCH**2, "depth": PATCH**2, "semseg": (PATCH // STRIDE) ** 2 * CLASSES}

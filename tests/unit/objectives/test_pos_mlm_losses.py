@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.unit.hooks.toy import balancer, take_step
+from tests.unit.balancing.toy import balancer, take_step
 from tests.unit.models.masked_rows import VOCABULARY, changed, masked_rows, part, slots, small_model
-from trp_scale.batch import Batch, TaskLosses
 from trp_scale.config import ObjectiveConfig
-from trp_scale.data.groups import GROUPS, OTHER
-from trp_scale.models.bert import BertForMaskedPositions
-from trp_scale.objectives.pos_mlm import PosMaskedLanguageModelling
+from trp_scale.core.batch import Batch, TaskLosses
+from trp_scale.data.text.groups import GROUPS, OTHER
+from trp_scale.upstreams.pos_bert.model import BertForMaskedPositions
+from trp_scale.upstreams.pos_bert.objective import PosMaskedLanguageModelling
 
 TASKS = (*GROUPS, "next_sentence")
 NEXT_SENTENCE = len(GROUPS)

@@ -11,9 +11,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from trp_scale.config import AdversaryConfig, Config, CropsConfig, MaskingConfig, ModelConfig, VisionConfig
-from trp_scale.models.mae import MaskedAutoencoder
 from trp_scale.observe.throughput import mae_step_flops
 from trp_scale.recipes.loader import load_recipe
+from trp_scale.upstreams.mae.model import MaskedAutoencoder
 
 Positions = Literal["absolute", "relative"]
 

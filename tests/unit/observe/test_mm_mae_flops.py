@@ -11,10 +11,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.synthetic_modalities import CLASSES, modality_config
 from trp_scale.config import Config
-from trp_scale.models.mm_mae import MultimodalMaskedAutoencoder
-from trp_scale.models.mm_mae_tokens import labels_per_patch, values_per_patch
-from trp_scale.observe.mm_mae_flops import mm_mae_step_flops
 from trp_scale.recipes.loader import load_recipe
+from trp_scale.upstreams.mm_mae.flops import mm_mae_step_flops
+from trp_scale.upstreams.mm_mae.model import MultimodalMaskedAutoencoder
+from trp_scale.upstreams.mm_mae.tokens import labels_per_patch, values_per_patch
 
 
 def counted(config: Config, rows: int, classes: int) -> int:

@@ -14,10 +14,10 @@ from tests.synthetic_images import CROPS, PATCHES, VISIBLE
 from tests.synthetic_masks import mask_config, masks_run
 from tests.unit.models.small_images import config as small_config
 from trp_scale.config import Config
-from trp_scale.models.mae import MaskedAutoencoder
-from trp_scale.observe.multilevel_flops import multilevel_step_flops
+from trp_scale.masks.flops import multilevel_step_flops
 from trp_scale.observe.throughput import encoder_forward_flops, mae_step_flops
 from trp_scale.recipes.loader import load_recipe
+from trp_scale.upstreams.mae.model import MaskedAutoencoder
 
 ROWS = 8
 

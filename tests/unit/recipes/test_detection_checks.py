@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.data.detection.small_sets import detection_config
+from tests.unit.downstream.detection.small_sets import detection_config
 from trp_scale.config import RefusedError
 from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.recipes.detection_checks import detection_problems

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from trp_scale.config import Config
-from trp_scale.evaluation.sweep import combinations
+from trp_scale.downstream.sweep import combinations
 from trp_scale.recipes import loader
 from trp_scale.recipes.arguments import parse
 from trp_scale.recipes.checks import cautions

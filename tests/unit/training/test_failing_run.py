@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.runs import flags, pretrain_here
-from trp_scale.objectives.pos_mlm import PosMaskedLanguageModelling
+from trp_scale.upstreams.pos_bert.objective import PosMaskedLanguageModelling
 
 
 def test_loader_workers_end_with_it(text_dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,13 +6,13 @@ import pytest
 import torch
 
 from tests.unit.data.images.multimodal import SEMSEG_CLASSES, multimodal_config, samples, write_multimodal
-from trp_scale.batch import Batch
 from trp_scale.config import Config, ModelConfig
+from trp_scale.core.batch import Batch
 from trp_scale.distributed.environment import Environment
-from trp_scale.models.mm_mae import MultimodalMaskedAutoencoder
-from trp_scale.observe.mm_mae_flops import mm_mae_step_flops
-from trp_scale.training.multimodal_upstream import MultimodalUpstream
-from trp_scale.training.upstream import build_upstream
+from trp_scale.upstreams.base import build_upstream
+from trp_scale.upstreams.mm_mae.flops import mm_mae_step_flops
+from trp_scale.upstreams.mm_mae.model import MultimodalMaskedAutoencoder
+from trp_scale.upstreams.mm_mae.upstream import MultimodalUpstream
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from trp_scale.data.shard_reader import ShardReader
 from trp_scale.data.split import held_out
 from trp_scale.distributed.environment import Environment
 from trp_scale.recipes.arguments import parse
-from trp_scale.training.text_upstream import TextUpstream, piece_counts
+from trp_scale.upstreams.pos_bert.upstream import TextUpstream, piece_counts
 
 BIAS = "cls.predictions.bias"
 
@@ -60,7 +60,7 @@ def test_given_weights_bring_their_own(text_dataset: Path, tmp_path: Path, monke
         with torch.no_grad():
             model.get_parameter(BIAS).fill_(7.0)
 
-    monkeypatch.setattr("trp_scale.training.text_upstream.give_weights", give)
+    monkeypatch.setattr("trp_scale.upstreams.pos_bert.upstream.give_weights", give)
     assert (task.model().get_parameter(BIAS) == 7.0).all()
 
 

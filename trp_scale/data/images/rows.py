@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trp_scale.batch import Batch
+from trp_scale.core.batch import Batch
 from trp_scale.data.hashing import Integers
 from trp_scale.data.images.dataset import ImageDataset, ImageMeta
 from trp_scale.data.images.decode import check_classes, decode_image, decode_map, parse_label

@@ -1,86 +1,142 @@
-"""Sentences into rows: consecutive sentences of one document, at most `row_length` pieces, nothing left out."""
+"""Stored text rows and their partners, read for one micro-batch."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
 import numpy as np
-from numpy.typing import NDArray
+import numpy.typing as npt
+
+from trp_scale.data.hashing import Integers
+from trp_scale.data.index import DataError
+from trp_scale.data.shard_reader import ShardReader
+from trp_scale.data.text.groups import GROUP_BITS, GROUPS
 
 
-class RowPacker:
-    """Decides where rows begin and end.
-
-    Pieces stay in one flat stream; a row is the next `length` pieces of it. A sentence goes into the open row if it
-    fits, else it opens a new one; one longer than a row opens a row, is cut at the last word start that fits (in the
-    middle of a word where no word starts), and what is left stays open for the sentences after it.
+@dataclass(frozen=True, kw_only=True)
+class TextRows:
+    """Rows as stored; P pieces a row, S sentence ends.
 
     Attributes:
-        lengths: pieces of each finished row.
-        sentence_ends: for each finished row, the end (exclusive) of each of its sentences, in pieces.
+        tokens: [N, P] as stored, uint16 or uint32.
+        tags: [N, P] uint8.
+        ends: [N, S] int64, end offsets of sentences, ascending; padded with the row's number of pieces.
+        pieces: [N] number of pieces, 0 for a row that is not there or cannot be read.
+        own: [R] line of each address's own row in the arrays above.
+        partner: [R] line of its partner.
+        readable: [R] whether both could be read and hold allowed values.
+        corrupt: keys of blocks in which something was wrong.
     """
 
-    def __init__(self, row_length: int) -> None:
-        self.row_length = row_length
-        self.lengths: list[int] = []
-        self.sentence_ends: list[list[int]] = []
-        self._open: list[int] = []
-
-    def add_sentence(self, length: int, word_starts: NDArray[np.bool_] | None = None) -> None:
-        """Place a sentence of `length` pieces.
-
-        Args:
-            length: number of pieces; a sentence without any is left out.
-            word_starts: [length], whether each piece begins a word; needed if the sentence is longer than a row.
-        """
-        if length == 0:
-            return
-        filled = self._open[-1] if self._open else 0
-        if filled + length > self.row_length:
-            self.end_document()
-            filled = 0
-        start = 0
-        while length - start > self.row_length:
-            limit = start + self.row_length  # the row may end just before the piece at `limit`
-            end = limit
-            if word_starts is not None and word_starts[start + 1 : limit + 1].any():
-                end = start + 1 + int(np.flatnonzero(word_starts[start + 1 : limit + 1])[-1])
-            self._open.append(end - start)
-            self.end_document()
-            start = end
-        self._open.append(filled + length - start)
-
-    def end_document(self) -> None:
-        """Finish the open row."""
-        if self._open:
-            self.lengths.append(self._open[-1])
-            self.sentence_ends.append(self._open)
-            self._open = []
-
-    def take(self, rows: int) -> tuple[NDArray[np.int64], list[list[int]]]:
-        """Remove the first `rows` finished rows and return their lengths [rows] and sentence ends."""
-        lengths = np.asarray(self.lengths[:rows], dtype=np.int64)
-        ends = self.sentence_ends[:rows]
-        del self.lengths[:rows], self.sentence_ends[:rows]
-        return lengths, ends
+    tokens: npt.NDArray[Any]
+    tags: npt.NDArray[np.uint8]
+    ends: Integers
+    pieces: Integers
+    own: Integers
+    partner: Integers
+    readable: npt.NDArray[np.bool_]
+    corrupt: list[str]
 
 
-def fill_rows(
-    values: NDArray[np.generic], lengths: NDArray[np.int64], row_length: int, padding: int
-) -> NDArray[np.generic]:
-    """Lay a flat stream out in rows.
+class TextRowReader:
+    """Reads rows of several data sets.
 
     Args:
-        values: [sum(lengths)], the rows one after another.
-        lengths: [R].
-
-    Returns:
-        [R, row_length], padded on the right.
+        readers: one per data set.
+        names: their names in the mixture, put before the keys of corrupt blocks.
+        row_length: P.
+        token_dtype: type of stored tokens.
+        vocab_size: token ids must be below it.
     """
-    rows = np.full((len(lengths), row_length), padding, dtype=values.dtype)  # [R, row_length]
-    rows[np.arange(row_length) < lengths[:, None]] = values
-    return rows
 
+    def __init__(
+        self,
+        *,
+        readers: Sequence[ShardReader],
+        names: Sequence[str],
+        row_length: int,
+        token_dtype: str,
+        vocab_size: int,
+    ) -> None:
+        self._readers, self._names = readers, names
+        self._dtypes = (np.dtype(token_dtype), np.dtype(np.uint8), np.dtype(np.uint16))
+        self._row_length, self._vocab_size = row_length, vocab_size
 
-def pad_sentence_ends(ends: list[list[int]]) -> NDArray[np.uint16]:
-    """[R, S] uint16, S the largest number of sentences; padded by repeating the last end, which is the row's length."""
-    width = max(len(row) for row in ends)
-    return np.asarray([row + [row[-1]] * (width - len(row)) for row in ends], dtype=np.uint16)  # [R, S]
+    def read(self, member: Integers, block: Integers, own: Integers, partner: Integers) -> TextRows:
+        """Rows `own` and `partner` of each block, all [R].
+
+        One gather per block and member file: lines come sorted by block, `TextRows.own` and `.partner` say where.
+        """
+        count = len(own)
+        block_code = np.tile(member << 40 | block, 2)  # [2R]
+        wanted = np.concatenate([own, partner])
+        order = np.argsort(block_code, kind="stable")
+        codes, rows = block_code[order], wanted[order]
+        bounds = [0, *(np.flatnonzero(np.diff(codes)) + 1).tolist(), 2 * count]
+        spans = list(pairwise(bounds))
+        blocks = [self._open(int(codes[first])) for first, _ in spans]
+        sentences = max((opened[2].shape[1] for opened in blocks if opened is not None), default=1)
+
+        tokens = np.zeros((2 * count, self._row_length), dtype=self._dtypes[0])
+        tags = np.zeros((2 * count, self._row_length), dtype=np.uint8)
+        ends = np.zeros((2 * count, sentences), dtype=np.int64)
+        for (first, last), opened in zip(spans, blocks, strict=True):
+            if opened is None:
+                continue
+            lines = rows[first:last]
+            # mode: "raise" would copy through a buffer; lines are in range by the index, which `_open` compares
+            opened[0].take(lines, axis=0, out=tokens[first:last], mode="clip")
+            opened[1].take(lines, axis=0, out=tags[first:last], mode="clip")
+            stored = opened[2][lines]  # [lines, S of this block]
+            ends[first:last, : stored.shape[1]] = stored
+            ends[first:last, stored.shape[1] :] = stored[:, -1:]
+
+        good = self._check(tokens, tags, ends)
+        for (first, last), opened in zip(spans, blocks, strict=True):
+            if opened is None:
+                good[first:last] = False
+        if not good.all():
+            ends[~good] = 0
+        line = np.empty(2 * count, dtype=np.int64)
+        line[order] = np.arange(2 * count)
+        return TextRows(
+            tokens=tokens,
+            tags=tags,
+            ends=ends,
+            pieces=ends[:, -1],
+            own=line[:count],
+            partner=line[count:],
+            readable=good[line[:count]] & good[line[count:]],
+            corrupt=sorted(self._key(code) for code in np.unique(codes[~good]).tolist()),
+        )
+
+    def _open(self, code: int) -> tuple[npt.NDArray[Any], ...] | None:
+        """Arrays of a block; None where it cannot be read: the batch names it, the training loop limits them."""
+        try:
+            tokens, tags, sentences = self._readers[code >> 40].arrays(code & ((1 << 40) - 1))
+        except DataError:
+            return None
+        width = (self._row_length,)
+        if tokens.shape[1:] != width or tags.shape[1:] != width or sentences.ndim != 2 or sentences.shape[1] == 0:
+            return None
+        return (tokens, tags, sentences) if (tokens.dtype, tags.dtype, sentences.dtype) == self._dtypes else None
+
+    def _check(self, tokens: npt.NDArray[Any], tags: npt.NDArray[np.uint8], ends: Integers) -> npt.NDArray[np.bool_]:
+        """Which lines hold allowed values, [N]: a wrong id would fault in the embedding, on a GPU for good."""
+        groups = tags & np.uint8(GROUP_BITS)
+        steps = ends[:, 1:] >= ends[:, :-1]
+        good = np.ones(len(tokens), dtype=np.bool_)
+        if int(tokens.max()) < self._vocab_size and int(groups.max()) < len(GROUPS) and steps.all():  # as a rule
+            return good & (ends[:, -1] <= self._row_length)
+        good &= tokens.max(axis=1) < self._vocab_size
+        good &= groups.max(axis=1) < len(GROUPS)
+        good &= steps.all(axis=1)
+        return good & (ends[:, -1] <= self._row_length)
+
+    def _key(self, code: int) -> str:
+        name = self._names[code >> 40]
+        key = self._readers[code >> 40].table.keys[code & ((1 << 40) - 1)]
+        return f"{name}/{key}" if name else key

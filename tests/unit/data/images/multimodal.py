@@ -9,8 +9,8 @@ from PIL import Image
 
 from tests.unit.data.images.source_images import png
 from tests.unit.data.images.stored import config_for, jpeg, write_images, write_tar
-from trp_scale.batch import Batch
 from trp_scale.config import Config
+from trp_scale.core.batch import Batch
 from trp_scale.data.sources import open_sources
 
 SEMSEG_CLASSES = ["ground", "box", "sky"]

@@ -14,8 +14,8 @@ from PIL import Image
 from webdataset.writer import TarWriter
 
 from tests.unit.data import stored
-from trp_scale.batch import Batch
 from trp_scale.config import Config
+from trp_scale.core.batch import Batch
 from trp_scale.data.images.dataset import open_image_dataset
 from trp_scale.data.index import Block, Member, ShardIndex, write_index, write_json
 from trp_scale.data.sources import open_sources

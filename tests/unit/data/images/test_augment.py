@@ -15,8 +15,13 @@ from torch import Tensor
 from trp_scale.config import CropsConfig
 from trp_scale.config.augmentation import AugmentationConfig
 from trp_scale.data.hashing import mix_integer
-from trp_scale.data.images.augment import ImageAugmentation, PairMixing, borrowed_generators, seed_generators
-from trp_scale.objectives.image_patches import CHANNEL_DEVIATION, CHANNEL_MEAN
+from trp_scale.downstream.classification.augment import (
+    ImageAugmentation,
+    PairMixing,
+    borrowed_generators,
+    seed_generators,
+)
+from trp_scale.models.image_patches import CHANNEL_DEVIATION, CHANNEL_MEAN
 
 SIZE = 24
 CROPS = CropsConfig(size=SIZE)

@@ -12,19 +12,19 @@ import torch
 import torch.nn.functional as F
 
 from tests.unit.data.images.stored import photograph
-from trp_scale.batch import Batch
 from trp_scale.config import RefusedError
 from trp_scale.config.finetuning import FinetuneConfig
+from trp_scale.core.batch import Batch
 from trp_scale.data.images.dataset import ImageMeta
-from trp_scale.data.images.dense_batch import JitteredBatchBuilder, WholeBatchBuilder, _joined
-from trp_scale.data.images.dense_maps import DepthMaps, SegmentationMaps
-from trp_scale.data.images.dense_rows import DenseData, MapName, open_dense
 from trp_scale.data.images.members import VOID
 from trp_scale.data.images.rows import DecodedSample
-from trp_scale.data.images.windows import WindowCutter
 from trp_scale.data.mixture import parse_paths
 from trp_scale.data.plan import Addresses, HeldOutPlan
-from trp_scale.evaluation.whole_images import joined, predict_whole
+from trp_scale.downstream.dense.batch import JitteredBatchBuilder, WholeBatchBuilder, _joined
+from trp_scale.downstream.dense.maps import DepthMaps, SegmentationMaps
+from trp_scale.downstream.dense.rows import DenseData, MapName, open_dense
+from trp_scale.downstream.dense.windows import WindowCutter
+from trp_scale.downstream.whole_images import joined, predict_whole
 
 SIZE = 24
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from tests.unit.data.images.stored import CLASSES, config_for, joined, sample, sample_of_key, write_images
-from trp_scale.batch import Batch
 from trp_scale.config import Config, RefusedError
+from trp_scale.core.batch import Batch
 from trp_scale.data.images.dataset import open_image_dataset
 from trp_scale.data.images.labels import MOST_CLASSES, UNKNOWN, stored_labels
 from trp_scale.data.index import read_json, write_json

@@ -27,8 +27,8 @@ from tests.unit.data.images.source_images import (
     shard,
     stored,
 )
-from trp_scale.data.images.samples import LONGEST_KEY, plain_key
 from trp_scale.data.index import DataError, read_json
+from trp_scale.preparation.images.samples import LONGEST_KEY, plain_key
 
 
 def write_tar(path: Path, members: dict[str, bytes]) -> Path:

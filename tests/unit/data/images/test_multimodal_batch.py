@@ -24,12 +24,12 @@ from tests.unit.data.images.stored import config_for, jpeg, steps
 from trp_scale.config import Config, CropsConfig
 from trp_scale.data.images.crops import Cropper, Crops
 from trp_scale.data.images.dataset import open_image_dataset
-from trp_scale.data.images.multimodal_batch import count_patches
 from trp_scale.data.images.stored_modalities import used_modalities
 from trp_scale.data.index import DataError
 from trp_scale.data.kinds import BUILDERS, open_rows
 from trp_scale.data.mixture import parse_paths
 from trp_scale.data.sources import open_sources
+from trp_scale.upstreams.mm_mae.batch import count_patches
 
 
 @pytest.fixture(scope="module")

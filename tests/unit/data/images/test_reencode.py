@@ -23,8 +23,8 @@ from tests.unit.data.images.source_images import (
     png,
     rotated_jpeg,
 )
-from trp_scale.data.images.reencode import Encoded, EncodeSettings, encode_sample
-from trp_scale.data.images.samples import Loaded, UnusableError
+from trp_scale.preparation.images.reencode import Encoded, EncodeSettings, encode_sample
+from trp_scale.preparation.images.samples import Loaded, UnusableError
 
 
 def encode(content: bytes | Image.Image, short_side: int = 0, quality: int = 0, **maps: bytes) -> Encoded:

@@ -11,16 +11,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from trp_scale.data.images.scenes import (
+from trp_scale.preparation.images.scenes import (
     SCENE_CLASSES,
     SEGMENTATION_CLASSES,
     SMALLEST_SHARE,
     RenderedScene,
     render_scene,
 )
-from trp_scale.data.images.scenes_layout import draw_scene
-from trp_scale.data.images.scenes_light import FIRST_SOLID, GROUND, WALL, see
-from trp_scale.data.images.scenes_shapes import RING_HOLE, SOLIDS
+from trp_scale.preparation.images.scenes_layout import draw_scene
+from trp_scale.preparation.images.scenes_light import FIRST_SOLID, GROUND, WALL, see
+from trp_scale.preparation.images.scenes_shapes import RING_HOLE, SOLIDS
 
 ROOT = Path(__file__).resolve().parents[4]
 SIZE = 48
@@ -78,7 +78,7 @@ def test_a_ray_meets_a_solid_where_it_first_enters_the_set(kind: str) -> None:
 
 def test_a_scene_follows_from_its_seed_and_number_alone(scenes: list[RenderedScene]) -> None:
     program = (
-        "import hashlib; from trp_scale.data.images.scenes import render_scene; "
+        "import hashlib; from trp_scale.preparation.images.scenes import render_scene; "
         f"s = render_scene(0, 5, {SIZE}); "
         "print(hashlib.sha256(s.image.tobytes() + s.depth.tobytes() + s.segmentation.tobytes()).hexdigest())"
     )

@@ -22,10 +22,10 @@ from PIL import Image
 from tests.fixtures import small_image_dataset
 from tests.unit.data.images.source_images import bomb, class_folder, jpeg, png, rotated_jpeg, stored
 from trp_scale.data.hashing import name_hash
-from trp_scale.data.images.samples import Sample, cut_into_portions
-from trp_scale.data.images.shard import ShardImagesConfig, shard_images
 from trp_scale.data.index import DataError, read_index, read_json
-from trp_scale.data.sharding.lock import only_run
+from trp_scale.preparation.images.samples import Sample, cut_into_portions
+from trp_scale.preparation.images.shard import ShardImagesConfig, shard_images
+from trp_scale.preparation.sharding.lock import only_run
 
 ROOT = Path(__file__).resolve().parents[4]
 
@@ -170,7 +170,7 @@ def test_samples_lie_in_the_order_of_their_keys_hashes(made: Path) -> None:
 
 
 def test_scenes_are_stored_with_their_labels(made: Path) -> None:
-    from trp_scale.data.images.scenes import render_scene
+    from trp_scale.preparation.images.scenes import render_scene
 
     dataset = read_json(made / "dataset.json")
     assert dataset["synthetic"] is True

@@ -1,0 +1,134 @@
+"""`trp-scale evaluate`: fine-tuned runs measured again, and on other data."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from tests.runs import image_flags, pretrain_here
+from tests.unit.data.images.stored import jpeg, photograph, sample, write_images
+from tests.unit.downstream.test_finetune import tuning_flags
+from trp_scale import cli
+from trp_scale.downstream.results import read_results
+
+
+def reddish(number: int, **members: bytes) -> dict[str, str | bytes]:
+    """Image `number`, of class `number` modulo 3: random colours, more or less red after its class."""
+    image = np.asarray(photograph(16, 16, number)).astype(np.int64)
+    image[:, :, 0] = (image[:, :, 0] + 120 * (number % 3)) // 2
+    return sample(number, 16, 16, **{"jpg": jpeg(Image.fromarray(image.clip(0, 255).astype(np.uint8))), **members})
+
+
+def tuned_run(directory: Path, *, seeds: int = 1) -> Path:
+    """Classifiers of ant, bee and cat, which they learn in part; their training data lies in directory/data."""
+    data = write_images(directory / "data", [[reddish(number) for number in range(90)]])
+    flags = tuning_flags(
+        data,
+        directory / "run",
+        "scratch",
+        seeds=seeds,
+        crops__size=16,
+        vision__patch_size=4,
+        downstream__epochs=10,
+        optimizer__lr=0.003,
+        augmentation__measured="whole",
+        data__validation_fraction=0.4,
+    )
+    assert cli.main(["finetune", *flags]) == 0
+    return directory / "run"
+
+
+@pytest.fixture(scope="module")
+def tuned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tuned_run(tmp_path_factory.mktemp("tuned"), seeds=2)
+
+
+def images(directory: Path, numbers: range, **changes: object) -> Path:
+    return write_images(directory, [[reddish(number) for number in numbers]], changes=changes)
+
+
+def test_a_run_measured_again_gives_what_it_gave(tuned: Path) -> None:
+    assert cli.main(["evaluate", "--run", str(tuned), "--micro_size", "7"]) == 0
+    again, first = read_results(tuned / "evaluations" / "own"), read_results(tuned)
+    assert again.tasks[0].metrics == first.tasks[0].metrics
+    assert again.tasks[0].detail == first.tasks[0].detail
+    assert sum(found["images"] for found in first.tasks[0].detail[0]["classes"].values()) > 20
+    assert (again.recipe, again.encoder, again.tasks[0].seeds) == (first.recipe, "scratch", [0, 1])
+
+
+def test_one_seed_alone(tuned: Path, tmp_path: Path) -> None:
+    one = tuned / "classification" / "seed_1"
+    assert cli.main(["evaluate", "--run", str(one), "--output", str(tmp_path)]) == 0
+    (task,) = read_results(tmp_path).tasks
+    assert task.seeds == [1] and task.values == read_results(tuned).tasks[0].values[1:]
+
+
+def test_other_data_is_all_measured_and_needs_no_training_data(tuned: Path, tmp_path: Path) -> None:
+    """The training data is moved away and what was pre-trained is not looked for."""
+    moved = tmp_path / "moved"
+    shutil.copytree(tuned.parent, moved)
+    data = images(tmp_path / "test", range(100, 141))
+    assert cli.main(["evaluate", "--run", str(moved / "run"), "--data", str(data)]) == 0
+    with_training_data = read_results(moved / "run" / "evaluations" / "test").tasks
+    (tuned.parent / "data").rename(tmp_path / "away")
+    try:
+        assert cli.main(["evaluate", "--run", str(tuned), "--data", str(data)]) == 0
+    finally:
+        (tmp_path / "away").rename(tuned.parent / "data")
+    (task,) = read_results(tuned / "evaluations" / "test").tasks
+    assert task.split == "test" and task.metrics == with_training_data[0].metrics
+    assert sum(found["images"] for found in task.detail[0]["classes"].values()) == 41
+
+
+def test_what_cannot_be_measured_is_refused(tuned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pretrained = tmp_path / "pretrained"
+    assert (
+        pretrain_here(
+            image_flags(
+                "mlo_mae_tiny",
+                tuned.parent / "data",
+                pretrained,
+                masking__network="none",
+                training__steps=1,
+                crops__size=16,
+                vision__patch_size=4,
+            )
+        )
+        == 0
+    )
+    renamed = images(tmp_path / "renamed", range(20), classes=["ant", "cat", "bee"])
+    fewer = write_images(
+        tmp_path / "fewer", [[sample(number, 16, 16, cls=b"0") for number in range(9)]], changes={"classes": ["ant"]}
+    )
+    (tmp_path / "empty").mkdir()
+    run = ["--run", str(tuned)]
+    for flags, message in (
+        ([], "--run is missing"),
+        (["--run", str(tmp_path / "nowhere")], "there is no such directory"),
+        (["--run", str(tmp_path / "empty")], "no fine-tuned run is there"),
+        (["--run", str(pretrained)], "a run of pre-training, which has no task"),
+        ([*run, "--data", str(renamed)], "allowed: the same names in the same order"),
+        ([*run, "--robustness", f"a={fewer}", "--data", str(fewer)], "--robustness names its own data"),
+        ([*run, "--robustness", f"b={fewer}"], "there is no ImageNet-B"),
+    ):
+        assert cli.main(["evaluate", *flags]) == 2
+        assert message in capsys.readouterr().err
+    (tuned.parent / "data").rename(tmp_path / "away")
+    try:
+        for data in (renamed, fewer):
+            assert cli.main(["evaluate", *run, "--data", str(data)]) == 2
+            assert "the model's are 3 (ant, bee, cat)" in capsys.readouterr().err
+    finally:
+        (tmp_path / "away").rename(tuned.parent / "data")
+
+
+def test_a_run_that_has_not_ended_is_refused(tuned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = shutil.copytree(tuned / "classification" / "seed_0", tmp_path / "seed_0")
+    (document,) = one.glob("checkpoints/*/checkpoint.json")
+    document.write_text(document.read_text().replace('"steps": ', '"steps": 9'))
+    assert cli.main(["evaluate", "--run", str(one)]) == 2
+    assert "repeat the command that began it" in capsys.readouterr().err

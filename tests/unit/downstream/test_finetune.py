@@ -1,0 +1,98 @@
+"""`trp-scale finetune`: seeds, results, what is done already, and what is refused; tasks have their own tests."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.runs import SMALL_IMAGES, image_flags, pretrain_here
+from trp_scale import cli
+from trp_scale.config import RefusedError
+from trp_scale.downstream.finetune import parse_finetune
+from trp_scale.downstream.results import read_results
+
+KEPT = ("model.", "crops.", "batch.", "logging.", "data.workers", "vision.patch")
+
+
+def tuning_flags(dataset: Path, run_dir: Path, source: str, **changes: object) -> list[str]:
+    """A small classification run on rendered scenes."""
+    values: dict[str, object] = {name: value for name, value in SMALL_IMAGES.items() if name.startswith(KEPT)}
+    values |= {"data.path": dataset, "run_dir": run_dir, "from": source, "downstream.epochs": 1.0}
+    values |= {name.replace("__", "."): value for name, value in changes.items()}
+    flags = [part for name, value in values.items() for part in (f"--{name}", str(value))]
+    return ["--recipe", "classification_tiny", *flags]
+
+
+def test_every_seed_is_a_run_and_none_is_trained_twice(
+    image_dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run_dir = tmp_path / "tuned"
+    flags = tuning_flags(image_dataset, run_dir, "scratch", seeds=2)
+    assert cli.main(["finetune", *flags]) == 0
+    (task,) = read_results(run_dir).tasks
+    assert task.seeds == [0, 1] and task.split == "dev" and task.metric == "accuracy"
+    assert task.mean == pytest.approx(sum(task.values) / 2)
+    assert all(0 <= value <= 1 for value in task.values)
+    metrics = [(run_dir / "classification" / f"seed_{seed}" / "metrics.jsonl").read_text() for seed in task.seeds]
+    assert metrics[0] != metrics[1], "both seeds saw the same"
+    steps = [json.loads(line)["step"] for line in metrics[0].splitlines() if '"grad_norm"' in line]
+    assert steps == list(range(1, len(steps) + 1)) and len(steps) > 2
+
+    before = (run_dir / "classification" / "seed_0" / "environment.json").read_text()
+    flags[flags.index("--seeds") + 1] = "3"
+    assert cli.main(["finetune", *flags]) == 0
+    (again,) = read_results(run_dir).tasks
+    assert again.values[:2] == task.values and again.seeds == [0, 1, 2]
+    assert (run_dir / "classification" / "seed_0" / "environment.json").read_text() == before
+
+    results = (run_dir / "results.json").read_text()
+    assert cli.main(["finetune", *flags, "--optimizer.lr", "0.5"]) == 2, "figures of other settings were taken"
+    assert "optimizer.lr: checkpoint 0.001, now 0.5" in capsys.readouterr().err
+    assert (run_dir / "results.json").read_text() == results
+
+
+def test_the_encoder_is_the_run_s_in_its_sizes_and_weights(image_dataset: Path, tmp_path: Path) -> None:
+    source = tmp_path / "source"
+    pretrain_here(image_flags("mlo_mae_tiny", image_dataset, source, masking__network="none", training__steps=1))
+    arguments = parse_finetune(tuning_flags(image_dataset, tmp_path / "x", str(source), model__layers=7))
+    assert arguments.config.model.layers == SMALL_IMAGES["model.layers"], "the encoder's sizes are its own"
+    (checkpoint,) = (source / "checkpoints").iterdir()
+    assert arguments.config.model.weights == str(checkpoint)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"from": "nowhere"}, "--from nowhere: allowed: a run directory"),
+        ({"task": "cola"}, "--task cola is for GLUE"),
+        ({"seeds": 0}, "--seeds is 0, allowed: 1 or more"),
+        ({"model__kind": "bert"}, "--model.kind is bert, allowed for --downstream.kind classification: mae"),
+        ({"downstream__task": "a/b"}, "--downstream.task is 'a/b', allowed: the name of a directory"),
+        ({"optimizer__layer_decay": 1.5}, "--optimizer.layer_decay is 1.5"),
+        ({"data__validation_fraction": 0.0}, "nothing is left to measure on"),
+        ({"recipe": "mae_vit_b"}, "--recipe mae_vit_b is not one of trp-scale finetune's"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_what_cannot_be_is_refused_by_its_flag(
+    image_dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], changes: dict[str, object], message: str
+) -> None:
+    flags = tuning_flags(image_dataset, tmp_path / "x", "scratch", **changes)
+    if "recipe" in changes:
+        flags = flags[2:]
+    assert cli.main(["finetune", *flags]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "x").exists() or not list((tmp_path / "x").rglob("metrics.jsonl"))
+
+
+def test_a_recipe_of_fine_tuning_is_none_of_pre_training() -> None:
+    assert cli.main(["pretrain", "--recipe", "classification_tiny"]) == 2
+
+
+def test_a_source_is_asked_for(image_dataset: Path, tmp_path: Path) -> None:
+    flags = tuning_flags(image_dataset, tmp_path / "x", "scratch")
+    place = flags.index("--from")
+    with pytest.raises(RefusedError, match="--from is missing"):
+        parse_finetune(flags[:place] + flags[place + 2 :])

@@ -1,0 +1,228 @@
+"""What is drawn and measured of small image runs: pictures, the linear probe, a sweep."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from matplotlib.figure import Figure
+from PIL import Image
+
+from tests.fixtures import small_image_dataset
+from tests.runs import SMALL_IMAGES, pretrain_here
+from trp_scale import cli
+from trp_scale.checkpoint.document import read_document
+from trp_scale.checkpoint.export import find_checkpoint
+from trp_scale.config import AdversaryConfig, RefusedError
+from trp_scale.downstream.linear_probe import linear_probe
+from trp_scale.downstream.pictures import _draw_sizes, draw_pictures, reconstructions
+from trp_scale.downstream.sweep import combinations, sweep
+from trp_scale.downstream.trained_images import load_trained_images
+
+SMALL = {
+    **SMALL_IMAGES,
+    "vision.patch_size": 4,
+    "crops.size": 16,
+    "batch.micro_size": 8,
+    "training.steps": 3,
+    "optimizer.warmup_steps": 1,
+    "data.validation_fraction": 0.3,
+}
+FLAGS = [word for name, value in SMALL.items() for word in (f"--{name}", str(value))]
+
+
+@pytest.fixture(scope="module")
+def scenes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return small_image_dataset(tmp_path_factory.mktemp("scenes") / "data", count=64, size=32)
+
+
+def train(scenes: Path, directory: Path, *flags: str) -> Path:
+    arguments = ["--recipe", "adpe_tiny", "--data.path", str(scenes), "--run_dir", str(directory), *FLAGS, *flags]
+    assert pretrain_here(arguments) == 0
+    return directory
+
+
+ABSOLUTE = ("--vision.positions", "absolute")
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        (),
+        (*ABSOLUTE, "--adversary.kind", "absolute_coordinate"),
+        (*ABSOLUTE, "--adversary.kind", "absolute_embedding"),
+        ("--adversary.kind", "relative_embedding"),
+    ],
+    ids=lambda flags: flags[-1] if flags else "relative_coordinate",
+)
+def test_pictures_of_reconstructions_and_positions(scenes: Path, tmp_path: Path, flags: tuple[str, ...]) -> None:
+    run = train(scenes, tmp_path / "run", *flags)
+    lines = draw_pictures(run, tmp_path / "pictures", rows=2)
+    assert "reconstruction loss" in lines[0] and len(lines) == 2
+    for name in ("reconstructions.png", "positions.png"):
+        with Image.open(tmp_path / "pictures" / name) as picture:
+            assert min(picture.size) > 100
+
+
+def test_no_positions_are_drawn_without_an_adversary(scenes: Path, tmp_path: Path) -> None:
+    run = train(scenes, tmp_path / "run", "--adversary.kind", "none")
+    assert len(draw_pictures(run, tmp_path / "pictures", rows=2)) == 1
+    assert not (tmp_path / "pictures" / "positions.png").exists()
+
+
+def test_visible_patches_are_the_image_and_the_losses_are_those_of_the_objective(scenes: Path, tmp_path: Path) -> None:
+    trained = load_trained_images(train(scenes, tmp_path / "run"))
+    batch = trained.images(3)
+    shown, loss, mean_patch = reconstructions(trained, batch)
+    first = {name: value[:, :1] for name, value in batch.fields.items() if value.ndim > 1}
+    batch.fields |= first
+    losses = trained.objective(trained.model, batch)
+    assert loss == pytest.approx(float(losses.sums.detach() / losses.counts), rel=1e-5)
+    assert 0.5 < mean_patch <= 1.0
+    image = batch["images"][:, 0].float() / 255
+    assert torch.allclose(shown["image"], image, atol=1e-5)
+    for row in range(3):
+        for number in range(16):
+            top, left = number // 4 * 4, number % 4 * 4
+            place = (row, slice(None), slice(top, top + 4), slice(left, left + 4))
+            hidden = number in batch["masked"][row, 0].tolist()
+            assert torch.allclose(shown["masked"][place], torch.tensor(0.5) if hidden else image[place], atol=1e-5)
+            assert hidden or torch.allclose(shown["reconstruction"][place], image[place], atol=1e-5)
+
+
+def test_pictures_need_the_checkpoint_of_a_masked_autoencoder(
+    scenes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(RefusedError, match="no weights to read"):
+        draw_pictures(tmp_path, tmp_path / "pictures")
+    run = train(scenes, tmp_path / "run")
+    document = read_document(find_checkpoint(run))
+    document.config["model"]["kind"], document.config["objective"]["kind"] = "bert", "pos_mlm"
+    monkeypatch.setattr("trp_scale.downstream.trained_images.read_document", lambda path: document)
+    with pytest.raises(RefusedError, match=r"its model\.kind is bert"):
+        draw_pictures(run, tmp_path / "pictures")
+
+
+def test_rows_that_are_not_there_are_left_out(scenes: Path, tmp_path: Path) -> None:
+    trained = load_trained_images(train(scenes, tmp_path / "run"))
+    few, many = trained.images(3), trained.images(60)
+    assert few.rows == 3
+    held_out = many.rows
+    assert 3 < held_out < 60 and bool((many["row_weights"] > 0).all())
+    assert torch.equal(many["images"][:3], few["images"])
+    assert f"({held_out} images" in draw_pictures(tmp_path / "run", tmp_path / "pictures", rows=60)[0]
+
+
+def test_data_that_was_moved_is_asked_for_and_other_data_refused(scenes: Path, tmp_path: Path) -> None:
+    moved = shutil.copytree(scenes, tmp_path / "data")
+    run = train(moved, tmp_path / "run")
+    moved.rename(tmp_path / "elsewhere")
+    with pytest.raises(RefusedError, match=r"data\.path .*not found; say where it is now with --data DIR"):
+        draw_pictures(run, tmp_path / "pictures")
+    assert (
+        cli.main(
+            [
+                "report",
+                "--run",
+                str(run),
+                "--pictures",
+                str(tmp_path / "pictures"),
+                "--data",
+                str(tmp_path / "elsewhere"),
+            ]
+        )
+        == 0
+    )
+    assert (tmp_path / "pictures" / "reconstructions.png").exists()
+    other = small_image_dataset(tmp_path / "other", count=64, size=32, seed=1)
+    with pytest.raises(RefusedError, match="is not what the run learned from"):
+        draw_pictures(run, tmp_path / "pictures", data=str(other))
+
+
+@pytest.mark.parametrize(("norm", "eps"), [("l2", 3.0), ("linf", 20.0)])
+def test_sizes_of_perturbations_are_norms_of_their_balls(norm: Any, eps: float) -> None:
+    axes = Figure().subplots()
+    perturbation = torch.randn(2, 5, 4)
+    perturbation = perturbation / perturbation.norm(dim=-1, keepdim=True) * 3.0
+    _draw_sizes(axes, perturbation, AdversaryConfig(norm=norm, eps=eps))
+    heights = [bar.get_height() for bar in axes.patches]
+    expected = [3.0, 3.0] if norm == "l2" else perturbation.abs().amax((1, 2)).tolist()
+    assert heights == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_probe_reads_classes_that_the_features_hold(
+    scenes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Features that are the label itself give an accuracy of 1, and features that say nothing do not."""
+    trained = load_trained_images(train(scenes, tmp_path / "run"))
+    honest = linear_probe(trained, size=32)
+    assert 0.0 <= honest < 0.9
+    from trp_scale.downstream import linear_probe as module
+
+    extract = module.extract
+
+    def telling(*arguments: object) -> tuple[object, object]:
+        _, labels = extract(*arguments)  # type: ignore[arg-type]
+        return torch.nn.functional.one_hot(torch.from_numpy(labels), 8).float().numpy(), labels
+
+    monkeypatch.setattr(module, "extract", telling)
+    assert linear_probe(trained, size=32) == 1.0
+
+
+def test_a_sweep_trains_each_combination_once(scenes: Path, tmp_path: Path) -> None:
+    flags = ["--data.path", str(scenes), *FLAGS]
+    vary = ["crops.count=1,2"]
+    points = sweep(recipe="adpe_tiny", run_dir=tmp_path / "sweep", vary=vary, flags=flags)
+    assert [point.settings for point in points] == [{"crops.count": "1"}, {"crops.count": "2"}]
+    assert all(point.hours > 0 and 0 <= point.accuracy <= 1 and point.size == 32 for point in points)
+    stored = json.loads((tmp_path / "sweep" / "sweep.json").read_text(encoding="utf-8"))["runs"]
+    assert [one["name"] for one in stored] == ["crops.count=1", "crops.count=2"]
+    with Image.open(tmp_path / "sweep" / "sweep.png") as picture:
+        assert min(picture.size) > 100
+    metrics = tmp_path / "sweep" / "crops.count=2" / "metrics.jsonl"
+    before = metrics.stat().st_mtime_ns
+    assert sweep(recipe="adpe_tiny", run_dir=tmp_path / "sweep", vary=vary, flags=flags)[1].hours == points[1].hours
+    assert metrics.stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize(
+    ("changed", "words"),
+    [
+        ({"vary": ["crops.size=16,17"]}, r"crops\.size"),
+        ({"flags": ["--data.validation_fraction", "0"]}, "nothing is held out"),
+        ({"flags": ["--data.path", "nowhere"]}, "nowhere"),
+        ({"probe_size": 30}, "multiples of --vision.patch_size 4"),
+    ],
+)
+def test_nothing_is_trained_before_all_of_it_can_be(
+    scenes: Path, tmp_path: Path, changed: dict[str, Any], words: str
+) -> None:
+    flags = ["--data.path", str(scenes), *FLAGS, *changed.pop("flags", [])]
+    given = {"recipe": "adpe_tiny", "run_dir": tmp_path / "sweep", "vary": ["crops.count=1,2"], "flags": flags}
+    with pytest.raises(RefusedError, match=words):
+        sweep(**{**given, **changed})
+    assert not (tmp_path / "sweep").exists()
+
+
+@pytest.mark.parametrize("flag", ["--training.steps", "--optimizer.lr"])
+def test_a_finished_run_of_other_settings_is_not_taken_for_this_one(scenes: Path, tmp_path: Path, flag: str) -> None:
+    train(scenes, tmp_path / "sweep" / "crops.count=2")
+    flags = ["--data.path", str(scenes), *FLAGS, flag, "7"]
+    with pytest.raises(RefusedError, match=flag.removeprefix("--")):
+        sweep(recipe="adpe_tiny", run_dir=tmp_path / "sweep", vary=["crops.count=2"], flags=flags)
+
+
+def test_what_varies_is_read() -> None:
+    assert combinations(["a.b=1,2", "c.d=x,y"]) == [
+        {"a.b": "1", "c.d": "x"},
+        {"a.b": "1", "c.d": "y"},
+        {"a.b": "2", "c.d": "x"},
+        {"a.b": "2", "c.d": "y"},
+    ]
+    for wrong in (["crops=1"], ["crops.count"], ["crops.count="], [], ["a.b=1", "a.b=2"]):
+        with pytest.raises(RefusedError, match="--vary"):
+            combinations(wrong)

@@ -1,0 +1,151 @@
+"""The hypergradient by automatic differentiation through unrolled steps, in float64 with plain attention.
+
+Written from MLO-MAE's equations 1, 6-8 and the rules of AdamW; it shares the model's forward pass with what it checks
+and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from tests.synthetic_images import PATCH
+from trp_scale.core.batch import Batch
+from trp_scale.models.image_patches import ImagePatches, normalised
+from trp_scale.models.patches import gather_patches
+
+Weights = dict[str, Tensor]
+MaskOf = Callable[[Tensor, int], Tensor]
+"""Probabilities [B, N] and the number of masked patches -> a soft mask [B, N]."""
+Rule = Callable[[str, Tensor, Tensor], Tensor]
+"""Name, weight and gradient -> the weight after a step."""
+
+
+@dataclass
+class Masked:
+    """A lower batch: all images of the global batch, its masks, and the masking network's input."""
+
+    batch: Batch
+    visible: Tensor
+    masked: Tensor
+    embeddings: Tensor
+
+
+def patches_of(batch: Batch) -> Tensor:
+    """[R k, N, P] float64."""
+    return ImagePatches(PATCH)(batch["images"].flatten(0, 1)).double()
+
+
+def reconstruction(
+    model: nn.Module,
+    weights: Weights,
+    network: nn.Module,
+    own: Weights,
+    lower: Masked,
+    *,
+    normalise: bool = False,
+    mask_of: MaskOf | None = None,
+) -> Tensor:
+    """Equation 1: masked patches' mean squared errors, each times its probability, over the number of masked patches
+    or over the sum of their probabilities.
+
+    Args:
+        mask_of: what stands for the hard mask in derivatives: it scales the errors of masked patches and takes the
+            tokens of visible ones away, both with the value of the hard mask.
+    """
+    patches = patches_of(lower.batch)
+    sigma = functional_call(network, own, (lower.embeddings,))  # [B, N]
+    chosen = sigma.gather(1, lower.masked)
+    gate = {}
+    if mask_of is not None:
+        mask = mask_of(sigma, lower.masked.shape[1])
+        hard = torch.zeros_like(mask).scatter(1, lower.masked, 1.0) + mask - mask.detach()
+        chosen = chosen * hard.gather(1, lower.masked)
+        gate = {"gate": 1.0 - hard.gather(1, lower.visible)}
+    prediction = functional_call(model, weights, (patches, lower.visible, lower.masked), gate).prediction
+    errors = (prediction - normalised(gather_patches(patches, lower.masked))).square().mean(-1)  # [B, M]
+    return (chosen * errors).sum() / (chosen.sum() if normalise else chosen.numel())
+
+
+def cross_entropy(
+    model: nn.Module, weights: Weights, head: tuple[Tensor, Tensor], batch: Batch, pooling: str
+) -> Tensor:
+    """Mean over the images."""
+    patches = patches_of(batch)
+    every = torch.arange(patches.shape[1]).expand(len(patches), -1)
+    tokens = functional_call(model, weights, (patches, every, every[:, :0]), {"give": "features"})
+    features = tokens[:, 0] if pooling == "class" else tokens[:, 1:].mean(1)
+    labels = batch["labels"].repeat_interleave(batch["images"].shape[1])
+    return F.cross_entropy(F.linear(features, *head), labels)
+
+
+def descended(weights: Mapping[str, Tensor], loss: Tensor, rule: Rule) -> Weights:
+    """Every weight after a step, with a graph through its gradient."""
+    gradients = torch.autograd.grad(loss, list(weights.values()), create_graph=True, allow_unused=True)
+    pairs = zip(weights.items(), gradients, strict=True)
+    return {
+        name: rule(name, weight, torch.zeros_like(weight) if gradient is None else gradient)
+        for (name, weight), gradient in pairs
+    }
+
+
+def hypergradient(
+    model: nn.Module,
+    weights: Weights,
+    network: nn.Module,
+    own: Weights,
+    head: tuple[Tensor, Tensor],
+    *,
+    lower: list[Masked],
+    train: Batch,
+    validation: Batch,
+    encoder_rule: Rule,
+    head_rule: Rule,
+    pooling: str = "mean",
+    normalise: bool = False,
+    mask_of: MaskOf | None = None,
+    through_head: bool = True,
+    through_encoder: bool = True,
+) -> Weights:
+    """dL_val / dT of the encoder's steps over `lower`, the head's step and the validation loss after them."""
+    own = {name: value.detach().clone().requires_grad_() for name, value in own.items()}
+    present = {name: value.detach().clone().requires_grad_() for name, value in weights.items()}
+    with sdpa_kernel(SDPBackend.MATH):
+        for window in lower:
+            loss = reconstruction(model, present, network, own, window, normalise=normalise, mask_of=mask_of)
+            present = descended(present, loss, encoder_rule)
+        start = {"weight": head[0].detach().requires_grad_(), "bias": head[1].detach().requires_grad_()}
+        seen_by_head = present if through_head else {name: value.detach() for name, value in present.items()}
+        loss = cross_entropy(model, seen_by_head, (start["weight"], start["bias"]), train, pooling)
+        moved = descended(start, loss, head_rule)
+        asked = present if through_encoder else {name: value.detach() for name, value in present.items()}
+        answer = cross_entropy(model, asked, (moved["weight"], moved["bias"]), validation, pooling)
+        gradients = torch.autograd.grad(answer, list(own.values()))
+    return dict(zip(own, gradients, strict=True))
+
+
+def soft_mask(temperature: float) -> MaskOf:
+    """SoftSort (Prillo and Eisenschlos 2020, eq. 4): rows of softmax(-|sorted s 1^T - 1 s^T| / tau); the first M of
+    them are what is masked."""
+
+    def mask_of(sigma: Tensor, masked: int) -> Tensor:
+        rows = []
+        for scores in sigma:
+            ranked = scores.sort(descending=True).values
+            permutation = (-(ranked[:, None] - scores[None, :]).abs() / temperature).softmax(-1)  # [N, N]
+            rows.append(permutation[:masked].sum(0))
+        return torch.stack(rows)
+
+    return mask_of
+
+
+def joined(batches: list[Batch]) -> Batch:
+    """One batch of all rows."""
+    fields = {name: torch.cat([each[name] for each in batches]) for name in batches[0].fields}
+    return Batch(fields=fields, keys=torch.cat([each.keys for each in batches]), start=batches[0].start)

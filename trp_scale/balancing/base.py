@@ -1,0 +1,98 @@
+"""What all balancers share: the balanced tasks' weights beside the fixed ones, and the total they give."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trp_scale.config import BalancerConfig
+from trp_scale.core.batch import TaskLosses
+from trp_scale.core.hooks import Balancer, StepContext
+from trp_scale.core.objective import Objective
+
+
+class TaskBalancer(Balancer):
+    """Total loss sum_t w_t S_t / n_t: w from a subclass for the balanced tasks, from the objective for the others.
+
+    Args:
+        config: settings.
+        objective: names of the tasks, which of them are balanced, and the weights of the others.
+        device: where [T] vectors live.
+        steps_per_epoch: global batches that the training rows make, rounded up; 0 = not known.
+    """
+
+    name = "balancer"
+
+    def __init__(
+        self, config: BalancerConfig, objective: Objective, device: torch.device, *, steps_per_epoch: int = 0
+    ) -> None:
+        self.config = config
+        self.objective = objective
+        self.device = device
+        self.steps_per_epoch = steps_per_epoch
+        self.balanced = torch.zeros(len(objective.tasks), dtype=torch.bool, device=device)
+        self.balanced[list(objective.balanced)] = True
+        self._last: StepContext | None = None
+
+    def balanced_weights(self, ctx: StepContext, losses: Tensor | None) -> Tensor:
+        """[T] float64: weights of the balanced tasks, 0 elsewhere.
+
+        Args:
+            ctx: the step.
+            losses: [T] float64 mean losses of the global batch, or None where the balancer needs none.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not say how it weighs tasks")
+
+    def present(self, counts: Tensor) -> Tensor:
+        """[T] bool: the balanced tasks that have elements."""
+        return self.balanced & (counts > 0)
+
+    def totalled(self, weights: Tensor, counts: Tensor) -> Tensor:
+        """[T] the present tasks' weights, 0 elsewhere: with `total: 1` divided by their sum, with `paper` as they are.
+
+        Args:
+            weights: [T] the method's own, for all balanced tasks.
+            counts: [T] elements.
+        """
+        there = torch.where(self.present(counts), weights, 0.0)
+        return there if self.config.total == "paper" else normalised(there)
+
+    def set_weights(self, ctx: StepContext, losses: Tensor | None) -> None:
+        """Fix the weights of this step; no gradient flows through them."""
+        with torch.no_grad():
+            ctx.weights = self.balanced_weights(ctx, losses) + self.objective.outside_weights(ctx.counts)
+
+    def before_step(self, ctx: StepContext) -> None:
+        self._last = ctx
+        self.set_weights(ctx, None)
+
+    def total(self, ctx: StepContext, losses: TaskLosses) -> Tensor:
+        assert ctx.weights is not None, "weights are set before the total is asked for"
+        return (ctx.weights / ctx.counts.clamp(min=1) * losses.sums).sum()
+
+    def metrics(self) -> Mapping[str, Any]:
+        """kind, and effective_elements: (sum_t w_t)^2 / sum_t (w_t^2 / n_t) over the balanced tasks, the number of
+        equally weighted elements whose mean would be as noisy as this step's balanced loss."""
+        return {"kind": self.config.kind, "effective_elements": self.effective_elements()}
+
+    def effective_elements(self) -> float | None:
+        ctx = self._last
+        if ctx is None or ctx.weights is None:
+            return None
+        weights = torch.where(self.present(ctx.counts), ctx.weights, 0.0)
+        noise = (weights.square() / ctx.counts.clamp(min=1)).sum()
+        return float(weights.sum().square() / noise) if float(noise) > 0 else None
+
+    def by_task(self, values: Tensor) -> dict[str, float]:
+        """[T] -> the balanced tasks' values by name, for the metrics."""
+        listed = values.tolist()
+        return {self.objective.tasks[place]: listed[place] for place in self.objective.balanced}
+
+
+def normalised(values: Tensor) -> Tensor:
+    """Values divided by their sum; zeros stay zeros when nothing is there."""
+    total = values.sum()
+    return torch.where(total > 0, values / total.clamp(min=torch.finfo(values.dtype).tiny), values)

@@ -1,0 +1,144 @@
+"""GradNorm: weights that bring the tasks' gradients to norms of equal training rates (Chen et al., Algorithm 1)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trp_scale.balancing.loss_reading import LossReadingBalancer
+from trp_scale.balancing.task_adam import TaskAdam
+from trp_scale.balancing.task_gradients import TaskGradients
+from trp_scale.config import BalancerConfig, RefusedError
+from trp_scale.core.batch import Batch, StepStats, TaskLosses
+from trp_scale.core.hooks import StepContext
+from trp_scale.core.objective import Objective, TappedObjective, TapPlace
+
+SMALLEST_WEIGHT = 1e-3
+"""Of weights whose mean is 1: a step of Adam must not bring one to 0 or below, where no norm would bring it back."""
+
+
+class GradNorm(LossReadingBalancer):
+    """Descends on sum_t |G_t - mean(G) r_t^alpha| by the weights w, the target held constant.
+
+    G_t = w_t |grad L_t| is the norm of the task's gradient of the last shared layer's weights, or of the shared
+    representation; r_t = (L_t / L_t(0)) over its mean. So dL_grad / dw_t = sign(G_t - target_t) |grad L_t|. The w start
+    at 1 and always sum to T; `total` decides by what they are multiplied in the step, and does not enter G. An absent
+    task takes no part, and keeps its w and its moments.
+
+    No task needs a backward pass of its own: the gradients come from taps (task_gradients.py).
+
+    Raises:
+        RefusedError: a single balanced task; an objective without taps; a balanced task that passes no tap.
+    """
+
+    def __init__(
+        self, config: BalancerConfig, objective: Objective, device: torch.device, *, steps_per_epoch: int = 0
+    ) -> None:
+        super().__init__(config, objective, device, steps_per_epoch=steps_per_epoch)
+        tapped = check_taps(objective, config.gradnorm_at)
+        self.gradients_of_tasks = TaskGradients(tapped, objective.balanced, config.gradnorm_at, device)
+        self.task_weights = self.vector(1.0)
+        self.adam = TaskAdam(self.vector(0.0), config.gradnorm_lr)
+        self._sizes, self._norms, self._targets, self._rates = (self.vector(torch.nan) for _ in range(4))
+
+    def balanced_weights(self, ctx: StepContext, losses: Tensor | None) -> Tensor:
+        return self.totalled(self.task_weights, ctx.counts)
+
+    def before_step(self, ctx: StepContext) -> None:
+        super().before_step(ctx)
+        self.gradients_of_tasks.restart()
+
+    def batch(self, ctx: StepContext, micro: Batch) -> Batch:
+        # Another hook's own pass, whose before_step had a context of its own, and passes without gradients are not
+        # what the weights will be trained with.
+        if ctx is not self._last or not torch.is_grad_enabled():
+            return micro
+        return self.gradients_of_tasks.tapped(micro)
+
+    def total(self, ctx: StepContext, losses: TaskLosses) -> Tensor:
+        self.gradients_of_tasks.note(losses)
+        return super().total(ctx, losses)
+
+    @torch.no_grad()
+    def gradients(self, ctx: StepContext) -> None:
+        assert ctx.weights is not None and ctx.sums is not None, "set before the gradients are asked for"
+        present = self.present(ctx.counts)
+        measured = self.gradients_of_tasks.norms(ctx.engine)  # of the weighted losses, [T]
+        self._sizes = torch.where(present, measured / torch.where(present, ctx.weights, 1.0), 0.0)  # |grad L_t|
+        self._norms = self.task_weights * self._sizes  # G_t
+        self._rates = self.training_rates(ctx.means(ctx.sums), present)
+        mean = self._norms.sum() / present.sum().clamp(min=1)
+        self._targets = torch.where(present, mean * self._rates**self.config.gradnorm_alpha, 0.0)
+
+    def training_rates(self, losses: Tensor, present: Tensor) -> Tensor:
+        """[T] r_t: what is left of each loss, as a share of its first value, over the mean of that share; 0 where
+        absent."""
+        first = torch.where(self.first_losses.isnan(), losses, self.first_losses)
+        shares = torch.where(present, self.left(losses) / self.left(first), 0.0)
+        mean = shares.sum() / present.sum().clamp(min=1)
+        return torch.where(present, shares / mean, 0.0)
+
+    @torch.no_grad()
+    def after_step(self, ctx: StepContext, stats: StepStats) -> None:
+        super().after_step(ctx, stats)
+        if stats.applied:
+            self._descend(self.present(ctx.counts))
+
+    def _descend(self, present: Tensor) -> None:
+        """A step of Adam, then the moved weights back to the sum that they had: T over all."""
+        slope = torch.sign(self._norms - self._targets) * self._sizes
+        # A norm may overflow where the whole gradient does not, in half precision; decided on the device.
+        moving = present & slope.isfinite().all()
+        stepped = self.adam.step(self.task_weights, slope, moving).clamp(min=SMALLEST_WEIGHT)
+        held, reached = (torch.where(moving, weights, 0.0).sum() for weights in (self.task_weights, stepped))
+        self.task_weights = torch.where(moving, stepped * (held / reached), self.task_weights)
+
+    def metrics(self) -> Mapping[str, Any]:
+        """task_weights: w after this step, sum T; gradient_norms: G_t; targets; training_rates: r_t; loss: L_grad."""
+        return {
+            **super().metrics(),
+            "at": self.config.gradnorm_at,
+            "task_weights": self.by_task(self.task_weights),
+            "gradient_norms": self.by_task(self._norms),
+            "targets": self.by_task(self._targets),
+            "training_rates": self.by_task(self._rates),
+            "loss": float(torch.where(self.balanced, (self._norms - self._targets).abs(), 0.0).sum()),
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "task_weights": self.task_weights.cpu(), "adam": self.adam.state_dict()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        super().load_state_dict(state)
+        self.task_weights = state["task_weights"].to(self.device)
+        self.adam.load_state_dict(state["adam"])
+
+
+def check_taps(objective: Objective, at: TapPlace) -> TappedObjective:
+    """The same objective, whose balanced tasks can all be told apart at this place.
+
+    Raises:
+        RefusedError: they cannot, or there is nothing to tell apart; names the flag to change.
+    """
+    names = [objective.tasks[place] for place in objective.balanced]
+    if len(names) < 2:
+        raise RefusedError(
+            f"--balancer.kind gradnorm compares the gradients of tasks, and the balanced ones are {names}; "
+            "allowed with fewer than two: --balancer.kind uniform"
+        )
+    if not isinstance(objective, TappedObjective):
+        raise RefusedError(
+            f"--balancer.kind gradnorm needs each task's gradient, and the objective {type(objective).__name__} does "
+            "not tell them apart; allowed: any other --balancer.kind"
+        )
+    passing = objective.tapped(at)
+    if aside := [objective.tasks[place] for place in objective.balanced if place not in passing]:
+        raise RefusedError(
+            f"--balancer.gradnorm_at {at}: the balanced task(s) {', '.join(aside)} do not pass the last layer that the "
+            "others share; allowed: --balancer.gradnorm_at representation, a setting that takes them out of the "
+            "balance (such as --objective.next_sentence outside), or another --balancer.kind"
+        )
+    return objective

@@ -1,0 +1,158 @@
+"""The hook: a method plugged into the loop. The loop calls these points, in this order, and knows no method by name.
+
+- hooks.before_step(ctx): counts of the global batch are known; nothing has run yet
+- for each micro-batch of the window:
+  batch = hooks.batch(ctx, micro): a hook may change what the model sees;
+  losses = objective(engine, batch);
+  engine.backward(hooks.total(ctx, losses))
+- hooks.gradients(ctx): reduced, unscaled, unclipped; hooks only read
+- engine.step or engine.skip
+- hooks.after_step(ctx, stats): hooks commit here, only if stats.applied
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trp_scale.core.batch import Batch, StepStats, TaskLosses
+from trp_scale.core.engine import Engine
+from trp_scale.distributed.groups import Group
+
+
+@dataclass(kw_only=True)
+class StepContext:
+    """What a step knows.
+
+    Attributes:
+        step: number of the step, from 0.
+        window: this rank's micro-batches.
+        counts: [T] float64, elements of each task in the global batch, on the engine's device.
+        lr: learning rate of the weights in this step.
+        engine: the engine.
+        batch_of: what the model sees of one micro-batch, after all hooks.
+        losses_of: reseeds dropout and runs the objective on one micro-batch: the same call twice gives the same losses.
+        balancer: turns the task losses of a micro-batch into the one loss.
+        weights: [T] float64, weight of each task's mean loss in this step; written by the balancer.
+        sums: [T] float64, loss sums of the global batch; None until the last micro-batch is through.
+    """
+
+    step: int
+    window: Sequence[Batch]
+    counts: Tensor
+    lr: float
+    engine: Engine
+    losses_of: Callable[[Batch], TaskLosses]
+    balancer: Balancer
+    batch_of: Callable[[Batch], Batch] = lambda micro: micro
+    weights: Tensor | None = None
+    sums: Tensor | None = None
+
+    @property
+    def data_group(self) -> Group:
+        """Ranks whose windows make up the global batch."""
+        return self.engine.data_group
+
+    @property
+    def own_window(self) -> list[Batch]:
+        """The window without the micro-batches that were joined to it from another source."""
+        return [micro for micro in self.window if not micro.joined]
+
+    def means(self, sums: Tensor) -> Tensor:
+        """[T] loss of each task over the global batch; 0 where the task is absent (never used there)."""
+        return torch.where(self.counts > 0, sums / self.counts.clamp(min=1), torch.zeros_like(sums))
+
+
+class Hook:
+    """Base of all hooks: every point does nothing."""
+
+    name: str = ""
+
+    def before_step(self, ctx: StepContext) -> None:
+        """Before any forward pass of the step."""
+
+    def batch(self, ctx: StepContext, micro: Batch) -> Batch:
+        """What the model sees in place of `micro`; must be the same for the same call."""
+        return micro
+
+    def gradients(self, ctx: StepContext) -> None:
+        """After the last backward: gradients may be read, not changed."""
+
+    def after_step(self, ctx: StepContext, stats: StepStats) -> None:
+        """After the update or the skip; commit the hook's own state only if stats.applied."""
+
+    def engines(self) -> Mapping[str, Engine]:
+        """Engines that the hook trains beside the run's own, by name; the checkpoint holds them too."""
+        return {}
+
+    def metrics(self) -> Mapping[str, Any]:
+        """JSON values for this step's line in metrics.jsonl, under the hook's name; asked for on logged steps only."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        """State for the checkpoint: nested dicts of JSON values and tensors, the same on every rank."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what state_dict gave."""
+
+
+class Balancer(Hook):
+    """The hook that turns task losses into the one loss: exactly one per run.
+
+    Its before_step and total may be called with further contexts of the same step, when another hook runs a pass of
+    its own in before_step; each before_step starts afresh.
+    """
+
+    def total(self, ctx: StepContext, losses: TaskLosses) -> Tensor:
+        """sum_t w_t * S_t / n_t of one micro-batch, n_t of the global batch."""
+        raise NotImplementedError(f"{type(self).__name__} does not say how it totals task losses")
+
+
+class Hooks:
+    """All hooks of a run, called in order; one of them is the balancer, the last: the losses that its weights come
+    from must see what the other hooks change."""
+
+    def __init__(self, balancer: Balancer, others: Sequence[Hook] = ()) -> None:
+        self.balancer = balancer
+        self.all: tuple[Hook, ...] = (*others, balancer)
+
+    def before_step(self, ctx: StepContext) -> None:
+        for hook in self.all:
+            hook.before_step(ctx)
+
+    def batch(self, ctx: StepContext, micro: Batch) -> Batch:
+        for hook in self.all:
+            micro = hook.batch(ctx, micro)
+        return micro
+
+    def total(self, ctx: StepContext, losses: TaskLosses) -> Tensor:
+        return self.balancer.total(ctx, losses)
+
+    def gradients(self, ctx: StepContext) -> None:
+        for hook in self.all:
+            hook.gradients(ctx)
+
+    def after_step(self, ctx: StepContext, stats: StepStats) -> None:
+        for hook in self.all:
+            hook.after_step(ctx, stats)
+
+    def engines(self) -> dict[str, Engine]:
+        return {name: engine for hook in self.all for name, engine in hook.engines().items()}
+
+    def metrics(self) -> dict[str, Mapping[str, Any]]:
+        return {hook.name: values for hook in self.all if (values := hook.metrics())}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {hook.name: hook.state_dict() for hook in self.all}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        if set(state) != {hook.name for hook in self.all}:
+            own = sorted(hook.name for hook in self.all)
+            raise ValueError(f"checkpoint holds the hooks {sorted(state)}, this run has {own}")
+        for hook in self.all:
+            hook.load_state_dict(state[hook.name])

@@ -1,0 +1,152 @@
+"""A stored text data set: what dataset.json says, and its blocks."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trp_scale.data.blocks import BlockTable, read_blocks
+from trp_scale.data.index import DataError, read_json
+from trp_scale.data.text.groups import GROUPS
+
+FORMAT = 1
+SUFFIXES = ("tokens.npy", "tags.npy", "sentences.npy")
+"""Members of a text block. tokens [R, P] uint16 or uint32, tags [R, P] uint8, sentences [R, S] uint16."""
+
+_SPECIAL = ("pad", "unk", "cls", "sep", "mask")
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextMeta:
+    """What every row of a text source has in common; mixed data sets must agree on all of it but the directories.
+
+    Attributes:
+        length: pieces of a finished sequence, [CLS] and both [SEP] included.
+        row_length: pieces stored per row, length - 3.
+        vocab_size: number of token ids.
+        token_dtype: numpy type of stored tokens, uint16 or uint32.
+        special_tokens: ids of pad, unk, cls, sep and mask.
+        special_token_ids: ids that a random replacement never takes.
+        groups: names of the groups in the tags.
+        tokenizer_digest: hash of the tokenizer directory's content ("" when there is none).
+        tokenizer_directories: Hugging Face tokenizer directory of each member, in the order of `data.path`.
+    """
+
+    length: int
+    row_length: int
+    vocab_size: int
+    token_dtype: str
+    special_tokens: dict[str, int]
+    special_token_ids: tuple[int, ...]
+    groups: tuple[str, ...]
+    tokenizer_digest: str
+    tokenizer_directories: tuple[Path, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TextDataset:
+    """One opened data set; `name` is "" unless it is a member of a mixture."""
+
+    name: str
+    meta: TextMeta
+    blocks: BlockTable
+
+    def digest(self) -> str:
+        """Equal on two ranks if they see the same dataset.json, tokenizer, indexes and tar sizes."""
+        parts = (self.name, self.meta.length, self.meta.vocab_size, self.meta.special_tokens)
+        return f"{parts} {self.meta.tokenizer_digest} {self.blocks.digest()}"
+
+
+def open_text_dataset(directory: Path, name: str = "") -> TextDataset:
+    """Read dataset.json and all indexes.
+
+    Raises:
+        DataError: something is missing or of another format, or the tars differ from their indexes.
+    """
+    document = read_json(directory / "dataset.json")
+    return TextDataset(
+        name=name,
+        meta=_read_meta(directory, document),
+        blocks=read_blocks(directory / "shards", list(document["shards"]), SUFFIXES),
+    )
+
+
+def agree(datasets: list[TextDataset]) -> TextMeta:
+    """The meta data of a mixture.
+
+    Raises:
+        DataError: two members differ in something that every row must share; both values are named.
+    """
+    first = datasets[0]
+    for other in datasets[1:]:
+        for field in (
+            "length",
+            "row_length",
+            "vocab_size",
+            "token_dtype",
+            "special_tokens",
+            "special_token_ids",
+            "groups",
+            "tokenizer_digest",
+        ):
+            ours, theirs = getattr(first.meta, field), getattr(other.meta, field)
+            if ours != theirs:
+                raise DataError(
+                    f"data.path: members of a mixture must have the same {field}: "
+                    f"{first.name} has {ours!r}, {other.name} has {theirs!r}"
+                )
+    directories = tuple(path for dataset in datasets for path in dataset.meta.tokenizer_directories)
+    return TextMeta(**{**first.meta.__dict__, "tokenizer_directories": directories})
+
+
+def _read_meta(directory: Path, document: dict[str, Any]) -> TextMeta:
+    path = directory / "dataset.json"
+    for field, expected in (("format", FORMAT), ("kind", "text")):
+        if document.get(field) != expected:
+            raise DataError(
+                f"{path}: {field} {document.get(field)!r} found, {expected!r} expected; shard the data again"
+            )
+    needed = (
+        "length",
+        "row_length",
+        "vocab_size",
+        "token_dtype",
+        "special_tokens",
+        "special_token_ids",
+        "groups",
+        "shards",
+    )
+    missing = [field for field in needed if field not in document]
+    if missing:
+        raise DataError(f"{path}: no field {missing[0]!r}; shard the data again")
+    special = document["special_tokens"]
+    absent = [name for name in _SPECIAL if name not in special]
+    if absent:
+        raise DataError(f"{path}: special_tokens has no {absent[0]!r}; needed are {', '.join(_SPECIAL)}")
+    if document["row_length"] != document["length"] - 3 or document["row_length"] < 1:
+        raise DataError(
+            f"{path}: row_length {document['row_length']} found, length - 3 = {document['length'] - 3} expected"
+        )
+    if tuple(document["groups"]) != GROUPS:
+        raise DataError(f"{path}: groups {document['groups']} found, {list(GROUPS)} expected; shard the data again")
+    return TextMeta(
+        length=document["length"],
+        row_length=document["row_length"],
+        vocab_size=document["vocab_size"],
+        token_dtype=document["token_dtype"],
+        special_tokens={name: int(special[name]) for name in _SPECIAL},
+        special_token_ids=tuple(sorted(document["special_token_ids"])),
+        groups=tuple(document["groups"]),
+        tokenizer_digest=_digest(directory / "tokenizer"),
+        tokenizer_directories=(directory / "tokenizer",),
+    )
+
+
+def _digest(directory: Path) -> str:
+    """Hash of the vocabulary file: the one file of a Hugging Face tokenizer that decides what ids mean."""
+    for name in ("tokenizer.json", "vocab.txt"):
+        if (directory / name).is_file():
+            return hashlib.blake2b((directory / name).read_bytes(), digest_size=16).hexdigest()
+    return ""

@@ -1,0 +1,188 @@
+"""Image classification: fine-tuning of the whole encoder (He et al., A.1; TRP 001 Table 7; AdPE A)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from trp_scale.config import RefusedError
+from trp_scale.config.finetuning import FinetuneConfig
+from trp_scale.core.batch import Batch
+from trp_scale.data.fetch import BatchBuilder
+from trp_scale.data.images.dataset import ImageDataset, ImageMeta, agree_images, open_image_dataset
+from trp_scale.data.images.labels import UNKNOWN, stored_labels
+from trp_scale.data.kinds import Rows
+from trp_scale.data.mixture import MemberPath, parse_paths
+from trp_scale.distributed.environment import Environment
+from trp_scale.distributed.groups import Group
+from trp_scale.downstream.classification.batch import MeasuredImages, TrainingImages
+from trp_scale.downstream.classification.model import ImageClassifier
+from trp_scale.downstream.classification.objective import ImageClassification
+from trp_scale.downstream.encoder_source import SCRATCH, open_encoder
+from trp_scale.downstream.task import GatheredRows, TaskParts, distinct, open_task_sources, take_encoder
+from trp_scale.observe.throughput import classifier_step_flops
+
+TOP = 5
+MANY_CLASSES = 10
+"""Top-5 accuracy is given from this many classes on; of fewer it says little."""
+
+
+class ClassificationTask(TaskParts):
+    """Classes of images; see `DownstreamTask`."""
+
+    metric = "accuracy"
+
+    def __init__(self, config: FinetuneConfig, environment: Environment) -> None:
+        test_path = config.downstream.test_path
+        train = open_labelled(config.data.path)
+        measured = open_labelled(test_path) if test_path else train
+        config.downstream.classes = len(train.classes)
+        check_classes(train, measured)
+        sources = open_task_sources(
+            config,
+            environment,
+            train.rows(TrainingImages(config, train.datasets, train.meta)),
+            measured.rows(MeasuredImages(config, measured.datasets, measured.meta)),
+            train_paths=train.paths,
+            measured_paths=measured.paths if test_path else None,
+        )
+        super().__init__(config, sources)
+        self.classes = train.classes
+        self.name = config.downstream.task or "classification"
+        self.objective = ImageClassification()
+        self.positions_per_step = config.batch.global_size * (config.crops.size // config.vision.patch_size) ** 2
+        self.step_flops = classifier_step_flops(config)
+
+    def model(self) -> nn.Module:
+        model = ImageClassifier(self.config)
+        if (path := self.config.model.weights) and path != SCRATCH:
+            weights = open_encoder(path).image_weights(model.encoder.grid)
+            if model.fc_norm is not None:
+                weights = {name: tensor for name, tensor in weights.items() if not name.startswith("norm.")}
+            take_encoder(model.encoder, weights, path)
+        return model
+
+    def predict(self, forward: Callable[..., Tensor], batch: Batch) -> Tensor:
+        """[R, C] logits."""
+        return self.objective.logits(forward, batch)
+
+    def metrics(self) -> Accuracy:
+        return Accuracy(self.classes)
+
+    def checkpoint_extra(self) -> dict[str, Any]:
+        return {"classes": list(self.classes)}
+
+
+class Accuracy:
+    """Share of the images whose class has the highest logit, or one of the five highest; and for each class, of its
+    own images; see `Metrics`.
+
+    Args:
+        classes: their names.
+    """
+
+    def __init__(self, classes: tuple[str, ...]) -> None:
+        self._classes = classes
+        self._rows = GatheredRows()
+
+    def add(self, outputs: Tensor, batch: Batch) -> None:
+        self._rows.add(batch, places=places(outputs, batch["labels"].clamp(min=0)), labels=batch["labels"])
+
+    def finish(self, group: Group) -> dict[str, Any]:
+        rows = self._rows.gather(group)
+        right, labels = rows["places"] == 0, rows["labels"]
+        found: dict[str, Any] = {"accuracy": float(right.mean())}
+        if len(self._classes) >= MANY_CLASSES:
+            found["accuracy_top5"] = float((rows["places"] < TOP).mean())
+        images = np.bincount(labels, minlength=len(self._classes)).tolist()
+        hits = np.bincount(labels[right], minlength=len(self._classes)).tolist()
+        found["detail"] = {
+            "classes": {
+                name: {"accuracy": hit / count if count else None, "images": count}
+                for name, hit, count in zip(distinct(self._classes), hits, images, strict=True)
+            }
+        }
+        return found
+
+
+def places(logits: Tensor, labels: Tensor) -> Tensor:
+    """[R, C] and [R] -> [R] place of the class in the order of falling logits, from 0; of equal ones the lower class
+    comes first. C, wrong at any count, where a logit is not finite."""
+    own = logits.gather(1, labels[:, None])  # [R, 1]
+    lower = torch.arange(logits.shape[1], device=logits.device) < labels[:, None]  # [R, C]
+    before = (logits > own) | ((logits == own) & lower)
+    return before.sum(1).masked_fill(~logits.isfinite().all(1), logits.shape[1])
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelledImages:
+    """Opened data sets whose images all have classes.
+
+    Attributes:
+        paths, datasets: of the mixture's members.
+        meta: what they have in common.
+        classes: names, or numbers where there are none.
+    """
+
+    paths: list[MemberPath]
+    datasets: list[ImageDataset]
+    meta: ImageMeta
+    classes: tuple[str, ...]
+
+    def rows(self, builder: BatchBuilder) -> Rows:
+        """With what makes batches of them."""
+        return Rows(
+            blocks=[dataset.blocks for dataset in self.datasets],
+            meta=self.meta,
+            limit=0,
+            builder=builder,
+            digests=[dataset.digest() for dataset in self.datasets],
+        )
+
+
+def open_labelled(path: str) -> LabelledImages:
+    """Open a data set of images with classes, or a mixture of such.
+
+    Raises:
+        DataError: it is missing, damaged or of another format, or its members differ.
+        RefusedError: images without classes, or one cannot tell how many classes there are.
+    """
+    paths = parse_paths(path)
+    datasets = [open_image_dataset(member.path, member.name) for member in paths]
+    meta = agree_images(datasets)
+    if "cls" not in meta.suffixes:
+        raise RefusedError(f"{path}: the images have no classes (no .cls members), and classification needs them")
+    classes = meta.classes
+    if classes is None:
+        labels = [stored_labels(dataset) for dataset in datasets]
+        if any((each == UNKNOWN).any() for each in labels):
+            raise RefusedError(
+                f"{path}: dataset.json names no classes, and not all .cls members are plain numbers, so that one "
+                "cannot tell how many classes there are; shard the images again with --class_names"
+            )
+        classes = tuple(str(number) for number in range(1 + max(int(each.max()) for each in labels)))
+    return LabelledImages(paths=paths, datasets=datasets, meta=meta, classes=classes)
+
+
+def check_classes(train: LabelledImages, measured: LabelledImages) -> None:
+    """Refuse to measure classes that training does not have.
+
+    Raises:
+        RefusedError: other names, or more classes.
+    """
+    if train.meta.classes is not None and measured.meta.classes not in (None, train.meta.classes):
+        raise RefusedError(
+            f"--downstream.test_path has {len(measured.classes)} classes ({', '.join(measured.classes[:3])}, ...), "
+            f"--data.path {len(train.classes)} ({', '.join(train.classes[:3])}, ...); allowed: the same names in the "
+            "same order"
+        )
+    if len(measured.classes) > len(train.classes):
+        raise RefusedError(
+            f"--downstream.test_path has images of class {len(measured.classes) - 1}, --data.path has "
+            f"{len(train.classes)} classes, from 0; allowed: the same classes"
+        )

@@ -1,0 +1,224 @@
+"""Runs side by side: which figures may stand in one row, which task is each run's worst, and what differs."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
+
+from trp_scale.config import RefusedError
+from trp_scale.downstream.results import Results, TaskResult, judged_together
+from trp_scale.downstream.significance import LEAST_SEEDS, PairedTest, can_test, holm, paired_test
+
+SIGNIFICANT = 0.05
+"""Largest corrected p value that is marked."""
+
+
+class RowKey(NamedTuple):
+    """Figures of one row are of the same task, by the same metric, on the same rows."""
+
+    task: str
+    metric: str
+    split: str
+    lower_is_better: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference:
+    """A run's mean less the baseline's.
+
+    Attributes:
+        value: positive is better only where the metric is not an error.
+        test: None with fewer than two common seeds, or a figure that is no finite number.
+        corrected: Holm's p value over all tests of the comparison; None without a test.
+    """
+
+    value: float
+    test: PairedTest | None = None
+    corrected: float | None = None
+
+    @property
+    def significant(self) -> bool:
+        """Whether the corrected p value is below SIGNIFICANT."""
+        return self.corrected is not None and self.corrected < SIGNIFICANT
+
+
+@dataclass(frozen=True, kw_only=True)
+class Summary:
+    """Average or worst over the tasks of one kind.
+
+    Attributes:
+        name: average or worst.
+        split: of all of them.
+        values: by run; None for a run that has not all of the tasks.
+    """
+
+    name: str
+    split: str
+    values: list[float | None]
+
+
+@dataclass(kw_only=True)
+class Comparison:
+    """Tasks x runs; the first run is the baseline.
+
+    Attributes:
+        runs: their names, all different.
+        sources: encoder and recipe of each run.
+        rows: by key, each run's figure; None where it has none.
+        worst: (row, run) of each run's worst task.
+        summaries: average and worst of each run.
+        differences: by row, to the baseline, for each run after it; None where one of the two has no figure.
+        notes: what a reader must know.
+    """
+
+    runs: list[str]
+    sources: list[tuple[str, str]]
+    rows: dict[RowKey, list[TaskResult | None]]
+    worst: set[tuple[RowKey, int]] = field(default_factory=set)
+    summaries: list[Summary] = field(default_factory=list)
+    differences: dict[RowKey, list[Difference | None]] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def tests(self) -> int:
+        """p values in the comparison."""
+        return sum(one is not None and one.test is not None for row in self.differences.values() for one in row)
+
+
+def compare_results(named: Mapping[str, Results]) -> Comparison:
+    """Put results side by side.
+
+    Figures of one task by another metric, or on another split, get rows of their own and are named in a note: they are
+    never compared. A run's worst task is the one with the lowest mean of those that are judged together
+    (`judged_together`), if there are two or more.
+
+    Raises:
+        RefusedError: a run has one figure twice.
+    """
+    rows = _rows(named)
+    comparison = Comparison(
+        runs=list(named),
+        sources=[(results.encoder or "scratch", results.recipe) for results in named.values()],
+        rows=rows,
+    )
+    for keys in _kinds(rows):
+        for run in range(len(named)):
+            found = {key: task for key in keys if (task := rows[key][run]) is not None}
+            if len(found) > 1:
+                comparison.worst.add((worst_of(found), run))
+        if len(keys) > 1 and not keys[0].lower_is_better:
+            comparison.summaries += _summaries(keys, rows)
+    comparison.differences = _differences(rows)
+    comparison.notes = [*_notes_on_rows(comparison), *_notes_on_tests(comparison)]
+    return comparison
+
+
+def worst_of(tasks: Mapping[RowKey, TaskResult]) -> RowKey:
+    """The task that is worst, of those that are judged together; the first of equal ones."""
+    sign = -1.0 if next(iter(tasks)).lower_is_better else 1.0
+    return min(tasks, key=lambda key: sign * tasks[key].mean)
+
+
+def _rows(named: Mapping[str, Results]) -> dict[RowKey, list[TaskResult | None]]:
+    """In the order in which runs first have them; rows of one task are next to each other."""
+    rows: dict[RowKey, list[TaskResult | None]] = {}
+    for number, (name, results) in enumerate(named.items()):
+        for task in results.tasks:
+            key = RowKey(task.task, task.metric, task.split, task.lower_is_better)
+            row = rows.setdefault(key, [None] * len(named))
+            if row[number] is not None:
+                raise RefusedError(f"{name}: {key.task}, {key.metric} on {key.split} is there twice; allowed: once")
+            row[number] = task
+    order = list(dict.fromkeys(key.task for key in rows))
+    return dict(sorted(rows.items(), key=lambda item: order.index(item[0].task)))
+
+
+def _kinds(rows: Mapping[RowKey, Sequence[TaskResult | None]]) -> list[list[RowKey]]:
+    kinds: dict[tuple[str, str], list[RowKey]] = {}
+    for key, row in rows.items():
+        first = next(task for task in row if task is not None)
+        kinds.setdefault(judged_together(first), []).append(key)
+    return list(kinds.values())
+
+
+def _summaries(keys: Sequence[RowKey], rows: Mapping[RowKey, Sequence[TaskResult | None]]) -> list[Summary]:
+    columns = zip(*(rows[key] for key in keys), strict=True)
+    means = [[task.mean for task in column if task is not None] for column in columns]
+    whole = [column if len(column) == len(keys) else None for column in means]
+    return [
+        Summary(name=name, split=keys[0].split, values=[None if column is None else take(column) for column in whole])
+        for name, take in (("average", statistics.fmean), ("worst", min))
+    ]
+
+
+def _differences(rows: Mapping[RowKey, Sequence[TaskResult | None]]) -> dict[RowKey, list[Difference | None]]:
+    found = {key: [_difference(row[0], other) for other in row[1:]] for key, row in rows.items()}
+    tested = [(key, place) for key, row in found.items() for place, one in enumerate(row) if one and one.test]
+    tests = [found[key][place] for key, place in tested]
+    corrected = holm([one.test.p for one in tests if one is not None and one.test is not None])
+    for (key, place), value in zip(tested, corrected, strict=True):
+        one = found[key][place]
+        assert one is not None
+        found[key][place] = replace(one, corrected=value)
+    return found
+
+
+def _difference(baseline: TaskResult | None, other: TaskResult | None) -> Difference | None:
+    if baseline is None or other is None:
+        return None
+    before, after = (dict(zip(task.seeds, task.values, strict=True)) for task in (baseline, other))
+    common = sorted(before.keys() & after.keys())
+    first, second = ([figures[seed] for seed in common] for figures in (before, after))
+    test = None
+    if len(common) >= LEAST_SEEDS and can_test() and all(map(math.isfinite, (*first, *second))):
+        test = paired_test(first, second)
+    return Difference(value=other.mean - baseline.mean, test=test)
+
+
+def _notes_on_rows(comparison: Comparison) -> list[str]:
+    """Tasks that cannot be compared, and runs without some tasks."""
+    notes = []
+    for task in dict.fromkeys(key.task for key in comparison.rows):
+        keys = [key for key in comparison.rows if key.task == task]
+        ways = [
+            f"{key.metric} on {key.split} ({', '.join(_having(comparison, key))})"
+            for key in keys
+            if len(_having(comparison, key)) < len(comparison.runs)
+        ]
+        if len(keys) > 1 and ways:
+            notes.append(f"{task} is not compared between these rows: {'; '.join(ways)}")
+    for number, run in enumerate(comparison.runs):
+        missing = [key.task for key, row in comparison.rows.items() if row[number] is None]
+        if missing and any(run_number == number for _, run_number in comparison.worst):
+            notes.append(f"the worst task of {run} is that of its own tasks; it lacks {', '.join(missing)}")
+    return notes
+
+
+def _having(comparison: Comparison, key: RowKey) -> list[str]:
+    return [run for run, task in zip(comparison.runs, comparison.rows[key], strict=True) if task is not None]
+
+
+def _notes_on_tests(comparison: Comparison) -> list[str]:
+    if len(comparison.runs) < 2:
+        return []
+    notes = []
+    every = [one for row in comparison.differences.values() for one in row if one is not None]
+    if not can_test():
+        notes.append("no p values: they need scipy, pip install 'trp-scale[evaluation]'")
+    elif any(one.test is None for one in every):
+        notes.append(f"no p value with fewer than {LEAST_SEEDS} seeds that both runs have, or without finite figures")
+    if any(one.test is not None and one.test.test == "sign" for one in every):
+        notes.append("sign: the differences are the same on all n seeds, so p is the sign test's")
+    uneven = [
+        key
+        for key, row in comparison.rows.items()
+        for task in row[1:]
+        if task is not None and row[0] is not None and set(task.seeds) != set(row[0].seeds)
+    ]
+    if uneven:
+        named = ", ".join(dict.fromkeys(key.task for key in uneven))
+        notes.append(f"seeds differ between runs ({named}): means are over all of a run's, p over the n that both have")
+    return notes

@@ -1,0 +1,71 @@
+"""What tasks of pixels have in common: images with one map, jittered to learn from, whole to measure on."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import torch
+from torch import nn
+
+from trp_scale.config import RefusedError
+from trp_scale.config.finetuning import FinetuneConfig
+from trp_scale.data.mixture import parse_paths
+from trp_scale.distributed.environment import Environment
+from trp_scale.downstream.dense.model import PixelModel
+from trp_scale.downstream.dense.rows import DenseData, MapName, open_dense
+from trp_scale.downstream.encoder_source import SCRATCH, open_encoder
+from trp_scale.downstream.task import TaskParts, open_task_sources, take_encoder
+from trp_scale.observe.counted_flops import forward_flops
+from trp_scale.observe.throughput import TRAINING_OVER_FORWARD
+
+
+class DenseTask(TaskParts):
+    """Data and model of a task of pixels; what is learned and measured is the subclass's."""
+
+    map_name: MapName
+
+    def __init__(self, config: FinetuneConfig, environment: Environment) -> None:
+        self.config = config
+        paths = parse_paths(config.data.path)
+        test_path = config.downstream.test_path
+        test_paths = parse_paths(test_path) if test_path else None
+        data = open_dense(config, paths, self.map_name)
+        test = data if test_paths is None else open_dense(config, test_paths, self.map_name)
+        if data.meta.semseg_classes != test.meta.semseg_classes:
+            raise RefusedError(
+                f"--downstream.test_path {test_path} has other classes than --data.path {config.data.path}; shard both "
+                "with the same --semseg_classes"
+            )
+        self._outputs = self.complete(data, test)
+        super().__init__(
+            config,
+            open_task_sources(
+                config,
+                environment,
+                data.rows(config, whole=False),
+                test.rows(config, whole=True),
+                train_paths=paths,
+                measured_paths=test_paths,
+            ),
+        )
+        self.name = config.downstream.task or config.downstream.kind
+        self.positions_per_step = config.batch.global_size * (config.crops.size // config.vision.patch_size) ** 2
+        self.step_flops = 0.0  # until there is a model to count
+
+    @abstractmethod
+    def complete(self, data: DenseData, measured: DenseData) -> int:
+        """Write the settings that follow from the data into the configuration; returns the model's outputs.
+
+        Args:
+            data: to learn from.
+            measured: what is measured, which may be the same.
+        """
+
+    def model(self) -> nn.Module:
+        model = PixelModel(self.config, self._outputs)
+        if (path := self.config.model.weights) and path != SCRATCH:
+            take_encoder(model.encoder, open_encoder(path).image_weights(model.encoder.grid), path)
+        side = self.config.crops.size
+        image = forward_flops(model, torch.empty(1, 3, side, side, device="meta"))
+        self.step_flops = TRAINING_OVER_FORWARD * self.config.batch.global_size * image
+        return model

@@ -1,0 +1,137 @@
+"""Objects of a COCO file: images, annotations, categories (cocodataset.org, "Data format", object detection)."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+from trp_scale.data.index import DataError
+from trp_scale.downstream.detection.annotations import Annotations, Collected
+from trp_scale.downstream.detection.masks import runs_of
+
+
+def read_coco(path: Path, images: str = "", *, masks: bool = True) -> Annotations:
+    """Read a COCO file.
+
+    The classes are its categories by ascending id, which need not be contiguous.
+
+    Args:
+        path: the JSON file.
+        images: folder of the images; empty = looked for.
+        masks: read masks too.
+
+    Raises:
+        DataError: it is not JSON or lacks what the format demands; names the annotation.
+    """
+    document, digest = _read(path)
+    categories = {_integer(one, "id", path, "category"): one for one in document["categories"]}
+    ids = sorted(categories)
+    labels = {category: number + 1 for number, category in enumerate(ids)}
+    classes = [str(categories[category].get("name", category)) for category in ids]
+    if not classes or len(set(classes)) != len(classes) or len(ids) != len(document["categories"]):
+        raise DataError(f"{path}: {len(document['categories'])} categories, allowed: one or more, ids and names once")
+    listed: dict[int, dict[str, Any]] = {}
+    for one in document["images"]:
+        number = _integer(one, "id", path, "image")
+        if number in listed:
+            raise DataError(f"{path}: image id {number} is given twice")
+        listed[number] = one
+    of_image: dict[int, list[dict[str, Any]]] = {number: [] for number in listed}
+    for one in document["annotations"]:
+        number = _integer(one, "image_id", path, "annotation")
+        if number not in of_image:
+            raise DataError(f"{_named(path, one)}: image_id {number} is not among the images")
+        of_image[number].append(one)
+    collected = Collected(path)
+    for number, image in listed.items():
+        height, width = (_integer(image, side, path, "image") for side in ("height", "width"))
+        collected.image(_file_name(image, path), height, width)
+        for one in of_image[number]:
+            _add(collected, one, labels, height, width, path, masks=masks)
+    names = [str(image["file_name"]) for image in listed.values()]
+    return collected.finish(folder=_folder(path, images, names), voc=False, classes=classes, digest=digest)
+
+
+def _read(path: Path) -> tuple[dict[str, Any], str]:
+    """The document, and a hash of its bytes."""
+    try:
+        content = path.read_bytes()
+        document = json.loads(content)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror})") from error
+    except ValueError as error:
+        raise DataError(f"{path}: not JSON ({error})") from error
+    for name in ("images", "annotations", "categories"):
+        entries = document.get(name) if isinstance(document, dict) else None
+        if not isinstance(entries, list) or any(not isinstance(one, dict) for one in entries):
+            raise DataError(f"{path}: no list {name!r} of objects; a COCO file has images, annotations and categories")
+    return document, hashlib.blake2b(content, digest_size=16).hexdigest()
+
+
+def _add(
+    collected: Collected,
+    one: dict[str, Any],
+    labels: dict[int, int],
+    height: int,
+    width: int,
+    path: Path,
+    *,
+    masks: bool,
+) -> None:
+    category = _integer(one, "category_id", path, "annotation")
+    if category not in labels:
+        raise DataError(f"{_named(path, one)}: category_id {category} is not among the categories")
+    box = one.get("bbox")
+    numbers = isinstance(box, list) and all(isinstance(side, (int, float)) and math.isfinite(side) for side in box)
+    if not numbers or len(box) != 4:  # type: ignore[arg-type]
+        raise DataError(f"{_named(path, one)}: bbox is {box!r}, four numbers (left, top, width, height) expected")
+    left, top, wide, tall = (float(side) for side in box)  # type: ignore[union-attr]
+    segmentation = one.get("segmentation") if masks else None
+    runs = None
+    if segmentation:
+        runs = runs_of(segmentation, height, width, where=_named(path, one))
+    area = one.get("area")
+    collected.add(
+        (left, top, left + wide, top + tall),
+        labels[category],
+        bool(one.get("iscrowd", 0)),
+        runs,
+        float(area) if isinstance(area, (int, float)) else None,
+    )
+
+
+def _named(path: Path, one: dict[str, Any]) -> str:
+    return f"{path}: annotation {one.get('id', '(without id)')}"
+
+
+def _integer(one: dict[str, Any], name: str, path: Path, kind: str) -> int:
+    value = one.get(name)
+    if isinstance(value, bool) or not isinstance(value, int) or (name in ("height", "width") and value < 1):
+        raise DataError(f"{path}: {kind} {one.get('id', '(without id)')}: {name} is {value!r}, a whole number expected")
+    return value
+
+
+def _file_name(image: dict[str, Any], path: Path) -> str:
+    name = image.get("file_name")
+    if not isinstance(name, str) or not name or Path(name).is_absolute() or ".." in Path(name).parts:
+        raise DataError(f"{path}: image {image.get('id')}: file_name is {name!r}, a path within the folder expected")
+    return name
+
+
+def _folder(path: Path, images: str, names: list[str]) -> Path:
+    """Where the images are: as given, or the first of the usual places that holds the first image."""
+    if images:
+        return Path(images)
+    split = path.stem.removeprefix("instances_")
+    places = [path.parent / "images", path.parent.parent / split, path.parent / split, path.parent]
+    for place in places:
+        if names and (place / names[0]).is_file():
+            return place
+    listed = ", ".join(str(place) for place in places)
+    raise DataError(
+        f"{path}: {names[0] if names else 'no image'} is in none of {listed}; say where the images are with "
+        "--detection.images or --detection.test_images"
+    )

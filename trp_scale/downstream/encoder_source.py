@@ -1,0 +1,278 @@
+"""Where a pre-trained encoder comes from: a run of ours, a directory of transformers, or one of timm."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trp_scale.checkpoint.document import DOCUMENT_NAME, read_document
+from trp_scale.checkpoint.export import find_checkpoint
+from trp_scale.checkpoint.stored_pieces import read_full_state
+from trp_scale.config import Config, RefusedError
+from trp_scale.config.finetuning import FinetuneConfig
+from trp_scale.downstream.encoder_file import reading, stored_weights
+from trp_scale.downstream.timm_encoder import open_timm
+from trp_scale.models.given_weights import FILE
+from trp_scale.models.image_encoder import interpolated
+from trp_scale.models.positions import sine_cosine
+from trp_scale.recipes.loader import from_dict
+from trp_scale.upstreams.mae.weights import VITMAE_POSITIONS, is_encoder, ours, published_name, vitmae_names
+from trp_scale.upstreams.mm_mae.export import RGB_TOKENISER
+
+POSITION_NUMBERS = "embeddings.position_ids"
+"""0, 1, 2, ...: stored by earlier versions of transformers."""
+
+SCRATCH = "scratch"
+"""As --from: no pre-training, the seed's weights in the recipe's sizes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncoderSource:
+    """A pre-trained encoder that can be read.
+
+    Attributes:
+        path: as the user gave it.
+        text: whether it reads word pieces; otherwise images.
+        settings: (section, field) of FinetuneConfig -> value: the sizes and what else belongs to the weights.
+        read: the weights by the names of `ImageEncoder`, or of transformers' `BertModel`; learned positions under
+            "pos_embed", [1 + N, D].
+        tokenizer: directory of the tokenizer; None for images.
+        checkpoint: of a run: the one that was found, which stays the same while the run goes on.
+    """
+
+    path: str
+    text: bool
+    settings: dict[tuple[str, str], Any]
+    read: Callable[[], dict[str, Tensor]]
+    tokenizer: Path | None = None
+    checkpoint: Path | None = None
+
+    def adopt(self, config: FinetuneConfig) -> None:
+        """Give `config` the encoder's own sizes, in place.
+
+        Raises:
+            RefusedError: the encoder reads text and the task is one of images, or the other way round.
+        """
+        wants_text = config.downstream.kind == "glue"
+        if self.text is not wants_text:
+            raise RefusedError(
+                f"--from {self.path}: an encoder of {'text' if self.text else 'images'}, but --downstream.kind "
+                f"{config.downstream.kind} needs one of {'text' if wants_text else 'images'}"
+            )
+        for (section, field), value in self.settings.items():
+            setattr(getattr(config, section), field, value)
+        config.model.weights = self.path if self.checkpoint is None else str(self.checkpoint)
+
+    def image_weights(self, grid: int) -> dict[str, Tensor]:
+        """The weights of an `ImageEncoder` of this grid: learned positions are stretched to it."""
+        weights = self.read()
+        if "pos_embed" in weights:
+            weights["pos_embed"] = interpolated(weights["pos_embed"], grid)
+        return weights
+
+
+def open_encoder(path: str) -> EncoderSource:
+    """Look at what --from names; reads no weights yet.
+
+    Args:
+        path: a run directory of ours or a checkpoint in it, a directory of transformers (BERT, ViTMAE), or one of timm
+            (a plain vision transformer), ours or saved by timm.
+
+    Raises:
+        RefusedError: nothing there that is known; says what was found and what is allowed.
+    """
+    place = Path(path)
+    if (place / "checkpoints").is_dir() or (place / DOCUMENT_NAME).is_file():
+        return _of_run(path)
+    description = place / "config.json"
+    if not description.is_file() or not (place / FILE).is_file():
+        raise RefusedError(
+            f"--from {path}: allowed: a run directory (with checkpoints/), a checkpoint, a directory with config.json "
+            f"and {FILE} (transformers' BERT or ViTMAE, timm's ViT), or the word {SCRATCH}"
+        )
+    try:
+        found = json.loads(description.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise RefusedError(f"--from {path}: {description} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise RefusedError(f"--from {path}: {description} holds no settings by their names")
+    with reading(path, "config.json"):
+        if found.get("model_type") == "bert":
+            return _of_bert(path, found)
+        if found.get("model_type") == "vit_mae":
+            return _of_vitmae(path, found)
+    if "architecture" in found:
+        timm_vit = open_timm(path, found)
+        return EncoderSource(path=path, text=False, settings=_vit_settings(**timm_vit.sizes), read=timm_vit.read)
+    raise RefusedError(
+        f"--from {path}: config.json has model_type {found.get('model_type')!r}; allowed: bert, vit_mae, or timm's "
+        "config.json (with architecture)"
+    )
+
+
+def _of_run(path: str) -> EncoderSource:
+    checkpoint = find_checkpoint(Path(path))
+    config = from_dict(read_document(checkpoint).config, source=str(checkpoint))
+    if config.model.kind == "bert":
+        return EncoderSource(
+            path=path,
+            text=True,
+            settings=_sizes(config),
+            read=lambda: {
+                name.removeprefix("bert."): tensor
+                for name, tensor in read_full_state(checkpoint).items()
+                if name.startswith("bert.")
+            },
+            tokenizer=checkpoint.parent.parent / "tokenizer",
+            checkpoint=checkpoint,
+        )
+    if config.model.kind == "mm_mae" and "rgb" not in config.modalities.inputs:
+        raise RefusedError(
+            f"--from {path}: the run's modalities.inputs are {', '.join(config.modalities.inputs)}: its encoder reads "
+            "no images; allowed: a run with rgb among them"
+        )
+
+    def read() -> dict[str, Tensor]:
+        stored = {name.removeprefix("encoder."): tensor for name, tensor in read_full_state(checkpoint).items()}
+        named = {name.replace(RGB_TOKENISER, "patch_embed."): tensor for name, tensor in stored.items()}
+        weights = {name: tensor for name, tensor in named.items() if is_encoder(name) or name == "pos_embed"}
+        return weights | _norm_of_mean(named)
+
+    relative = config.adversary.kind == "relative_coordinate"
+    settings = _sizes(config) | {
+        ("model", "kind"): "mae",
+        ("vision", "patch_size"): config.vision.patch_size,
+        ("vision", "positions"): config.vision.positions,
+        # The reference that a coordinate adversary started from is its own index without a shift (algorithms.md 2).
+        ("vision", "index"): _index(config) if relative else config.vision.index,
+        **_positions_of_run(config),
+    }
+    return EncoderSource(path=path, text=False, settings=settings, read=read, checkpoint=checkpoint)
+
+
+def _positions_of_run(config: Config) -> dict[tuple[str, str], Any]:
+    """A fine-tuned encoder with stretched fixed positions keeps those of its pre-training."""
+    grid, learned = config.crops.size // config.vision.patch_size, False
+    if isinstance(config, FinetuneConfig):
+        learned = config.downstream.learned_positions
+        if not learned and config.downstream.positions == "interpolated":
+            grid = config.downstream.pretraining_grid or grid
+    return {("downstream", "pretraining_grid"): grid, ("downstream", "learned_positions"): learned}
+
+
+def _norm_of_mean(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The last norm of an encoder that learned under a head which normalises the mean of the tokens: that of the mean,
+    which is the only one there is."""
+    return {f"norm.{kind}": stored[f"fc_norm.{kind}"] for kind in ("weight", "bias") if f"fc_norm.{kind}" in stored}
+
+
+def _index(config: Config) -> str:
+    return "relaxed" if config.adversary.index == "relaxed" else "rounded"
+
+
+def _sizes(config: Config) -> dict[tuple[str, str], Any]:
+    names = ("kind", "layers", "hidden_size", "heads", "intermediate_size", "max_positions", "layer_norm_eps")
+    return {("model", name): getattr(config.model, name) for name in names}
+
+
+def _of_bert(path: str, found: dict[str, Any]) -> EncoderSource:
+    if found.get("hidden_act", "gelu") != "gelu" or found.get("position_embedding_type", "absolute") != "absolute":
+        raise RefusedError(f"--from {path}: hidden_act gelu and absolute positions are supported, others found")
+
+    def read() -> dict[str, Tensor]:
+        stored = stored_weights(path)
+        named = {_present_name(name.removeprefix("bert.")): tensor for name, tensor in stored.items()}
+        parts = ("embeddings.", "encoder.", "pooler.")
+        return {name: tensor for name, tensor in named.items() if name.startswith(parts) and name != POSITION_NUMBERS}
+
+    settings = {
+        ("model", "kind"): "bert",
+        ("model", "layers"): found["num_hidden_layers"],
+        ("model", "hidden_size"): found["hidden_size"],
+        ("model", "heads"): found["num_attention_heads"],
+        ("model", "intermediate_size"): found["intermediate_size"],
+        ("model", "max_positions"): found["max_position_embeddings"],
+        ("model", "layer_norm_eps"): found.get("layer_norm_eps", 1e-12),
+    }
+    return EncoderSource(path=path, text=True, settings=settings, read=read, tokenizer=Path(path))
+
+
+def _present_name(name: str) -> str:
+    """The published BERTs come from TensorFlow, and call the norms' weights as that did."""
+    return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
+
+
+def _of_vitmae(path: str, found: dict[str, Any]) -> EncoderSource:
+    grid = found["image_size"] // found["patch_size"]
+
+    if found.get("hidden_act", "gelu") != "gelu" or not found.get("qkv_bias", True):
+        raise RefusedError(f"--from {path}: hidden_act gelu and a bias of queries, keys and values are supported")
+
+    def read() -> dict[str, Tensor]:
+        stored = {published_name(name): tensor for name, tensor in stored_weights(path).items()}
+        try:
+            positions = stored[VITMAE_POSITIONS].squeeze(0)
+            return _with_positions(_by_our_names(stored, int(found["num_hidden_layers"])), positions, path)
+        except KeyError as error:
+            raise RefusedError(
+                f"--from {path}: {FILE} has no {error.args[0]}; allowed: what ViTMAEForPreTraining's save_pretrained "
+                "writes"
+            ) from error
+
+    settings = _vit_settings(
+        layers=found["num_hidden_layers"],
+        width=found["hidden_size"],
+        heads=found["num_attention_heads"],
+        intermediate=found["intermediate_size"],
+        eps=found.get("layer_norm_eps", 1e-12),
+        patch_size=found["patch_size"],
+        grid=grid,
+    )
+    return EncoderSource(path=path, text=False, settings=settings, read=read)
+
+
+def _by_our_names(stored: dict[str, Tensor], blocks: int) -> dict[str, Tensor]:
+    parts = ("norm1", "attn.qkv", "attn.proj", "norm2", "mlp.fc1", "mlp.fc2")
+    names = [f"blocks.{n}.{part}.{kind}" for n in range(blocks) for part in parts for kind in ("weight", "bias")]
+    names += ["cls_token", "patch_embed.weight", "patch_embed.bias", "norm.weight", "norm.bias"]
+    return {name: ours(name, torch.cat([stored[one] for one in vitmae_names(name)])) for name in names}
+
+
+def _with_positions(weights: dict[str, Tensor], positions: Tensor, path: str) -> dict[str, Tensor]:
+    """Fixed positions are not weights: the class token's, if there are any, go into the class token."""
+    grid = round((len(positions) - 1) ** 0.5)
+    if (positions[1:] - sine_cosine(grid, positions.shape[-1])).abs().max() > 1e-3:
+        raise RefusedError(f"--from {path}: its positions are not the fixed sine-cosine ones of a masked autoencoder")
+    weights["cls_token"] = weights["cls_token"] + positions[0]
+    return weights
+
+
+def _vit_settings(
+    *,
+    layers: int,
+    width: int,
+    heads: int,
+    intermediate: int,
+    eps: float,
+    patch_size: int,
+    grid: int,
+    learned_positions: bool = False,
+) -> dict[tuple[str, str], Any]:
+    return {
+        ("model", "kind"): "mae",
+        ("model", "layers"): layers,
+        ("model", "hidden_size"): width,
+        ("model", "heads"): heads,
+        ("model", "intermediate_size"): intermediate,
+        ("model", "layer_norm_eps"): eps,
+        ("vision", "patch_size"): patch_size,
+        ("vision", "positions"): "absolute",
+        ("downstream", "pretraining_grid"): grid,
+        ("downstream", "learned_positions"): learned_positions,
+    }

@@ -1,0 +1,221 @@
+"""`trp-scale evaluate`: measure what was fine-tuned, on its own data or on other, without training."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from trp_scale.checkpoint.agreement import check_shared_directory, on_rank_zero
+from trp_scale.config import RefusedError
+from trp_scale.config.finetuning import FinetuneConfig
+from trp_scale.data.mixture import parse_paths
+from trp_scale.distributed.environment import Environment
+from trp_scale.downstream.finetuned_run import FinetunedRun, find_runs, origin_of, predicting_engine
+from trp_scale.downstream.result_tables import print_results
+from trp_scale.downstream.results import RESULTS_FILE, Results, SeedResult, TaskResult, join, read_results, write_json
+from trp_scale.downstream.robustness.measure import measure_robustness
+from trp_scale.downstream.robustness.sets import RobustnessSet, parse_sets
+from trp_scale.downstream.task import DownstreamTask, measure
+from trp_scale.downstream.tasks import build_task
+
+EVALUATIONS = "evaluations"
+"""In the run's directory: what was measured later."""
+
+TEXT = "glue"
+
+
+@dataclass(kw_only=True)
+class EvaluateArguments:
+    """Measure what `trp-scale finetune` has trained, without training it further: results.json and a table.
+
+    Classifiers can also be measured on sets that ask how robust they are, each sharded first from its folders:
+
+        python data_tools/shard_images.py --inputs imagenet-a --output shards/a --split test
+        for level in imagenet-c/*/*; do
+            python data_tools/shard_images.py --inputs $level --output shards/c/${level#imagenet-c/} --split test
+        done
+        trp-scale evaluate --run RUN --robustness a=shards/a --robustness c=shards/c
+
+    a, r and sketch (ImageNet-A, -R, -Sketch): accuracy among the classes that the set has, matched by the names of
+    their folders. c (ImageNet-C, DIR/CORRUPTION/SEVERITY): mean corruption error over 15 corruptions of 5 severities,
+    on the images as they are.
+    """
+
+    run: Annotated[Path, tyro.conf.arg(metavar="DIR", aliases=["--finetuned"])] = Path()
+    """A directory of trp-scale finetune, with all its tasks and seeds, or one of its seeds. Under torchrun say
+    --finetuned: it takes --run for one of its own flags, wherever it stands."""
+    data: Annotated[str, tyro.conf.arg(metavar="DIR")] = ""
+    """Data to measure on, all of it: shards, or for GLUE its directory; empty = what the run was measured on."""
+    images: Annotated[str, tyro.conf.arg(metavar="DIR")] = ""
+    """Detection: folder of the images of --data."""
+    split: Literal["dev", "test"] | None = None
+    """What the measured rows are called; for GLUE, which of its files are read. None = as in the run; test for images
+    of --data."""
+    robustness: Annotated[tyro.conf.UseAppendAction[list[str]], tyro.conf.arg(metavar="a|r|sketch|c=DIR")] = field(
+        default_factory=list
+    )
+    """A set of another kind of images, instead of --data; once for each."""
+    classes: Annotated[str, tyro.conf.arg(metavar="DIR")] = ""
+    """For --robustness: data set with the names of the model's classes, where the run's checkpoint does not know
+    them."""
+    partial: bool = False
+    """For --robustness c: take the mean over the corruptions and severities that are there, named as partial, rather
+    than refuse."""
+    output: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    """Directory for results.json; None = RUN/evaluations/NAME, after what is measured."""
+    micro_size: int = 0
+    """Rows of one forward pass on one rank; 0 = the run's batch.micro_size."""
+    baseline: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    """Directory with another results.json: the table gives differences to it."""
+    local_rank: int = -1
+    """Passed by the deepspeed launcher; ranks are read from the environment."""
+
+
+def parse_evaluate(argv: Sequence[str], *, quiet: bool = False) -> EvaluateArguments:
+    """Read and check the command line.
+
+    Raises:
+        RefusedError: flags that cannot be, or contradict each other.
+        SystemExit: 2 for an unknown flag, 0 after --help.
+    """
+    arguments = tyro.cli(
+        EvaluateArguments, prog="trp-scale evaluate", args=list(argv), use_underscores=True, console_outputs=not quiet
+    )
+    if arguments.run == Path():
+        raise RefusedError("--run is missing; allowed: a directory of trp-scale finetune, or one of its seeds")
+    if not arguments.run.is_dir():
+        raise RefusedError(f"--run {arguments.run}: there is no such directory")
+    if arguments.robustness and (arguments.data or arguments.split):
+        raise RefusedError("--robustness names its own data, which is of the split test; leave out --data and --split")
+    if arguments.micro_size < 0:
+        raise RefusedError(f"--micro_size is {arguments.micro_size}, allowed: 1 or more, or 0 for the run's")
+    parse_sets(arguments.robustness)
+    return arguments
+
+
+def evaluate(arguments: EvaluateArguments) -> int:
+    """Run `trp-scale evaluate`; returns the exit status, 0."""
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    sets = parse_sets(arguments.robustness)
+    baseline = None if arguments.baseline is None else read_results(arguments.baseline)
+    with Environment() as environment:
+        world = environment.world
+        runs = find_runs(arguments.run)
+        if sets and len(runs) > 1:
+            raise RefusedError(
+                f"--run {arguments.run} holds {len(runs)} tasks ({', '.join(runs)}), --robustness measures one; "
+                f"allowed: one of its seeds, such as {next(iter(runs.values()))[0].directory}"
+            )
+        output = arguments.output or arguments.run / EVALUATIONS / _name(arguments, sets)
+        check_shared_directory(output, world)
+        tasks: list[TaskResult] = []
+        for seeds in runs.values():
+            tasks += _robust(seeds, arguments, sets, environment) if sets else [_own(seeds, arguments, environment)]
+        recipe, encoder = origin_of(arguments.run, runs)
+        results = Results(recipe=recipe, encoder=encoder, tasks=tasks)
+        on_rank_zero(world, f"writing {output}", lambda: write_json(output / RESULTS_FILE, results))
+        if world.rank == 0:
+            print_results(results, baseline)
+            print(output / RESULTS_FILE)
+    return 0
+
+
+def _name(arguments: EvaluateArguments, sets: list[RobustnessSet]) -> str:
+    if sets:
+        return "robustness-" + "-".join(one.name for one in sets)
+    data = Path(arguments.data).resolve().name if arguments.data else "own"
+    return "-".join([data, *([arguments.split] if arguments.split else [])])
+
+
+def _own(seeds: list[FinetunedRun], arguments: EvaluateArguments, environment: Environment) -> TaskResult:
+    """One task over its seeds, on its own data or on other of the same kind."""
+    return join([measure_run(run, arguments, environment) for run in seeds])
+
+
+def _robust(
+    seeds: list[FinetunedRun], arguments: EvaluateArguments, sets: list[RobustnessSet], environment: Environment
+) -> list[TaskResult]:
+    """Each set over the seeds of one classifier."""
+    found = [
+        measure_robustness(
+            run,
+            sets,
+            environment,
+            classes_of=arguments.classes,
+            partial=arguments.partial,
+            micro_size=arguments.micro_size,
+        )
+        for run in seeds
+    ]
+    return [join(list(of_set)) for of_set in zip(*found, strict=True)]
+
+
+def measure_run(run: FinetunedRun, arguments: EvaluateArguments, environment: Environment) -> SeedResult:
+    """One seed of one task. Collective; the same on all ranks, and on any number of them.
+
+    Raises:
+        DataError, RefusedError: data that the task does not read, or of other classes.
+    """
+    config = measured_config(run, arguments, environment.data.size)
+    task = build_task(config, environment)
+    try:
+        _check_classes(run, config, task)
+        engine = predicting_engine(task.model(), run, environment)
+        metrics = measure(engine, task, task.sources.validation.windows())
+    finally:
+        task.sources.close()
+    detail = metrics.pop("detail", {})
+    return SeedResult(
+        task=task.name,
+        metric=task.metric,
+        split=task.split,
+        lower_is_better=task.lower_is_better,
+        seed=run.config.training.seed,
+        metrics=metrics,
+        detail=detail,
+    )
+
+
+def measured_config(run: FinetunedRun, arguments: EvaluateArguments, world: int) -> FinetuneConfig:
+    """The run's settings with the data that is to be measured, and a global batch that any number of ranks divides."""
+    config = copy.deepcopy(run.config)
+    config.batch.micro_size = arguments.micro_size or config.batch.micro_size
+    config.batch.global_size = config.batch.micro_size * world
+    text = config.downstream.kind == TEXT
+    # What was pre-trained may be gone: a text run's own checkpoint also brings the tokenizer it was trained with.
+    config.model.weights = str(run.checkpoint) if text else ""
+    if text:
+        config.downstream.tokenizer = ""
+        config.data.path = arguments.data or config.data.path
+    elif arguments.data:
+        config.downstream.test_path, config.downstream.split = arguments.data, "test"
+        config.detection.test_images = arguments.images
+        if not all(member.path.exists() for member in parse_paths(config.data.path)):
+            config.data.path, config.detection.images = arguments.data, arguments.images
+    config.downstream.split = arguments.split or config.downstream.split
+    return config
+
+
+def _check_classes(run: FinetunedRun, config: FinetuneConfig, task: DownstreamTask) -> None:
+    """Refuse data whose classes are not the model's: where the training data is gone, nothing else compares them."""
+    found = task.checkpoint_extra().get("classes")
+    if run.classes is not None and found is not None and tuple(found) != run.classes:
+        raise RefusedError(
+            f"--data: classes {_listed(tuple(found))} found, the model's are {_listed(run.classes)}; shard data of the "
+            "same classes, in the same order; sets of some of ImageNet's classes are measured with --robustness"
+        )
+    if config.downstream.classes != run.config.downstream.classes:
+        raise RefusedError(
+            f"--data: {config.downstream.classes} classes found, the model has {run.config.downstream.classes}; give "
+            "data of the same classes"
+        )
+
+
+def _listed(names: tuple[str, ...]) -> str:
+    return f"{len(names)} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"

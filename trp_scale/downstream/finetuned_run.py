@@ -1,0 +1,135 @@
+"""Fine-tuned runs read back: which ones a directory holds, and their models as engines that only predict."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from trp_scale.checkpoint.document import CheckpointDocument, read_document
+from trp_scale.checkpoint.export import find_checkpoint
+from trp_scale.checkpoint.stored_pieces import read_full_state
+from trp_scale.config import RefusedError
+from trp_scale.config.finetuning import FinetuneConfig
+from trp_scale.distributed.environment import Environment
+from trp_scale.downstream.results import RESULTS_FILE, read_results
+from trp_scale.engines.plain import PlainEngine
+from trp_scale.recipes.loader import from_dict
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetunedRun:
+    """The end of one run of `trp-scale finetune`.
+
+    Attributes:
+        directory: of this task and seed.
+        checkpoint: its newest.
+        document: of the checkpoint.
+        config: of the run.
+    """
+
+    directory: Path
+    checkpoint: Path
+    document: CheckpointDocument
+    config: FinetuneConfig
+
+    @property
+    def classes(self) -> tuple[str, ...] | None:
+        """Names of the classes that the model tells apart; None where it has none, or an older version wrote it."""
+        names = self.document.extra.get("classes")
+        return None if names is None else tuple(names)
+
+
+def read_run(directory: Path) -> FinetunedRun:
+    """One task and seed.
+
+    Raises:
+        RefusedError: there is no checkpoint, it is of no fine-tuning, or of one that has not ended.
+    """
+    checkpoint = find_checkpoint(directory)
+    document = read_document(checkpoint)
+    config = from_dict(document.config, source=str(checkpoint))
+    if not isinstance(config, FinetuneConfig):
+        raise RefusedError(
+            f"--run {directory}: a run of pre-training, which has no task to be measured on; allowed: a directory of "
+            "trp-scale finetune; trp-scale probe measures encoders as they are"
+        )
+    if document.step < config.training.steps:
+        raise RefusedError(
+            f"--run {directory}: stopped after {document.step} of {config.training.steps} steps; repeat the command "
+            "that began it, and it goes on to its end"
+        )
+    return FinetunedRun(directory=directory, checkpoint=checkpoint, document=document, config=config)
+
+
+def find_runs(run: Path) -> dict[str, list[FinetunedRun]]:
+    """The runs of a directory, by task: one alone, or all tasks and seeds of a `trp-scale finetune`.
+
+    Raises:
+        RefusedError: there is none, or one of them as `read_run` refuses.
+    """
+    if (run / "checkpoints").is_dir():
+        found = [run]
+    else:
+        found = sorted(run.glob("*/seed_*"), key=lambda path: (path.parent.name, _seed(path)))
+    if not found:
+        raise RefusedError(
+            f"--run {run}: no fine-tuned run is there; allowed: a directory of trp-scale finetune, with "
+            "TASK/seed_N/checkpoints, or one of those seeds"
+        )
+    by_task: dict[str, list[FinetunedRun]] = {}
+    for directory in found:
+        one = read_run(directory)
+        by_task.setdefault(one.config.downstream.task or one.config.downstream.kind, []).append(one)
+    return by_task
+
+
+def _seed(path: Path) -> int:
+    number = path.name.removeprefix("seed_")
+    return int(number) if number.isdigit() else 0
+
+
+def origin_of(run: Path, runs: dict[str, list[FinetunedRun]]) -> tuple[str, str]:
+    """Recipe and pre-trained encoder, for the results."""
+    if (run / RESULTS_FILE).is_file():
+        results = read_results(run)
+        return results.recipe, results.encoder
+    first = next(iter(runs.values()))[0]
+    return str(run), first.config.model.weights or "scratch"
+
+
+class PredictingEngine(PlainEngine):
+    """Whole weights on each of any number of ranks: nothing is learned, so nothing need be sharded or reduced."""
+
+    def place(self, module: nn.Module) -> nn.Module:
+        return module.requires_grad_(False).to(self.device)
+
+
+def predicting_engine(module: nn.Module, run: FinetunedRun, environment: Environment) -> PredictingEngine:
+    """The model with the weights of the run's checkpoint.
+
+    Args:
+        module: of the run's task, with any weights.
+
+    Raises:
+        RefusedError: the checkpoint has other tensors.
+    """
+    weights = read_full_state(run.checkpoint)
+    own = dict(module.named_parameters())
+    other = [name for name in own.keys() & weights.keys() if own[name].shape != weights[name].shape]
+    if own.keys() != weights.keys() or other:
+        named = sorted([*(own.keys() ^ weights.keys()), *other])
+        raise RefusedError(
+            f"{run.checkpoint}: not the weights of this model ({', '.join(named[:5])}); measured on data of other "
+            "classes, or written by another version"
+        )
+    with torch.no_grad():
+        for name, parameter in own.items():
+            parameter.copy_(weights[name])
+    config = run.config
+    config.training.compile = False
+    if config.training.precision == "fp16":
+        config.training.precision = "fp32"  # needs a loss scaler, which is DeepSpeed's
+    return PredictingEngine(module, config, device=environment.device, data_group=environment.data)

@@ -1,0 +1,114 @@
+"""How labelled sentences become a Batch."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trp_scale.core.batch import Batch
+from trp_scale.data.hashing import Integers
+from trp_scale.data.plan import Addresses
+from trp_scale.downstream.glue.packing import one_each, place_rows
+from trp_scale.downstream.glue.tokens import PairTokenizer, TokenTable
+
+WIDTH_MULTIPLE = 64
+"""Sequences that rows share have a multiple of this as their width: few shapes, that fill the hardware's tiles."""
+
+NOBODY = -1
+"""Owner of places that no row has."""
+
+
+class GlueBatchBuilder:
+    """Makes batches of rows `[CLS] A [SEP]` or `[CLS] A [SEP] B [SEP]`; draws nothing.
+
+    A row is a part of a sequence: Q sequences of W places hold the R rows, at most S in one.
+        tokens [Q, W] int64. token_types [Q, W] int64: 1 on B and its [SEP]. places [Q, W] int64: of the piece in its
+        row. owners [Q, W] int64: the row of the batch that has the place, or -1. first_places [Q, S] int64: where the
+        rows of a sequence begin; unused slots are 0. slots [R] int64: of the row in the flattened first_places.
+        labels [R]: int64 numbers of labels, or float32 scores. row_weights [R] float32: 1, or 0 for a row that is not
+        there, which is [CLS] alone. measured_set [R] int64: which table the row is from.
+
+    Args:
+        tables: the data sets.
+        tokenizer: that made them.
+        length: L, of the longest row.
+        padding: none: rows share sequences as wide as the longest of them, up to a multiple of 64 (at most L). length:
+            each has one of L places. What a row gives is the same up to rounding, and where it lies follows from the
+            positions of its micro-batch alone, so that a resumed run meets the same.
+        scores: labels are scores.
+    """
+
+    def __init__(
+        self,
+        tables: Sequence[TokenTable],
+        tokenizer: PairTokenizer,
+        *,
+        length: int,
+        padding: Literal["none", "length"],
+        scores: bool,
+    ) -> None:
+        self._pad = tokenizer.pad
+        self._length, self._padding = length, padding
+        counts = np.array([len(table.rows) for table in tables])
+        sizes = np.array([len(table.pieces) for table in tables])
+        self._first_row = np.cumsum(counts) - counts  # [tables]
+        self._pieces = np.concatenate([table.pieces for table in tables])
+        first_piece = np.cumsum(sizes) - sizes
+        self._starts = np.concatenate([t.ends[:-1] + first for t, first in zip(tables, first_piece, strict=True)])
+        self._lengths = np.concatenate([table.lengths for table in tables])
+        self._second = np.concatenate([table.second for table in tables])
+        labels = np.concatenate([table.labels for table in tables])
+        self._labels = labels.astype(np.float32) if scores else labels.astype(np.int64)
+
+    def build(self, addresses: Addresses, start: int) -> Batch:
+        """The batch of the rows at `addresses`, whose first is at position `start` of its source."""
+        began = time.perf_counter()
+        present = addresses.present
+        stored = self._first_row[addresses.member] + addresses.block  # [R]
+        lengths = np.where(present, self._lengths[stored], 1)  # every row begins with [CLS]
+        fields = self._lay_out(stored, lengths)
+        labels = self._labels[stored]
+        fields |= {
+            "labels": torch.from_numpy(np.where(present, labels, np.zeros_like(labels))),
+            "row_weights": torch.from_numpy(present.astype(np.float32)),
+            "measured_set": torch.from_numpy(addresses.member.astype(np.int64)),
+        }
+        return Batch(
+            fields=fields,
+            keys=torch.from_numpy(addresses.keys),
+            start=start,
+            epoch=int(addresses.epoch[0]),
+            fetch_seconds=time.perf_counter() - began,
+        )
+
+    def _lay_out(self, stored: Integers, lengths: Integers) -> dict[str, Tensor]:
+        """The fields of the sequences that hold `lengths` pieces of each of the stored rows."""
+        width, laid = self._length, one_each(len(lengths))
+        if self._padding == "none":
+            width = min(width, -(-int(lengths.max()) // WIDTH_MULTIPLE) * WIDTH_MULTIPLE)
+            laid = place_rows(lengths, width)
+        sequences, slots = int(laid.sequence.max()) + 1, int(laid.slot.max()) + 1
+        row = np.repeat(np.arange(len(lengths)), lengths)  # [pieces of all rows]
+        within = np.arange(len(row)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
+        at = laid.sequence[row] * width + laid.first[row] + within
+
+        def spread(values: Integers, elsewhere: int = 0) -> Tensor:
+            flat = np.full(sequences * width, elsewhere, dtype=np.int64)
+            flat[at] = values
+            return torch.from_numpy(flat.reshape(sequences, width))  # [Q, W]
+
+        first_places = np.zeros((sequences, slots), dtype=np.int64)
+        first_places[laid.sequence, laid.slot] = laid.first
+        return {
+            "tokens": spread(self._pieces[self._starts[stored][row] + within].astype(np.int64), self._pad),
+            "token_types": spread((within >= self._second[stored][row]).astype(np.int64)),
+            "places": spread(within),
+            "owners": spread(row, NOBODY),
+            "first_places": torch.from_numpy(first_places),
+            "slots": torch.from_numpy(laid.sequence * slots + laid.slot),
+        }

@@ -1,0 +1,74 @@
+"""BERT with a linear head on the pooled first token: what sentence tasks fine-tune (Devlin et al. 2019, 4.1)."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+from transformers import BertModel
+
+from trp_scale.config.finetuning import FinetuneConfig
+from trp_scale.models.initialise import initialise
+from trp_scale.upstreams.pos_bert.model import LastLayer, bert_config
+
+
+class BertClassifier(nn.Module):
+    """transformers' encoder, called block by block as in models/bert.py; the last block is computed at [CLS] alone.
+    Short rows share sequences (data/glue/packing.py): most of a padded batch would be padding.
+
+    Parameter names are those of transformers' `BertForSequenceClassification`.
+
+    Args:
+        config: sizes, `downstream.classes` and dropout, and the seed of the initial weights.
+        vocabulary: rows of the word embeddings, padding included.
+    """
+
+    def __init__(self, config: FinetuneConfig, *, vocabulary: int) -> None:
+        super().__init__()
+        settings = bert_config(config.model, vocabulary, attn_implementation="sdpa")
+        self.bert = BertModel(settings)
+        self.bert.encoder.layer[-1] = LastLayer(settings, layer_idx=config.model.layers - 1)
+        self.dropout = nn.Dropout(config.downstream.dropout)
+        self.classifier = nn.Linear(config.model.hidden_size, config.downstream.classes)
+        initialise(self, seed=config.training.seed, std=config.model.initializer_range)
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        """The repeated blocks, each a unit of sharding."""
+        return self.bert.encoder.layer  # type: ignore[no-any-return]
+
+    @property
+    def depth(self) -> int:
+        """The head's, and the pooler's."""
+        return len(self.layers) + 1
+
+    def depth_of(self, name: str) -> int:
+        """See engines/optimizer.py, `Layered`."""
+        parts = name.split(".")
+        if parts[:2] == ["bert", "embeddings"]:
+            return 0
+        if parts[:3] == ["bert", "encoder", "layer"]:
+            return 1 + int(parts[3])
+        return self.depth
+
+    def forward(
+        self, tokens: Tensor, token_types: Tensor, places: Tensor, owners: Tensor, first_places: Tensor, slots: Tensor
+    ) -> Tensor:
+        """Logits of R rows that share Q sequences: a row attends to itself alone, and its places count from 0.
+
+        Args:
+            tokens, token_types, places: [Q, W] int64; places are those of a piece in its row.
+            owners: [Q, W] int64, the row that has the place; what no row has has an owner of its own.
+            first_places: [Q, S] int64, where the rows of a sequence begin; unused slots may hold any place.
+            slots: [R] int64, of each row in the flattened first_places.
+
+        Returns:
+            [R, C] logits, or one score for each row.
+        """
+        own = owners[:, :, None] == owners[:, None, :]  # [Q, W, W]
+        hidden = self.bert.embeddings(input_ids=tokens, token_type_ids=token_types, position_ids=places)  # [Q, W, D]
+        *layers, last = self.layers
+        for layer in layers:
+            hidden = layer(hidden, own[:, None])
+        own_of_first = own.gather(1, first_places[:, :, None].expand(-1, -1, own.shape[2]))  # [Q, S, W]
+        first = last(hidden, own_of_first[:, None], first_places)  # [Q, S, D]
+        pooled = self.bert.pooler(first.flatten(0, 1)[slots, None])  # [R, D]
+        return self.classifier(self.dropout(pooled))  # type: ignore[no-any-return]

@@ -1,0 +1,229 @@
+"""What a masked autoencoder reconstructs, and what its adversary has done to the positions, as PNG files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from trp_scale.adversary.projection import size
+from trp_scale.config import AdversaryConfig, RefusedError
+from trp_scale.core.batch import Batch
+from trp_scale.downstream.mask_pictures import draw_masks, pixels
+from trp_scale.downstream.modality_pictures import draw_modalities, modality_reconstructions, task_losses
+from trp_scale.downstream.trained_images import (
+    TrainedImages,
+    TrainedModalities,
+    load_masking_network,
+    load_trained_images,
+    load_trained_modalities,
+    model_kind,
+)
+from trp_scale.models.image_patches import CHANNEL_DEVIATION, CHANNEL_MEAN, TARGET_EPS
+from trp_scale.models.patches import gather_patches
+from trp_scale.models.relative_positions import REACH, relaxed_index
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+GREY = 0.5
+"""What a masked patch is shown as."""
+
+
+class Picture(NamedTuple):
+    """A PNG file and a sentence about it."""
+
+    path: Path
+    caption: str
+
+    def __str__(self) -> str:
+        return f"{self.path}: {self.caption}"
+
+
+def draw_pictures(source: Path, output: Path, rows: int = 8, data: str = "") -> list[str]:
+    """Draw reconstructions.png (of several modalities: of each), where an adversary perturbs positions positions.png,
+    and where a network chooses masks masks.png.
+
+    Args:
+        source: run directory or checkpoint.
+        output: directory; made if it is not there.
+        rows: images at most.
+        data: where the run's data is now; empty = where it was.
+    Returns:
+        lines that say what was drawn, with the losses on these images beside those of the plainest guess, such as each
+        patch's mean.
+    Raises:
+        RefusedError: no masked autoencoder there, its data is gone, or matplotlib is not installed.
+    """
+    figure_class()
+    if model_kind(source) == "mm_mae":
+        several = load_trained_modalities(source, data)
+        return [str(one) for one in draw_modalities_of(several, several.images(rows), output)]
+    trained = load_trained_images(source, data)
+    return [str(one) for one in draw_images_of(trained, trained.images(rows), output)]
+
+
+def draw_images_of(trained: TrainedImages, batch: Batch, output: Path) -> list[Picture]:
+    """The pictures of a masked autoencoder on these images, whose batch is made as the run makes its own."""
+    figure_of = figure_class()
+    output.mkdir(parents=True, exist_ok=True)
+    strips, loss, mean_patch = reconstructions(trained, batch)
+    path = output / "reconstructions.png"
+    _draw_strips(figure_of, strips, path)
+    losses = f"reconstruction loss {loss:.4f}, predicting each patch's mean {mean_patch:.4f}"
+    pictures = [Picture(path, f"{losses} ({batch.rows} images, clean positions)")]
+    if trained.shape is not None and trained.perturbation is not None:
+        path = output / "positions.png"
+        pictures.append(Picture(path, _draw_positions(figure_of, trained, path)))
+    if (network := load_masking_network(trained)) is not None:
+        path = output / "masks.png"
+        pictures.append(Picture(path, draw_masks(figure_of, trained, network, batch, path)))
+    return pictures
+
+
+def draw_modalities_of(trained: TrainedModalities, batch: Batch, output: Path) -> list[Picture]:
+    """The picture of a multi-modal masked autoencoder on these images and their maps (TRP Figure 3's kind)."""
+    output.mkdir(parents=True, exist_ok=True)
+    path = output / "reconstructions.png"
+    draw_modalities(figure_class(), modality_reconstructions(trained, batch), path)
+    losses = ", ".join(
+        f"{task} {loss:.4f} (plainest guess {plain:.4f})" for task, (loss, plain) in task_losses(trained, batch).items()
+    )
+    return [Picture(path, f"{losses}; {batch.rows} images")]
+
+
+@torch.no_grad()
+def reconstructions(trained: TrainedImages, batch: Batch) -> tuple[dict[str, Tensor], float, float]:
+    """Images to show, and the two losses.
+
+    Returns:
+        {"image", "masked", "reconstruction"}: [R, 3, S, S] in [0, 1], of the first crop of each image. In the
+        reconstruction visible patches are the image's own; a predicted patch of a normalised target has the true
+        patch's mean and deviation put back, as is usual.
+        Mean squared error over masked patches of the model, and of predicting each patch's mean.
+    """
+    first = {name: value[:, :1] for name, value in batch.fields.items() if name in ("images", "visible", "masked")}
+    objective = trained.objective
+    masked = first["masked"][:, 0]  # [R, M]
+    crops = Batch(fields={**first, "row_weights": batch["row_weights"]}, keys=batch.keys, start=batch.start)
+    patches = objective.patches(crops)  # [R, N, P]
+    prediction = trained.model(patches, first["visible"][:, 0], masked).prediction  # [R, M, P]
+    true = gather_patches(patches, masked)
+    target = objective.target(true)
+    loss = float((prediction - target).square().mean())
+    means = torch.zeros_like(target) if objective.normalised else true.mean(-1, keepdim=True).expand_as(true)
+    mean_patch = float((means - target).square().mean())
+    if objective.normalised:
+        variance, mean = torch.var_mean(true, dim=-1, keepdim=True)
+        prediction = prediction * (variance + TARGET_EPS).sqrt() + mean
+    place = masked.unsqueeze(-1).expand_as(prediction)
+    grey = (GREY - torch.tensor(CHANNEL_MEAN)) / torch.tensor(CHANNEL_DEVIATION)  # [3]
+    hidden = grey.repeat(patches.shape[-1] // 3).expand_as(prediction)
+    shown = {
+        "image": patches,
+        "masked": patches.scatter(1, place, hidden),
+        "reconstruction": patches.scatter(1, place, prediction),
+    }
+    return {name: pixels(value, trained.config.vision.patch_size) for name, value in shown.items()}, loss, mean_patch
+
+
+def figure_class() -> type[Figure]:
+    """matplotlib's figure, without its windows."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise RefusedError("pictures need matplotlib: pip install 'trp-scale[pictures]'") from error
+    return Figure
+
+
+def _draw_strips(figure_of: type[Figure], strips: dict[str, Tensor], path: Path) -> None:
+    """A row of images for each name, one image below the other."""
+    count = len(next(iter(strips.values())))
+    figure = figure_of(figsize=(1.2 * count + 0.4, 1.2 * len(strips)), layout="constrained")
+    axes = figure.subplots(len(strips), count, squeeze=False)
+    for row, (name, images) in enumerate(strips.items()):
+        axes[row, 0].set_ylabel(name)
+        for column, image in enumerate(images):
+            axes[row, column].imshow(image.permute(1, 2, 0).numpy())
+            axes[row, column].set(xticks=[], yticks=[], frame_on=False)
+    figure.savefig(path, dpi=100)
+
+
+def _draw_positions(figure_of: type[Figure], trained: TrainedImages, path: Path) -> str:
+    """Draw by what is perturbed; returns a sentence about it."""
+    assert trained.shape is not None and trained.perturbation is not None
+    encoder, _ = trained.shape.split(trained.perturbation)
+    grid = trained.config.crops.size // trained.config.vision.patch_size
+    kind = trained.config.adversary.kind
+    if kind == "absolute_coordinate":
+        figure = figure_of(figsize=(5, 5), layout="constrained")
+        _draw_shifted_grid(figure.subplots(), grid, encoder[0])
+        sentence = f"the {grid} x {grid} patches before and after the shift of masked ones"
+    elif kind == "relative_coordinate":
+        figure = figure_of(figsize=(10, 5), layout="constrained")
+        left, right = figure.subplots(1, 2)
+        _draw_shifts(left, encoder, trained.config.adversary.eps)
+        block = int(encoder.norm(dim=-1).argmax())
+        _draw_table_places(right, grid, encoder[block], block)
+        sentence = f"the shift of each block, and where block {block} finds its offsets in the table"
+    else:
+        figure = figure_of(figsize=(6, 4), layout="constrained")
+        _draw_sizes(figure.subplots(), encoder, trained.config.adversary)
+        sentence = "the largest perturbation of each block"
+    figure.savefig(path, dpi=120)
+    return sentence
+
+
+def _draw_shifted_grid(axes: Axes, grid: int, shift: Tensor) -> None:
+    row, column = torch.meshgrid(torch.arange(grid), torch.arange(grid), indexing="ij")
+    axes.scatter(column, row, color="0.6", label="before")
+    axes.scatter(column + float(shift[1]), row + float(shift[0]), color="tab:red", label="after, where masked")
+    axes.quiver(
+        column, row, *_constant(column, shift), angles="xy", scale_units="xy", scale=1, width=0.003, color="tab:red"
+    )
+    axes.set(xlabel="column in patches", ylabel="row in patches", aspect="equal")
+    axes.invert_yaxis()
+    axes.legend(loc="upper right")
+
+
+def _constant(like: Tensor, shift: Tensor) -> tuple[Any, Any]:
+    return torch.full(like.shape, float(shift[1])).numpy(), torch.full(like.shape, float(shift[0])).numpy()
+
+
+def _draw_shifts(axes: Axes, shifts: Tensor, eps: float) -> None:
+    axes.axhline(0, color="0.85")
+    axes.axvline(0, color="0.85")
+    axes.scatter(shifts[:, 1], shifts[:, 0], color="tab:red")
+    for block, (row, column) in enumerate(shifts.tolist()):
+        axes.annotate(str(block), (column, row), textcoords="offset points", xytext=(4, 4))
+    axes.set(xlabel="column shift in patches", ylabel="row shift in patches", aspect="equal")
+    axes.set_title(f"shift of each encoder block (eps {eps:g})")
+
+
+def _draw_table_places(axes: Axes, grid: int, shift: Tensor, block: int) -> None:
+    offsets = torch.arange(1 - grid, grid, dtype=torch.float32)
+    row, column = torch.meshgrid(offsets, offsets, indexing="ij")
+    axes.scatter(_entry(column), _entry(row), s=14, color="0.6", label="before")
+    after = _entry(column + float(shift[1])), _entry(row + float(shift[0]))
+    axes.scatter(*after, s=14, color="tab:red", label="after, for masked queries")
+    axes.set(xlabel="column entry of the table", ylabel="row entry of the table", aspect="equal")
+    axes.set_title(f"block {block}: place of every offset in the relative table")
+    axes.grid(color="0.9")
+    axes.legend(loc="upper right")
+
+
+def _entry(offset: Tensor) -> Tensor:
+    """Where the table is read, between its entries -3..3."""
+    return relaxed_index(offset).clamp(-REACH, REACH)
+
+
+def _draw_sizes(axes: Axes, perturbation: Tensor, adversary: AdversaryConfig) -> None:
+    """Norms of a block's balls, the last dimension, of which the largest is shown: eps is their limit."""
+    sizes = size(perturbation, adversary.norm).reshape(len(perturbation), -1).amax(1)  # [L]
+    axes.bar(range(len(sizes)), sizes.tolist(), color="tab:red")
+    axes.axhline(adversary.eps, color="0.6", linestyle="--")
+    title = f"perturbation of each block (eps {adversary.eps:g})"
+    axes.set(xlabel="block", ylabel=f"largest {adversary.norm} norm", title=title)

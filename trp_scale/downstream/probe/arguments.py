@@ -1,0 +1,192 @@
+"""The command line of `trp-scale probe`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from math import inf
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from trp_scale.config import RefusedError
+from trp_scale.downstream.encoder_source import SCRATCH
+
+Method = Literal["logistic", "linear", "knn"]
+Pooling = Literal["mean", "class"]
+
+
+@dataclass(kw_only=True)
+class LinearSettings:
+    """A linear layer behind a batch norm without affine, learned by LARS without weight decay; defaults are MAE's (He
+    et al. 2022, A.1, Table 10)."""
+
+    epochs: int = 90
+    """Passes over the training images."""
+    warmup_epochs: int = 10
+    """Of them, those in which the learning rate grows to its peak; after it falls by a cosine to 0."""
+    batch_size: int = 16384
+    """Images of a step; where there are fewer, all of them."""
+    base_lr: float = 0.1
+    """Peak learning rate for 256 images of a step; it grows with the images of a step."""
+    crops: Literal["cached", "fresh"] = "cached"
+    """cached: the features of each whole image, computed once. fresh: those of a random crop, mirrored half of the
+    time, drawn anew in each epoch, as MAE has it: the encoder runs over all images in every epoch."""
+
+
+@dataclass(kw_only=True)
+class LogisticSettings:
+    """scikit-learn's LogisticRegression on standardised features: the fast one."""
+
+    inverse_penalty: float = 1.0
+    """Its C: a larger one penalises weights less."""
+    iterations: int = 1000
+    """Of its solver, at most."""
+
+
+@dataclass(kw_only=True)
+class KnnSettings:
+    """The nearest training images vote, each by exp(cosine / temperature) (Wu et al. 2018; values of DINO, Caron et al.
+    2021)."""
+
+    k: int = 20
+    """Images that vote."""
+    temperature: float = 0.07
+    """A lower one gives nearer images more of the vote."""
+
+
+@dataclass(kw_only=True)
+class ProbeArguments:
+    """Measure how far the features of a frozen encoder tell classes apart: results.json and a table. Features are
+    computed once, under torchrun by all ranks together, and kept: the same encoder on the same images is not run again.
+    A run that learned its masks also gets MLO-MAE's own figure, of the head that its masks were learned with."""
+
+    from_: Annotated[str, tyro.conf.arg(name="from", metavar="RUN|DIR|scratch")] = ""
+    """The encoder: a run directory, an export, a directory of transformers (ViTMAE) or of timm (ViT); scratch: weights
+    drawn at random, in the sizes of --recipe, for comparison."""
+    data: Annotated[str, tyro.conf.arg(metavar="DIR")] = ""
+    """Shards of training images with classes."""
+    test: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    """Shards of the images that accuracy is measured on: the same classes, other images. None = what
+    --validation_fraction holds out of --data."""
+    method: Method = "logistic"
+    """logistic: fast. linear: by MAE's protocol. knn: nearest neighbours, nothing is learned."""
+    recipe: Annotated[str, tyro.conf.arg(metavar="NAME|PATH")] = ""
+    """For --from scratch: a recipe of images with the encoder's sizes; a run's config.yaml is one too."""
+    image_size: int = 0
+    """Side of the images in pixels, a multiple of the patches'; 0 = that of the pre-training."""
+    pooling: Pooling = "mean"
+    """mean: of the patch tokens, normalised by the encoder's last norm. class: the class token."""
+    seeds: int = 1
+    """Probes, with seeds --seed, --seed + 1, ...: of the linear layer, and of the weights of --from scratch."""
+    seed: int = 0
+    """The first seed."""
+    validation_fraction: float = 0.1
+    """Without --test: share of the images that are held out, by their blocks' names, as in a run."""
+    split: Literal["dev", "test"] | None = None
+    """What the measured images are called; None = test with --test, else dev."""
+    seen: Literal["centre", "whole"] = "centre"
+    """What is seen of an image. centre: the central square after the shorter side is resized to image_size /
+    centre_share. whole: all of it, squashed to a square, as for images that are small squares already."""
+    centre_share: float = 0.875
+    """Side of the central square over the image's shorter side: 224 of 256 pixels."""
+    linear: LinearSettings = field(default_factory=LinearSettings)
+    logistic: LogisticSettings = field(default_factory=LogisticSettings)
+    knn: KnnSettings = field(default_factory=KnnSettings)
+    batch_size: int = 64
+    """Images of one forward pass on one rank."""
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """Of the encoder's forward passes."""
+    workers: int = 1
+    """Processes that decode images, for each rank (one, however many are given, but for --linear.crops fresh); 0 = this
+    process decodes."""
+    cache: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("runs/features")
+    """Where features are kept."""
+    run_dir: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    """Directory for results.json; None = runs/probe-METHOD-DATE-TIME."""
+    baseline: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    """Directory with another probe's results.json: the table gives differences to it."""
+    local_rank: int = -1
+    """Passed by the deepspeed launcher; ranks are read from the environment."""
+
+    def recipe_name(self) -> str:
+        """For the name of the run directory."""
+        return f"probe-{self.method}"
+
+
+def parse_probe(argv: Sequence[str], *, quiet: bool = False) -> ProbeArguments:
+    """Read and check the command line.
+
+    Raises:
+        RefusedError: flags that cannot be; all of them in one message.
+        SystemExit: 2 for an unknown flag, 0 after --help.
+    """
+    arguments = tyro.cli(
+        ProbeArguments, prog="trp-scale probe", args=list(argv), use_underscores=True, console_outputs=not quiet
+    )
+    if problems := list(_problems(arguments)):
+        raise RefusedError("\n".join(problems))
+    return arguments
+
+
+def _problems(arguments: ProbeArguments) -> list[str]:
+    found: list[str] = []
+    scratch = arguments.from_ == SCRATCH
+    if not arguments.from_:
+        found.append(
+            f"--from is missing; allowed: a run directory, an export, a directory of transformers or timm, or {SCRATCH}"
+        )
+    if not arguments.data:
+        found.append("--data is missing; allowed: a directory that data_tools/shard_images.py wrote, with classes")
+    if scratch and not arguments.recipe:
+        found.append(
+            "--from scratch needs --recipe, for the encoder's sizes: a name, or a .yaml file such as RUN/config.yaml"
+        )
+    if arguments.recipe and not scratch:
+        found.append(f"--recipe {arguments.recipe} is for --from scratch; --from {arguments.from_} has its own sizes")
+    if arguments.test is None and not 0 < arguments.validation_fraction < 1:
+        found.append(
+            f"--validation_fraction is {arguments.validation_fraction} and there is no --test: nothing is left to "
+            "measure on; allowed: more than 0 and less than 1, or --test DIR"
+        )
+    found += _numbers_out_of_range(arguments)
+    if arguments.seeds > 1 and not scratch and arguments.method != "linear":
+        found.append(
+            f"--seeds {arguments.seeds}: --method {arguments.method} has nothing random in it, so that every seed "
+            "would give the same figure and a spread of 0; allowed: 1, or --method linear, or --from scratch; probe "
+            "the runs of several seeds one by one"
+        )
+    return found
+
+
+def _numbers_out_of_range(arguments: ProbeArguments) -> list[str]:
+    smallest = {
+        "seeds": arguments.seeds,
+        "batch_size": arguments.batch_size,
+        "linear.epochs": arguments.linear.epochs,
+        "logistic.iterations": arguments.logistic.iterations,
+        "knn.k": arguments.knn.k,
+    }
+    found = [f"--{name} is {value}, allowed: 1 or more" for name, value in smallest.items() if value < 1]
+    if arguments.linear.batch_size < 2:
+        found.append(f"--linear.batch_size is {arguments.linear.batch_size}, allowed: 2 or more, for the batch norm")
+    found += [
+        f"--{name} is {value}, allowed: 0 or more"
+        for name, value in {"seed": arguments.seed, "workers": arguments.workers}.items()
+        if value < 0
+    ]
+    if not 0 <= arguments.linear.warmup_epochs < arguments.linear.epochs:
+        found.append(
+            f"--linear.warmup_epochs is {arguments.linear.warmup_epochs}, allowed: from 0 to below --linear.epochs "
+            f"{arguments.linear.epochs}, or the learning rate would never reach its peak"
+        )
+    if not 0 < arguments.centre_share <= 1:
+        found.append(f"--centre_share is {arguments.centre_share}, allowed: more than 0, at most 1")
+    positive = {
+        "linear.base_lr": arguments.linear.base_lr,
+        "logistic.inverse_penalty": arguments.logistic.inverse_penalty,
+        "knn.temperature": arguments.knn.temperature,
+    }
+    found += [f"--{name} is {value}, allowed: more than 0" for name, value in positive.items() if not 0 < value < inf]
+    return found

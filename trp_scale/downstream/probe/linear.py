@@ -1,0 +1,121 @@
+"""The linear probe of MAE: a batch norm without affine before one layer, learned by LARS (He et al. 2022, A.1)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trp_scale.config import OptimizerConfig
+from trp_scale.data.hashing import Integers
+from trp_scale.downstream.probe.arguments import LinearSettings
+from trp_scale.downstream.probe.features import Features, LabelledFeatures
+from trp_scale.models.initialise import initial_tensor
+from trp_scale.training.schedule import learning_rate
+
+WEIGHT_DEVIATION = 0.01
+"""Of the layer's first weights."""
+
+NORM_EPS = 1e-6
+MOMENTUM = 0.9
+LR_ROWS = 256
+"""Images of a step for which linear.base_lr is the peak."""
+
+Step = tuple[Tensor, Tensor]
+"""Features [B, D] and classes [B] of one step."""
+
+
+class LinearProbe:
+    """Features [B, D] -> logits [B, K].
+
+    LARS scales the step of the matrix by 0.001 |W| / |gradient|, and leaves the bias as it is; both have momentum 0.9
+    and no decay. The batch norm keeps running statistics while it learns, and is measured by those.
+
+    Args:
+        width: D.
+        classes: K.
+        steps: in all.
+        warmup_steps: of them, the first.
+        lr: peak learning rate.
+        seed: of the first weights.
+        device: where it learns.
+    """
+
+    def __init__(
+        self,
+        width: int,
+        classes: int,
+        *,
+        steps: int,
+        warmup_steps: int,
+        lr: float,
+        seed: int,
+        device: torch.device | None = None,
+    ) -> None:
+        from timm.optim import Lars
+
+        self.device = device or torch.device("cpu")
+        layer = nn.Linear(width, classes)
+        with torch.no_grad():
+            layer.weight.copy_(initial_tensor(seed, "probe.weight", (classes, width), WEIGHT_DEVIATION))
+            layer.bias.zero_()
+        self.module = nn.Sequential(nn.BatchNorm1d(width, eps=NORM_EPS, affine=False), layer).to(self.device)
+        groups = [{"params": [layer.weight], "always_adapt": True}, {"params": [layer.bias], "always_adapt": False}]
+        self.optimizer = Lars(groups, lr=lr, momentum=MOMENTUM, weight_decay=0.0)
+        self._schedule = OptimizerConfig(lr=lr, warmup_steps=warmup_steps, schedule="cosine", min_lr=0.0)
+        self._steps, self._step = steps, 0
+
+    def learn(self, features: Tensor, labels: Tensor) -> float:
+        """One step; returns the mean cross-entropy before it."""
+        self.module.train()
+        loss = F.cross_entropy(self.module(features.to(self.device)), labels.to(self.device))
+        loss.backward()  # type: ignore[no-untyped-call]
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(self._step, self._steps, self._schedule)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self._step += 1
+        return float(loss.detach())
+
+    @torch.no_grad()
+    def predict(self, features: Features) -> Integers:
+        """[m] the class with the highest logit of each row of [m, D]."""
+        self.module.eval()
+        logits = [self.module(part.to(self.device)) for part in torch.split(torch.from_numpy(features), 1 << 16)]
+        predicted: Integers = torch.cat(logits).argmax(1).cpu().numpy().astype(np.int64)
+        return predicted
+
+
+def step_counts(rows: int, settings: LinearSettings) -> tuple[int, int, int]:
+    """Images of a step, steps in all and steps of the warm-up, of so many training images."""
+    size = min(settings.batch_size, rows)
+    in_epoch = rows // size  # a last step with fewer images is left out, as in He et al.
+    return size, in_epoch * settings.epochs, in_epoch * settings.warmup_epochs
+
+
+def fit_linear(train: LabelledFeatures, features: Features, settings: LinearSettings, *, seed: int) -> Integers:
+    """Learn from features that stay the same; [m] classes of `features` [m, D]."""
+    size, steps, warmup = step_counts(len(train.labels), settings)
+    probe = LinearProbe(
+        train.features.shape[1],
+        int(train.labels.max()) + 1,
+        steps=steps,
+        warmup_steps=warmup,
+        lr=settings.base_lr * size / LR_ROWS,
+        seed=seed,
+    )
+    for batch, labels in shuffled(train, size, settings.epochs, seed):
+        probe.learn(batch, labels)
+    return probe.predict(features)
+
+
+def shuffled(train: LabelledFeatures, size: int, epochs: int, seed: int) -> Iterator[Step]:
+    """Steps of `size` rows, in a new order in every epoch."""
+    for epoch in range(epochs):
+        order = np.random.default_rng((seed, epoch)).permutation(len(train.labels))
+        for first in range(0, len(order) - size + 1, size):
+            rows = order[first : first + size]
+            yield torch.from_numpy(train.features[rows]), torch.from_numpy(train.labels[rows])

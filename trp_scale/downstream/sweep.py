@@ -1,0 +1,210 @@
+"""Several runs that differ in named settings, one after the other, and what each reached in how many hours.
+
+AdPE's Figure 1 draws accuracy against hours for k = 1, 2, 4 crops and a lighter decoder. Here the accuracy is a linear
+probe's, on the run's own held-out images or on a test set: it compares the runs of one sweep, and is not the paper's
+figure. Of MAE+ the probe sees whole images, whose outer positions were never trained and are not fine-tuned either.
+"""
+
+from __future__ import annotations
+
+import itertools
+import shlex
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from trp_scale.checkpoint.document import read_document
+from trp_scale.checkpoint.durable import write_json
+from trp_scale.checkpoint.resume_rules import check_settings
+from trp_scale.checkpoint.run_directory import newest_complete
+from trp_scale.config import Config, RefusedError
+from trp_scale.downstream.linear_probe import check_probe, linear_probe
+from trp_scale.downstream.pictures import figure_class
+from trp_scale.downstream.trained_images import load_trained_images
+from trp_scale.observe.history import read_history
+from trp_scale.observe.report import read_summary
+from trp_scale.recipes.arguments import parse
+from trp_scale.recipes.loader import to_dict
+
+RESULT_FILE = "sweep.json"
+PICTURE_FILE = "sweep.png"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Point:
+    """One run of a sweep.
+
+    Attributes:
+        name: of its directory.
+        settings: what was varied, by `section.field`.
+        hours: spent in training steps.
+        loss: reconstruction loss at the end.
+        accuracy: of the linear probe.
+        size: side of the probe's images in pixels.
+        test: data set that the accuracy is measured on; None = the run's held-out images.
+    """
+
+    name: str
+    settings: dict[str, str]
+    hours: float
+    loss: float | None
+    accuracy: float
+    size: int
+    test: str | None = None
+
+
+def combinations(vary: Sequence[str]) -> list[dict[str, str]]:
+    """["crops.count=1,2", "vision.decoder=linear"] -> one mapping for each combination.
+
+    Raises:
+        RefusedError: not of that form.
+    """
+    names, values = [], []
+    for words in vary:
+        name, equals, listed = words.partition("=")
+        found = [value for value in listed.split(",") if value]
+        if not equals or "." not in name or not found:
+            raise RefusedError(f"--vary {words}: section.field=value,value expected, for example crops.count=1,2,4")
+        names.append(name)
+        values.append(found)
+    if not names or len(set(names)) < len(names):
+        raise RefusedError("--vary: name at least one setting, and each once; for example --vary crops.count=1,2,4")
+    return [dict(zip(names, chosen, strict=True)) for chosen in itertools.product(*values)]
+
+
+def sweep(
+    *,
+    recipe: str,
+    run_dir: Path,
+    vary: Sequence[str],
+    flags: Sequence[str],
+    launcher: str = "",
+    probe_size: int = 0,
+    test: Path | None = None,
+) -> list[Point]:
+    """Train each combination in run_dir/NAME, unless it is finished there, then measure and write all of them.
+
+    Args:
+        recipe: of all runs.
+        run_dir: directory of the sweep.
+        vary: see `combinations`.
+        flags: of all runs, as for `trp-scale pretrain`.
+        launcher: words before the run's own, such as "torchrun --nproc_per_node 8"; empty: this interpreter.
+        probe_size: side of the probe's images in pixels; 0 = twice the crops' where all tokens are trained on (MAE+),
+            else the crops'.
+        test: data set that the accuracy is measured on; None = the runs' held-out images.
+
+    Raises:
+        RefusedError: settings that cannot be, a finished run of other settings, or data that a linear probe cannot
+            use; found before the first run is started.
+    """
+    figure_class()
+    chosen = combinations(vary)
+    commands = [
+        ["--recipe", recipe, "--run_dir", str(run_dir / name_of(settings)), *flags, *_as_flags(settings)]
+        for settings in chosen
+    ]
+    for settings, command in zip(chosen, commands, strict=True):
+        config = parse(command).config
+        check_probe(config, probe_size or default_size(config), test)
+        _refuse_other_run(run_dir / name_of(settings), config)
+    points = []
+    for settings, command in zip(chosen, commands, strict=True):
+        directory = run_dir / name_of(settings)
+        _train(directory, command, launcher)
+        points.append(_measured(directory, settings, probe_size, test))
+        write_json(run_dir / RESULT_FILE, {"runs": [asdict(point) for point in points]})
+    _draw(points, run_dir / PICTURE_FILE)
+    return points
+
+
+def name_of(settings: dict[str, str]) -> str:
+    """crops.count=2,vision.decoder=linear: a directory's name that says what the run is."""
+    return ",".join(f"{name}={value}" for name, value in settings.items()).replace("/", "-")
+
+
+def default_size(config: Config) -> int:
+    """Twice the crops' side where all tokens enter the encoder (MAE+), else the crops'."""
+    return config.crops.size * (2 if config.vision.tokens == "all" else 1)
+
+
+def _refuse_other_run(directory: Path, config: Config) -> None:
+    """A directory of the sweep may hold this very run, begun or finished."""
+    found = newest_complete(directory).path if directory.is_dir() else None
+    if found is None:
+        return
+    stored = read_document(found).config
+    check_settings(stored, to_dict(config))
+    steps = stored["training"]["steps"]
+    if steps != config.training.steps:
+        raise RefusedError(
+            f"{directory} holds a run of {steps} steps, --training.steps is {config.training.steps}; "
+            "choose another --run_dir"
+        )
+
+
+def _as_flags(settings: dict[str, str]) -> list[str]:
+    return [word for name, value in settings.items() for word in (f"--{name}", value)]
+
+
+def _train(directory: Path, command: list[str], launcher: str) -> None:
+    if read_summary(directory).get("exit_reason") == "finished":
+        return
+    words = [*(shlex.split(launcher) or [sys.executable]), "-m", "trp_scale.cli", "pretrain", *command]
+    status = subprocess.run(words, check=False).returncode
+    if status or read_summary(directory).get("exit_reason") != "finished":
+        raise RefusedError(
+            f"{directory}: the run did not finish (exit status {status}); the same command goes on there"
+        )
+
+
+def _measured(directory: Path, settings: dict[str, str], probe_size: int, test: Path | None) -> Point:
+    trained = load_trained_images(directory)
+    size = probe_size or default_size(trained.config)
+    history = read_history(directory)
+    return Point(
+        name=directory.name,
+        settings=settings,
+        hours=history.training_seconds / 3600,
+        loss=history.loss_end,
+        accuracy=linear_probe(trained, size=size, test=test),
+        size=size,
+        test=None if test is None else str(test),
+    )
+
+
+def table_of(points: Sequence[Point]) -> Table:
+    """One row a run."""
+    measured_on = next((f"images of {point.test}" for point in points if point.test), "held-out images")
+    caption = (
+        f"accuracy: linear probe on the {measured_on} (not the paper's fine-tuning; MAE+ meets a larger grid there "
+        "than it was trained on); hours: in training steps"
+    )
+    table = Table(caption=caption, caption_justify="left")
+    table.add_column("run")
+    for name in ("hours", "loss", "accuracy"):
+        table.add_column(name, justify="right")
+    for point in points:
+        loss = "-" if point.loss is None else f"{point.loss:.4f}"
+        table.add_row(point.name, f"{point.hours:.4f}", loss, f"{point.accuracy:.1%}")
+    return table
+
+
+def print_table(points: Sequence[Point]) -> None:
+    """To the terminal."""
+    Console().print(table_of(points))
+
+
+def _draw(points: Sequence[Point], path: Path) -> None:
+    figure = figure_class()(figsize=(6, 4), layout="constrained")
+    axes = figure.subplots()
+    axes.scatter([point.hours for point in points], [100 * point.accuracy for point in points], color="tab:red")
+    for point in points:
+        axes.annotate(point.name, (point.hours, 100 * point.accuracy), textcoords="offset points", xytext=(5, 4))
+    axes.set(xlabel="hours of training", ylabel="accuracy of a linear probe (%)")
+    figure.savefig(path, dpi=120)

@@ -1,0 +1,235 @@
+"""What a downstream task is: all that a run needs (training/upstream.py), and how what it learned is measured."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import nn
+
+from trp_scale.config import RefusedError
+from trp_scale.config.finetuning import FinetuneConfig
+from trp_scale.core.batch import Batch
+from trp_scale.core.engine import Engine
+from trp_scale.core.hooks import Hook
+from trp_scale.data.kinds import Rows
+from trp_scale.data.mixture import MemberPath
+from trp_scale.data.plan import HeldOutPlan, TrainPlan
+from trp_scale.data.sources import Sources, TrainSource, ValidationSource
+from trp_scale.data.split import held_out
+from trp_scale.distributed.environment import Environment
+from trp_scale.distributed.groups import Group
+from trp_scale.engines.build import MakeEngine
+from trp_scale.upstreams.base import Upstream
+
+
+class Metrics(Protocol):
+    """Collects what one rank's rows say, then joins the ranks. Rows that are only there to fill a batch are left out,
+    so that any number of ranks gives the same figures."""
+
+    def add(self, outputs: Any, batch: Batch) -> None:
+        """What `Measured.predict` gave for a micro-batch."""
+        ...
+
+    def finish(self, group: Group) -> dict[str, Any]:
+        """Figures by name, the same on all ranks; under "detail" what a table has no place for (per class, say).
+        Collective."""
+        ...
+
+
+class Measured(Protocol):
+    """What `measure` asks of a task."""
+
+    def predict(self, forward: Callable[..., Any], batch: Batch) -> Any:
+        """What the metrics need of one micro-batch, from a forward pass without gradients."""
+        ...
+
+    def metrics(self) -> Metrics:
+        """An empty collection."""
+        ...
+
+
+class DownstreamTask(Measured, Upstream, Protocol):
+    """A task to fine-tune on.
+
+    Attributes:
+        name: in tables.
+        metric: the figure of `Metrics.finish` that the task is judged by; higher is better unless lower_is_better.
+        lower_is_better: of the metric.
+        split: what the measured rows are: dev or test.
+    """
+
+    name: str
+    metric: str
+    lower_is_better: bool
+    split: str
+
+
+class TaskParts:
+    """What tasks have in common, beside their own data, model, objective and metrics."""
+
+    lower_is_better = False
+    positions_per_step: int
+    step_flops: float
+
+    def __init__(self, config: FinetuneConfig, sources: Sources) -> None:
+        self.config = config
+        self.sources = sources
+        self.source = sources.train
+        self.split = config.downstream.split
+        set_length(config, sources.train.rows)
+
+    def hooks(self, engine: Engine, make_engine: MakeEngine) -> list[Hook]:
+        return []
+
+    def leave(self, run_dir: Path, world: Group) -> None:
+        """Nothing: the model is known by its settings alone."""
+
+    def checkpoint_extra(self) -> dict[str, Any]:
+        return {}
+
+
+def set_length(config: FinetuneConfig, rows: int) -> None:
+    """training.steps from the epochs, and the warm-up from its share of them, in place. Steps go across the end of an
+    epoch: there is no short last batch."""
+    downstream = config.downstream
+    if downstream.epochs > 0:
+        config.training.steps = max(1, math.ceil(downstream.epochs * rows / config.batch.global_size))
+    if downstream.warmup_share > 0:
+        config.optimizer.warmup_steps = round(downstream.warmup_share * config.training.steps)
+
+
+def open_task_sources(
+    config: FinetuneConfig,
+    environment: Environment,
+    train: Rows,
+    measured: Rows,
+    *,
+    train_paths: Sequence[MemberPath],
+    measured_paths: Sequence[MemberPath] | None,
+    learned: Sequence[npt.NDArray[np.bool_]] | None = None,
+) -> Sources:
+    """The training rows in their endless order, and the measured rows once, in stored order.
+
+    Args:
+        train: builds training batches, augmented.
+        measured: builds the batches that are measured.
+        train_paths: of `train`.
+        measured_paths: of `measured`, all of whose rows are measured; None = it is the same data as `train`, and what
+            data.validation_fraction holds out is measured.
+        learned: [n] of each data set, blocks that may be trained on; None = all.
+
+    Raises:
+        RefusedError: a data set has nothing left to train on.
+    """
+    data, pin = environment.data, environment.device.type == "cuda"
+    everything = [np.ones(len(blocks.rows), dtype=np.bool_) for blocks in train.blocks]
+    chosen, kept = everything, everything
+    if measured_paths is None:
+        kept = [
+            held_out(blocks.identities, config.data.validation_fraction, where=str(path.path))
+            for blocks, path in zip(train.blocks, train_paths, strict=True)
+        ]
+        chosen = [~mask for mask in kept]
+    else:
+        kept = [np.ones(len(blocks.rows), dtype=np.bool_) for blocks in measured.blocks]
+    if learned is not None:
+        chosen = [mask & may for mask, may in zip(chosen, learned, strict=True)]
+    for mask, path in zip(chosen, train_paths, strict=True):
+        if not mask.any():
+            raise RefusedError(
+                f"{path.path}: nothing is left to train on, beside what is held out to be measured or left out; lower "
+                "--data.validation_fraction, or give --downstream.test_path"
+            )
+    plan = TrainPlan(
+        seed=config.training.seed,
+        members=train.members(train_paths, chosen),
+        blocks_per_group=config.data.blocks_per_group,
+    )
+    seen = HeldOutPlan(members=measured.members(measured_paths or train_paths, kept))
+    digests = train.digests if measured_paths is None else [*train.digests, *measured.digests]
+    return Sources(
+        TrainSource(plan, train.builder, config, rank=data.rank, world=data.size, pin_memory=pin),
+        ValidationSource(seen, measured.builder, config, rank=data.rank, world=data.size, pin_memory=pin),
+        replace(train, digests=digests),
+    )
+
+
+@torch.no_grad()
+def take_encoder(encoder: nn.Module, weights: dict[str, torch.Tensor], path: str) -> None:
+    """Copy pre-trained weights into an encoder, by name.
+
+    Raises:
+        RefusedError: names that are missing, left over, or of another shape.
+    """
+    own = dict(encoder.named_parameters())
+    missing, unexpected = sorted(own.keys() - weights.keys()), sorted(weights.keys() - own.keys())
+    other = [name for name in own.keys() & weights.keys() if own[name].shape != weights[name].shape]
+    if missing or unexpected or other:
+        raise RefusedError(
+            f"--from {path}: not the weights of this encoder (missing: {missing[:5]}; unexpected: {unexpected[:5]}; of "
+            f"another shape: {other[:5]})"
+        )
+    for name, parameter in own.items():
+        parameter.copy_(weights[name])
+
+
+def measure(engine: Engine, task: Measured, windows: Iterable[Batch]) -> dict[str, Any]:
+    """The task's figures over measured rows. Collective; the same on all ranks.
+
+    Raises:
+        RefusedError: rows that cannot be read: a figure is that of all rows, or none.
+    """
+    collected, corrupt = task.metrics(), set()
+    engine.train(False)
+    with torch.no_grad():
+        for batch in windows:
+            corrupt |= set(batch.corrupt)
+            on_device = batch.to(engine.device)
+            collected.add(task.predict(engine, on_device), on_device)
+    engine.train(True)
+    if unread := sorted(set().union(*engine.data_group.gather_objects(corrupt))):
+        raise RefusedError(
+            f"{len(unread)} of the measured samples cannot be read ({', '.join(unread[:3])}), and the metric is that "
+            "of all; copy or shard the data again"
+        )
+    return collected.finish(engine.data_group)
+
+
+def distinct(classes: Sequence[str]) -> list[str]:
+    """Names of the classes, with their number where two have the same (ImageNet has two cranes): tables go by name."""
+    counts = Counter(classes)
+    return [name if counts[name] == 1 else f"{name} ({number})" for number, name in enumerate(classes)]
+
+
+class GatheredRows:
+    """Per-row outputs of all ranks, in stored order: what metrics over whole sets of predictions need."""
+
+    def __init__(self) -> None:
+        self._positions: list[np.ndarray] = []
+        self._arrays: dict[str, list[np.ndarray]] = {}
+
+    def add(self, batch: Batch, **arrays: torch.Tensor) -> None:
+        """Keep the rows that are there; each array [R, ...]."""
+        there = batch["row_weights"].cpu() > 0
+        self._positions.append(batch.start + np.flatnonzero(there.numpy()))
+        for name, values in arrays.items():
+            wide = values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
+            self._arrays.setdefault(name, []).append(wide.cpu()[there].numpy())
+
+    def gather(self, group: Group) -> dict[str, np.ndarray]:
+        """All rows of all ranks by name, [n, ...], on every rank. Collective."""
+        mine = (
+            np.concatenate(self._positions),
+            {name: np.concatenate(values) for name, values in self._arrays.items()},
+        )
+        parts = group.gather_objects(mine)
+        order = np.argsort(np.concatenate([positions for positions, _ in parts]), kind="stable")
+        return {name: np.concatenate([arrays[name] for _, arrays in parts])[order] for name in parts[0][1]}

@@ -1,0 +1,193 @@
+"""A trained masked autoencoder, of one or several modalities, with images to look at, from a run directory alone."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeVar
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from trp_scale.checkpoint.document import HOOKS_NAME, CheckpointDocument, read_document
+from trp_scale.checkpoint.export import find_checkpoint
+from trp_scale.checkpoint.nested_state import join_state
+from trp_scale.checkpoint.stored_pieces import read_full_state
+from trp_scale.config import Config, RefusedError
+from trp_scale.core.batch import Batch
+from trp_scale.data.index import DataError
+from trp_scale.data.sources import Sources, open_sources
+from trp_scale.masks.hook import NETWORK
+from trp_scale.masks.masking_network import NETWORKS, MaskingNetwork
+from trp_scale.models.perturbation import PerturbationShape, perturbation_shape
+from trp_scale.recipes.loader import from_dict
+from trp_scale.upstreams.mae.model import MaskedAutoencoder
+from trp_scale.upstreams.mae.objective import MaskedPatchReconstruction
+from trp_scale.upstreams.mm_mae.export import CLASSES
+from trp_scale.upstreams.mm_mae.model import MultimodalMaskedAutoencoder
+from trp_scale.upstreams.mm_mae.objective import MultimodalReconstruction
+
+Model = TypeVar("Model", bound=nn.Module)
+
+
+@dataclass(kw_only=True)
+class TrainedRun:
+    """What every trained model of images comes with.
+
+    Attributes:
+        checkpoint: where it all was read from.
+        config: settings of the run.
+        data_digest: of the data set the run learned from.
+    """
+
+    checkpoint: Path
+    config: Config
+    data_digest: str | None
+
+    def open_sources(self, config: Config) -> Sources:
+        """The run's data with other crops or batches, in this process; all training images are in one source.
+
+        Raises:
+            RefusedError: the data is not at `data.path`, or is another one than the run's.
+        """
+        config = copy.deepcopy(config)
+        config.data.workers = 0
+        config.masking.network = "none"
+        where = f"the run's data, data.path {config.data.path} from {Path.cwd()}"
+        try:
+            sources = open_sources(config, rank=0, world=1)
+        except DataError as error:
+            raise RefusedError(f"{where}, cannot be read: {error}; say where it is now with --data DIR") from error
+        if self.data_digest not in (None, sources.digest()):
+            sources.close()
+            raise RefusedError(f"{where}, is not what the run learned from; say where that is with --data DIR")
+        return sources
+
+    def images(self, rows: int) -> Batch:
+        """At most `rows` of the run's held-out images, the first that can be read; of the training order where nothing
+        is held out.
+
+        Raises:
+            RefusedError: as `open_sources`.
+        """
+        config = copy.deepcopy(self.config)
+        config.batch.global_size = config.batch.micro_size = rows
+        sources = self.open_sources(config)
+        try:
+            held_out = config.data.validation_fraction > 0
+            batch = next(iter(sources.validation.windows())) if held_out else sources.train.next_window()[0]
+        finally:
+            sources.close()
+        there = batch["row_weights"] > 0
+        fields = {name: value[there] for name, value in batch.fields.items()}
+        return Batch(fields=fields, keys=batch.keys[there], start=batch.start)
+
+
+@dataclass(kw_only=True)
+class TrainedImages(TrainedRun):
+    """A masked autoencoder.
+
+    Attributes:
+        model: the trained weights, on the CPU.
+        objective: the run's objective.
+        shape: of the adversary's perturbation, None without one.
+        perturbation: the adversary's vector in the checkpoint, [shape.numel], None without one.
+    """
+
+    model: MaskedAutoencoder
+    objective: MaskedPatchReconstruction
+    shape: PerturbationShape | None
+    perturbation: Tensor | None
+
+
+@dataclass(kw_only=True)
+class TrainedModalities(TrainedRun):
+    """A multi-modal masked autoencoder.
+
+    Attributes:
+        model: the trained weights, on the CPU.
+        objective: the run's objective.
+    """
+
+    model: MultimodalMaskedAutoencoder
+    objective: MultimodalReconstruction
+
+
+def load_trained_images(source: Path, data: str = "") -> TrainedImages:
+    """Read the newest checkpoint of a run directory, or the checkpoint itself.
+
+    Args:
+        data: where the run's data is now; empty = at its `data.path`.
+
+    Raises:
+        RefusedError: there is none, or it is not of a masked autoencoder.
+    """
+    checkpoint, document, config = _read(source, data, "mae")
+    shape = perturbation_shape(config.model, config.vision, config.adversary)
+    return TrainedImages(
+        checkpoint=checkpoint,
+        config=config,
+        data_digest=document.extra.get("data_digest"),
+        model=_with_weights(MaskedAutoencoder(config), checkpoint),
+        objective=MaskedPatchReconstruction(config.objective, config.vision.patch_size),
+        shape=shape,
+        perturbation=None if shape is None else _perturbation(checkpoint, document),
+    )
+
+
+def load_trained_modalities(source: Path, data: str = "") -> TrainedModalities:
+    """As `load_trained_images`, of a multi-modal masked autoencoder."""
+    checkpoint, document, config = _read(source, data, "mm_mae")
+    return TrainedModalities(
+        checkpoint=checkpoint,
+        config=config,
+        data_digest=document.extra.get("data_digest"),
+        model=_with_weights(MultimodalMaskedAutoencoder(config, int(document.extra[CLASSES])), checkpoint),
+        objective=MultimodalReconstruction(config),
+    )
+
+
+def model_kind(source: Path) -> str:
+    """model.kind of the run.
+
+    Raises:
+        RefusedError: no checkpoint there.
+    """
+    kind: str = read_document(find_checkpoint(source)).config["model"]["kind"]
+    return kind
+
+
+def _read(source: Path, data: str, kind: str) -> tuple[Path, CheckpointDocument, Config]:
+    checkpoint = find_checkpoint(source)
+    document = read_document(checkpoint)
+    config = from_dict(document.config, source=str(checkpoint))
+    config.data.path = data or config.data.path
+    if config.model.kind != kind:
+        raise RefusedError(
+            f"{checkpoint}: a model of kind {kind} is needed, a masked autoencoder; its model.kind is "
+            f"{config.model.kind}"
+        )
+    return checkpoint, document, config
+
+
+def _with_weights(model: Model, checkpoint: Path, engine: str = "") -> Model:
+    weights = read_full_state(checkpoint, engine=engine)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.copy_(weights[name])
+    return model.eval()
+
+
+def load_masking_network(trained: TrainedImages) -> MaskingNetwork | None:
+    """What chose the run's masks; None where they were drawn at random."""
+    if trained.config.masking.network == "none":
+        return None
+    return _with_weights(NETWORKS[trained.config.masking.network](trained.config), trained.checkpoint, NETWORK)
+
+
+def _perturbation(checkpoint: Path, document: CheckpointDocument) -> Tensor:
+    state = join_state(document.hooks, load_file(checkpoint / HOOKS_NAME))
+    perturbation: Tensor = state["adversary"]["tensors"]["vector"]
+    return perturbation

@@ -1,0 +1,101 @@
+"""Masks learned from a downstream task by three-level optimisation (MLO-MAE; algorithms.md, section 3)."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+
+from trp_scale.config import Config, RefusedError
+from trp_scale.core.engine import Engine
+from trp_scale.core.hooks import Hook
+from trp_scale.core.objective import PatchObjective
+from trp_scale.data.sources import Sources
+from trp_scale.engines.build import MakeEngine
+from trp_scale.masks.clock import LevelClock
+from trp_scale.masks.feedback import Feedback, HeadFeedback, Reconstruction
+from trp_scale.masks.fine_tuning import FineTuning, second_encoder
+from trp_scale.masks.head import Head
+from trp_scale.masks.hook import LearnedMasks
+from trp_scale.masks.hypergradient import HardReading, Reading, SoftReading
+from trp_scale.masks.joint import JointFeedback
+from trp_scale.masks.joint_objective import JointObjective
+from trp_scale.masks.look_ahead import LookAhead
+from trp_scale.masks.masking_network import NETWORKS
+from trp_scale.masks.masks import MaskTeacher, network_eps
+from trp_scale.masks.second_level import HeadLevel
+
+
+def build_multilevel(
+    config: Config, objective: PatchObjective, sources: Sources, engine: Engine, make_engine: MakeEngine
+) -> Hook | None:
+    """The hook for these settings, or None where masks are drawn at random.
+
+    Args:
+        config: settings of the run, checked.
+        objective: of the run.
+        sources: of the run.
+        engine: of the run.
+        make_engine: for the masking network, and a second encoder.
+    Raises:
+        RefusedError: forwards read weights in which the moves that masks are learned by are lost.
+    """
+    if config.masking.network == "none":
+        return None
+    _refuse_rounded_weights(config, engine)
+    network = make_engine(NETWORKS[config.masking.network](config), network_config(config))
+    teacher = MaskTeacher(config, network, objective)
+    clock = LevelClock(engine.device)
+    reading: Reading = (HardReading if config.masking.selection == "hard" else SoftReading)(objective)
+    feedback = _feedback(config, objective, sources, engine, make_engine, reading, clock)
+    return LearnedMasks(config, teacher, feedback, clock)
+
+
+def _refuse_rounded_weights(config: Config, engine: Engine) -> None:
+    """Measured on a small model: the cosine with the exact gradient is 0.5 to 0.7, and 0.9997 with autocast."""
+    settings = config.multilevel
+    if settings.feedback == "reconstruction" or settings.exact_every > 0 or not engine.rounds_weights:
+        return
+    raise RefusedError(
+        f"--masking.network {config.masking.network} learns from losses at weights that are moved by "
+        f"{settings.difference:g} in all (--multilevel.difference), and the weights that forwards read here are in "
+        "half precision, where rounding is larger than that; allowed: --training.precision bf16 with torch_autocast "
+        "instead of bf16 in --ds_config, --training.precision fp32, --multilevel.feedback reconstruction, or "
+        "--multilevel.exact_every N to see by how much it is wrong"
+    )
+
+
+def _feedback(
+    config: Config,
+    objective: PatchObjective,
+    sources: Sources,
+    engine: Engine,
+    make_engine: MakeEngine,
+    reading: Reading,
+    clock: LevelClock,
+) -> Feedback:
+    downstream = sources.downstream
+    if downstream is None:
+        return Reconstruction(config, reading, clock)
+    if isinstance(objective, JointObjective):
+        return JointFeedback(config, reading, clock, level=objective.level, sources=downstream)
+    wide = torch.promote_types(next(engine.module.parameters()).dtype, torch.float32)
+    head = Head(config, downstream.classes, engine.device, wide)
+    level = HeadLevel(config, objective, head)
+    if config.multilevel.mode == "look_ahead":
+        return LookAhead(config, reading, clock, level=level, sources=downstream, upcoming=sources.train)
+    if config.multilevel.second_level == "fine_tuning":
+        tuned = second_encoder(config, engine, make_engine)
+        return FineTuning(config, reading, clock, level=level, sources=downstream, tuned=tuned)
+    return HeadFeedback(config, reading, clock, level=level, sources=downstream)
+
+
+def network_config(config: Config) -> Config:
+    """The run's settings with the masking network's optimizer. Its eps carries what hypergradients carry; without
+    that nothing moves (algorithms.md)."""
+    own, settings = copy.deepcopy(config), config.multilevel
+    own.optimizer.kind, own.optimizer.clipping = "adamw", 0.0
+    own.optimizer.lr, own.optimizer.weight_decay = settings.lr, settings.weight_decay
+    own.optimizer.eps = network_eps(config)
+    own.training.compile = False
+    return own

@@ -1,0 +1,161 @@
+"""A second encoder, held near the first, learns with the head: full fine-tuning in level II (MLO-MAE D.5, eq. 13)."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trp_scale.config import Config
+from trp_scale.core.batch import Batch
+from trp_scale.core.engine import Engine, EngineError
+from trp_scale.core.hooks import StepContext
+from trp_scale.data.downstream import Downstream
+from trp_scale.engines.build import MakeEngine
+from trp_scale.engines.shards import Shards
+from trp_scale.masks.clock import LevelClock
+from trp_scale.masks.exact import Weights, whole
+from trp_scale.masks.feedback import Lessons, on_device
+from trp_scale.masks.head import global_sum
+from trp_scale.masks.held_head import HeldHeadFeedback, global_rows
+from trp_scale.masks.hypergradient import Reading
+from trp_scale.masks.masks import MaskedWindow
+from trp_scale.masks.second_level import HeadLevel, leaf
+from trp_scale.upstreams.mae.model import MaskedAutoencoder
+
+FINE_TUNED = "fine_tuned"
+"""Name of the second encoder's engine, and prefix of its tensors in a checkpoint."""
+
+
+class FineTuning(HeldHeadFeedback):
+    """The loss on D_val of a second encoder F and the head, which both learn on D_tr at the end of each cycle.
+
+    F's step is one of the run's optimizer down L_cls(D_tr; F, C), and a pull towards E, both of the same F and with the
+    same learning rate: F' = F - step(grad L_cls) - 2 eta lambda (F - E). With plain gradient descent that is the step
+    down L_cls + lambda ||F - E||^2; as decay, the pull does not go through AdamW's moments. The head's step depends on
+    F alone, so that the masks act on L_val by dF' / dE = 2 eta lambda.
+
+    Args:
+        tuned: holds F, whose pieces lie as the run's engine's do.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        reading: Reading,
+        clock: LevelClock,
+        *,
+        level: HeadLevel,
+        sources: Downstream,
+        tuned: Engine,
+    ) -> None:
+        super().__init__(config, reading, clock, level=level, sources=sources)
+        self.tuned = tuned
+        self.distance: Tensor | None = None
+
+    def pull(self, ctx: StepContext) -> float:
+        """Share of the way to E that F goes in this step, 2 eta lambda."""
+        return 2.0 * ctx.lr * self.settings.proximity
+
+    def update(self, ctx: StepContext) -> None:
+        with self.clock("head"):
+            self.learn(ctx, on_device(self.sources.train.next_window(), ctx))
+
+    def direction(self, ctx: StepContext) -> Shards:
+        self.update(ctx)
+        return self.asked(ctx, self.tuned).times(self.pull(ctx))
+
+    def compare(
+        self,
+        ctx: StepContext,
+        window: MaskedWindow,
+        lessons: Lessons,
+        before: Weights,
+        after: Weights,
+        response: Weights,
+    ) -> None:
+        """L_val is a function of F, which moves by a share of what E moves by."""
+        tuned = whole(self.tuned, self.tuned.weights())
+        pulled = {name: self.pull(ctx) * value for name, value in response.items()}
+        super().compare(ctx, window, lessons, before, tuned, pulled)
+
+    def learn(self, ctx: StepContext, window: list[Batch]) -> None:
+        """A step of F and of the head. Where its gradient is not finite F is pulled all the same, so that dF' / dE is
+        what it always is."""
+        level, tuned = self.level, self.tuned
+        rows = global_rows(tuned, window)
+        way = distance_between(ctx.engine, tuned)
+        head = leaf(level.head.parameters.flat())
+        losses: list[Tensor] = []
+        tuned.clear_unused_gradients()  # the decoder's: it takes no part
+        for number, micro in enumerate(window):
+            part = level.labelled(level.features(tuned, [micro])[0], micro, learning=True, step=ctx.step)
+            losses.append(level.loss(part, level.head.own.like(head)) / rows)
+            tuned.backward(losses[-1], last=number == len(window) - 1)
+            losses[-1] = losses[-1].detach()
+        assert head.grad is not None, "every micro-batch goes through the head"
+        gradient = tuned.reduce_hook_gradient(head.grad)
+        (level.train_loss,) = global_sum(tuned.data_group, [torch.stack(losses).sum()])
+        if math.isfinite(float(tuned.check_gradients())):  # once in a cycle the host waits
+            tuned.step(ctx.lr)
+            level.head.descend(gradient, self.scale(ctx))
+        else:
+            tuned.skip()
+        self.distance = way.norm()
+        move(tuned, way, self.pull(ctx))
+
+    def engines(self) -> Mapping[str, Engine]:
+        return {FINE_TUNED: self.tuned}
+
+    def metrics(self) -> Mapping[str, Any]:
+        """Also distance: ||F - E|| before the last update."""
+        return {**super().metrics(), "distance": self.distance}
+
+
+def second_encoder(config: Config, engine: Engine, make_engine: MakeEngine) -> Engine:
+    """An engine like the run's with the same model, which starts at the run's weights. The decoder comes along, so that
+    the pieces of both lie alike; it takes no part.
+
+    Raises:
+        EngineError: the pieces do not lie alike.
+    """
+    tuned = make_engine(MaskedAutoencoder(config), copy.deepcopy(config))
+    tuned.create_optimizer_state()  # the decoder's too, which a checkpoint holds and no step makes
+    if lie_of(tuned) != lie_of(engine):
+        raise EngineError(
+            f"the engine {engine.name} shards the second encoder of --multilevel.second_level fine_tuning differently "
+            "from the first; allowed: --multilevel.second_level head or joint, or another engine"
+        )
+    with torch.no_grad():
+        for mine, theirs in zip(tuned.pieces(), engine.pieces(), strict=True):
+            mine.tensors["weight"].copy_(theirs.tensors["weight"])
+    tuned.publish_weights()
+    return tuned
+
+
+def lie_of(engine: Engine) -> list[tuple[str, tuple[int, ...], int, int, bool]]:
+    """Which part of which parameter each piece is."""
+    return [(piece.name, piece.shape, piece.start, piece.stop, piece.owner) for piece in engine.pieces()]
+
+
+@torch.no_grad()
+def distance_between(engine: Engine, tuned: Engine) -> Shards:
+    """The way from the second engine's weights to the first's."""
+    pairs = list(zip(engine.pieces(), tuned.pieces(), strict=True))
+    return Shards(
+        parts=[theirs.tensors["weight"] - mine.tensors["weight"] for theirs, mine in pairs],
+        owned=[mine.owner for _, mine in pairs],
+        group=tuned.data_group,
+    )
+
+
+@torch.no_grad()
+def move(engine: Engine, way: Shards, share: float) -> None:
+    """Weights + share x way, in place."""
+    for piece, part in zip(engine.pieces(), way.parts, strict=True):
+        piece.tensors["weight"].add_(part, alpha=share)
+    engine.publish_weights()

@@ -1,0 +1,102 @@
+"""Two tasks of one step: masked patches of D_u, and the classes of D_tr (BLO-MAE, MLO-MAE eq. 5)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trp_scale.config import Config
+from trp_scale.core.batch import Batch, TaskLosses
+from trp_scale.core.objective import PatchObjective
+from trp_scale.masks.head import Head
+from trp_scale.masks.second_level import HeadLevel
+
+CLASSIFICATION = "classification"
+
+HEAD, STEP = "head", "step"
+"""Extras of a micro-batch of D_tr: the head as a leaf [K D + K], and the number of the step."""
+
+
+class JointObjective:
+    """gamma x reconstruction + classification (eq. 5): both tasks are outside the balance, because gamma is what weighs
+    them; a balancer has nothing to decide, and only uniform is allowed.
+
+    Micro-batches that were joined to a window are of D_tr, and their images' crops are the elements of the last task:
+    the mean cross-entropy of the head on the encoder's features of whole images. The others are those of the tasks
+    that there were. Held-out rows have no classification: it is absent there.
+
+    Args:
+        config: settings of the run.
+        reconstruction: the objective on D_u.
+        classes: K.
+        device: where the head lives.
+        dtype: of the head.
+    Attributes:
+        level: the head, with the passes that it needs.
+    """
+
+    balanced: tuple[int, ...] = ()
+
+    def __init__(
+        self,
+        config: Config,
+        reconstruction: PatchObjective,
+        *,
+        classes: int,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.gamma = config.multilevel.gamma
+        self.reconstruction = reconstruction
+        self.tasks = (*reconstruction.tasks, CLASSIFICATION)
+        self.regression = reconstruction.regression
+        self.level = HeadLevel(config, reconstruction, Head(config, classes, device, dtype))
+
+    def count(self, batch: Batch) -> Tensor:
+        """[T] float64: elements of the reconstruction's tasks, and crops with a class; one of the two is 0."""
+        if not batch.joined:
+            return with_last(self.reconstruction.count(batch))
+        crops = batch["row_weights"].double().sum() * batch["images"].shape[1]
+        return torch.cat([crops.new_zeros(len(self.tasks) - 1), crops.reshape(1)])
+
+    def outside_weights(self, counts: Tensor) -> Tensor:
+        """gamma, shared equally by what would be balanced of the reconstruction's tasks, and 1."""
+        weights = with_last(self.reconstruction.outside_weights(counts[:-1]), 1.0)
+        for place in self.reconstruction.balanced:
+            weights[place] = self.gamma / len(self.reconstruction.balanced)
+        return weights
+
+    def __call__(self, forward: Callable[..., Any], batch: Batch) -> TaskLosses:
+        """Sums in float64."""
+        if not batch.joined:
+            return padded(self.reconstruction(forward, batch))
+        level, leaf = self.level, batch.extras[HEAD]
+        part = level.labelled(level.features(forward, [batch])[0], batch, learning=True, step=int(batch.extras[STEP]))
+        loss = level.loss(part, level.head.own.like(leaf)).double()
+        absent = loss.new_zeros(len(self.tasks) - 1)
+        return TaskLosses(sums=torch.cat([absent, loss.reshape(1)]), counts=self.count(batch))
+
+    def losses(self, errors: Tensor, batch: Batch) -> TaskLosses:
+        """The reconstruction's sums for given errors [R, k, M]; linear in them. The last task is absent."""
+        return padded(self.reconstruction.losses(errors, batch))
+
+    def errors(self, forward: Callable[..., Any], batch: Batch) -> Tensor:
+        """[R, k, M] error of each masked patch."""
+        return self.reconstruction.errors(forward, batch)
+
+    def patches(self, batch: Batch, pixel_shift: Tensor | None = None) -> Tensor:
+        """[B, N, P] patches of the batch's crops."""
+        return self.reconstruction.patches(batch, pixel_shift)
+
+
+def padded(losses: TaskLosses) -> TaskLosses:
+    """[T - 1] -> [T]: the last task is absent."""
+    return TaskLosses(sums=with_last(losses.sums), counts=with_last(losses.counts))
+
+
+def with_last(values: Tensor, last: float = 0.0) -> Tensor:
+    """[T - 1] -> [T]."""
+    return torch.cat([values, values.new_full((1,), last)])

@@ -1,0 +1,201 @@
+"""The bytes that are stored for an image and its maps: as they were where that can be, else encoded anew."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from trp_scale.data.images.members import GREY_PNG, MAP_BITS, PALETTE_PNG, VOID, png_format, unlisted_class
+from trp_scale.preparation.images.samples import Loaded, UnusableError
+
+FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
+"""Formats that are read. Others that Pillow knows start programs (EPS) or need another library."""
+
+DEFAULT_QUALITY = 95
+
+ORIENTATION = 0x0112
+"""EXIF tag; 1 is upright."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EncodeSettings:
+    """How images and maps are stored.
+
+    Attributes:
+        short_side, quality: 0 = leave as it is.
+        max_pixels: of an image that may be decoded.
+        segmentation_classes: how many there are in segmentation maps.
+        void_label: number in them that is stored as VOID.
+    """
+
+    short_side: int
+    quality: int
+    max_pixels: int
+    segmentation_classes: int = VOID
+    void_label: int = VOID
+
+
+@dataclass(frozen=True, kw_only=True)
+class Encoded:
+    """Stored bytes of an image and its maps by suffix. `size` is (width, height), `unchanged`: the file's own bytes."""
+
+    image: bytes
+    maps: dict[str, bytes]
+    size: tuple[int, int]
+    unchanged: bool
+
+
+def encode_sample(loaded: Loaded, settings: EncodeSettings) -> Encoded:
+    """Bring an image into the stored form: an upright RGB or grey JPEG.
+
+    Raises:
+        UnusableError: the image or a map cannot be used.
+    """
+    if isinstance(loaded.image, bytes):
+        if not loaded.image:
+            raise UnusableError("empty")
+        image = _open(loaded.image, settings.max_pixels)
+    else:
+        image = loaded.image
+    upright = _upright_size(image)
+    size = _target(upright, settings.short_side)
+    keeps = isinstance(loaded.image, bytes) and size == upright and not settings.quality and _plain_jpeg(image)
+    with _damage_named():
+        if isinstance(loaded.image, bytes) and keeps:
+            image.draft(image.mode, (1, 1))  # an eighth of the size, all of the entropy-coded bytes
+            image.load()
+            content = loaded.image
+        else:
+            if size != upright:
+                image.draft(None, (2 * max(size), 2 * max(size)))  # JPEG: decode no larger than the filter needs
+            content = _jpeg(image, size, settings.quality or DEFAULT_QUALITY)
+    maps = {suffix: _map(suffix, stored, upright, size, settings) for suffix, stored in loaded.maps.items()}
+    return Encoded(image=content, maps=maps, size=size, unchanged=keeps)
+
+
+@contextmanager
+def _damage_named() -> Iterator[None]:
+    """Decoders raise whatever a broken file leads them to (OSError, SyntaxError, struct.error, ValueError ...): all
+    of it means that this image cannot be used, and is listed with it."""
+    try:
+        yield
+    except (UnusableError, MemoryError):
+        raise
+    except Exception as error:
+        raise UnusableError("damaged", f"{type(error).__name__}: {error}") from error
+
+
+def _open(content: bytes, max_pixels: int) -> Image.Image:
+    """Read the header; Pillow's own limit, half a warning and half an error, gives way to ours."""
+    limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
+    try:
+        with _damage_named():
+            try:
+                image = Image.open(io.BytesIO(content), formats=FORMATS)
+            except UnidentifiedImageError as error:
+                raise UnusableError("not_an_image") from error
+    finally:
+        Image.MAX_IMAGE_PIXELS = limit
+    if image.width * image.height > max_pixels:
+        raise UnusableError("too_many_pixels", f"{image.width} x {image.height}")
+    return image
+
+
+def _orientation(image: Image.Image) -> int:
+    with _damage_named():
+        return int(image.getexif().get(ORIENTATION, 1))
+
+
+def _upright_size(image: Image.Image) -> tuple[int, int]:
+    """(width, height) after the EXIF rotation."""
+    width, height = image.size
+    return (height, width) if _orientation(image) in (5, 6, 7, 8) else (width, height)
+
+
+def _target(size: tuple[int, int], short_side: int) -> tuple[int, int]:
+    """(width, height) with the short side shrunk to `short_side`."""
+    short = min(size)
+    if not short_side or short <= short_side:
+        return size
+    width, height = (max(1, round(side * short_side / short)) for side in size)
+    return width, height
+
+
+def _plain_jpeg(image: Image.Image) -> bool:
+    """A baseline JPEG of 8-bit RGB or grey that is upright already."""
+    return (
+        image.format == "JPEG"
+        and image.mode in ("RGB", "L")
+        and not image.info.get("progressive")
+        and _orientation(image) == 1
+    )
+
+
+def _jpeg(image: Image.Image, size: tuple[int, int], quality: int) -> bytes:
+    image = _rgb(ImageOps.exif_transpose(image))
+    if image.size != size:
+        image = image.resize(size, Image.Resampling.BICUBIC)
+    stream = io.BytesIO()
+    image.save(stream, "JPEG", quality=quality, subsampling="4:4:4" if quality >= DEFAULT_QUALITY else "4:2:0")
+    return stream.getvalue()
+
+
+def _rgb(image: Image.Image) -> Image.Image:
+    """8-bit RGB of any mode; transparent pixels show white."""
+    if image.mode in ("I", "F"):
+        raise UnusableError("unsupported_mode")
+    if image.mode.startswith("I;16"):
+        image = image.point(lambda value: value / 257).convert("L")
+    if image.has_transparency_data:
+        image = image.convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
+    return image.convert("RGB")
+
+
+def _map(
+    suffix: str, content: bytes, upright: tuple[int, int], size: tuple[int, int], settings: EncodeSettings
+) -> bytes:
+    """A depth or segmentation map: its own bytes, or its numbers picked (never mixed) at the image's new size."""
+    bits, colour_type = png_format(content)
+    palette = suffix == "semseg.png" and colour_type == PALETTE_PNG
+    if not palette and (bits, colour_type) != (MAP_BITS[suffix], GREY_PNG):
+        raise UnusableError("bad_map", suffix)
+    try:
+        image = Image.open(io.BytesIO(content), formats=("PNG",))
+        if image.size != upright:
+            raise UnusableError("map_size", f"{suffix}: {image.size}, the image {upright}")
+        image.load()
+        if palette:  # the numbers are what counts, not the colours that they are shown in
+            image = Image.frombytes("L", image.size, image.tobytes())
+        changed = palette
+        if suffix == "semseg.png":
+            image, voided = _classes(image, settings)
+            changed |= voided
+        if size == upright and not changed:
+            return content
+        stream = io.BytesIO()
+        (image if size == upright else image.resize(size, Image.Resampling.NEAREST)).save(stream, "PNG")
+        return stream.getvalue()
+    except UnusableError:
+        raise
+    except Exception as error:  # as in _damage_named
+        raise UnusableError("bad_map", f"{suffix}, {type(error).__name__}: {error}") from error
+
+
+def _classes(image: Image.Image, settings: EncodeSettings) -> tuple[Image.Image, bool]:
+    """A segmentation map with `settings.void_label` stored as VOID, and whether anything was changed for that."""
+    numbers = np.asarray(image)
+    void = numbers == settings.void_label
+    changed = settings.void_label != VOID and bool(void.any())
+    if changed:
+        numbers = np.where(void, np.uint8(VOID), numbers)
+        image = Image.fromarray(numbers)
+    wrong = unlisted_class(numbers, settings.segmentation_classes)
+    if wrong is not None:
+        raise UnusableError("bad_segmentation_class", str(wrong))
+    return image, changed

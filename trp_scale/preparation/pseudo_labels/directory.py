@@ -1,0 +1,226 @@
+"""A directory of labels beside the images' shards: what may go on there, and what is finished.
+
+DATASET/DIRECTORY/
+  image-000000.tar              the same names, keys and order as DATASET/shards; one member each: KEY.depth.png ...
+  image-000000.index.json       written last: it marks a finished shard
+  progress/                     until dataset.json names the directory: the settings, and a report for each shard
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trp_scale.data.images.members import MODALITIES
+from trp_scale.data.images.stored_modalities import OWN_TAR
+from trp_scale.data.index import DataError, index_path, read_index_document, read_json, write_json
+from trp_scale.preparation.sharding.lock import only_run
+from trp_scale.preparation.sharding.writing import report_path
+
+PATIENCE = 120.0
+"""Seconds to wait for another run's look at dataset.json; each takes far less than one."""
+
+
+@dataclass(kw_only=True)
+class LabelReport:
+    """What was made of a shard; added up into dataset.json.
+
+    Attributes:
+        labels: stored, with those that are empty.
+        unreadable: of them, of images that cannot be decoded or labelled.
+        places: (why, where) of the first of these.
+        missing: pixels without a value in the other labels: NOT_MEASURED or VOID.
+        clipped: pixels beyond what can be stored.
+        images: digest of the index of the images that were labelled.
+    """
+
+    labels: int = 0
+    unreadable: int = 0
+    places: list[list[str]] = field(default_factory=list)
+    missing: int = 0
+    clipped: int = 0
+    images: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelDirectory:
+    """Where the labels of one modality go, and what they are made with.
+
+    Attributes:
+        dataset: directory of the data set.
+        name: of the labels' directory in it.
+        modality: in MODALITIES.
+        identity: settings that the labels' values depend on.
+        description: for dataset.json.
+        flag: that another directory can be given with, for messages.
+    """
+
+    dataset: Path
+    name: str
+    modality: str
+    identity: Mapping[str, object]
+    description: Mapping[str, object]
+    flag: str
+
+    @property
+    def path(self) -> Path:
+        """The directory itself."""
+        return self.dataset / self.name
+
+    def listed(self, document: Mapping[str, Any]) -> bool:
+        """Whether dataset.json (`document`) names these labels.
+
+        Raises:
+            DataError: it names others in this directory.
+        """
+        entry = self.entry(document)
+        if entry is None or entry.get("directory", OWN_TAR) != self.name:
+            return False
+        self._refuse_differences(self.dataset / "dataset.json", entry.get("settings") or {})
+        return True
+
+    def entry(self, document: Mapping[str, Any]) -> dict[str, Any] | None:
+        """What dataset.json says of the modality; None: nothing, and there are no maps of it."""
+        found: dict[str, Any] | None = (document.get("modalities") or {}).get(self.modality)
+        return {} if found is None and MODALITIES[self.modality] in document["suffixes"] else found
+
+    def check(self, document: Mapping[str, Any], *, replace: bool) -> None:
+        """See that labels of this making may be made here.
+
+        Raises:
+            DataError: the directory holds other ones, or the data set has the modality already and is to keep it.
+        """
+        if self.listed(document):
+            return
+        self.refuse_present(document, replace=replace)
+        if not any(self.path.glob("*.tar")):
+            if self._is_busy():
+                self.check_settings()
+        elif self._settings.exists():
+            self.check_settings()
+        else:
+            raise DataError(
+                f"{self.path}: tars of unknown making lie there; remove the directory or give another {self.flag}"
+            )
+
+    def begin(self, document: Mapping[str, Any]) -> None:
+        """Make the directory, after `check`."""
+        if not self.listed(document):
+            self._settings.parent.mkdir(parents=True, exist_ok=True)
+            write_json(self._settings, dict(self.identity))
+
+    def check_settings(self) -> None:
+        """Raise DataError if a run has written down, since this one began, that it makes other labels here."""
+        if self._settings.exists():
+            self._refuse_differences(self._settings, read_json(self._settings))
+
+    @property
+    def _settings(self) -> Path:
+        return self.path / "progress" / "settings.json"
+
+    def _is_busy(self) -> bool:
+        """Whether a run is at a shard."""
+        return any(_is_held(self.path, lock.name) for lock in (self.path / "progress").glob("*.lock"))
+
+    def refuse_present(self, document: Mapping[str, Any], *, replace: bool) -> None:
+        """Raise DataError if dataset.json has the modality from elsewhere and is to keep it."""
+        entry = self.entry(document)
+        if entry is not None and not replace:
+            raise DataError(
+                f"{self.dataset / 'dataset.json'}: modality {self.modality} is there already, in "
+                f"{entry.get('directory', OWN_TAR)}/{' (exact)' if entry.get('exact') else ''}; ask for --replace if "
+                f"the new labels in {self.name}/ are to stand for it"
+            )
+
+    def _refuse_differences(self, path: Path, found: Mapping[str, object]) -> None:
+        differences = [
+            f"{name} {found.get(name)!r} there, {value!r} asked for"
+            for name, value in self.identity.items()
+            if found.get(name) != value
+        ]
+        if differences:
+            raise DataError(
+                f"{path}: {self.name}/ holds labels of another making: {'; '.join(differences)}. Ask for the same, or "
+                f"give another {self.flag}"
+            )
+
+    def tar(self, shard: str) -> Path:
+        """Where the labels of a shard go."""
+        return self.path / shard
+
+    def report_path(self, shard: str) -> Path:
+        """Where the report of a shard lies until dataset.json names the directory."""
+        return report_path(self.path, Path(shard).stem)
+
+    def is_whole(self, shard: str) -> bool:
+        """Whether the labels of a shard are there, with the keys of its images."""
+        try:
+            document = read_index_document(self.tar(shard))
+            if self.tar(shard).stat().st_size != document["size"]:
+                return False
+        except (OSError, DataError):
+            return False
+        keys = [block["key"] for block in document["blocks"]]
+        return keys == [block["key"] for block in read_index_document(self.dataset / OWN_TAR / shard)["blocks"]]
+
+    def written_report(self, shard: str) -> LabelReport | None:
+        """The report of a shard, whatever became of its labels; None: there is none that can be read."""
+        try:
+            return LabelReport(**read_json(self.report_path(shard)))
+        except (DataError, TypeError):  # of another version: made again
+            return None
+
+    def report(self, shard: str) -> LabelReport | None:
+        """The report of a shard whose labels are finished, of the images that are there now; else None."""
+        report = self.written_report(shard)
+        if report is None or report.images != digest_of_images(self.dataset, shard) or not self.is_whole(shard):
+            return None
+        return report
+
+    def is_finished(self, shard: str) -> bool:
+        """Whether nothing is left to do for a shard."""
+        if self.report(shard) is not None:
+            return True
+        # The run that finished the directory took the reports away, after it had written dataset.json.
+        return self.listed(read_json(self.dataset / "dataset.json")) and self.is_whole(shard)
+
+
+def _is_held(directory: Path, lock: str) -> bool:
+    try:
+        with only_run(directory, lock):
+            return False
+    except DataError:
+        return True
+
+
+def digest_of_images(dataset: Path, shard: str) -> str:
+    """Hash of a shard's index: changes with any image, by its checksum."""
+    content = index_path(dataset / OWN_TAR / shard).read_bytes()
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
+
+
+@contextmanager
+def turn(dataset: Path) -> Iterator[dict[str, Any]]:
+    """Context in which no other run looks at or changes dataset.json; gives its content. Runs wait for each other.
+
+    Raises:
+        DataError: another run holds the lock for too long (images are being sharded there).
+    """
+    deadline = time.monotonic() + PATIENCE
+    with ExitStack() as stack:
+        while True:
+            try:
+                stack.enter_context(only_run(dataset))
+                break
+            except DataError:
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.1)
+        yield read_json(dataset / "dataset.json")
+    with suppress(OSError):  # another run's lock may lie there by now
+        (dataset / "progress").rmdir()

@@ -1,0 +1,184 @@
+"""Pseudo-labels: depth and segmentation maps of a data set's images, predicted by models.
+
+DATASET/
+  dataset.json                  "modalities" names the new directories, once all their shards are there
+  shards/image-000000.tar       the images, which stay as they are
+  depth/image-000000.tar        one sample for each image, the same keys in the same order: KEY.depth.png
+  semseg/image-000000.tar       KEY.semseg.png
+
+Every shard is made on its own, so a stopped run goes on where it was, and parts of a job array share nothing but
+dataset.json.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trp_scale.data.images.dataset import FORMAT
+from trp_scale.data.images.stored_modalities import OWN_TAR
+from trp_scale.data.index import DataError, read_index_document, read_json
+from trp_scale.preparation.pseudo_labels.directory import LabelDirectory, turn
+from trp_scale.preparation.pseudo_labels.labeller import Precision
+from trp_scale.preparation.pseudo_labels.models import FoundModel, find_model
+from trp_scale.preparation.pseudo_labels.portion import LabelPortion, LabelTask, LabelWork, LabelWorker
+from trp_scale.preparation.pseudo_labels.registration import complete
+from trp_scale.preparation.pseudo_labels.settings import DIRECTORIES, PseudoLabelConfig
+from trp_scale.preparation.sharding.workers import Progressed, run_portions
+
+__all__ = ["PseudoLabelConfig", "pseudo_label"]
+
+MOST_THREADS = 16
+"""Threads of a process that read and encode."""
+
+log = logging.getLogger(__name__)
+
+
+def pseudo_label(config: PseudoLabelConfig) -> bool:
+    """Label a data set, or this run's part of it; whether dataset.json names all that was asked for now.
+
+    Raises:
+        DataError: a setting, a model or the data set cannot be used, the labels' directory holds other ones, or too
+            many images could not be labelled.
+    """
+    config.check()
+    document = _read_dataset(config.data / "dataset.json")
+    devices = _devices(config)
+    precision = _precision(config, devices)
+    tasks = tuple(_task(config, precision, find_model(*given)) for given in config.models().items())
+    with turn(config.data) as current:
+        for task in tasks:
+            task.directory.check(current, replace=config.replace)
+        for task in tasks:
+            task.directory.begin(current)
+    mine = [LabelPortion(number=number, shard=shard) for number, shard in enumerate(document["shards"])]
+    mine = mine[config.shard_index :: config.num_shards]
+    missing = {
+        portion.number: [task for task in tasks if not task.directory.is_finished(portion.shard)] for portion in mine
+    }
+    portions = [portion for portion in mine if missing[portion.number]]
+    if len(portions) < len(mine):
+        log.info("%d of %d shards are labelled already", len(mine) - len(portions), len(mine))
+    labels = sum(_images(config.data, portion.shard) * len(missing[portion.number]) for portion in portions)
+    _run(config, document, tasks, portions, labels, devices, precision)
+    done = [
+        complete(task.directory, document, max_skipped=config.max_skipped, replace=config.replace) for task in tasks
+    ]
+    return all(done)
+
+
+def _read_dataset(path: Path) -> dict[str, Any]:
+    document = read_json(path)
+    for field, expected in (("format", FORMAT), ("kind", "image")):
+        if document.get(field) != expected:
+            raise DataError(
+                f"{path}: {field} {document.get(field)!r} found, {expected!r} expected; give --data a data set that "
+                f"data_tools/shard_images.py made"
+            )
+    missing = [field for field in ("shards", "suffixes", "rows") if field not in document]
+    if missing:
+        raise DataError(f"{path}: no field {missing[0]!r}; shard the images again")
+    return document
+
+
+def _images(dataset: Path, shard: str) -> int:
+    return len(read_index_document(dataset / OWN_TAR / shard)["blocks"])
+
+
+def _devices(config: PseudoLabelConfig) -> tuple[str, ...]:
+    """Of the processes, in turn."""
+    count = 0 if config.device == "cpu" else torch.cuda.device_count()
+    if config.device == "cuda" and not count:
+        raise DataError("--device cuda: no GPU is there; give --device cpu, or see what CUDA_VISIBLE_DEVICES hides")
+    return tuple(f"cuda:{number}" for number in range(count)) or ("cpu",)
+
+
+def _precision(config: PseudoLabelConfig, devices: tuple[str, ...]) -> Precision:
+    if config.precision != "auto":
+        return config.precision
+    return "bf16" if devices[0] != "cpu" and torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
+
+
+def _task(config: PseudoLabelConfig, precision: Precision, found: FoundModel) -> LabelTask:
+    identity: dict[str, object] = {"model": found.fingerprint, "precision": precision}
+    description: dict[str, object] = {"model": found.name}
+    if found.modality == "depth":
+        larger_is = _larger_is(config, found)
+        identity |= {"scale": config.depth_scale, "larger_is": larger_is}
+        relative = "none: 1 to 65535 is the range of each image's own estimates"
+        unit = relative if config.depth_scale is None else f"{config.depth_scale:g} metre"
+        description |= {"scale": config.depth_scale, "unit": unit, "larger_is": larger_is}
+    else:
+        description |= {"classes": list(found.classes)}
+    directory = LabelDirectory(
+        dataset=config.data,
+        name=config.directory(found.modality),
+        modality=found.modality,
+        identity=identity,
+        description=description,
+        flag=f"--{DIRECTORIES[found.modality]}",
+    )
+    return LabelTask(found=found, directory=directory, scale=config.depth_scale)
+
+
+def _larger_is(config: PseudoLabelConfig, found: FoundModel) -> str:
+    """What a larger output means."""
+    if config.depth_scale is not None:
+        if found.metric is False:
+            raise DataError(
+                f"--depth_scale {config.depth_scale}: {found.flag} says in its configuration that its depth is "
+                f"relative, not in metres; leave --depth_scale out, or choose a metric model"
+            )
+        if found.metric is None and config.larger_is == "auto":
+            log.warning(
+                "--depth_scale %g: %s does not say in its configuration that its depth is in metres, and it will be "
+                "stored as if it were. Give --larger_is farther if it is; if it is inverse depth, as that of DPT from "
+                "MiDaS, or relative, leave --depth_scale out and say with --larger_is what a larger output means",
+                config.depth_scale,
+                found.flag,
+            )
+        return "farther"
+    if config.larger_is != "auto":
+        return config.larger_is
+    return "farther" if found.metric else "nearer"
+
+
+def _run(
+    config: PseudoLabelConfig,
+    document: dict[str, Any],
+    tasks: tuple[LabelTask, ...],
+    portions: list[LabelPortion],
+    labels: int,
+    devices: tuple[str, ...],
+    precision: Precision,
+) -> None:
+    def text(values: Sequence[int], seconds: float) -> str:
+        return f"{values[0]:,} labels  {values[0] / seconds:,.1f} labels/s"
+
+    processes = config.processes or len(devices)
+    cores = len(os.sched_getaffinity(0))
+    alone = devices[0] == "cpu" and processes == 1
+    on_cpu = max(1, cores // processes)
+    work = LabelWork(
+        tasks=tasks,
+        suffixes=tuple(document["suffixes"]),
+        batch=config.batch,
+        devices=devices,
+        precision=precision,
+        threads=max(2, min(MOST_THREADS, cores // processes)),
+        model_threads=0 if alone else on_cpu if devices[0] == "cpu" else 1,  # beside a GPU the pool has the cores
+    )
+    started = multiprocessing.get_context("spawn").Value("i", 0)
+    run_portions(
+        portions,
+        LabelWorker,
+        (work, started),
+        processes=processes,
+        progressed=Progressed(counters=1, total=labels, text=text, shown=config.progress, title="labelling"),
+    )

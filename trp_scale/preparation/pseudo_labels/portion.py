@@ -1,0 +1,170 @@
+"""The images of one shard -> a shard of labels for each model."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from trp_scale.data.images.reader import read_samples
+from trp_scale.data.images.stored_modalities import OWN_TAR
+from trp_scale.data.index import DataError, index_path, read_index
+from trp_scale.preparation.pseudo_labels.directory import LabelDirectory, digest_of_images
+from trp_scale.preparation.pseudo_labels.interpret import class_maps, depth_maps
+from trp_scale.preparation.pseudo_labels.labeller import Labeller, Precision
+from trp_scale.preparation.pseudo_labels.models import FoundModel, load_model, load_processor
+from trp_scale.preparation.pseudo_labels.reading import ImagePreparer, prepared_ahead
+from trp_scale.preparation.pseudo_labels.writing import LabelStream, WindowOfLabels
+from trp_scale.preparation.sharding.lock import only_run
+from trp_scale.preparation.sharding.workers import Advance
+from trp_scale.preparation.sharding.writing import OpenShard, new_tar
+
+WINDOW = 4
+"""Batches that are prepared together: images of several shapes are sorted by shape within a window."""
+
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelTask:
+    """One model and where its labels go; `scale` is of depth in metres."""
+
+    found: FoundModel
+    directory: LabelDirectory
+    scale: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelPortion:
+    """One shard of images, and its place in the data set."""
+
+    number: int
+    shard: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class LabelWork:
+    """What every process knows.
+
+    Attributes:
+        tasks: one for each modality.
+        suffixes: members of an image's sample.
+        batch: images that a model sees at once.
+        devices: of the processes, in turn.
+        precision: of the models.
+        threads: that read, prepare and encode images in a process.
+        model_threads: of torch in a process, 0 = as it is.
+    """
+
+    tasks: tuple[LabelTask, ...]
+    suffixes: tuple[str, ...]
+    batch: int
+    devices: tuple[str, ...]
+    precision: Precision
+    threads: int
+    model_threads: int
+
+
+class LabelWorker:
+    """What a process keeps between shards. Called with one, it makes the labels that are missing.
+
+    Args:
+        work: what is to be done.
+        started: counts the processes, so that each has its device.
+        advance: called with (1,) for each label.
+    """
+
+    def __init__(self, work: LabelWork, started: Any, advance: Advance) -> None:
+        with started.get_lock():
+            self._device = torch.device(work.devices[started.value % len(work.devices)])
+            started.value += 1
+        self._work = work
+        self._advance = advance
+        self._labellers: dict[str, Labeller] = {}
+        if self._device.type == "cuda":  # else pinned memory would cost the first GPU something for each process
+            torch.cuda.set_device(self._device)
+        if work.model_threads:
+            torch.set_num_threads(work.model_threads)
+
+    def __call__(self, portion: LabelPortion) -> None:
+        with ExitStack() as stack:
+            shards: dict[str, OpenShard] = {}
+            for task in self._work.tasks:
+                opened = self._open(stack, task.directory, portion.shard)
+                if opened is not None:
+                    shards[task.directory.modality] = opened
+            if shards:
+                self._label(portion.shard, shards)
+
+    def _open(self, stack: ExitStack, directory: LabelDirectory, shard: str) -> OpenShard | None:
+        """A new shard of labels; None if it is finished, or another run is at it."""
+        try:
+            stack.enter_context(only_run(directory.path, f"{shard}.lock"))
+        except DataError:
+            log.info("%s: another run is at it", directory.tar(shard))
+            return None
+        if directory.is_finished(shard):
+            return None
+        directory.check_settings()
+        index_path(directory.tar(shard)).unlink(missing_ok=True)  # of other images, or of a tar that was cut
+        return stack.enter_context(new_tar(directory.tar(shard), directory.report_path(shard)))
+
+    def _labeller(self, task: LabelTask) -> Labeller:
+        """The loaded model of a task; loaded with its first shard, so that its errors are a shard's errors."""
+        found = task.found
+        if found.modality not in self._labellers:
+            processor = load_processor(found.flag, found.directory)
+            is_depth = found.modality == "depth"
+            self._labellers[found.modality] = Labeller(
+                found,
+                load_model(found, self._device),
+                processor,
+                depth_maps(processor, task.scale) if is_depth else class_maps(processor, len(found.classes)),
+                device=self._device,
+                precision=self._work.precision,
+            )
+        return self._labellers[found.modality]
+
+    def _label(self, shard: str, shards: Mapping[str, OpenShard]) -> None:
+        dataset = self._work.tasks[0].directory.dataset
+        path = dataset / OWN_TAR / shard
+        table = read_samples(path.parent, [shard], self._work.suffixes, ("jpg",))
+        keys = [block.key for block in read_index(path).blocks]
+        digest = digest_of_images(dataset, shard)
+        labellers = {
+            task.found.modality: self._labeller(task) for task in self._work.tasks if task.found.modality in shards
+        }
+        with ThreadPoolExecutor(self._work.threads) as pool:
+            streams = [
+                LabelStream(
+                    labeller,
+                    shards[modality],
+                    keys=keys,
+                    name=path.stem,
+                    digest=digest,
+                    pool=pool,
+                    batch=self._work.batch,
+                )
+                for modality, labeller in labellers.items()
+            ]
+            ahead = prepared_ahead(pool, ImagePreparer(table, labellers), table.rows, WINDOW * self._work.batch)
+            begun: deque[list[WindowOfLabels]] = deque()
+            for places, prepared in ahead:
+                begun.append([stream.start(places, prepared) for stream in streams])
+                if len(begun) > 1:  # the device is at the next window while this one is encoded
+                    self._finish(streams, begun.popleft())
+            while begun:
+                self._finish(streams, begun.popleft())
+        for stream in streams:
+            stream.close()
+
+    def _finish(self, streams: list[LabelStream], windows: list[WindowOfLabels]) -> None:
+        for stream, window in zip(streams, windows, strict=True):
+            stream.finish(window)
+            self._advance(len(window.places))

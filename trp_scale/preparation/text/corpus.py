@@ -1,0 +1,179 @@
+"""The input of a data set, cut into portions: one portion becomes one shard, whichever process takes it.
+
+How the input is cut depends on its files and on the settings only, never on the number of processes.
+"""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import os
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from trp_scale.data.dataset_directory import files_fingerprint, is_dataset_directory, load_dataset
+from trp_scale.data.index import DataError
+
+TEXT_SUFFIXES = (".txt", ".text", ".md")
+JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
+
+SMALLEST_SHARD, LARGEST_SHARD = 256 * 1024, 64 * 1024 * 1024
+"""Bytes of input per shard when the setting is 0: a sixteenth of the input, within these."""
+
+WINDOW = 1 << 20
+"""Bytes that are searched for the end of a document near the place where a large file is cut."""
+
+_BLANK_LINE = re.compile(rb"\n[ \t\r]*\n\s*")
+
+Kind = Literal["text", "jsonl", "dataset"]
+
+
+@dataclass(frozen=True)
+class Span:
+    """A part of one input: bytes of a file, or rows of a Hugging Face dataset. `end` is exclusive."""
+
+    path: str
+    kind: Kind
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Portion:
+    """The input of one shard. `size` is in bytes, estimated for datasets."""
+
+    number: int
+    spans: tuple[Span, ...]
+    size: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Corpus:
+    """All portions in order, and a fingerprint of the input's content."""
+
+    portions: list[Portion]
+    files: int
+    size: int
+    fingerprint: str
+
+
+def plan_corpus(inputs: Sequence[str], kind: str, split: str, one_document_per_file: bool, shard_bytes: int) -> Corpus:
+    """Find the input files and cut them into portions.
+
+    Args:
+        inputs: files, folders, globs or Hugging Face dataset directories.
+        kind: "auto" (by suffix), "text", "jsonl" or "dataset".
+        split: split of a dataset directory that has several.
+        one_document_per_file: text files hold one document each, not one after each blank line.
+        shard_bytes: input per shard; 0 = chosen from the size of the input.
+
+    Raises:
+        DataError: an input does not exist or holds nothing of a known suffix.
+    """
+    sources = [source for item in inputs for source in _find(item, kind)]
+    sources = list(dict.fromkeys(sources))
+    sizes = [_size(path, source_kind) for path, source_kind in sources]
+    limit = shard_bytes or min(LARGEST_SHARD, max(SMALLEST_SHARD, -(-sum(sizes) // 16)))
+    portions: list[Portion] = []
+    pending: list[Span] = []
+    pending_size = 0
+    for (path, source_kind), size in zip(sources, sizes, strict=True):
+        for span, span_size in _cut(path, source_kind, size, limit, split):
+            pending.append(span)
+            pending_size += span_size
+            if pending_size >= limit:
+                portions.append(Portion(len(portions), tuple(pending), pending_size))
+                pending, pending_size = [], 0
+    if pending:
+        portions.append(Portion(len(portions), tuple(pending), pending_size))
+    digest = hashlib.sha256()
+    for (path, source_kind), size in zip(sources, sizes, strict=True):
+        digest.update(f"{source_kind} {size} ".encode() + files_fingerprint(_files(path, source_kind)))
+    return Corpus(portions=portions, files=len(sources), size=sum(sizes), fingerprint=digest.hexdigest())
+
+
+def _find(item: str, kind: str) -> Iterator[tuple[Path, Kind]]:
+    """The files behind one input, sorted."""
+    path = Path(item)
+    if path.is_dir():
+        if is_dataset_directory(path):
+            yield path, "dataset"
+            return
+        known = TEXT_SUFFIXES + JSON_SUFFIXES if kind == "auto" else ("",)
+        found = sorted(file for file in path.rglob("*") if not file.is_dir() and file.name.endswith(known))
+        if not found:
+            raise DataError(
+                f"input {item}: no file in this folder ends in {', '.join(known)}; set --format to take all"
+            )
+    elif path.exists() or path.is_symlink():
+        found = [path]
+    else:
+        found = sorted(Path(name) for name in glob.glob(item, recursive=True) if not Path(name).is_dir())  # noqa: PTH207
+        if not found:
+            raise DataError(f"input {item}: no such file or folder, and no file matches it as a pattern")
+    for file in found:
+        yield file, _kind(file, kind)
+
+
+def _kind(file: Path, kind: str) -> Kind:
+    if kind == "auto":
+        return "jsonl" if file.name.endswith(JSON_SUFFIXES) else "text"
+    if kind in ("text", "jsonl"):
+        return "text" if kind == "text" else "jsonl"
+    raise DataError(f"input {file}: --format {kind} needs a folder written by datasets.save_to_disk")
+
+
+def _files(path: Path, kind: Kind) -> list[Path]:
+    return sorted(file for file in path.rglob("*") if file.is_file()) if kind == "dataset" else [path]
+
+
+def _size(path: Path, kind: Kind) -> int:
+    """Bytes of an input; 0 if it cannot be read, which is reported when its turn comes."""
+    return sum(os.path.getsize(file) for file in _files(path, kind) if os.access(file, os.R_OK))  # noqa: PTH202
+
+
+def _cut(path: Path, kind: Kind, size: int, limit: int, split: str) -> Iterator[tuple[Span, int]]:
+    """Spans of one input with their sizes, none much larger than `limit` unless a document is."""
+    parts = max(1, -(-size // limit))
+    if kind == "dataset":
+        rows = dataset_rows(str(path), split)
+        for part in range(parts):
+            yield Span(str(path), kind, rows * part // parts, rows * (part + 1) // parts), size // parts
+        return
+    start = 0
+    for part in range(1, parts):
+        end = _next_start(path, kind, size * part // parts, size)
+        if end > start:
+            yield Span(str(path), kind, start, end), end - start
+            start = end
+    if start < size or size == 0:
+        yield Span(str(path), kind, start, size), size - start
+
+
+def _next_start(path: Path, kind: Kind, nominal: int, size: int) -> int:
+    """First byte at or after `nominal` where a document may begin: after a blank line if one is near, else a line."""
+    try:
+        with path.open("rb") as stream:
+            stream.seek(nominal)
+            window = stream.read(WINDOW)
+            blank = _BLANK_LINE.search(window) if kind == "text" else None
+            if blank is not None:
+                return nominal + blank.end()
+            place = nominal
+            while window:
+                line_end = window.find(b"\n")
+                if line_end >= 0:
+                    return place + line_end + 1
+                place += len(window)
+                window = stream.read(WINDOW)
+    except OSError:  # reported as unreadable when the portion is read
+        return size
+    return size
+
+
+def dataset_rows(path: str, split: str) -> int:
+    """Rows of a dataset directory."""
+    return len(load_dataset(path, split))

@@ -1,0 +1,168 @@
+"""The documents of a portion, each checked: what cannot be used is named with its reason and place, never dropped."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+from trp_scale.data.dataset_directory import load_dataset
+from trp_scale.preparation.text.corpus import Portion, Span
+
+SKIP_REASONS = {
+    "unreadable": "the file cannot be opened or read",
+    "invalid_utf8": "bytes that are not UTF-8, or half of a surrogate pair",
+    "control_characters": "control characters other than tab and line ends",
+    "empty": "nothing but white space, or no word piece is left of it",
+    "long_line": "a line longer than --max_line_bytes",
+    "not_json": "a line that is not a JSON object",
+    "no_text": "the text field is missing or is not a string",
+}
+"""Why a document is skipped."""
+
+_CONTROL = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x84\x86-\x9f]")
+_SURROGATE = re.compile("[\ud800-\udfff]")
+_LINE_ENDS = str.maketrans({"\x0b": "\n", "\x0c": "\n", "\x85": "\n"})
+_BLANK_LINES = re.compile(rb"\r?\n[ \t\r]*(?:\n[ \t\r]*)+")
+
+
+@dataclass(frozen=True)
+class Document:
+    """The text of a document and where it begins (a function, as counting lines takes time)."""
+
+    text: str
+    place: Callable[[], str]
+
+
+@dataclass(frozen=True)
+class Skipped:
+    """A document that cannot be used. `reason` is a key of SKIP_REASONS, `place` is file:line or file:row."""
+
+    reason: str
+    place: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReadSettings:
+    """How documents are read."""
+
+    text_field: str
+    split: str
+    one_document_per_file: bool
+    max_line_bytes: int
+
+
+def read_portion(portion: Portion, settings: ReadSettings) -> Iterator[Document | Skipped]:
+    """Yield the documents of a portion in order, and what was skipped between them."""
+    for span in portion.spans:
+        if span.kind == "dataset":
+            yield from _read_dataset(span, settings)
+        else:
+            yield from _read_file(span, settings)
+
+
+def _read_dataset(span: Span, settings: ReadSettings) -> Iterator[Document | Skipped]:
+    rows = load_dataset(span.path, settings.split)
+    if settings.text_field not in rows.column_names:
+        yield from (Skipped("no_text", f"{span.path}:{row}") for row in range(span.start, span.end))
+        return
+    column = rows.select_columns([settings.text_field])
+    for row in range(span.start, span.end):
+        yield _document(column[row][settings.text_field], partial("{}:{}".format, span.path, row))
+
+
+def _read_file(span: Span, settings: ReadSettings) -> Iterator[Document | Skipped]:
+    try:
+        with open(span.path, "rb") as stream:  # noqa: PTH123 - a path of the plan, kept as text
+            stream.seek(span.start)
+            data = stream.read(span.end - span.start)
+    except OSError:
+        yield Skipped("unreadable", span.path)
+        return
+    lines = _LineNumbers(span, data)
+    skip = 3 if span.start == 0 and data.startswith(b"\xef\xbb\xbf") else 0  # a byte order mark
+    if span.kind == "jsonl":
+        start = skip
+        for line in data[skip:].split(b"\n"):
+            if line.strip():
+                yield _json_document(line, start, lines, settings)
+            start += len(line) + 1
+    elif settings.one_document_per_file:
+        yield _text_document(data[skip:], skip, lines, settings)
+    else:
+        start = skip
+        for match in [*_BLANK_LINES.finditer(data), None]:
+            end = len(data) if match is None else match.start()
+            part = data[start:end]
+            if part.strip():
+                yield _text_document(part, start, lines, settings)
+            start = end if match is None else match.end()
+
+
+class _LineNumbers:
+    """Places as file:line; lines before the span are counted only when something there has to be named."""
+
+    def __init__(self, span: Span, data: bytes) -> None:
+        self._span = span
+        self._data = data
+        self._before: int | None = None
+
+    def place(self, offset: int) -> str:
+        """Place of the byte `offset` of the span."""
+        if self._before is None:
+            self._before = 0
+            with open(self._span.path, "rb") as stream:  # noqa: PTH123
+                left = self._span.start
+                while left > 0 and (block := stream.read(min(left, 1 << 20))):
+                    self._before += block.count(b"\n")
+                    left -= len(block)
+        line = self._before + self._data.count(b"\n", 0, offset) + 1
+        return f"{self._span.path}:{line}"
+
+
+def _json_document(line: bytes, start: int, lines: _LineNumbers, settings: ReadSettings) -> Document | Skipped:
+    if len(line) > settings.max_line_bytes:
+        return Skipped("long_line", lines.place(start))
+    try:
+        record = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError:
+        return Skipped("invalid_utf8", lines.place(start))
+    except (ValueError, RecursionError):
+        return Skipped("not_json", lines.place(start))
+    if not isinstance(record, dict):
+        return Skipped("not_json", lines.place(start))
+    return _document(record.get(settings.text_field), partial(lines.place, start))
+
+
+def _text_document(data: bytes, start: int, lines: _LineNumbers, settings: ReadSettings) -> Document | Skipped:
+    if len(data) > settings.max_line_bytes:
+        place = 0
+        for line in data.split(b"\n"):
+            if len(line) > settings.max_line_bytes:
+                return Skipped("long_line", lines.place(start + place))
+            place += len(line) + 1
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError as error:
+        return Skipped("invalid_utf8", lines.place(start + error.start))
+    found = _CONTROL.search(text)
+    if found is not None:
+        return Skipped("control_characters", lines.place(start + len(text[: found.start()].encode("utf-8"))))
+    return _document(text, partial(lines.place, start))
+
+
+def _document(text: object, place: Callable[[], str]) -> Document | Skipped:
+    """The text with form feeds and the like as line ends, or why it cannot be used."""
+    if not isinstance(text, str):
+        return Skipped("no_text", place())
+    if _SURROGATE.search(text):
+        return Skipped("invalid_utf8", place())
+    if _CONTROL.search(text):
+        return Skipped("control_characters", place())
+    if not text.strip():
+        return Skipped("empty", place())
+    if "\x0c" in text or "\x0b" in text or "\x85" in text:
+        text = text.translate(_LINE_ENDS)
+    return Document(text, place)

@@ -1,0 +1,130 @@
+"""Part-of-speech taggers: words of a sentence -> group numbers of `trp_scale.data.text.groups`."""
+
+from __future__ import annotations
+
+from importlib.metadata import version
+from typing import Protocol
+
+from trp_scale.data.text.groups import group_of
+
+NLTK_DATA = "averaged_perceptron_tagger_eng"
+NLTK_INSTALL = f"python -m nltk.downloader {NLTK_DATA}"
+
+MAX_REMEMBERED = 500_000
+"""Words whose group the pattern tagger remembers before it starts again."""
+
+
+class TaggerError(RuntimeError):
+    """A tagger that was asked for cannot be used; the message says what to install."""
+
+
+class Tagger(Protocol):
+    """Tags one sentence at a time. `name` goes into dataset.json, with the library's version."""
+
+    name: str
+
+    def prepare(self, words: list[str]) -> None:
+        """Words that may come: what can be worked out once is."""
+        ...
+
+    def groups(self, words: list[str]) -> list[int]:
+        """Group number of each word of one sentence."""
+        ...
+
+
+class NltkTagger:
+    """NLTK's averaged perceptron (TRP 4.1.1).
+
+    Raises:
+        TaggerError: its data is not installed.
+    """
+
+    def __init__(self) -> None:
+        import nltk
+        from nltk.tag.perceptron import PerceptronTagger
+
+        if not nltk_data_present():
+            raise TaggerError(
+                f"tagger nltk: the data {NLTK_DATA} is not installed; run `{NLTK_INSTALL}` or use --tagger textblob"
+            )
+        self._tagger = PerceptronTagger()
+        self.name = f"nltk {nltk.__version__} {NLTK_DATA}"
+
+    def prepare(self, words: list[str]) -> None:
+        """Nothing: tags depend on the words around."""
+
+    def groups(self, words: list[str]) -> list[int]:
+        return [group_of(tag) for _, tag in self._tagger.tag(words)]
+
+
+class TextBlobTagger:
+    """TextBlob's PatternTagger: a lexicon and suffix rules, no data to download.
+
+    It uses no context: a word's tag depends on the word and on whether it is the first of its sentence. So tags are
+    remembered by word, which makes it as fast as a dictionary. A test compares it with PatternTagger itself.
+    """
+
+    def __init__(self) -> None:
+        from textblob.en import parser
+
+        self._parser = parser
+        self._first: dict[str, int] = {}
+        self._later: dict[str, int] = {}
+        self.name = f"textblob {version('textblob')} PatternTagger"
+
+    def prepare(self, words: list[str]) -> None:
+        """Remember the groups of these words."""
+        if len(self._later) > MAX_REMEMBERED:
+            self._later.clear()
+            self._first.clear()
+        unknown = [word for word in dict.fromkeys(words) if word not in self._later]
+        # The leading word takes the place of the sentence's first one, which the lexicon treats differently.
+        tagged = self._parser.find_tags([".", *unknown])[1:]
+        if [word for word, _ in tagged] != unknown:
+            raise TaggerError(f"tagger textblob: it changed the words {unknown!r} to {[word for word, _ in tagged]!r}")
+        self._later.update((word, group_of(tag)) for word, tag in tagged)
+
+    def groups(self, words: list[str]) -> list[int]:
+        if not words:
+            return []
+        later = self._later
+        try:
+            groups = [later[word] for word in words]
+        except KeyError:
+            self.prepare(words)
+            groups = [later[word] for word in words]
+        first = self._first.get(words[0])
+        if first is None:
+            first = self._first[words[0]] = group_of(self._parser.find_tags(words[:1])[0][1])
+        groups[0] = first
+        return groups
+
+
+def nltk_data_present() -> bool:
+    """Whether NLTK finds the data of its English perceptron tagger."""
+    import nltk
+
+    try:
+        nltk.data.find(f"taggers/{NLTK_DATA}/")
+    except LookupError:
+        return False
+    return True
+
+
+def resolve_tagger(kind: str) -> str:
+    """`auto` -> nltk if its data is there, else textblob; other names unchanged."""
+    if kind != "auto":
+        return kind
+    return "nltk" if nltk_data_present() else "textblob"
+
+
+def make_tagger(kind: str) -> Tagger:
+    """A tagger by its name.
+
+    Raises:
+        TaggerError: unknown name, or data missing.
+    """
+    makers: dict[str, type[NltkTagger] | type[TextBlobTagger]] = {"nltk": NltkTagger, "textblob": TextBlobTagger}
+    if kind not in makers:
+        raise TaggerError(f"--tagger {kind!r}: nltk, textblob or auto is allowed")
+    return makers[kind]()

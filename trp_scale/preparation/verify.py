@@ -1,0 +1,156 @@
+"""Check every byte of a data set: tar headers, contents, padding, and what the members hold."""
+
+from __future__ import annotations
+
+import tarfile
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+from trp_scale.data.images.stored_modalities import second_directories
+from trp_scale.data.index import Block, DataError, ShardIndex, read_index, read_json
+from trp_scale.preparation.images import verify as images
+from trp_scale.preparation.text import verify as text
+
+_TAR_UNIT = 512
+
+
+class Kind(Protocol):
+    """What is particular to one kind of data set: a module with these two functions, which raise DataError."""
+
+    def check_members(self, shard: Path, block: Block, dataset: dict[str, Any]) -> None: ...
+
+    def check_contents(
+        self, where: str, places: dict[str, str], contents: dict[str, bytes], block: Block, dataset: dict[str, Any]
+    ) -> None: ...
+
+
+KINDS: dict[str, Kind] = {"text": text, "image": images}
+"""By "kind" in dataset.json."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verified:
+    """What was found to be whole. `bytes`: of all tars, also of those of maps beside the images'."""
+
+    shards: int
+    blocks: int
+    rows: int
+    bytes: int
+
+
+def verify_dataset(directory: Path) -> Verified:
+    """Check a data set from dataset.json down to the last byte of its tars.
+
+    Raises:
+        DataError: the first thing that is wrong, with shard, block, member and bytes a-b (both inclusive).
+    """
+    dataset = read_json(directory / "dataset.json")
+    kind = KINDS.get(dataset.get("kind", ""))
+    if kind is None:
+        raise DataError(
+            f"{directory / 'dataset.json'}: kind {dataset.get('kind')!r} found, one of {', '.join(KINDS)} expected"
+        )
+    second = second_directories(directory / "dataset.json", dataset)
+    _refuse_unlisted(directory / "shards", dataset)
+    blocks = rows = size = 0
+    seen: set[str] = set()
+    for name in dataset["shards"]:
+        shard = directory / "shards" / name
+        index = read_index(shard)
+        _verify_shard(shard, index, dataset, kind)
+        for block in index.blocks:
+            if block.key in seen:
+                raise DataError(f"{shard}: block {block.key}: the key is used twice in the data set")
+            seen.add(block.key)
+        blocks += len(index.blocks)
+        rows += sum(block.rows for block in index.blocks)
+        size += index.size
+    for what, found in (("blocks", blocks), ("rows", rows)):
+        if dataset.get(what, found) != found:
+            raise DataError(f"{directory / 'dataset.json'}: {dataset[what]} {what} written there, {found} found")
+    for name, modality in second.items():
+        _refuse_unlisted(directory / name, dataset)
+        for shard in dataset["shards"]:
+            size += _verify_maps(directory / "shards" / shard, directory / name / shard, modality.suffix, dataset)
+    return Verified(shards=len(dataset["shards"]), blocks=blocks, rows=rows, bytes=size)
+
+
+def _refuse_unlisted(directory: Path, dataset: dict[str, Any]) -> None:
+    listed = set(dataset["shards"])
+    for path in sorted(directory.glob("*.tar")):
+        if path.name not in listed:
+            raise DataError(f"{path}: not listed in dataset.json")
+
+
+def _verify_maps(images_tar: Path, maps_tar: Path, suffix: str, dataset: dict[str, Any]) -> int:
+    """Check a tar of maps by itself and beside its images' tar; returns its size in bytes."""
+    index = read_index(maps_tar)
+    _verify_shard(maps_tar, index, {**dataset, "suffixes": [suffix]}, images)
+    images.check_aligned(images_tar, maps_tar, suffix)
+    return index.size
+
+
+def _verify_shard(shard: Path, index: ShardIndex, dataset: dict[str, Any], kind: Kind) -> None:
+    """Walk through the tar from its first byte to its last, beside the index."""
+    if not shard.exists():
+        raise DataError(f"{shard}: not found")
+    size = shard.stat().st_size
+    if index.shard != shard.name or index.size != size:
+        raise DataError(f"{shard}: {size} bytes found, its index says {index.size} bytes of {index.shard}")
+    for block in index.blocks:
+        kind.check_members(shard, block, dataset)
+    places = sorted(
+        (member.offset, suffix, block) for block in index.blocks for suffix, member in block.members.items()
+    )
+    position = 0
+    with shard.open("rb") as stream:
+        contents: dict[str, bytes] = {}
+        named: dict[str, str] = {}
+        for offset, suffix, block in places:
+            where = f"{shard}: block {block.key}, member {suffix}"
+            if offset != position + _TAR_UNIT:
+                raise DataError(f"{where}: the index says it begins at byte {offset}, not {position + _TAR_UNIT}")
+            _verify_header(where, stream.read(_TAR_UNIT), position, block, suffix)
+            named[suffix], contents[suffix] = _verify_content(where, stream, block, suffix)
+            position = stream.tell()
+            if len(contents) == len(block.members):
+                kind.check_contents(f"{shard}: block {block.key}", named, contents, block, dataset)
+                contents = {}
+        _verify_zeros(f"{shard}: end of the tar", stream.read(), position)
+
+
+def _verify_header(where: str, header: bytes, position: int, block: Block, suffix: str) -> None:
+    """The tar header (with its own checksum) must name the member and its length."""
+    place = f"{where}, bytes {position}-{position + _TAR_UNIT - 1}"
+    try:
+        entry = tarfile.TarInfo.frombuf(header, "utf-8", "strict")
+    except tarfile.HeaderError as error:
+        raise DataError(f"{place}: damaged tar header ({error})") from error
+    if header[148:156] != f"{entry.chksum:06o}\0 ".encode():  # the one field that its own checksum does not cover
+        raise DataError(f"{place}: damaged tar header (checksum field)")
+    length = block.members[suffix].length
+    if (entry.name, entry.size) != (f"{block.key}.{suffix}", length):
+        raise DataError(
+            f"{place}: the tar holds {entry.name} of {entry.size} bytes there, the index says {length} bytes"
+        )
+
+
+def _verify_content(where: str, stream: IO[bytes], block: Block, suffix: str) -> tuple[str, bytes]:
+    """The place of a member, for messages, and its content."""
+    member = block.members[suffix]
+    content = stream.read(member.length)
+    place = f"{where}, bytes {member.offset}-{member.offset + member.length - 1}"
+    found = zlib.crc32(content)
+    if len(content) != member.length or found != member.crc32:
+        raise DataError(f"{place}: checksum {found:08x} found, {member.crc32:08x} expected; make the shard again")
+    _verify_zeros(where, stream.read(-member.length % _TAR_UNIT), member.offset + member.length)
+    return place, content
+
+
+def _verify_zeros(where: str, padding: bytes, position: int) -> None:
+    wrong = padding.strip(b"\0")
+    if wrong:
+        first = position + padding.index(wrong)
+        raise DataError(f"{where}, bytes {first}-{first + len(wrong) - 1}: padding that is not zero")

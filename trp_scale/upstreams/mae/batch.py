@@ -1,0 +1,70 @@
+"""How images become a Batch: decode once, cut the crops, draw the masks."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import Tensor
+
+from trp_scale.config import Config, split_patches
+from trp_scale.core.batch import Batch
+from trp_scale.data.images.crops import Cropper, Crops, crop_words
+from trp_scale.data.images.dataset import ImageDataset, ImageMeta
+from trp_scale.data.images.rows import DecodedRows, RowReader
+from trp_scale.data.plan import Addresses, row_states
+from trp_scale.upstreams.mae.patch_masks import draw_masks
+
+GREY = 128
+"""Value of all pixels of a row that is not there or cannot be decoded."""
+
+
+class ImageBatchBuilder:
+    """Makes batches of R images with k crops of S x S pixels, N patches each: V visible, M masked.
+
+    Fields of the batch, first dimension rows:
+        images [R, k, 3, S, S] uint8: red, green, blue.
+        visible [R, k, V] int64, masked [R, k, M] int64: patch numbers, row by row, ascending.
+        labels [R] int64: the class, or -1.
+        row_weights [R] float32: 1, or 0 for a row that is not there or cannot be decoded; it then is grey.
+
+    All draws come from (training.seed, row key, epoch modulo masking.maskings, crop). A held-out image thus always has
+    the crops and masks that training would draw for it in epoch 0.
+    """
+
+    def __init__(self, config: Config, datasets: list[ImageDataset], meta: ImageMeta) -> None:
+        self._crops = config.crops.count
+        self._seed, self._maskings = config.training.seed, config.masking.maskings
+        self._rows = RowReader(datasets, meta, verify=config.data.verify)
+        self._cropper = Cropper(config.crops)
+        self.split = split_patches(config.crops.size, config.vision.patch_size, config.masking.ratio)
+
+    @property
+    def limit(self) -> int:
+        """Masked patches of a crop."""
+        return self.split.masked
+
+    def build(self, addresses: Addresses, start: int) -> Batch:
+        """The batch of the rows at `addresses`, whose first is at position `start` of its source."""
+        began = time.perf_counter()
+        states = row_states(addresses, seed=self._seed, maskings=self._maskings)
+        rows = self._rows.read(addresses)
+        visible, masked = draw_masks(crop_words(states, self._crops), self.split)
+        fields = {
+            "images": cut_images(self._cropper, self._cropper.draw(states, rows.sizes), rows),
+            "visible": torch.from_numpy(visible),
+            "masked": torch.from_numpy(masked),
+        }
+        return rows.batch(fields, addresses, start=start, began=began)
+
+
+def cut_images(cropper: Cropper, crops: Crops, rows: DecodedRows) -> Tensor:
+    """The crops of all rows, [R, k, 3, S, S] uint8."""
+    count, size = crops.flips.shape[1], cropper.size
+    images = torch.empty(len(rows.samples), count, 3, size, size, dtype=torch.uint8)
+    for row, sample in enumerate(rows.samples):
+        if sample is None:
+            images[row] = GREY
+        else:
+            cropper.cut(sample.image, crops, row, out=images[row])
+    return images

@@ -1,0 +1,74 @@
+"""Pre-training on images: MAE, MAE+, AdPE (AdPE 3, 4) and U-MAE (Zhang et al. 2022)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from trp_scale.adversary import build_adversary
+from trp_scale.checkpoint.initial_weights import give_weights
+from trp_scale.config import Config
+from trp_scale.core.engine import Engine
+from trp_scale.core.hooks import Hook
+from trp_scale.core.objective import PatchObjective
+from trp_scale.data.joined_windows import JoinedWindows
+from trp_scale.data.sources import open_sources
+from trp_scale.distributed.environment import Environment
+from trp_scale.distributed.groups import Group
+from trp_scale.engines.build import MakeEngine
+from trp_scale.masks import build_multilevel
+from trp_scale.masks.flops import multilevel_step_flops
+from trp_scale.masks.joint_objective import JointObjective
+from trp_scale.models.perturbation import perturbation_shape
+from trp_scale.observe.throughput import mae_step_flops
+from trp_scale.training.loop import WindowSource
+from trp_scale.upstreams.mae.model import MaskedAutoencoder
+from trp_scale.upstreams.mae.objective import MaskedPatchReconstruction
+from trp_scale.upstreams.mae.u_mae import UniformPatchReconstruction
+from trp_scale.upstreams.mae.uniformity import Uniformity
+
+
+class ImageUpstream:
+    """Crops of images with masked patches; see `Upstream`."""
+
+    def __init__(self, config: Config, environment: Environment) -> None:
+        data = environment.data
+        self.config = config
+        self.sources = open_sources(config, rank=data.rank, world=data.size, device_type=environment.device.type)
+        self.reconstruction = MaskedPatchReconstruction(config.objective, config.vision.patch_size)
+        if config.objective.uniformity > 0:
+            self.reconstruction = UniformPatchReconstruction(config.objective, config.vision.patch_size, data)
+        self.objective: PatchObjective = self.reconstruction
+        self.source: WindowSource = self.sources.train
+        if (labelled := self.sources.downstream) is not None and config.multilevel.second_level == "joint":
+            device = environment.device
+            self.objective = JointObjective(config, self.reconstruction, classes=labelled.classes, device=device)
+            self.source = JoinedWindows(self.sources.train, labelled.train)
+        self.shape = perturbation_shape(config.model, config.vision, config.adversary)
+        crops = config.batch.global_size * config.crops.count
+        self.positions_per_step = crops * (config.crops.size // config.vision.patch_size) ** 2
+        learned = config.masking.network != "none"
+        self.step_flops = (
+            multilevel_step_flops(config, ranks=data.size) if learned else mae_step_flops(config, rows=crops)
+        )
+
+    def model(self) -> nn.Module:
+        model = MaskedAutoencoder(self.config)
+        give_weights(model, self.config.model.weights)
+        return model
+
+    def hooks(self, engine: Engine, make_engine: MakeEngine) -> list[Hook]:
+        masks = build_multilevel(self.config, self.objective, self.sources, engine, make_engine)
+        adversary = build_adversary(self.config, self.shape, engine.device)
+        hooks = [hook for hook in (masks, adversary) if hook is not None]  # masks first: the adversary acts under them
+        if isinstance(self.reconstruction, UniformPatchReconstruction):
+            hooks.append(Uniformity(self.reconstruction))  # last: its pass sees what the others change
+        return hooks
+
+    def leave(self, run_dir: Path, world: Group) -> None:
+        """Nothing: the model is known by its settings alone."""
+
+    def checkpoint_extra(self) -> dict[str, Any]:
+        return {}

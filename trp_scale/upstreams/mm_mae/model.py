@@ -1,0 +1,149 @@
+"""The multi-modal masked autoencoder: one encoder over visible patches of several modalities, a decoder for each task
+(TRP 4.2.1; Bachmann et al.)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from trp_scale.config import Config
+from trp_scale.models.initialise import initialise_vision
+from trp_scale.models.patches import gather_patches
+from trp_scale.models.positions import sine_cosine
+from trp_scale.models.vit import TransformerBlock
+from trp_scale.upstreams.mm_mae.decoder import TaskDecoder
+from trp_scale.upstreams.mm_mae.tokens import (
+    MODALITY_OF,
+    SegmentationTokeniser,
+    labels_per_patch,
+    values_per_patch,
+    visible_slots,
+)
+
+
+class MultimodalOutput(NamedTuple):
+    """What the objective needs; a tuple, because ZeRO-3 looks for the tensors of an output to hang its hooks on.
+
+    Attributes:
+        predictions: [R, N, P_t] of each task, in the order of modalities.outputs; of semseg the P = L C logits go by
+            label first.
+        shared_inputs: [R, 1 + V, intermediate] without a graph, what entered the encoder's last matrix; only with taps.
+    """
+
+    predictions: tuple[Tensor, ...]
+    shared_inputs: Tensor | None = None
+
+
+class MultimodalMaskedAutoencoder(nn.Module):
+    """Predicts the patches of each output modality from the visible patches of all input modalities.
+
+    Every parameter takes part in every forward pass, shapes are static, and nothing waits for the device.
+
+    Args:
+        config: sizes (model, vision, modalities, crops.size) and the seed of the initial weights.
+        classes: C, of the segmentation maps; 0 if they are neither seen nor predicted.
+    """
+
+    positions: Tensor
+
+    def __init__(self, config: Config, classes: int) -> None:
+        super().__init__()
+        model, vision, modalities = config.model, config.vision, config.modalities
+        self.grid = config.crops.size // vision.patch_size
+        self.inputs, self.outputs = tuple(modalities.inputs), tuple(modalities.outputs)
+        width, patch_size = model.hidden_size, vision.patch_size
+
+        def tokeniser(modality: str) -> nn.Module:
+            if modality == "semseg":
+                labels = labels_per_patch(patch_size, modalities)
+                return SegmentationTokeniser(classes, labels, modalities.class_embedding, width)
+            return nn.Linear(values_per_patch(modality, patch_size, modalities, classes), width)
+
+        self.tokenisers = nn.ModuleDict({modality: tokeniser(modality) for modality in self.inputs})
+        self.cls_token = nn.Parameter(torch.empty(width))
+        self.register_buffer("positions", sine_cosine(self.grid, width).float(), persistent=False)
+        self.blocks = nn.ModuleList(
+            TransformerBlock(width, model.heads, model.intermediate_size, eps=model.layer_norm_eps, relative=False)
+            for _ in range(model.layers)
+        )
+        self.norm = nn.LayerNorm(width, eps=model.layer_norm_eps)
+        self.decoders = nn.ModuleDict(
+            {
+                task: TaskDecoder(config, MODALITY_OF[task], values_per_patch(task, patch_size, modalities, classes))
+                for task in self.outputs
+            }
+        )
+        initialise_vision(self, seed=config.training.seed, std=model.initializer_range)
+
+    @property
+    def layers(self) -> list[nn.Module]:
+        """Units of sharding: the encoder's blocks, then the decoders."""
+        return [*self.blocks, *self.decoders.values()]
+
+    def forward(
+        self, patches: Mapping[str, Tensor], visible: Tensor, task_taps: Tensor | None = None
+    ) -> MultimodalOutput:
+        """Predict all patches of each output.
+
+        Args:
+            patches: of each input modality [R, N, P] row by row: rgb (row, column, channel), depth, or the labels of
+                semseg, VOID among them. What is masked is not read.
+            visible: [R, V] int64, token numbers (trp_scale/upstreams/mm_mae/tokens.py).
+            task_taps: [T, R, 1 + V, D] zeros, added for each task to what its decoder reads of the encoder, before the
+                final norm.
+        """
+        tokens = self.embed(patches, visible)  # [R, 1 + V, D]
+        *blocks, last = self.blocks
+        for block in blocks:
+            tokens = block(tokens)
+        shared_inputs = None
+        if task_taps is None:
+            read = (self.norm(last(tokens)),) * len(self.outputs)
+        else:
+            tokens, shared_inputs = last(tokens, feed_forward_input=True)
+            read = self.norm(tokens + task_taps.to(tokens.dtype)).unbind(0)
+        slots = visible_slots(visible, len(self.inputs) * self.grid**2)
+        predictions = tuple(
+            self.decoders[task](one, visible, self.own_slots(slots, visible.shape[1], MODALITY_OF[task]))
+            for task, one in zip(self.outputs, read, strict=True)
+        )
+        return MultimodalOutput(predictions=predictions, shared_inputs=shared_inputs)
+
+    def features(self, patches: Mapping[str, Tensor], visible: Tensor) -> Tensor:
+        """[R, 1 + V, D] the encoder's output for these tokens alone.
+
+        Args:
+            patches: as `forward`'s; a modality of which no token is visible may be left out.
+            visible: [R, V] int64, token numbers.
+        """
+        tokens = self.embed(patches, visible)
+        for block in self.blocks:
+            tokens = block(tokens)
+        return self.norm(tokens)  # type: ignore[no-any-return]
+
+    def own_slots(self, slots: Tensor, masked: int, modality: str) -> Tensor:
+        """[R, N] the part of all slots [R, I N] that is one modality's; `masked` everywhere if it is no input."""
+        count = self.grid**2
+        if modality not in self.inputs:
+            return torch.full_like(slots[:, :count], masked)
+        first = self.inputs.index(modality) * count
+        return slots[:, first : first + count]
+
+    def embed(self, patches: Mapping[str, Tensor], visible: Tensor) -> Tensor:
+        """[R, 1 + V, D] what enters the encoder: the global token, which has no position, and the visible patches.
+
+        Each tokeniser gets the patch at the place of every visible token, and gives those that are its own: how many
+        that are changes from row to row, and shapes may not.
+        """
+        count, dtype = self.grid**2, self.cls_token.dtype
+        places = visible % count
+        tokens = self.positions[places].to(dtype)  # [R, V, D]
+        for modality, values in patches.items():
+            given = gather_patches(values, places)  # [R, V, P]
+            made = self.tokenisers[modality](given.to(dtype) if given.is_floating_point() else given)
+            own = visible // count == self.inputs.index(modality)
+            tokens = tokens + torch.where(own.unsqueeze(-1), made, 0.0)
+        return torch.cat([self.cls_token.expand(len(tokens), 1, -1), tokens], dim=1)

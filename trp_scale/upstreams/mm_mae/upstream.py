@@ -1,0 +1,49 @@
+"""Pre-training on images with depth and segmentation: MM-MAE (TRP 4.2)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from trp_scale.adversary import build_adversary
+from trp_scale.config import Config
+from trp_scale.core.engine import Engine
+from trp_scale.core.hooks import Hook
+from trp_scale.data.sources import open_sources
+from trp_scale.distributed.environment import Environment
+from trp_scale.distributed.groups import Group
+from trp_scale.engines.build import MakeEngine
+from trp_scale.upstreams.mm_mae.export import CLASSES
+from trp_scale.upstreams.mm_mae.flops import mm_mae_step_flops
+from trp_scale.upstreams.mm_mae.model import MultimodalMaskedAutoencoder
+from trp_scale.upstreams.mm_mae.objective import MultimodalReconstruction
+
+
+class MultimodalUpstream:
+    """Images with masked patches in several modalities; see `Upstream`."""
+
+    def __init__(self, config: Config, environment: Environment) -> None:
+        data = environment.data
+        self.config = config
+        self.sources = open_sources(config, rank=data.rank, world=data.size, device_type=environment.device.type)
+        self.source = self.sources.train
+        self.classes = len(self.sources.meta.semseg_classes or ())
+        self.objective = MultimodalReconstruction(config)
+        rows, inputs = config.batch.global_size, len(config.modalities.inputs)
+        self.positions_per_step = rows * inputs * self.objective.patches_per_row
+        self.step_flops = mm_mae_step_flops(config, rows=rows, classes=self.classes)
+
+    def model(self) -> nn.Module:
+        return MultimodalMaskedAutoencoder(self.config, self.classes)
+
+    def hooks(self, engine: Engine, make_engine: MakeEngine) -> list[Hook]:
+        adversary = build_adversary(self.config, None, engine.device)
+        return [] if adversary is None else [adversary]
+
+    def leave(self, run_dir: Path, world: Group) -> None:
+        """Nothing: the model is known by its settings and the checkpoint's number of classes."""
+
+    def checkpoint_extra(self) -> dict[str, Any]:
+        return {CLASSES: self.classes}

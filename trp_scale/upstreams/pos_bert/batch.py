@@ -1,0 +1,138 @@
+"""How text rows become a Batch: pair, lay out, mask. One of several kinds of rows behind the same order and loader."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from trp_scale.config import Config
+from trp_scale.core.batch import Batch
+from trp_scale.data.hashing import Integers, Words
+from trp_scale.data.plan import Addresses, row_states
+from trp_scale.data.shard_reader import ShardReader
+from trp_scale.data.text.dataset import TextDataset, TextMeta
+from trp_scale.data.text.rows import TextRowReader, TextRows
+from trp_scale.upstreams.pos_bert.masking import Masked, Masker
+from trp_scale.upstreams.pos_bert.sentence_pairs import Segments, draw_pairs, draw_partners, whole_rows
+
+Flags = npt.NDArray[np.bool_]
+
+
+class TextBatchBuilder:
+    """Makes batches of `[CLS] A [SEP] B [SEP]`, always padded to the data set's length L, with M masked slots.
+
+    Fields of the batch, first dimension rows:
+        tokens [R, L] int64: ids after masking. token_types [R, L] int64: 1 on B and its [SEP].
+        attention_mask [R, L] bool: True up to the last [SEP].
+        masked_positions [R, M] int64: ascending; unused slots are 0. labels [R, M] int64: original ids.
+        label_groups [R, M] int64: group number 0..9. label_weights [R, M] float32: 1, or 0 in unused slots.
+        next_sentence [R] int64: 0 = B follows A, 1 = B is from elsewhere (all 0 when objective.next_sentence = off).
+        row_weights [R] float32: 1, or 0 for a row that is not there or cannot be read; it then is [CLS] [SEP] [SEP].
+
+    All draws come from (training.seed, row key, epoch modulo masking.maskings).
+    """
+
+    def __init__(self, config: Config, datasets: list[TextDataset], meta: TextMeta) -> None:
+        special = meta.special_tokens
+        self._pad, self._cls, self._sep = special["pad"], special["cls"], special["sep"]
+        self._length = meta.length
+        self._pairs = config.objective.next_sentence != "off"
+        self._maskings = config.masking.maskings
+        self._seed = config.training.seed
+        self._block_rows = [dataset.blocks.rows for dataset in datasets]
+        self._reader = TextRowReader(
+            readers=[ShardReader(dataset.blocks, verify=config.data.verify) for dataset in datasets],
+            names=[dataset.name for dataset in datasets],
+            row_length=meta.row_length,
+            token_dtype=meta.token_dtype,
+            vocab_size=meta.vocab_size,
+        )
+        self._masker = Masker(
+            config.masking,
+            length=meta.length,
+            vocab_size=meta.vocab_size,
+            mask_id=special["mask"],
+            special_ids=meta.special_token_ids,
+            spare_other=config.objective.other == "unmasked",
+        )
+        self.limit = self._masker.limit
+
+    def build(self, addresses: Addresses, start: int) -> Batch:
+        """The batch of the rows at `addresses`, whose first is at position `start` of its source."""
+        began = time.perf_counter()
+        states = row_states(addresses, seed=self._seed, maskings=self._maskings)
+        rows, segments = self._read(addresses, states)
+        tokens, tags, token_types, pieces, attended = self._lay_out(rows, segments)
+        masked = self._masker.mask(tokens, tags, pieces, states)
+        present = addresses.present & rows.readable
+        fields = _fields(masked, token_types, attended, segments, present)
+        return Batch(
+            fields=fields,
+            keys=torch.from_numpy(addresses.keys),
+            start=start,
+            epoch=int(addresses.epoch[0]),
+            corrupt=rows.corrupt,
+            fetch_seconds=time.perf_counter() - began,
+        )
+
+    def _read(self, addresses: Addresses, states: Words) -> tuple[TextRows, Segments]:
+        partner = addresses.row
+        if self._pairs:
+            block_rows = np.empty_like(addresses.row)
+            for member, rows_of_blocks in enumerate(self._block_rows):
+                chosen = addresses.member == member
+                block_rows[chosen] = rows_of_blocks[addresses.block[chosen]]
+            partner = draw_partners(states, addresses.row, block_rows)
+        rows = self._reader.read(addresses.member, addresses.block, addresses.row, partner)
+        empty = ~(addresses.present & rows.readable)
+        if empty.any():
+            rows.ends[rows.own[empty]] = 0  # `pieces` is a view of `ends`
+        alone = partner == addresses.row
+        return rows, draw_pairs(rows, states, alone) if self._pairs else whole_rows(rows)
+
+    def _lay_out(
+        self, rows: TextRows, segments: Segments
+    ) -> tuple[Integers, npt.NDArray[np.uint8], Integers, Flags, Flags]:
+        """Tokens, tags, token types, which are real pieces, and which are attended to; each [R, L]."""
+        place = np.arange(self._length)
+        first_stop = 1 + segments.first_length[:, None]  # [R, 1] place of the first [SEP]
+        second_stop = first_stop + 1 + segments.second_length[:, None]  # place of the second [SEP]
+        if not self._pairs:
+            second_stop = first_stop
+        in_first = (place >= 1) & (place < first_stop)  # [R, L]
+        in_second = (place > first_stop) & (place < second_stop)
+        pieces = in_first | in_second
+        first_shift = segments.first_start - 1  # [R] from a place in the sequence to one in the flat rows
+        second_shift = segments.second_start - segments.first_length - 2
+        source = place + first_shift[:, None] + in_second * (second_shift - first_shift)[:, None]  # [R, L]
+        source *= pieces  # products: several times faster than np.where
+        tokens = rows.tokens.ravel()[source].astype(np.int64)
+        tokens[~pieces] = self._pad
+        line = np.arange(len(tokens))
+        tokens[:, 0] = self._cls
+        tokens[line, first_stop[:, 0]] = self._sep
+        tokens[line, second_stop[:, 0]] = self._sep
+        tags = rows.tags.ravel()[source]
+        attended = place <= second_stop
+        token_types = ((place > first_stop) & attended).astype(np.int64)
+        return tokens, tags, token_types, pieces, attended
+
+
+def _fields(
+    masked: Masked, token_types: Integers, attended: Flags, segments: Segments, present: Flags
+) -> dict[str, torch.Tensor]:
+    arrays: dict[str, npt.NDArray[np.generic]] = {
+        "tokens": masked.tokens,
+        "token_types": token_types,
+        "attention_mask": attended,
+        "masked_positions": masked.positions,
+        "labels": masked.labels,
+        "label_groups": masked.groups,
+        "label_weights": masked.weights,
+        "next_sentence": segments.wrong,
+        "row_weights": present.astype(np.float32),
+    }
+    return {name: torch.from_numpy(array) for name, array in arrays.items()}

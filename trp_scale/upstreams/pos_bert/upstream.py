@@ -1,0 +1,86 @@
+"""Pre-training on text: PoS-BERT and BERT (TRP 4.1)."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from trp_scale.checkpoint.initial_weights import give_weights
+from trp_scale.config import Config
+from trp_scale.core.batch import Batch
+from trp_scale.core.engine import Engine
+from trp_scale.core.hooks import Hook
+from trp_scale.data.sources import open_sources
+from trp_scale.data.text.dataset import TextMeta
+from trp_scale.distributed.environment import Environment
+from trp_scale.distributed.groups import Group
+from trp_scale.engines.build import MakeEngine
+from trp_scale.observe.throughput import bert_step_flops
+from trp_scale.training import rundir
+from trp_scale.upstreams.pos_bert.model import BertForMaskedPositions
+from trp_scale.upstreams.pos_bert.objective import PosMaskedLanguageModelling
+
+FREQUENCY_ROWS = 2048
+"""Rows in which pieces are counted: a quarter of a million pieces at 128 to a row."""
+
+
+def piece_counts(batch: Batch, meta: TextMeta) -> Tensor:
+    """[V] float64, how often each piece occurs in the batch's rows as they are stored; special tokens do not count."""
+    tokens = batch["tokens"].clone()  # [R, L]
+    used = batch["label_weights"] > 0  # [R, M]
+    row = torch.arange(len(tokens))[:, None].expand_as(used)
+    tokens[row[used], batch["masked_positions"][used]] = batch["labels"][used]
+    counts = torch.bincount(tokens[batch["attention_mask"]], minlength=meta.vocab_size).double()
+    counts[[meta.special_tokens[name] for name in ("pad", "cls", "sep", "mask")]] = 0.0
+    return counts
+
+
+class TextUpstream:
+    """Sentence pairs with masked words; see `Upstream`."""
+
+    def __init__(self, config: Config, environment: Environment) -> None:
+        data = environment.data
+        self.config = config
+        self._group = data
+        self.sources = open_sources(config, rank=data.rank, world=data.size, device_type=environment.device.type)
+        self.source = self.sources.train
+        self.meta = self.sources.meta
+        self.objective = PosMaskedLanguageModelling(config.objective, self.meta.groups, config.model.hidden_size)
+        self.positions_per_step = config.batch.global_size * self.meta.length
+        self.step_flops = bert_step_flops(
+            config.model,
+            rows=config.batch.global_size,
+            length=self.meta.length,
+            predicted=self.sources.limit,
+            vocabulary=self.meta.vocab_size,
+            next_sentence=config.objective.next_sentence != "off",
+        )
+
+    def model(self) -> nn.Module:
+        settings, vocab_size = self.config.model, self.meta.vocab_size
+        model = BertForMaskedPositions(settings, vocab_size=vocab_size, seed=self.config.training.seed)
+        if self.config.objective.output_bias == "frequency":
+            model.set_output_bias(self._log_frequencies())
+        give_weights(model, settings.weights)
+        return model
+
+    def _log_frequencies(self) -> Tensor:
+        """[V] of each piece, from the first rows of the training order."""
+        rows = min(FREQUENCY_ROWS, self.source.rows)
+        counts = piece_counts(self.source.first_rows(rows), self.meta)
+        digest = hashlib.blake2b(counts.numpy().tobytes(), digest_size=16).hexdigest()
+        self._group.require_equal(digest, f"what the first {rows} rows of {self.config.data.path} hold")
+        return ((counts + 1.0) / (counts + 1.0).sum()).log()
+
+    def hooks(self, engine: Engine, make_engine: MakeEngine) -> list[Hook]:
+        return []
+
+    def leave(self, run_dir: Path, world: Group) -> None:
+        rundir.copy_tokenizer(run_dir, Path(self.meta.tokenizer_directories[0]), world)
+
+    def checkpoint_extra(self) -> dict[str, Any]:
+        return {"vocab_size": self.meta.vocab_size, "data_tokenizer": rundir.TOKENIZER}
