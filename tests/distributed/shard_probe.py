@@ -12,8 +12,8 @@ from tests.synthetic import Layout, data_group
 from tests.synthetic_images import CROPS, PATCH, PATCHES, VISIBLE, SyntheticImages, image_config, make_image_engine
 from trp_scale.config import Config
 from trp_scale.core.batch import Batch
+from trp_scale.core.pieces import Shards
 from trp_scale.distributed.groups import ALONE
-from trp_scale.engines.shards import Shards
 from trp_scale.upstreams.mae.model import MaskedAutoencoder
 from trp_scale.upstreams.mae.objective import MaskedPatchReconstruction
 

@@ -15,7 +15,7 @@ from trp_scale.checkpoint.errors import CheckpointError
 from trp_scale.checkpoint.manager import load, save
 from trp_scale.checkpoint.stored_pieces import read_full_state
 from trp_scale.core.batch import StepStats
-from trp_scale.core.engine import STATE_NAMES
+from trp_scale.core.pieces import STATE_NAMES
 
 STEPS = 2
 """Steps on each layout."""

@@ -17,7 +17,7 @@ from trp_scale.checkpoint.engine_group import EngineGroup
 from trp_scale.checkpoint.manager import load, save
 from trp_scale.checkpoint.stored_pieces import read_full_state
 from trp_scale.config import OptimizerConfig
-from trp_scale.core.engine import STATE_NAMES
+from trp_scale.core.pieces import STATE_NAMES
 from trp_scale.engines.build import build_second_engine
 from trp_scale.masks.masking_network import FlattenedMasking
 

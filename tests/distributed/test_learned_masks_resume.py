@@ -18,7 +18,7 @@ from tests.runs import essence, image_flags, lines, pretrain_here, start
 from trp_scale.checkpoint.document import HOOKS_NAME, read_document
 from trp_scale.checkpoint.run_directory import checkpoint_path, newest_complete
 from trp_scale.checkpoint.stored_pieces import read_full_state
-from trp_scale.core.engine import STATE_NAMES
+from trp_scale.core.pieces import STATE_NAMES
 
 STEPS = 12
 CYCLE = {"multilevel__unroll": 2, "multilevel__every": 2}

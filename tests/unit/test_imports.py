@@ -36,7 +36,6 @@ BESIDE = {("masks", "adversary")}
 RECIPES_ARE_READ_BY = {"checkpoint", "upstreams", "training", "downstream", "cli"}
 
 KNOWN = {
-    ("core", "engines"),  # the type of a set of shards
     ("data", "upstreams"),  # data/kinds.py chooses
     ("models", "upstreams"),  # models/given_weights.py chooses
     ("checkpoint", "upstreams"),  # checkpoint/export.py chooses

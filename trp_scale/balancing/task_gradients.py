@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trp_scale.core.batch import Batch, TaskLosses
-from trp_scale.core.engine import Engine
+from trp_scale.core.engine import Trains
 from trp_scale.core.objective import TappedObjective, TapPlace
 
 
@@ -62,7 +62,7 @@ class TaskGradients:
         if self._pending is not None:
             self._pending.shared_inputs = losses.shared_inputs
 
-    def norms(self, engine: Engine) -> Tensor:
+    def norms(self, engine: Trains) -> Tensor:
         """[T] float64: norm of each task's gradient of the global batch, 0 where it was not asked for. Call once, after
         the last backward pass."""
         self._fold()
@@ -75,7 +75,7 @@ class TaskGradients:
         every = torch.zeros(len(self.objective.tasks), dtype=torch.float64, device=self.device)
         return every.index_copy(0, self._places, norms)
 
-    def _by_rank(self, norms: Tensor, engine: Engine) -> Tensor:
+    def _by_rank(self, norms: Tensor, engine: Trains) -> Tensor:
         """[tasks] norms of this rank's rows -> [tasks, ranks], 0 in the others' places: the engine's reduction then
         divides norms, as it does gradients; squares would need its factor's square."""
         group = engine.data_group

@@ -9,31 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Protocol
 
 from trp_scale.checkpoint.errors import CheckpointError
-from trp_scale.core.engine import Piece
+from trp_scale.core.engine import Stores
+from trp_scale.core.pieces import Piece
 
 STEPS = "optimizer_steps"
-
-
-class Storable(Protocol):
-    """What a checkpoint needs of an engine; see engines/base.py."""
-
-    name: str
-    zero_stage: int | None
-
-    def pieces(self) -> Iterator[Piece]: ...
-
-    def create_optimizer_state(self) -> None: ...
-
-    def optimizer_steps(self) -> int: ...
-
-    def after_load(self, optimizer_steps: int) -> None: ...
-
-    def extra_state(self) -> Mapping[str, float]: ...
-
-    def load_extra_state(self, state: Mapping[str, float]) -> None: ...
 
 
 class EngineGroup:
@@ -44,7 +25,7 @@ class EngineGroup:
         others: by name; names have no dot.
     """
 
-    def __init__(self, main: Storable, others: Mapping[str, Storable]) -> None:
+    def __init__(self, main: Stores, others: Mapping[str, Stores]) -> None:
         self.main, self.others = main, others
         self.name, self.zero_stage = main.name, main.zero_stage
 

@@ -20,7 +20,7 @@ from trp_scale.checkpoint.document import CheckpointDocument, StoredTensor
 from trp_scale.checkpoint.errors import CheckpointError
 from trp_scale.checkpoint.regions import FlatRange, Region, check_covered_once
 from trp_scale.checkpoint.tensor_file import FileEntry, TensorInfo, write_tensor_file
-from trp_scale.core.engine import Piece
+from trp_scale.core.pieces import Piece
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 
 from trp_scale.checkpoint.agreement import on_rank_zero, together
 from trp_scale.checkpoint.document import HOOKS_NAME, CheckpointDocument, read_document
-from trp_scale.checkpoint.engine_group import Storable, check_same_engines
+from trp_scale.checkpoint.engine_group import check_same_engines
 from trp_scale.checkpoint.errors import CheckpointError, RankError
 from trp_scale.checkpoint.format import (
     Part,
@@ -40,6 +40,7 @@ from trp_scale.checkpoint.run_directory import (
 )
 from trp_scale.checkpoint.stored_pieces import StoredPieces, open_pieces
 from trp_scale.checkpoint.tensor_file import FileEntry, TensorInfo, write_tensor_file
+from trp_scale.core.engine import Stores
 from trp_scale.distributed.groups import Group
 
 
@@ -63,7 +64,7 @@ def save(
     run_dir: Path,
     *,
     step: int,
-    engine: Storable,
+    engine: Stores,
     hooks_state: Mapping[str, Any],
     cursors: Mapping[str, int],
     config: Mapping[str, Any],
@@ -119,13 +120,13 @@ RankContent = tuple[FileEntry, list[StoredPart]]
 """What one rank wrote."""
 
 
-def _write_rank(temporary: Path, engine: Storable, rank: int) -> RankContent:
+def _write_rank(temporary: Path, engine: Stores, rank: int) -> RankContent:
     """Write the pieces that this rank owns, going through them twice: the header comes first and needs their sizes."""
     described = [describe(part) for part in _owned(engine)]
     return write_parts(temporary / f"rank-{rank:05d}.safetensors", described, _owned(engine)), described
 
 
-def _owned(engine: Storable) -> Iterator[Part]:
+def _owned(engine: Stores) -> Iterator[Part]:
     return (part for part in parts_of(engine.pieces()) if part.owner)
 
 
@@ -143,7 +144,7 @@ def _finish(
         raise CheckpointError(problem)
 
 
-def load(path: Path, *, engine: Storable, group: Group) -> LoadedCheckpoint:
+def load(path: Path, *, engine: Stores, group: Group) -> LoadedCheckpoint:
     """Fill the engine from a checkpoint written by any engine on any number of ranks; all ranks call it together.
 
     Every file is compared with its checksums first, each by one rank.
@@ -186,7 +187,7 @@ def load(path: Path, *, engine: Storable, group: Group) -> LoadedCheckpoint:
 
 
 @torch.no_grad()
-def _fill_engine(engine: Storable, stored: StoredPieces) -> None:
+def _fill_engine(engine: Stores, stored: StoredPieces) -> None:
     tensors = stored.document.tensors
     with stored.reader() as reader:
         for part in parts_of(engine.pieces()):

@@ -1,68 +1,46 @@
 """The engine: who holds parameters, shards, precision and the optimizer. The loop and the hooks know only this.
 
+What an engine does is said in three protocols, so that each part of the program asks for no more than it needs:
+
+- `Trains`: forward, backward, step. The loop and validation need it.
+- `Stores`: its pieces and the small state beside them. Checkpoints need it.
+- `Probes`: gradients and forwards at other weights, between steps. Learned masks and the weight average need it.
+
 An engine receives losses whose gradients *add up* to the gradient of the global batch: every micro-batch's loss is
 already divided by the global counts. Whatever the library behind it divides by (ranks, accumulation steps), the engine
-multiplies back, so that the same losses give the same step on every engine (design.md, invariant 1).
+multiplies back, so that the same losses give the same step on every engine.
+
+All ranks call every method together.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from trp_scale.config import RefusedError
+from trp_scale.errors import RefusedError
+from trp_scale.core.pieces import Piece, Shards
 from trp_scale.distributed.groups import Group
-
-if TYPE_CHECKING:
-    from trp_scale.engines.shards import Shards
-
-STATE_NAMES = ("exp_avg", "exp_avg_sq")
-"""Optimizer moments that are part of a checkpoint, beside the weights."""
 
 
 class EngineError(RefusedError):
     """The engine cannot do what is asked; the message says what to change."""
 
 
-@dataclass(kw_only=True)
-class Piece:
-    """The part of one parameter that this rank holds: a range of the parameter, flattened row by row.
+class Trains(Protocol):
+    """What a training step needs.
 
     Attributes:
-        name: parameter name without any wrapper's prefix.
-        shape: shape of the whole parameter.
-        start: first element of the range in the flattened parameter.
-        tensors: "weight" and, once the optimizer has state, "exp_avg" and "exp_avg_sq": flat fp32 views of what the
-            engine itself uses, [stop - start]; writing into them changes the engine.
-        owner: exactly one rank owns each element; pieces that are replicas of another rank's have owner False.
+        device: where it computes.
+        data_group: ranks that split the batch.
     """
 
-    name: str
-    shape: tuple[int, ...]
-    start: int
-    tensors: dict[str, Tensor]
-    owner: bool = True
-
-    @property
-    def stop(self) -> int:
-        return self.start + int(self.tensors["weight"].numel())
-
-
-class Engine(Protocol):
-    """What a training step needs. All ranks call every method together."""
-
-    name: str
-    """plain, fsdp or deepspeed."""
-    zero_stage: int | None
-    """ZeRO stage, None where the word does not apply."""
     device: torch.device
     data_group: Group
-    """Ranks that split the batch."""
 
     @property
     def module(self) -> nn.Module:
@@ -71,6 +49,10 @@ class Engine(Protocol):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Forward pass in the run's precision."""
+        ...
+
+    def train(self, mode: bool) -> None:
+        """Dropout on or off."""
         ...
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
@@ -89,22 +71,6 @@ class Engine(Protocol):
         """Clip, update with learning rate `lr`, clear gradients."""
         ...
 
-    def reduce_hook_gradient(self, gradient: Tensor) -> Tensor:
-        """The global batch's gradient of a hook's own tensor, from what backward() left in its `.grad` on each rank.
-
-        Summed over the data ranks; what the engine multiplied the loss by (ranks, loss scale) is divided out.
-        """
-        ...
-
-    def discard_gradients(self) -> None:
-        """Drop the gradients and leave everything else as it is, a loss scaler too."""
-        ...
-
-    def clear_unused_gradients(self) -> None:
-        """Before a window in whose first micro-batch some parameters take no part: what is left of older gradients must
-        not be added to theirs. ZeRO-3 and offloaded optimizers keep such; where nothing is kept this does nothing."""
-        ...
-
     def skip(self) -> bool:
         """Drop the gradients; weights and moments stay.
 
@@ -113,16 +79,43 @@ class Engine(Protocol):
         """
         ...
 
-    def train(self, mode: bool) -> None:
-        """Dropout on or off."""
+    def discard_gradients(self) -> None:
+        """Drop the gradients and leave everything else as it is, a loss scaler too."""
         ...
+
+    def clear_unused_gradients(self) -> None:
+        """Clear the last gradients of parameters that take no part in the next backward pass.
+
+        ZeRO-3 and offloaded optimizers keep the last gradient of an unused parameter. Call this before a window in
+        whose first micro-batch some parameters are unused. The other engines keep nothing, and do nothing here.
+        """
+        ...
+
+    def reduce_hook_gradient(self, gradient: Tensor) -> Tensor:
+        """The global batch's gradient of a hook's own tensor, from what backward() left in its `.grad` on each rank.
+
+        Summed over the data ranks; what the engine multiplied the loss by (ranks, loss scale) is divided out.
+        """
+        ...
+
+    def close(self) -> None:
+        """Release what the library holds. Process groups are destroyed by the environment that made them."""
+        ...
+
+
+class Stores(Protocol):
+    """What a checkpoint needs.
+
+    Attributes:
+        name: plain, fsdp or deepspeed.
+        zero_stage: ZeRO stage, None where the word does not apply.
+    """
+
+    name: str
+    zero_stage: int | None
 
     def pieces(self) -> Iterator[Piece]:
         """This rank's part of the weights and moments, in the same order on every call."""
-        ...
-
-    def publish_weights(self) -> None:
-        """Carry what was written into pieces() between steps into what the next forward reads."""
         ...
 
     def create_optimizer_state(self) -> None:
@@ -141,12 +134,23 @@ class Engine(Protocol):
         """Small state of the engine's own, e.g. a loss scale; empty where there is none."""
         ...
 
-    def load_extra_state(self, state: Mapping[str, float]) -> None: ...
+    def load_extra_state(self, state: Mapping[str, float]) -> None:
+        """Take back what extra_state gave, of this engine or of another kind."""
+        ...
+
+
+class Probes(Protocol):
+    """What is asked of an engine between steps: after `step`, `skip` or `discard_gradients`, before the next backward.
+
+    None of it leaves a trace in weights, moments or gradients, `publish_weights` left out.
+    """
 
     def gradient_of(self, losses: Sequence[Callable[[], Tensor]]) -> Shards:
-        """Gradient of any loss between steps, leaving no trace; see shards.ShardOperations for this and the next two.
+        """Gradient of a sum of losses, summed over ranks.
 
-        Each function is one micro-batch's forward pass and gives its share of the global loss.
+        Args:
+            losses: one function for each micro-batch of this rank, which runs its forward pass; as many on every rank.
+                Each gives this micro-batch's share of the global loss, as for `backward`.
         """
         ...
 
@@ -180,10 +184,14 @@ class Engine(Protocol):
         """Whether forwards read the weights rounded to half precision, so that a small perturbation is lost."""
         ...
 
+    def publish_weights(self) -> None:
+        """Carry what was written into pieces() between steps into what the next forward reads."""
+        ...
+
     def full_weights(self) -> dict[str, Tensor]:
         """All weights, whole, on the CPU in fp32, on rank 0 (empty elsewhere). For comparison, not for speed."""
         ...
 
-    def close(self) -> None:
-        """Release what the library holds. Process groups are destroyed by the environment that made them."""
-        ...
+
+class Engine(Trains, Stores, Probes, Protocol):
+    """All three: what a run has."""

@@ -12,15 +12,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from trp_scale.errors import RefusedError
 from trp_scale.core.batch import Batch, StepStats, TaskLosses
 from trp_scale.core.engine import Engine
+from trp_scale.core.pieces import STATE_NAMES, Shards
 from trp_scale.distributed.groups import Group
 
 
@@ -89,6 +92,10 @@ class Hook:
         """Engines that the hook trains beside the run's own, by name; the checkpoint holds them too."""
         return {}
 
+    def validation(self) -> AbstractContextManager[None]:
+        """Around a validation: what the hook changes of the engine in here is back as it was afterwards."""
+        return nullcontext()
+
     def metrics(self) -> Mapping[str, Any]:
         """JSON values for this step's line in metrics.jsonl, under the hook's name; asked for on logged steps only."""
         return {}
@@ -99,6 +106,14 @@ class Hook:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take back what state_dict gave."""
+
+    def sharded_state(self) -> Mapping[str, Shards]:
+        """The hook's vectors over all parameters that lie as the engine's pieces do, such as an average of the weights.
+
+        The checkpoint stores them by name in pieces, beside the weights and moments, so that any engine on any number
+        of ranks reads them back; loading writes into their parts. They exist from the start of the run.
+        """
+        return {}
 
 
 class Balancer(Hook):
@@ -144,6 +159,13 @@ class Hooks:
     def engines(self) -> dict[str, Engine]:
         return {name: engine for hook in self.all for name, engine in hook.engines().items()}
 
+    @contextmanager
+    def validation(self) -> Iterator[None]:
+        with ExitStack() as stack:
+            for hook in self.all:
+                stack.enter_context(hook.validation())
+            yield
+
     def metrics(self) -> dict[str, Mapping[str, Any]]:
         return {hook.name: values for hook in self.all if (values := hook.metrics())}
 
@@ -156,3 +178,17 @@ class Hooks:
             raise ValueError(f"checkpoint holds the hooks {sorted(state)}, this run has {own}")
         for hook in self.all:
             hook.load_state_dict(state[hook.name])
+
+    def sharded_state(self) -> dict[str, Shards]:
+        """All hooks' vectors, by name.
+
+        Raises:
+            RefusedError: two hooks, or a hook and the engine, give the same name.
+        """
+        found: dict[str, Shards] = {}
+        for hook in self.all:
+            for name, vector in hook.sharded_state().items():
+                if name in found or name in ("weight", *STATE_NAMES):
+                    raise RefusedError(f"hook {hook.name}: its sharded state {name!r} has a name that is already taken")
+                found[name] = vector
+        return found

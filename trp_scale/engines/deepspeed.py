@@ -15,11 +15,12 @@ from deepspeed.utils import logger as deepspeed_logger
 from torch import Tensor, nn
 
 from trp_scale.config import Config
-from trp_scale.core.engine import EngineError, Piece
+from trp_scale.core.engine import EngineError
+from trp_scale.core.pieces import Piece, Shards
 from trp_scale.distributed.groups import Group
 from trp_scale.engines.gradient_norm import sum_of_squares
 from trp_scale.engines.optimizer import adamw_response, build_optimizer, set_learning_rate
-from trp_scale.engines.shards import ShardOperations, Shards
+from trp_scale.engines.shards import ShardOperations
 from trp_scale.engines.zero_flat import FlatLayout, FlatOffloadLayout
 from trp_scale.engines.zero_layout import ZeroLayout
 from trp_scale.engines.zero_partitioned import PartitionedLayout, PartitionedOffloadLayout

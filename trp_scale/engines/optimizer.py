@@ -14,7 +14,7 @@ from trp_scale.core.engine import EngineError
 
 if TYPE_CHECKING:
     from trp_scale.core.engine import Engine
-    from trp_scale.engines.shards import Shards
+    from trp_scale.core.pieces import Shards
 
 
 @runtime_checkable

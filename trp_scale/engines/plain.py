@@ -10,11 +10,12 @@ import torch
 from torch import Tensor, nn
 
 from trp_scale.config import Config
-from trp_scale.core.engine import STATE_NAMES, EngineError, Piece
+from trp_scale.core.engine import EngineError
+from trp_scale.core.pieces import STATE_NAMES, Piece, Shards
 from trp_scale.distributed.groups import ALONE, Group
 from trp_scale.engines.gradient_norm import sum_of_squares
 from trp_scale.engines.optimizer import adamw_response, build_optimizer, empty_adamw_state, set_learning_rate
-from trp_scale.engines.shards import ShardOperations, Shards
+from trp_scale.engines.shards import ShardOperations
 
 
 class PlainEngine(ShardOperations):

@@ -1,62 +1,17 @@
-"""Vectors over all parameters, of which every rank holds the parts that are its pieces; and what an engine does with
-them between steps: gradients of any loss, and forwards at weights that are moved along a direction."""
+"""What every engine does with vectors over all parameters between steps: gradients of any loss, and forwards at weights
+that are moved along a direction."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from trp_scale.core.engine import Piece
+from trp_scale.core.pieces import Piece, Shards
 from trp_scale.distributed.groups import Group
-
-
-@dataclass(frozen=True, kw_only=True)
-class Shards:
-    """A vector over all parameters of an engine.
-
-    Attributes:
-        parts: this rank's part, flat and in fp32 (float64 if the weights are), one for each of the engine's pieces, in
-            their order.
-        owned: whether this rank speaks for the part: the owned parts of all ranks hold every element once.
-        group: the ranks that hold it together.
-    """
-
-    parts: list[Tensor]
-    owned: list[bool]
-    group: Group
-
-    def dot(self, other: Shards) -> Tensor:
-        """0-dimensional float64: the inner product over all ranks."""
-        own = [
-            (mine.double() @ theirs.double()).reshape(1)
-            for mine, theirs, owned in zip(self.parts, other.parts, self.owned, strict=True)
-            if owned
-        ]
-        device = self.parts[0].device if self.parts else torch.device("cpu")
-        local = torch.cat(own).sum() if own else torch.zeros((), dtype=torch.float64, device=device)
-        return self.group.sum(local)
-
-    def norm(self) -> Tensor:
-        """0-dimensional float64: l2, over all ranks."""
-        return self.dot(self).sqrt()
-
-    def plus(self, other: Shards, factor: float | Tensor = 1.0) -> Shards:
-        """self + factor x other."""
-        pairs = zip(self.parts, other.parts, strict=True)
-        return replace(self, parts=[mine + factor * theirs for mine, theirs in pairs])
-
-    def shifted(self, by: float) -> Shards:
-        """self + by, in every element."""
-        return replace(self, parts=[part + by for part in self.parts])
-
-    def times(self, factor: float | Tensor) -> Shards:
-        """factor x self."""
-        return replace(self, parts=[factor * part for part in self.parts])
 
 
 class ShardOperations(ABC):

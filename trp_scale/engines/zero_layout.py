@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trp_scale.core.engine import Piece
+from trp_scale.core.pieces import Piece
 from trp_scale.engines.optimizer import empty_adamw_state
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trp_scale.core.engine import STATE_NAMES, Piece
+from trp_scale.core.pieces import STATE_NAMES, Piece
 from trp_scale.engines.zero_layout import ZeroLayout
 
 

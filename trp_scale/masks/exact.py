@@ -20,7 +20,7 @@ from trp_scale.config import Config
 from trp_scale.core.batch import Batch
 from trp_scale.core.engine import Engine
 from trp_scale.core.hooks import StepContext
-from trp_scale.engines.shards import Shards
+from trp_scale.core.pieces import Shards
 from trp_scale.masks.head import HeadStep, global_sum
 from trp_scale.masks.hypergradient import Reading
 from trp_scale.masks.masks import Lesson, MaskedWindow

@@ -14,9 +14,9 @@ from trp_scale.config import Config
 from trp_scale.core.batch import Batch
 from trp_scale.core.engine import Engine, EngineError
 from trp_scale.core.hooks import StepContext
+from trp_scale.core.pieces import Shards
 from trp_scale.data.downstream import Downstream
 from trp_scale.engines.build import MakeEngine
-from trp_scale.engines.shards import Shards
 from trp_scale.masks.clock import LevelClock
 from trp_scale.masks.exact import Weights, whole
 from trp_scale.masks.feedback import Lessons, on_device

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trp_scale.config import Config
-from trp_scale.core.engine import STATE_NAMES
+from trp_scale.core.pieces import STATE_NAMES
 from trp_scale.distributed.groups import Group
 from trp_scale.engines.optimizer import decay_groups, empty_adamw_state, set_learning_rate
 from trp_scale.models.initialise import initial_tensor, reseed

@@ -11,7 +11,7 @@ from torch import Tensor
 from trp_scale.core.batch import Batch
 from trp_scale.core.engine import Engine
 from trp_scale.core.hooks import StepContext
-from trp_scale.engines.shards import Shards
+from trp_scale.core.pieces import Shards
 from trp_scale.masks.feedback import HeadFeedback, LastUpdate, on_device
 from trp_scale.masks.head import HeadStep, global_sum
 from trp_scale.masks.second_level import HeadLevel

@@ -20,7 +20,7 @@ from torch import Tensor
 from trp_scale.core.batch import Batch, TaskLosses
 from trp_scale.core.hooks import StepContext
 from trp_scale.core.objective import PatchObjective
-from trp_scale.engines.shards import Shards
+from trp_scale.core.pieces import Shards
 from trp_scale.masks.masks import Lesson, MaskedWindow
 
 SMALLEST = 1e-30

@@ -13,8 +13,8 @@ from trp_scale.adversary.positions import reduced_gradient
 from trp_scale.config import Config
 from trp_scale.core.batch import Batch
 from trp_scale.core.hooks import StepContext
+from trp_scale.core.pieces import Shards
 from trp_scale.data.downstream import Downstream
-from trp_scale.engines.shards import Shards
 from trp_scale.masks.clock import LevelClock
 from trp_scale.masks.held_head import HeldHeadFeedback
 from trp_scale.masks.hypergradient import Reading

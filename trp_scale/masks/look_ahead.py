@@ -19,8 +19,8 @@ from trp_scale.config import Config
 from trp_scale.core.batch import Batch, StepStats
 from trp_scale.core.engine import Engine
 from trp_scale.core.hooks import StepContext
+from trp_scale.core.pieces import Shards
 from trp_scale.data.downstream import Downstream
-from trp_scale.engines.shards import Shards
 from trp_scale.masks.clock import LevelClock
 from trp_scale.masks.exact import whole
 from trp_scale.masks.feedback import Choose, HeadFeedback, Lessons, on_device

@@ -19,7 +19,7 @@ from trp_scale.config import Config
 from trp_scale.core.batch import Batch
 from trp_scale.core.engine import Engine
 from trp_scale.core.objective import PatchObjective
-from trp_scale.engines.shards import Shards
+from trp_scale.core.pieces import Shards
 from trp_scale.masks.head import Head, HeadParameters, HeadStep, TakeStep, global_sum
 from trp_scale.models.initialise import tensor_seed
 

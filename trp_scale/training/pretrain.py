@@ -203,7 +203,8 @@ class Run:
     def validate(self) -> None:
         """Losses over the held-out rows, reported."""
         corrupt: set[str] = set()
-        losses = validate(self.engine, self.objective, self.sources.validation.windows(), corrupt)
+        with self.hooks.validation():
+            losses = validate(self.engine, self.objective, self.sources.validation.windows(), corrupt)
         for key in self.agreement.count_corrupt(corrupt):
             self.observer.message(f"validation: block {key} could not be read and is left out")
         self.observer.validation(self.state.step, losses)

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from trp_scale.core.batch import Batch
-from trp_scale.core.engine import Engine
+from trp_scale.core.engine import Trains
 from trp_scale.core.objective import Objective
 
 
 @torch.no_grad()
-def validate(engine: Engine, objective: Objective, batches: Iterable[Batch], corrupt: set[str]) -> dict[str, Any]:
+def validate(engine: Trains, objective: Objective, batches: Iterable[Batch], corrupt: set[str]) -> dict[str, Any]:
     """Mean loss of each task over the split, without dropout; all ranks call it with as many batches.
 
     Args:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from trp_scale.checkpoint.manager import save
-from trp_scale.core.engine import STATE_NAMES, Piece
+from trp_scale.core.pieces import STATE_NAMES, Piece
 from trp_scale.distributed.groups import Group
 
 SHAPES: dict[str, tuple[int, ...]] = {"matrix": (7, 5), "bias": (13,), "scalar": (), "cube": (4, 3, 2), "one": (1, 1)}

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tests.unit.checkpoint.fake_engine import FakeEngine, random_split, save_step, whole_state
-from trp_scale.core.engine import Piece
+from trp_scale.core.pieces import Piece
 
 
 class Stalled(FakeEngine):

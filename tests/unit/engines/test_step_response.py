@@ -11,8 +11,8 @@ from torch import Tensor
 from tests.synthetic import Layout
 from tests.synthetic_images import image_config
 from trp_scale.core.engine import EngineError
+from trp_scale.core.pieces import Shards
 from trp_scale.engines.plain import PlainEngine
-from trp_scale.engines.shards import Shards
 from trp_scale.upstreams.mae.model import MaskedAutoencoder
 
 LR = 1e-3

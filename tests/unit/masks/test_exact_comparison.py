@@ -9,7 +9,7 @@ import torch
 
 from tests.synthetic import Layout
 from tests.synthetic_masks import mask_config, masks_run
-from trp_scale.engines.shards import Shards
+from trp_scale.core.pieces import Shards
 
 
 def compared(dtype: torch.dtype = torch.float64, **changes: Any) -> dict[str, float]:
