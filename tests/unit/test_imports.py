@@ -124,9 +124,9 @@ def test_every_part_has_its_layer() -> None:
 @pytest.mark.parametrize(
     ("path", "source"),
     [
-        ("trp_scale/upstreams/pos_bert/model.py", "from trp_scale.core.engine import Engine"),
-        ("trp_scale/upstreams/pos_bert/model.py", "from trp_scale import training"),
-        ("trp_scale/upstreams/pos_bert/model.py", "from ..data import index"),
+        ("trp_scale/models/bert.py", "from trp_scale.engines.plain import PlainEngine"),
+        ("trp_scale/models/bert.py", "from trp_scale import training"),
+        ("trp_scale/models/bert.py", "from ..data import index"),
         ("trp_scale/data/order.py", "def f():\n    import trp_scale.training.loop"),
         ("trp_scale/config/run.py", "import trp_scale.core.batch"),
         ("trp_scale/core/hooks.py", "from trp_scale.balancing.minimax import Minimax"),
