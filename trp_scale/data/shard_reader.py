@@ -7,6 +7,7 @@ SIGBUS, and torch's DataLoader reports the worker. Shorter files are found befor
 from __future__ import annotations
 
 import io
+import math
 import mmap
 import zlib
 from collections import OrderedDict
@@ -111,12 +112,12 @@ def parse_npy(content: memoryview, where: str) -> npt.NDArray[Any]:
         version = npy.read_magic(header)
         read = {(1, 0): npy.read_array_header_1_0, (2, 0): npy.read_array_header_2_0}[version]
         shape, fortran_order, dtype = read(header)
-    except (ValueError, KeyError) as error:
-        raise DataError(f"{where}: bad npy header ({error})") from error
+    except Exception as error:  # numpy reads the header as Python: a damaged one raises what its tokens lead to
+        raise DataError(f"{where}: bad npy header ({type(error).__name__}: {error})") from error
     if dtype.kind not in "uif" or not dtype.isnative or fortran_order:
         raise DataError(f"{where}: {dtype.str} in {'column' if fortran_order else 'row'} order; plain numbers expected")
-    count = int(np.prod(shape, dtype=np.int64))
+    count = math.prod(shape)
     available = len(content) - header.tell()
-    if count * dtype.itemsize != available:
+    if min(shape, default=0) < 0 or count * dtype.itemsize != available:
         raise DataError(f"{where}: {count * dtype.itemsize} bytes for shape {shape} expected, {available} found")
     return np.frombuffer(content, dtype=dtype, count=count, offset=header.tell()).reshape(shape)

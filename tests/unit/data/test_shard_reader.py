@@ -174,6 +174,9 @@ def test_shard_that_changes_under_way_is_a_damaged_block(tmp_path: Path) -> None
         npy(np.zeros(2, dtype=">i4")),
         npy(np.zeros(2, dtype="S4")),
         npy(np.zeros(2, dtype=[("a", "u1")])),
+        npy(np.zeros((2, 3))).replace(b"}", b"|"),  # numpy: TokenError, as it would be of any unfinished Python
+        npy(np.zeros((2, 3))).replace(b"(2, 3), }" + b" " * 18, b"(99999999999999999999, 3), }"),
+        npy(np.zeros((2, 3))).replace(b"(2, 3), }  ", b"(-2, -3), }"),
     ],
 )
 def test_bad_npy_is_refused(content: bytes) -> None:
