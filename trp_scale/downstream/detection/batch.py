@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import io
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
-from torchvision.io import ImageReadMode, decode_image
 from torchvision.transforms import InterpolationMode
 
 from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.core.batch import Batch
+from trp_scale.data.images.decode import decode_image
+from trp_scale.data.images.members import png_format
 from trp_scale.data.index import DataError
 from trp_scale.data.plan import Addresses, row_states
 from trp_scale.downstream.detection.annotations import Annotations
@@ -131,7 +134,9 @@ class DetectionBatchBuilder:
 
 
 def read_image(path: Path, size: tuple[int, ...]) -> Tensor:
-    """[3, H, W] uint8 of a JPEG or PNG.
+    """[3, H, W] uint8 of a JPEG, PNG, GIF or WebP; transparency is dropped.
+
+    All but JPEG by Pillow: torchvision's PNG decoder ends the process by SIGSEGV on most damaged files.
 
     Args:
         size: H, W as the annotations say; 0 where they say nothing.
@@ -140,12 +145,16 @@ def read_image(path: Path, size: tuple[int, ...]) -> Tensor:
         DataError: it cannot be read or decoded, has 16 bits a channel, or has another size.
     """
     try:
-        content = np.fromfile(path, dtype=np.uint8)
-        pixels: Tensor = decode_image(torch.from_numpy(content), mode=ImageReadMode.RGB)
-    except (OSError, RuntimeError) as error:
+        content = path.read_bytes()
+        if content.startswith(b"\xff\xd8"):  # a JPEG
+            pixels = decode_image(bytearray(content))
+        elif png_format(content)[0] == 16:
+            raise DataError("16 bits a channel found, images of 8 bits are allowed; convert it")
+        else:
+            image = Image.open(io.BytesIO(content), formats=("PNG", "GIF", "WEBP"))
+            pixels = torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
+    except Exception as error:  # decoders raise whatever a broken file leads them to
         raise DataError(f"{path}: cannot be read ({error})") from error
-    if pixels.dtype != torch.uint8:
-        raise DataError(f"{path}: {pixels.dtype} found, images of 8 bits a channel are allowed; convert it")
     if any(wanted and wanted != found for wanted, found in zip(size, pixels.shape[1:], strict=True)):
         raise DataError(f"{path}: {tuple(pixels.shape[1:])} pixels found, the annotations say {size}")
     return pixels

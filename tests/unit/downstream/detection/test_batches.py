@@ -8,12 +8,13 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from torchvision.io import ImageReadMode, decode_image
 
 from tests.unit.downstream.detection.small_sets import coco_document, detection_config, small_scenes, write_coco
 from trp_scale.core.batch import Batch
 from trp_scale.data.plan import Addresses
 from trp_scale.downstream.detection.annotations import Annotations
-from trp_scale.downstream.detection.batch import DetectionBatchBuilder
+from trp_scale.downstream.detection.batch import DetectionBatchBuilder, read_image
 from trp_scale.downstream.detection.coco import read_coco
 from trp_scale.downstream.detection.masks import decode
 from trp_scale.downstream.detection.model import paste
@@ -77,6 +78,23 @@ def test_an_image_of_sixteen_bits_is_corrupt(tmp_path: Path) -> None:
     data = read_coco(write_coco(tmp_path, coco_document()))
     Image.fromarray(np.full((12, 16), 1000, dtype=np.uint16)).save(tmp_path / "images" / "b.png")
     assert build(data, addresses([0, 1]), augment=False)["row_weights"].tolist() == [1, 0]
+
+
+@pytest.mark.parametrize(
+    ("mode", "form"),
+    [
+        *((mode, "PNG") for mode in ("1", "L", "LA", "P", "RGB", "RGBA")),
+        *((mode, "JPEG") for mode in ("L", "RGB", "CMYK")),
+        ("P", "GIF"),
+        ("RGB", "WEBP"),
+    ],
+)
+def test_images_are_read_as_torchvision_reads_them(tmp_path: Path, mode: str, form: str) -> None:
+    colours = Image.fromarray(np.random.default_rng(0).integers(0, 256, (12, 16, 4), dtype=np.uint8), "RGBA")
+    (colours.convert("RGB") if mode == "P" else colours).convert(mode).save(tmp_path / "image", form)
+    content = torch.from_numpy(np.fromfile(tmp_path / "image", dtype=np.uint8))
+    expected = decode_image(content, mode=ImageReadMode.RGB)
+    assert torch.equal(read_image(tmp_path / "image", (12, 16)), expected)
 
 
 def test_an_image_of_another_size_than_its_annotations_say_is_corrupt(tmp_path: Path) -> None:

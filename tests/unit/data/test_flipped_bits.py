@@ -1,0 +1,100 @@
+"""One flipped bit in what is stored: the sample is read or left out by its name, and the run goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from tests.runs import ROOT, flags, image_flags, lines, pretrain_here
+from tests.unit.data.flipping import flipped
+from tests.unit.data.images.multimodal import SUFFIXES, sample, write_multimodal
+from tests.unit.data.stored import write_dataset
+from trp_scale.checkpoint.document import read_document
+from trp_scale.checkpoint.run_directory import checkpoint_path
+from trp_scale.data.index import read_index
+
+ARRAYS = ["tokens.npy", "tags.npy", "sentences.npy"]
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Counter[str]]:
+    """What became of the flips of each kind, counted."""
+    place = tmp_path_factory.mktemp("flips")
+    images = write_multimodal(place / "images", [[sample(number, 24, 30) for number in range(3)]])
+    text = write_dataset(place / "text", block_rows=[[5, 4]])
+    found = subprocess.run(
+        [sys.executable, "-m", "tests.unit.data.flipping", str(images), str(text)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert found.returncode == 0, f"a decoder ended the process: {found.returncode}\n{found.stderr[-4000:]}"
+    counts: dict[str, Counter[str]] = {}
+    for name, what in json.loads(found.stdout):
+        counts.setdefault(name, Counter())[what] += 1
+    return counts
+
+
+def test_nothing_else_happens_to_any_kind_of_member(outcomes: dict[str, Counter[str]]) -> None:
+    stored = {f"{mode} {suffix}" for mode in ("plain", "verify") for suffix in SUFFIXES + ARRAYS}
+    assert outcomes.keys() == stored | {"decoder depth.png", "decoder semseg.png", "detection png"}
+    for name, counts in outcomes.items():
+        assert counts.keys() <= {"read", "left out"}, name
+        assert counts["left out"] > 0, f"{name}: no flip that a decoder can see was tried"
+
+
+@pytest.mark.parametrize("name", ["plain depth.png", "plain semseg.png", *(f"verify {s}" for s in SUFFIXES + ARRAYS)])
+def test_what_has_its_checksum_compared_is_always_found(outcomes: dict[str, Counter[str]], name: str) -> None:
+    assert outcomes[name].keys() == {"left out"}
+
+
+def flip_in_first_block(shard: Path, suffix: str, byte: int) -> str:
+    """Flip a bit of a member; returns the block's key."""
+    block = read_index(shard).blocks[0]
+    shard.write_bytes(flipped(shard.read_bytes(), block.members[suffix].offset + byte, 2))
+    return block.key
+
+
+def goes_on_without(keys: list[str], run_dir: Path, steps: int, printed: str) -> None:
+    """All steps were made, and each key is named once by the display and kept in the checkpoint."""
+    assert len(lines(run_dir)) == steps
+    for key in keys:
+        assert printed.count(f"block {key} could not be read and is left out") == 1
+    assert read_document(checkpoint_path(run_dir, steps)).extra["corrupt"] == keys
+
+
+def test_a_run_leaves_flipped_maps_and_images_out_and_goes_on(
+    image_dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """In a worker, as a run reads: a decoder that ends its process ends the run, and the same run again and again."""
+    data = shutil.copytree(image_dataset, tmp_path / "images")
+    shards = sorted(data.glob("shards/*.tar"))
+    damage = zip(shards, (("depth.png", 60), ("semseg.png", 60), ("jpg", 1)), strict=True)
+    keys = [f"{shard.stem}/{flip_in_first_block(shard, *where)}" for shard, where in damage]
+    changes = {"data__workers": 1, "data__validation_fraction": 0.0, "data__max_corrupt_blocks": 3}
+    arguments = image_flags("mm_mae_tiny", data, tmp_path / "run", training__steps=12, **changes)  # 96 images
+    arguments += ["--modalities.visible_tokens", "10"]
+    assert pretrain_here(arguments) == 0
+    goes_on_without(keys, tmp_path / "run", 12, capsys.readouterr().out)
+
+
+def test_a_run_leaves_a_flipped_header_of_text_out_and_goes_on(
+    text_dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data = shutil.copytree(text_dataset, tmp_path / "text")
+    shard = min(data.glob("shards/*.tar"))
+    header_end = shard.read_bytes().index(b"}") - read_index(shard).blocks[0].members["tokens.npy"].offset
+    key = flip_in_first_block(shard, "tokens.npy", header_end)
+    steps = -(-json.loads((data / "dataset.json").read_text())["rows"] // 32)
+    changes = {"data__workers": 1, "data__validation_fraction": 0.0, "data__max_corrupt_blocks": 1}
+    changes |= {"validation__every": 0, "batch__global_size": 32, "batch__micro_size": 32, "training__steps": steps}
+    assert pretrain_here(flags(data, tmp_path / "run", **changes)) == 0
+    goes_on_without([key], tmp_path / "run", steps, capsys.readouterr().out)
