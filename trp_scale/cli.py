@@ -26,6 +26,7 @@ USAGE = """usage: trp-scale COMMAND ...
   represent  draw and measure what an image encoder has learned, on one page
   export     write a run's weights as a directory that other libraries load
   sweep      train several image runs that differ in named settings, and compare accuracy and hours
+  recipes    list the recipes, or print all settings of one and where each comes from
 
 trp-scale COMMAND --help explains the flags of a command.
 """
@@ -44,6 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "report": _report,
         "export": _export,
         "sweep": _sweep,
+        "recipes": _recipes,
     }
     if not arguments or arguments[0] in ("-h", "--help"):
         print(USAGE, end="")
@@ -238,6 +240,12 @@ def _sweep(argv: Sequence[str]) -> int:
     )
     print_table(points)
     return 0
+
+
+def _recipes(argv: Sequence[str]) -> int:
+    from trp_scale.recipes.listing import recipes
+
+    return recipes(argv)
 
 
 def _speaks() -> bool:

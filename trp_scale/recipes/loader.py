@@ -1,7 +1,7 @@
 """Recipes: YAML files with the settings of a run, and their way to `Config` and back.
 
 Every key is a field of `trp_scale.config`; what a file leaves out keeps the field's default. Values are read by the
-rules of YAML 1.2, in which `2e-4` is a number and `off` is a word.
+rules of YAML 1.2, in which `2e-4` is a number and `off` is a word. A file may extend another (`inheritance.py`).
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import yaml
 
 from trp_scale.config import Config, RefusedError, nearest
 from trp_scale.config.finetuning import FinetuneConfig
+from trp_scale.recipes.inheritance import Inherited, inherit
 
 RECIPES = Path(__file__).parent
 
@@ -63,26 +64,59 @@ def load_recipe(name_or_path: str | Path) -> Config:
         RefusedError: no such recipe, a file that is not YAML, unknown keys (with the nearest known one) or values of a
             wrong type; everything that is wrong in one message.
     """
-    path = _recipe_path(str(name_or_path))
+    return resolve(recipe_path(str(name_or_path)))[0]
+
+
+def resolve(path: Path) -> tuple[Config, Inherited]:
+    """The settings of the recipe at `path`, and where each value comes from.
+
+    Raises: as `load_recipe`; a wrong setting is told of the file that it stands in.
+    """
+    recipe = inherit(path, _read, _extended_path)
+    for file in recipe.chain[:-1]:
+        from_dict(inherit(file, _read, _extended_path).document, source=str(file))
+    return from_dict(recipe.document, source=str(path)), recipe
+
+
+def _read(path: Path) -> object:
     try:
-        document = yaml.load(path.read_text(encoding="utf-8"), Loader=_Yaml12Loader)
+        return yaml.load(path.read_text(encoding="utf-8"), Loader=_Yaml12Loader)
     except OSError as error:
-        raise RefusedError(f"--recipe {name_or_path}: cannot read {path}: {error.strerror}") from error
+        raise RefusedError(f"{path}: cannot be read: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError, ValueError) as error:
         raise RefusedError(f"{path} is not a YAML file: {error}") from error
-    return from_dict({} if document is None else document, source=str(path))
 
 
-def _recipe_path(name_or_path: str) -> Path:
+def _extended_path(name: str, path: Path) -> Path:
+    """The file of the recipe `name` that the one at `path` extends; a path is meant from there."""
+    return recipe_path(name if _is_name(name) else str(path.parent / name), f"{path} extends", name)
+
+
+def _is_name(name_or_path: str) -> bool:
     path = Path(name_or_path)
-    if path.suffix in (".yaml", ".yml") or len(path.parts) > 1:
+    return path.suffix not in (".yaml", ".yml") and len(path.parts) == 1
+
+
+def recipe_path(name_or_path: str, said_by: str = "--recipe", said: str | None = None) -> Path:
+    """The file of a recipe.
+
+    Args:
+        name_or_path: a name of the package's, or the path of a .yaml file.
+        said_by: who names it, for error messages.
+        said: how it is named there; None = as `name_or_path`.
+
+    Raises:
+        RefusedError: there is no such recipe or file.
+    """
+    path, words = Path(name_or_path), f"{said_by} {said or name_or_path}"
+    if not _is_name(name_or_path):
         if path.is_file():
             return path
-        raise RefusedError(f"--recipe {name_or_path}: there is no such file{nearest(path.stem, known_recipes())}")
+        raise RefusedError(f"{words}: there is no such file{nearest(path.stem, known_recipes())}")
     if name_or_path in known_recipes():
         return RECIPES / f"{name_or_path}.yaml"
     raise RefusedError(
-        f"--recipe {name_or_path}: unknown recipe{nearest(name_or_path, known_recipes())}\n"
+        f"{words}: unknown recipe{nearest(name_or_path, known_recipes())}\n"
         f"Known: {', '.join(known_recipes())}; or give the path of a .yaml file."
     )
 
@@ -102,8 +136,16 @@ def setting_name(field: str) -> str:
 
 def dump(config: Config) -> str:
     """`config` as YAML, every field written out; `load_recipe` reads it back to an equal `Config`."""
+    return write_yaml(to_dict(config))
+
+
+def write_yaml(document: Mapping[str, Any], *, on_one_line: bool = False) -> str:
+    """`document` as YAML of either version; on one line without its end if asked."""
     # Not allow_unicode: PyYAML would write some characters, such as U+0085, in a way that it reads as white space.
-    return yaml.dump(to_dict(config), Dumper=_Yaml12Dumper, sort_keys=False)
+    if on_one_line:
+        flow = yaml.dump(document, Dumper=_Yaml12Dumper, sort_keys=False, default_flow_style=True, width=float("inf"))
+        return flow.strip().removeprefix("{").removesuffix("}")
+    return yaml.dump(document, Dumper=_Yaml12Dumper, sort_keys=False)
 
 
 def from_dict(document: Mapping[str, Any], source: str = "settings") -> Config:

@@ -16,7 +16,7 @@ from trp_scale.recipes.checks import cautions
 from trp_scale.recipes.loader import load_recipe
 
 HEADS = {
-    name: (Path(loader.__file__).parent / f"{name}.yaml").read_text(encoding="utf-8").split("\nmodel:")[0]
+    name: re.split("\n\\w", (Path(loader.__file__).parent / f"{name}.yaml").read_text(encoding="utf-8"), maxsplit=1)[0]
     for name in ("mlo_mae_imagenet", "mlo_mae_cifar")
 }
 SWEEPS = [shlex.split(line) for line in re.findall(r"^#\s+(trp-scale sweep .*)$", HEADS["mlo_mae_cifar"], re.MULTILINE)]

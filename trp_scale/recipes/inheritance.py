@@ -1,0 +1,105 @@
+"""Recipes that extend one another: `extends: NAME|PATH` at the top of a file, then only what differs from there.
+
+The sections of the two files are merged key by key, however deep they go. A list replaces the list before it. A section
+that names another `kind` replaces the whole section, since the settings of one kind mean nothing to another. A `null`
+takes away what the extended recipe says there, a value or a section, so that the default holds again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from trp_scale.config import RefusedError
+
+EXTENDS = "extends"
+
+
+@dataclass(frozen=True)
+class Inherited:
+    """A recipe with all that it extends."""
+
+    chain: list[Path]
+    """The files, from the one that extends nothing to the recipe itself."""
+    document: dict[str, Any] = field(default_factory=dict)
+    """The merged sections, without `extends`."""
+    origin: dict[str, Path] = field(default_factory=dict)
+    """The file that each value comes from, by the value's path, such as `optimizer.lr`."""
+
+
+def inherit(path: Path, read: Callable[[Path], object], find: Callable[[str, Path], Path]) -> Inherited:
+    """The recipe at `path`, merged over those it extends.
+
+    Args:
+        path: file of the recipe.
+        read: gives the document in a file.
+        find: gives the file that a recipe named in `extends` of a file is in; refuses a name that there is not.
+
+    Raises:
+        RefusedError: a file that is no mapping, an `extends` that is no name, recipes that extend one another in a
+            circle; and what `read` and `find` refuse.
+    """
+    documents: dict[Path, Mapping[str, Any]] = {}
+    following: Path | None = path
+    while following is not None:
+        here = following
+        document = read(here)
+        if document is None:
+            document = {}
+        if not isinstance(document, Mapping):
+            raise RefusedError(f"{here}: {document!r} is no section; allowed: sections of settings, such as `model:`")
+        documents[here] = document
+        following = _extended(here, document, find)
+        if following is not None and _same(following, documents):
+            circle = " extends ".join(str(file) for file in [*documents, following])
+            raise RefusedError(f"{circle}: recipes cannot extend one another in a circle; take one `extends:` out")
+    merged: dict[str, Any] = {}
+    origin: dict[str, Path] = {}
+    for file, document in reversed(documents.items()):
+        _merge(merged, {key: value for key, value in document.items() if key != EXTENDS}, file, origin, "")
+    return Inherited(list(reversed(documents)), merged, origin)
+
+
+def _extended(path: Path, document: Mapping[str, Any], find: Callable[[str, Path], Path]) -> Path | None:
+    if EXTENDS not in document:
+        return None
+    name = document[EXTENDS]
+    if not isinstance(name, str) or not name:
+        raise RefusedError(f"{path} extends {name!r}; allowed: the name of one recipe, or the path of a .yaml file")
+    return find(name, path)
+
+
+def _same(path: Path, seen: Mapping[Path, object]) -> bool:
+    return path.resolve() in {file.resolve() for file in seen}
+
+
+def _merge(onto: dict[str, Any], over: Mapping[str, Any], file: Path, origin: dict[str, Path], prefix: str) -> None:
+    """Write the values of `over` into `onto`, and `file` as their origin."""
+    for key, value in over.items():
+        where = f"{prefix}{key}"
+        before = onto.get(key)
+        if value is None and key in onto:
+            del onto[key]
+            _forget(origin, where)
+        elif isinstance(value, Mapping):
+            kept = isinstance(before, Mapping) and value.get("kind", before.get("kind")) == before.get("kind")
+            if not kept:
+                _forget(origin, where)
+                onto[key] = {}
+                origin[where] = file
+            _merge(onto[key], value, file, origin, f"{where}.")
+        else:
+            _forget(origin, where)
+            onto[key] = value
+            origin[where] = file
+
+
+def _forget(origin: dict[str, Path], where: str) -> None:
+    for known in list(_below(origin, where)):
+        del origin[known]
+
+
+def _below(origin: Mapping[str, Path], where: str) -> Iterator[str]:
+    return (known for known in origin if known == where or known.startswith(f"{where}."))

@@ -1,0 +1,81 @@
+"""`trp-scale recipes`: the recipes with a line each, or one of them with every value and where it comes from."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+
+from trp_scale.config import Config
+from trp_scale.recipes.loader import RECIPES, known_recipes, load_recipe, recipe_path, resolve, to_dict, write_yaml
+
+DEFAULT = "default"
+
+
+@dataclass(kw_only=True)
+class RecipesArguments:
+    """List the recipes of the package with a line each; or, given one, print all its settings as YAML, each with the
+    recipe that it comes from."""
+
+    name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME|PATH")] = ""
+    """A recipe of the package, or the path of a .yaml file; empty = list them."""
+
+
+def recipes(argv: Sequence[str]) -> int:
+    """The command."""
+    arguments = tyro.cli(RecipesArguments, prog="trp-scale recipes", args=argv, use_underscores=True)
+    lines = resolved(recipe_path(arguments.name, "trp-scale recipes")) if arguments.name else listed()
+    print("\n".join(lines))
+    return 0
+
+
+def listed() -> Iterator[str]:
+    """The names of the package's recipes, those of each command together, with what they say of themselves."""
+    names = known_recipes()
+    width = max(map(len, names))
+    pre_training = [name for name in names if type(load_recipe(name)) is Config]
+    for command, those in (
+        ("pretrain", pre_training),
+        ("finetune", [name for name in names if name not in pre_training]),
+    ):
+        yield f"trp-scale {command} --recipe"
+        yield from (f"  {name:<{width}}  {summary(RECIPES / f'{name}.yaml')}" for name in those)
+
+
+def summary(path: Path) -> str:
+    """The first sentence of the comment at the head of a recipe; empty if it has none."""
+    paragraph: list[str] = []
+    for line in path.read_text(encoding="utf-8").splitlines():
+        words = line.removeprefix("#").strip()
+        if not line.startswith("#") or not words:
+            break
+        paragraph.append(words)
+    return re.split(r"(?<=\.)\s+(?=[A-Z\"])", " ".join(paragraph), maxsplit=1)[0].removesuffix(".")
+
+
+def resolved(path: Path) -> Iterator[str]:
+    """All settings of a recipe as YAML, which is a recipe itself; the comment behind each is its origin.
+
+    Raises:
+        RefusedError: as `load_recipe`.
+    """
+    config, recipe = resolve(path)
+    names = [file.stem if file.parent == RECIPES else str(file) for file in recipe.chain]
+    origin = {where: names[recipe.chain.index(file)] for where, file in recipe.origin.items()}
+    yield f"# {' extends '.join(reversed(names))}"
+    yield from _lines(to_dict(config), "", origin)
+
+
+def _lines(values: Mapping[str, Any], prefix: str, origin: Mapping[str, str]) -> Iterator[str]:
+    indent = "  " * prefix.count(".")
+    for key, value in values.items():
+        where = f"{prefix}{key}"
+        if isinstance(value, Mapping) and value:
+            yield f"{indent}{key}:"
+            yield from _lines(value, f"{where}.", origin)
+        else:
+            yield f"{indent + write_yaml({key: value}, on_one_line=True):<40} # {origin.get(where, DEFAULT)}"
