@@ -2,9 +2,9 @@
 
     python benchmarks/mlo_truncation.py --data data/scenes [further flags of trp-scale pretrain]
 
-Trains the recipe mlo_mae_tiny for some steps, looking ahead with `derivative: full`, and prints for 1, 2 and 5 unrolled
-steps how far the masking network's gradient from the last step alone is from that of all of them: the relative error
-and the cosine, medians over the lessons.
+Trains the recipe mlo_mae_tiny for some steps in mode look_ahead with `derivative: full`, and prints for 1, 2 and 5
+unrolled steps how far the masking network's gradient from the last step alone is from that of all of them: the relative
+error and the cosine, medians over the outer steps.
 """
 
 from __future__ import annotations
@@ -23,10 +23,9 @@ from rich.table import Table
 from torch import Tensor
 
 from trp_scale.distributed.environment import Environment
-from trp_scale.masks.feedback import Lessons
 from trp_scale.masks.hook import LearnedMasks
-from trp_scale.masks.masks import MaskTeacher
-from trp_scale.masks.selection import patch_weights
+from trp_scale.masks.hypergradient import Hypergradient
+from trp_scale.masks.masks import Masker, patch_weights
 from trp_scale.recipes.arguments import parse
 from trp_scale.training.pretrain import Run
 
@@ -44,7 +43,7 @@ class Options:
 def main(argv: Sequence[str] | None = None) -> None:
     arguments, flags = tyro.cli(Options, args=argv, description=__doc__, use_underscores=True, return_unknown_args=True)
     table = Table(title="the last unrolled step's hypergradient against that of all of them")
-    for column in ("unroll", "lessons", "relative error", "cosine"):
+    for column in ("unroll", "outer steps", "relative error", "cosine"):
         table.add_column(column, justify="right")
     for unroll in arguments.unroll:
         found = truncation(arguments.data, unroll, arguments.steps, flags)
@@ -54,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def truncation(data: str, unroll: int, steps: int, flags: Sequence[str]) -> list[tuple[float, float]]:
-    """(relative error, cosine) of every lesson of a short run."""
+    """(relative error, cosine) of every outer step of a short run."""
     found: list[tuple[float, float]] = []
     settings: dict[str, Any] = {
         "multilevel.mode": "look_ahead",
@@ -71,27 +70,27 @@ def truncation(data: str, unroll: int, steps: int, flags: Sequence[str]) -> list
         command = ["--recipe", "mlo_mae_tiny", "--data.path", data, "--run_dir", directory, *given, *flags]
         run = Run(parse(command), environment, Path(directory), "plain", lambda: None)
         (hook,) = (each for each in run.hooks.all if isinstance(each, LearnedMasks))
-        teach = hook.teacher.teach
+        outer_step = hook.masker.outer_step
 
-        def compared(lessons: Lessons, scale: float) -> bool:
-            last, every = (gradient(hook.teacher, part) for part in (lessons[:1], lessons))
+        def compared(hypergradient: Hypergradient, scale: float) -> bool:
+            last, every = (gradient(hook.masker, part) for part in (hypergradient[:1], hypergradient))
             error = float((last - every).norm() / every.norm())
             found.append((error, float(last @ every / (last.norm() * every.norm()))))
-            return teach(lessons, scale)
+            return outer_step(hypergradient, scale)
 
-        hook.teacher.teach = compared  # type: ignore[method-assign]
+        hook.masker.outer_step = compared  # type: ignore[method-assign]
         run.train()
     return found
 
 
-def gradient(teacher: MaskTeacher, lessons: Lessons) -> Tensor:
-    """The masking network's gradient of some lessons, flat."""
+def gradient(masker: Masker, hypergradient: Hypergradient) -> Tensor:
+    """The masking network's gradient of a hypergradient by the masks, flat."""
     losses = []
-    for window, parts in lessons:
-        for selection, lesson in zip(window.selections, parts, strict=True):
-            weights = patch_weights(teacher.network(selection.embeddings), selection, teacher.choice)
-            losses.append((weights.masked * lesson.of_weights).sum() * window.factor)
-    parameters = list(teacher.network.module.parameters())
+    for window, parts in hypergradient:
+        for selection, part in zip(window.selections, parts, strict=True):
+            weights = patch_weights(masker.network(selection.embeddings), selection, masker.relaxation)
+            losses.append((weights.masked * part.weights).sum() * window.factor)
+    parameters = list(masker.network.module.parameters())
     found = torch.autograd.grad(torch.stack(losses).sum(), parameters)
     return torch.cat([each.reshape(-1) for each in found]).double()
 

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from tests.synthetic import Layout
 from tests.synthetic_masks import D_TR, D_VAL, MasksRun, labelled, mask_config, masks_run
-from tests.unit.masks.exact_reference import Masked, Rule, Weights, hypergradient, joined
+from tests.unit.masks.exact_hypergradient import Masked, Rule, Weights, hypergradient, joined
 from trp_scale.config import Config
 from trp_scale.core.engine import Engine
-from trp_scale.masks.feedback import HeadFeedback
+from trp_scale.masks.head import HeadLevel, LossGradients
+from trp_scale.masks.hypergradient import ValidationLoss
 from trp_scale.masks.masking_network import NETWORKS
-from trp_scale.masks.second_level import HeadLevel, Slopes
 from trp_scale.upstreams.mae.model import MaskedAutoencoder
 
 Path = Literal["encoder", "head", "both"]
@@ -70,16 +70,16 @@ def state(engine: Engine, key: str) -> Weights:
 
 def leave_one(level: HeadLevel, path: Path) -> None:
     """Make the direction that of one path alone; nothing else of the update changes."""
-    slopes = level.slopes
+    gradients = level.gradients
 
-    def without_features(*arguments: Any) -> Slopes:
-        found = slopes(*arguments)
-        return Slopes(of_features=torch.zeros_like(found.of_features), of_head=found.of_head, loss=found.loss)
+    def without_features(*arguments: Any) -> LossGradients:
+        found = gradients(*arguments)
+        return LossGradients(by_features=torch.zeros_like(found.by_features), by_head=found.by_head, loss=found.loss)
 
     if path == "encoder":
-        level.path = lambda part, step, of_head: torch.zeros_like(part.features)  # type: ignore[method-assign]
+        level.through_head = lambda part, step, by_head: torch.zeros_like(part.features)  # type: ignore[method-assign]
     if path == "head":
-        level.slopes = without_features  # type: ignore[method-assign]
+        level.gradients = without_features  # type: ignore[method-assign]
 
 
 class Watched:
@@ -87,29 +87,29 @@ class Watched:
 
     def __init__(self, run: MasksRun) -> None:
         assert run.hook is not None
-        teacher = run.hook.teacher
+        masker = run.hook.masker
         self.gradient: Weights = {}
         self.network: Weights = {}
-        check, teach = teacher.network.check_gradients, teacher.teach
+        check, outer_step = masker.network.check_gradients, masker.outer_step
 
         def check_gradients() -> Tensor:
-            self.gradient = whole(teacher.network, teacher.network.piece_gradients())  # type: ignore[attr-defined]
+            self.gradient = whole(masker.network, masker.network.piece_gradients())  # type: ignore[attr-defined]
             return check()
 
         def noted(windows: Any, scale: float) -> None:
             ((window, _),) = windows
             chosen = window.selections
-            self.network = state(teacher.network, "weight")
+            self.network = state(masker.network, "weight")
             self.lower = Masked(
                 batch=joined(list(window.micros)),
                 visible=torch.cat([each.visible for each in chosen]),
                 masked=torch.cat([each.masked for each in chosen]),
                 embeddings=torch.cat([each.embeddings for each in chosen]),
             )
-            return teach(windows, scale)
+            return outer_step(windows, scale)
 
-        teacher.network.check_gradients = check_gradients  # type: ignore[method-assign]
-        teacher.teach = noted  # type: ignore[method-assign]
+        masker.network.check_gradients = check_gradients  # type: ignore[method-assign]
+        masker.outer_step = noted  # type: ignore[method-assign]
 
 
 def update(
@@ -128,8 +128,8 @@ def update(
         lr_factor, head_lr_factor: of the learning rates in the last step alone.
     """
     run = masks_run(layout, mask_config(layout, **changes), dtype=dtype)
-    assert run.hook is not None and isinstance(run.hook.feedback, HeadFeedback)
-    level, config, watched = run.hook.feedback.level, run.trainer.config, Watched(run)
+    assert run.hook is not None and isinstance(run.hook.outer, ValidationLoss)
+    level, config, watched = run.hook.outer.level, run.trainer.config, Watched(run)
     for _ in range(cycles * config.multilevel.unroll - 1):
         run.trainer.train_step()
     leave_one(level, path)

@@ -22,7 +22,7 @@ from trp_scale.distributed.groups import Group
 from trp_scale.engines.build import build_engine
 from trp_scale.masks import build_multilevel
 from trp_scale.masks.hook import LearnedMasks
-from trp_scale.masks.joint_objective import JointObjective
+from trp_scale.masks.joint import JointObjective
 from trp_scale.models.perturbation import perturbation_shape
 from trp_scale.training.agreement import StepAgreement
 from trp_scale.upstreams.mae.model import MaskedAutoencoder
@@ -202,12 +202,12 @@ def run_masks(layout: Layout, changes: dict[str, Any], *, halves: bool = False) 
     """Train; call on all ranks."""
     run = masks_run(layout, mask_config(layout, **changes), halves=halves)
     assert run.hook is not None
-    network = run.hook.teacher.network
+    network = run.hook.masker.network
     initial, network_initial = run.engine.full_weights(), network.full_weights()
     for _ in range(run.trainer.config.training.steps):
         run.trainer.train_step()
     weights, own = run.engine.full_weights(), network.full_weights()
-    head = run.hook.feedback.state_dict().get("head", {})
+    head = run.hook.outer.state_dict().get("head", {})
     engines = run.hook.engines()
     tuned = engines["fine_tuned"].full_weights() if "fine_tuned" in engines else {}
     for engine in (run.engine, *engines.values()):

@@ -53,5 +53,5 @@ def test_all_three_stopped_by_a_signal_and_resumed(two_ranks: Ranks, image_datas
     documents = [read_document(checkpoint_path(run_dir, STEPS)) for run_dir in (parts, whole)]
     for name in ("hooks", "cursors", "engine_state", "optimizer_steps"):
         assert getattr(documents[0], name) == getattr(documents[1], name), name
-    assert documents[0].hooks["multilevel"]["counters"]["lessons"] == STEPS // 4
+    assert documents[0].hooks["multilevel"]["counters"]["outer_steps"] == STEPS // 4
     assert set(documents[0].cursors) == {"train", "downstream_train", "downstream_validation"}

@@ -35,8 +35,8 @@ def of_masks(line: dict[str, Any]) -> dict[str, Any]:
 
 
 def same_lines(ours: Path, theirs: Path, stopped: int) -> None:
-    """All that metrics.jsonl says of the training, bit for bit. Values of the last lesson are in every line of a run
-    that goes on, and in one that was resumed from its next lesson on."""
+    """All that metrics.jsonl says of the training, bit for bit. Values of the last outer step are in every line of a
+    run that goes on, and in one that was resumed from its next outer step on."""
     mine, others = lines(ours), lines(theirs)
     assert [line["step"] for line in mine] == [line["step"] for line in others] == list(range(1, STEPS + 1))
     for line, other in zip(mine, others, strict=True):
@@ -86,7 +86,7 @@ def test_what_a_checkpoint_holds_of_three_levels(image_dataset: Path, tmp_path: 
     network has learned once."""
     assert pretrain_here(flags(image_dataset, tmp_path, training__steps=7)) == 0
     document, size = read_document(checkpoint_path(tmp_path, 7)), 8
-    counters = {"steps": 1, "updates": 1, "lessons": 1, "looked_ahead": True}
+    counters = {"inner_steps": 1, "head_steps": 1, "outer_steps": 1, "unrolled": True}
     assert document.hooks["multilevel"]["counters"] == counters
     assert document.engine_state["masking_network.optimizer_steps"] == 1
     assert document.cursors == {

@@ -21,7 +21,7 @@ LEVELS: dict[str, dict[str, Any]] = {
     "fine_tuning": {"second_level": "fine_tuning", "proximity": 20.0},
 }
 STEPS = 3
-"""Before the stop, which is within a cycle; the last lesson comes after 8."""
+"""Before the stop, which is within a cycle; the last outer step comes after 8."""
 
 
 def go_on(layout: Layout, level: str, directory: Path, resume: bool) -> dict[str, Tensor]:
@@ -32,7 +32,7 @@ def go_on(layout: Layout, level: str, directory: Path, resume: bool) -> dict[str
     trainer, group = run.trainer, run.engine.data_group
     assert run.hook is not None
     engines = EngineGroup(run.engine, run.hook.engines())
-    downstream: Any = run.hook.feedback.sources  # type: ignore[attr-defined]
+    downstream: Any = run.hook.outer.sources  # type: ignore[attr-defined]
     own = getattr(trainer.source, "own", trainer.source)
     sources: dict[str, Any] = {"train": own, "downstream": downstream.train, "validation": downstream.validation}
     if resume:
@@ -58,8 +58,8 @@ def go_on(layout: Layout, level: str, directory: Path, resume: bool) -> dict[str
         )
     for _ in range(8 - STEPS):
         trainer.train_step()
-    assert run.hook.lessons == 2
-    head = run.hook.feedback.level.head.state_dict()  # type: ignore[attr-defined]
+    assert run.hook.outer_steps == 2
+    head = run.hook.outer.level.head.state_dict()  # type: ignore[attr-defined]
     found = {f"head.{name}.{key}": value for name, state in head.items() for key, value in state.items()}
     for name, engine in {"encoder": run.engine, **run.hook.engines()}.items():
         found |= {f"{name}.{key}": value for key, value in engine.full_weights().items()}

@@ -62,10 +62,10 @@ def run_all(layout: Layout, settings: dict[str, Any], stop_at: int = 0, place: s
     if stop_at:
         run = resumed(run, layout, settings, Path(place))
     assert run.hook is not None
-    network = run.hook.teacher.network
+    network = run.hook.masker.network
     ended = [by_projection(run.engine.full_weights()), network.full_weights()]
     (vector,) = (each.vector.detach().clone() for each in run.trainer.hooks.all if isinstance(each, ParallelPositions))
-    head = run.hook.feedback.state_dict()["head"]
+    head = run.hook.outer.state_dict()["head"]
     run.engine.close()
     network.close()
     results = [
@@ -101,7 +101,7 @@ def resumed(run: MasksRun, layout: Layout, settings: dict[str, Any], place: Path
     again.trainer.source.cursor = source.cursor  # type: ignore[attr-defined]
     assert again.hook is not None and run.hook is not None
     for name in ("train", "validation"):
-        mine, theirs = (each.feedback.sources for each in (again.hook, run.hook))  # type: ignore[attr-defined]
+        mine, theirs = (each.outer.sources for each in (again.hook, run.hook))  # type: ignore[attr-defined]
         getattr(mine, name).cursor = getattr(theirs, name).cursor
     for _ in range(STEPS - loaded.step):
         again.trainer.train_step()

@@ -16,7 +16,7 @@ from tests.synthetic import Layout, Result
 from tests.synthetic_masks import MasksResult, run_masks
 from trp_scale.config import PatchSplit
 from trp_scale.masks import masks
-from trp_scale.masks.selection import Selection, select
+from trp_scale.masks.masks import Selection, select
 
 Changes = dict[str, dict[str, Any]]
 

@@ -1,4 +1,9 @@
-"""Masks learned from a downstream task by three-level optimisation (MLO-MAE; algorithms.md, section 3)."""
+"""Masks learned from a downstream task by three-level optimisation (MLO-MAE; docs/algorithms.md).
+
+masks.py: eq. 1, the masks and the outer step (eq. 8). head.py: eq. 2, 3, 7, 11. hypergradient.py: eq. 9 after committed
+steps. finite_difference.py: eq. 10 and 12. unrolled.py: eq. 6 as printed. joint.py: eq. 5. fine_tuning.py: eq. 13.
+hook.py: Algorithm 1. exact.py: the check.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +17,15 @@ from trp_scale.core.hooks import Hook
 from trp_scale.core.objective import PatchObjective
 from trp_scale.data.sources import Sources
 from trp_scale.engines.build import MakeEngine
-from trp_scale.masks.clock import LevelClock
-from trp_scale.masks.feedback import Feedback, HeadFeedback, Reconstruction
-from trp_scale.masks.fine_tuning import FineTuning, second_encoder
-from trp_scale.masks.head import Head
-from trp_scale.masks.hook import LearnedMasks
-from trp_scale.masks.hypergradient import HardReading, Reading, SoftReading
-from trp_scale.masks.joint import JointFeedback
-from trp_scale.masks.joint_objective import JointObjective
-from trp_scale.masks.look_ahead import LookAhead
+from trp_scale.masks.fine_tuning import FineTunedValidationLoss, second_encoder
+from trp_scale.masks.finite_difference import HardMaskDerivative, MaskDerivative, SoftMaskDerivative
+from trp_scale.masks.head import Head, HeadLevel
+from trp_scale.masks.hook import LearnedMasks, LevelClock
+from trp_scale.masks.hypergradient import Clock, OuterObjective, RaisedReconstruction, ValidationLoss
+from trp_scale.masks.joint import JointObjective, JointValidationLoss
 from trp_scale.masks.masking_network import NETWORKS
-from trp_scale.masks.masks import MaskTeacher, network_eps
-from trp_scale.masks.second_level import HeadLevel
+from trp_scale.masks.masks import Masker, network_eps
+from trp_scale.masks.unrolled import UnrolledValidationLoss
 
 
 def build_multilevel(
@@ -44,11 +46,12 @@ def build_multilevel(
         return None
     _refuse_rounded_weights(config, engine)
     network = make_engine(NETWORKS[config.masking.network](config), network_config(config))
-    teacher = MaskTeacher(config, network, objective)
+    masker = Masker(config, network, objective)
     clock = LevelClock(engine.device)
-    reading: Reading = (HardReading if config.masking.selection == "hard" else SoftReading)(objective)
-    feedback = _feedback(config, objective, sources, engine, make_engine, reading, clock)
-    return LearnedMasks(config, teacher, feedback, clock)
+    hard = config.masking.selection == "hard"
+    derivative = (HardMaskDerivative if hard else SoftMaskDerivative)(objective)
+    outer = _outer_objective(config, objective, sources, engine, make_engine, derivative, clock)
+    return LearnedMasks(config, masker, outer, clock)
 
 
 def _refuse_rounded_weights(config: Config, engine: Engine) -> None:
@@ -65,34 +68,35 @@ def _refuse_rounded_weights(config: Config, engine: Engine) -> None:
     )
 
 
-def _feedback(
+def _outer_objective(
     config: Config,
     objective: PatchObjective,
     sources: Sources,
     engine: Engine,
     make_engine: MakeEngine,
-    reading: Reading,
-    clock: LevelClock,
-) -> Feedback:
+    derivative: MaskDerivative,
+    clock: Clock,
+) -> OuterObjective:
     downstream = sources.downstream
     if downstream is None:
-        return Reconstruction(config, reading, clock)
+        return RaisedReconstruction(config, derivative, clock)
     if isinstance(objective, JointObjective):
-        return JointFeedback(config, reading, clock, level=objective.level, sources=downstream)
+        return JointValidationLoss(config, derivative, clock, level=objective.level, sources=downstream)
     wide = torch.promote_types(next(engine.module.parameters()).dtype, torch.float32)
-    head = Head(config, downstream.classes, engine.device, wide)
-    level = HeadLevel(config, objective, head)
+    level = HeadLevel(config, objective, Head(config, downstream.classes, engine.device, wide))
     if config.multilevel.mode == "look_ahead":
-        return LookAhead(config, reading, clock, level=level, sources=downstream, upcoming=sources.train)
+        return UnrolledValidationLoss(
+            config, derivative, clock, level=level, sources=downstream, upcoming=sources.train
+        )
     if config.multilevel.second_level == "fine_tuning":
         tuned = second_encoder(config, engine, make_engine)
-        return FineTuning(config, reading, clock, level=level, sources=downstream, tuned=tuned)
-    return HeadFeedback(config, reading, clock, level=level, sources=downstream)
+        return FineTunedValidationLoss(config, derivative, clock, level=level, sources=downstream, tuned=tuned)
+    return ValidationLoss(config, derivative, clock, level=level, sources=downstream)
 
 
 def network_config(config: Config) -> Config:
-    """The run's settings with the masking network's optimizer. Its eps carries what hypergradients carry; without
-    that nothing moves (algorithms.md)."""
+    """The run's settings with the masking network's optimizer. A hypergradient carries the inner learning rate as a
+    factor. AdamW's eps carries the same factor: without it nothing moves."""
     own, settings = copy.deepcopy(config), config.multilevel
     own.optimizer.kind, own.optimizer.clipping = "adamw", 0.0
     own.optimizer.lr, own.optimizer.weight_decay = settings.lr, settings.weight_decay

@@ -1,7 +1,8 @@
-"""How far the hypergradient is from the exact one: automatic differentiation in float64 on whole weights.
+"""How far the hypergradient is from the exact one: automatic differentiation in float64 on whole weights
+(`multilevel.exact_every`).
 
-For looking at small models now and then: every rank gathers all weights and differentiates twice. What is compared is
-dL_val / d (weights, gates) of the window's masks, of which the masking network's gradient is a linear image.
+It is for small models: every rank gathers all weights and differentiates twice. It compares dL_val / d (weights, gates)
+of the window's masks; the masking network's gradient is a linear function of that.
 """
 
 from __future__ import annotations
@@ -21,22 +22,21 @@ from trp_scale.core.batch import Batch
 from trp_scale.core.engine import Engine
 from trp_scale.core.hooks import StepContext
 from trp_scale.core.pieces import Shards
-from trp_scale.masks.head import HeadStep, global_sum
-from trp_scale.masks.hypergradient import Reading
-from trp_scale.masks.masks import Lesson, MaskedWindow
-from trp_scale.masks.second_level import HeadLevel
+from trp_scale.masks.finite_difference import MaskDerivative
+from trp_scale.masks.head import HeadLevel, HeadStep, global_sum
+from trp_scale.masks.masks import MaskedWindow, MaskGradient
 from trp_scale.upstreams.mae.model import MaskedAutoencoder
 
 Weights = dict[str, Tensor]
 
 
 @dataclass(frozen=True, kw_only=True)
-class KnownStep:
-    """A step of the encoder and of the head.
+class WholeStep:
+    """An inner step and the head's step after it.
 
     Attributes:
-        before, after: the encoder's weights, whole and in float64.
-        response: derivative of the encoder's descent by its gradient, element by element.
+        before, after: E and E', whole and in float64.
+        response: derivative of E - E' by the gradient, element by element.
         head: the head's step.
         train, validation: this rank's micro-batches of D_tr and D_val.
         number: of the run's step.
@@ -52,50 +52,51 @@ class KnownStep:
 
 
 class ExactComparison:
-    """Compares lessons with exact ones, each `multilevel.exact_every`-th time.
+    """Compares each `multilevel.exact_every`-th hypergradient with the exact one.
 
     Args:
         config: settings of the run.
     Attributes:
+        number: hypergradients so far.
         cosine, norm_ratio: ours to the exact one in the last comparison; None before it.
     """
 
     def __init__(self, config: Config) -> None:
         self.config = config
         self.every = config.multilevel.exact_every
-        self.asked = 0
+        self.number = 0
         self.cosine: Tensor | None = None
         self.norm_ratio: Tensor | None = None
         self._module: nn.Module | None = None
 
     def due(self) -> bool:
-        """Whether this lesson is to be compared; to be asked once for each."""
-        self.asked += self.every > 0
-        return self.every > 0 and self.asked % self.every == 0
+        """Whether this hypergradient is to be compared; call it once for each."""
+        self.number += self.every > 0
+        return self.every > 0 and self.number % self.every == 0
 
     def compare(
         self,
         ctx: StepContext,
-        reading: Reading,
+        derivative: MaskDerivative,
         level: HeadLevel,
         window: MaskedWindow,
-        lessons: Sequence[Lesson],
-        step: KnownStep,
+        found: Sequence[MaskGradient],
+        step: WholeStep,
     ) -> None:
-        """Take note of how well these lessons agree; all ranks call it together.
+        """Take note of how well a hypergradient agrees; all ranks call it together.
 
         Args:
-            lessons: the derivative of L_val that was found, by micro-batch of this rank.
-            step: what it is the derivative of.
+            found: the hypergradient, by micro-batch of this rank.
+            step: the step that it is the hypergradient of.
         """
         if self._module is None:
             self._module = MaskedAutoencoder(self.config).double().to(ctx.engine.device)
         forward = partial(_forward, self._module)
         with sdpa_kernel(SDPBackend.MATH), torch.enable_grad():
-            direction = _direction(ctx, level, forward, step)
-            exact = _lessons(ctx, reading, window, forward, step, direction)
-        ours = torch.cat([part.reshape(-1).double() for lesson in lessons for part in lesson.parts()])
-        theirs = torch.cat([part.reshape(-1) for lesson in exact for part in lesson.parts()])
+            direction = _encoder_gradient(ctx, level, forward, step)
+            exact = _hypergradient(ctx, derivative, window, forward, step, direction)
+        ours = torch.cat([part.reshape(-1).double() for each in found for part in each.parts()])
+        theirs = torch.cat([part.reshape(-1) for each in exact for part in each.parts()])
         across, own, other = ctx.data_group.sum(torch.stack([ours @ theirs, ours @ ours, theirs @ theirs]))
         self.cosine, self.norm_ratio = across / (own * other).sqrt(), (own / other).sqrt()
 
@@ -104,45 +105,45 @@ def _forward(module: nn.Module, weights: Weights) -> Callable[..., Any]:
     return lambda *arguments, **named: functional_call(module, weights, arguments, named)
 
 
-def _direction(
-    ctx: StepContext, level: HeadLevel, forward: Callable[[Weights], Callable[..., Any]], step: KnownStep
+def _encoder_gradient(
+    ctx: StepContext, level: HeadLevel, forward: Callable[[Weights], Callable[..., Any]], step: WholeStep
 ) -> Weights:
-    """dL_val / dE after the step, by both paths, over all ranks."""
+    """dL_val / dE' by both paths (eq. 9), over all ranks."""
     weights = {name: value.clone().requires_grad_() for name, value in step.after.items()}
     engine: Any = forward(weights)
 
     def parts(window: Sequence[Batch], *, learning: bool) -> list[Any]:
         batches = [(micro, level.features(engine, [micro])[0].double()) for micro in window]
-        return [level.labelled(each, micro, learning=learning, step=step.number) for micro, each in batches]
+        return [level.head_input(each, micro, learning=learning, step=step.number) for micro, each in batches]
 
-    learned, asked = parts(step.train, learning=True), parts(step.validation, learning=False)
-    counts = [torch.stack([part.weights.sum() for part in each]).sum() for each in (learned, asked)]
+    train, validation = parts(step.train, learning=True), parts(step.validation, learning=False)
+    counts = [torch.stack([part.weights.sum() for part in each]).sum() for each in (train, validation)]
     rows_train, rows = (count.clamp(min=1) for count in global_sum(ctx.data_group, counts))
     start = step.head.before.flat().double().requires_grad_()
-    loss = torch.stack([level.loss(part, step.head.before.like(start)) for part in learned]).sum() / rows_train
+    loss = torch.stack([level.loss(part, step.head.before.like(start)) for part in train]).sum() / rows_train
     (gradient,) = torch.autograd.grad(loss, start, create_graph=True)
     moved = step.head.parameters.flat().double().requires_grad_()
-    answer = torch.stack([level.loss(part, step.head.parameters.like(moved)) for part in asked]).sum() / rows
-    own, of_head = _gradients(answer, weights), torch.autograd.grad(answer, moved, retain_graph=True)[0]
-    (of_head,) = global_sum(ctx.data_group, [of_head])
-    path = _gradients(-(step.head.response.double() * of_head * gradient).sum(), weights)
+    outer = torch.stack([level.loss(part, step.head.parameters.like(moved)) for part in validation]).sum() / rows
+    own, by_head = _gradients(outer, weights), torch.autograd.grad(outer, moved, retain_graph=True)[0]
+    (by_head,) = global_sum(ctx.data_group, [by_head])
+    path = _gradients(-(step.head.response.double() * by_head * gradient).sum(), weights)
     summed = global_sum(ctx.data_group, [own[name] + path[name] for name in weights])
     return dict(zip(weights, summed, strict=True))
 
 
-def _lessons(
+def _hypergradient(
     ctx: StepContext,
-    reading: Reading,
+    derivative: MaskDerivative,
     window: MaskedWindow,
     forward: Callable[[Weights], Callable[..., Any]],
-    step: KnownStep,
+    step: WholeStep,
     direction: Weights,
-) -> list[Lesson]:
-    """- d <response x direction, grad_E L_rec> / d (weights, gates) before the step."""
+) -> list[MaskGradient]:
+    """- d <response x direction, grad_E L_rec> / d (weights, gates) before the step (eq. 10)."""
     weights = {name: value.clone().requires_grad_() for name, value in step.before.items()}
-    leaves = [reading.leaves(window, place) for place in range(len(window.selections))]
+    leaves = [derivative.leaves(window, place) for place in range(len(window.selections))]
     losses = [
-        reading.total(ctx, reading.objective(forward(weights), reading.seen(ctx, window, place, *pair)))
+        derivative.inner_loss(ctx, derivative.objective(forward(weights), derivative.batch(ctx, window, place, *pair)))
         for place, pair in enumerate(leaves)
     ]
     gradients = torch.autograd.grad(
@@ -156,7 +157,7 @@ def _lessons(
         ]
     ).sum()
     found = iter(torch.autograd.grad(slope, [leaf for pair in leaves for leaf in pair if leaf is not None]))
-    return [Lesson(of_weights=next(found), of_gate=None if gate is None else next(found)) for _, gate in leaves]
+    return [MaskGradient(weights=next(found), gates=None if gate is None else next(found)) for _, gate in leaves]
 
 
 def _gradients(loss: Tensor, weights: Weights) -> Weights:

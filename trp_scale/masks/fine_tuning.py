@@ -1,4 +1,4 @@
-"""A second encoder, held near the first, learns with the head: full fine-tuning in level II (MLO-MAE D.5, eq. 13)."""
+"""A second encoder, held near the first, learns with the head: full fine-tuning in Stage II (MLO-MAE D.5, eq. 13)."""
 
 from __future__ import annotations
 
@@ -17,22 +17,19 @@ from trp_scale.core.hooks import StepContext
 from trp_scale.core.pieces import Shards
 from trp_scale.data.downstream import Downstream
 from trp_scale.engines.build import MakeEngine
-from trp_scale.masks.clock import LevelClock
 from trp_scale.masks.exact import Weights, whole
-from trp_scale.masks.feedback import Lessons, on_device
-from trp_scale.masks.head import global_sum
-from trp_scale.masks.held_head import HeldHeadFeedback, global_rows
-from trp_scale.masks.hypergradient import Reading
-from trp_scale.masks.masks import MaskedWindow
-from trp_scale.masks.second_level import HeadLevel, leaf
+from trp_scale.masks.finite_difference import MaskDerivative
+from trp_scale.masks.head import HeadLevel, global_rows, global_sum, leaf
+from trp_scale.masks.hypergradient import Clock, ValidationLoss, on_device
+from trp_scale.masks.masks import Hypergradient, MaskedWindow
 from trp_scale.upstreams.mae.model import MaskedAutoencoder
 
 FINE_TUNED = "fine_tuned"
 """Name of the second encoder's engine, and prefix of its tensors in a checkpoint."""
 
 
-class FineTuning(HeldHeadFeedback):
-    """The loss on D_val of a second encoder F and the head, which both learn on D_tr at the end of each cycle.
+class FineTunedValidationLoss(ValidationLoss):
+    """L_val of a second encoder F and the head, which both learn on D_tr at the end of each cycle.
 
     F's step is one of the run's optimizer down L_cls(D_tr; F, C), and a pull towards E, both of the same F and with the
     same learning rate: F' = F - step(grad L_cls) - 2 eta lambda (F - E). With plain gradient descent that is the step
@@ -46,14 +43,14 @@ class FineTuning(HeldHeadFeedback):
     def __init__(
         self,
         config: Config,
-        reading: Reading,
-        clock: LevelClock,
+        derivative: MaskDerivative,
+        clock: Clock,
         *,
         level: HeadLevel,
         sources: Downstream,
         tuned: Engine,
     ) -> None:
-        super().__init__(config, reading, clock, level=level, sources=sources)
+        super().__init__(config, derivative, clock, level=level, sources=sources)
         self.tuned = tuned
         self.distance: Tensor | None = None
 
@@ -61,27 +58,27 @@ class FineTuning(HeldHeadFeedback):
         """Share of the way to E that F goes in this step, 2 eta lambda."""
         return 2.0 * ctx.lr * self.settings.proximity
 
-    def update(self, ctx: StepContext) -> None:
+    def head_step(self, ctx: StepContext) -> None:
         with self.clock("head"):
             self.learn(ctx, on_device(self.sources.train.next_window(), ctx))
 
-    def direction(self, ctx: StepContext) -> Shards:
-        self.update(ctx)
-        return self.asked(ctx, self.tuned).times(self.pull(ctx))
+    def encoder_gradient(self, ctx: StepContext) -> Shards:
+        self.head_step(ctx)
+        return self.direct_path(ctx, self.tuned).times(self.pull(ctx))
 
     def compare(
         self,
         ctx: StepContext,
         window: MaskedWindow,
-        lessons: Lessons,
+        found: Hypergradient,
         before: Weights,
         after: Weights,
         response: Weights,
     ) -> None:
-        """L_val is a function of F, which moves by a share of what E moves by."""
+        """L_val is a function of F, which moves by a share of what E moves by (dF' / dE)."""
         tuned = whole(self.tuned, self.tuned.weights())
         pulled = {name: self.pull(ctx) * value for name, value in response.items()}
-        super().compare(ctx, window, lessons, before, tuned, pulled)
+        super().compare(ctx, window, found, before, tuned, pulled)
 
     def learn(self, ctx: StepContext, window: list[Batch]) -> None:
         """A step of F and of the head. Where its gradient is not finite F is pulled all the same, so that dF' / dE is
@@ -93,7 +90,7 @@ class FineTuning(HeldHeadFeedback):
         losses: list[Tensor] = []
         tuned.clear_unused_gradients()  # the decoder's: it takes no part
         for number, micro in enumerate(window):
-            part = level.labelled(level.features(tuned, [micro])[0], micro, learning=True, step=ctx.step)
+            part = level.head_input(level.features(tuned, [micro])[0], micro, learning=True, step=ctx.step)
             losses.append(level.loss(part, level.head.own.like(head)) / rows)
             tuned.backward(losses[-1], last=number == len(window) - 1)
             losses[-1] = losses[-1].detach()
@@ -102,7 +99,7 @@ class FineTuning(HeldHeadFeedback):
         (level.train_loss,) = global_sum(tuned.data_group, [torch.stack(losses).sum()])
         if math.isfinite(float(tuned.check_gradients())):  # once in a cycle the host waits
             tuned.step(ctx.lr)
-            level.head.descend(gradient, self.scale(ctx))
+            level.head.adamw_step(gradient, self.scale(ctx))
         else:
             tuned.skip()
         self.distance = way.norm()

@@ -1,9 +1,16 @@
-"""The classification head of level II: one linear layer, the same on every rank (MLO-MAE eq. 2, 7)."""
+"""Stages II and III: the classification head C learns on D_tr (MLO-MAE eq. 2, 7), and the loss on D_val is
+differentiated by the encoder (eq. 3, 9, 11).
+
+C is one linear layer, the same on every rank, so that everything about it is in closed form on the encoder's features.
+One backward pass through the encoder then carries both paths of eq. 9: the validation loss's own, and the one by which
+the encoder changes the head's step.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Any, cast
 
 import torch
@@ -11,10 +18,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trp_scale.config import Config
-from trp_scale.core.pieces import STATE_NAMES
+from trp_scale.core.batch import Batch
+from trp_scale.core.engine import Engine
+from trp_scale.core.objective import PatchObjective
+from trp_scale.core.pieces import STATE_NAMES, Shards
 from trp_scale.distributed.groups import Group
 from trp_scale.engines.optimizer import decay_groups, empty_adamw_state, set_learning_rate
-from trp_scale.models.initialise import initial_tensor, reseed
+from trp_scale.models.initialise import initial_tensor, reseed, tensor_seed
 
 HEAD_DEVIATION = 0.01
 """Of the head's initial matrix, as of a linear probe's (He et al., A.1)."""
@@ -43,8 +53,8 @@ class HeadStep:
     """A step of the head.
 
     Attributes:
-        before, parameters: before and after it.
-        response: [K D + K] derivative of the descent by the gradient, element by element.
+        before, parameters: C and C'.
+        response: [K D + K] derivative of C - C' by the gradient, element by element; eta_C for gradient descent.
     """
 
     before: HeadParameters
@@ -111,8 +121,8 @@ class Head:
         known = torch.where(weights > 0, labels, torch.zeros_like(labels))  # rows that are not there have label -1
         return (F.cross_entropy(logits, known, reduction="none") * weights).sum()
 
-    def descend(self, gradient: Tensor, scale: float) -> HeadStep:
-        """Commit a step of AdamW; where the gradient is not finite, only the count of its bias correction does.
+    def adamw_step(self, gradient: Tensor, scale: float) -> HeadStep:
+        """Commit a step of AdamW. A gradient that is not finite moves nothing but the count of the bias correction.
 
         Args:
             gradient: [K D + K] of the global batch's mean loss.
@@ -137,8 +147,8 @@ class Head:
         response = lr * (1 - beta1) / (1 - beta1**steps) / (square.sqrt() + self.eps)
         return HeadStep(before=before, parameters=self.parameters, response=response)
 
-    def look_ahead(self, gradient: Tensor, scale: float) -> HeadStep:
-        """A step of gradient descent that is not kept (eq. 7)."""
+    def gradient_step(self, gradient: Tensor, scale: float) -> HeadStep:
+        """A step of gradient descent (eq. 7), which is not kept."""
         lr = self.settings.head_lr * scale
         present = self.parameters
         moved = present.like(present.flat() - lr * gradient)
@@ -163,8 +173,245 @@ class Head:
             }
 
 
-TakeStep = Callable[[Tensor], HeadStep]
+HeadRule = Callable[[Tensor], HeadStep]
 """How the head steps, given the gradient of the global batch."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadInput:
+    """Features of one micro-batch and what is known of its rows.
+
+    Attributes:
+        features: [B, D], B = R k, fp32 at least.
+        labels: [B] int64.
+        weights: [B], 0 for rows that are not there.
+        dropout_seed: of D_tr, where the head learns; None for D_val, which has no dropout.
+    """
+
+    features: Tensor
+    labels: Tensor
+    weights: Tensor
+    dropout_seed: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossGradients:
+    """Gradients of a sum of losses. Attributes: by_features: [B, D]; by_head: [K D + K]; loss: 0-dimensional."""
+
+    by_features: Tensor
+    by_head: Tensor
+    loss: Tensor
+
+
+class HeadLevel:
+    """The head, and the passes of the encoder that it needs.
+
+    Args:
+        config: settings of the run.
+        objective: cuts images into patches.
+        head: the head.
+    Attributes:
+        train_loss, validation_loss: mean cross-entropies of the last head step, 0-dimensional; None before it.
+    """
+
+    def __init__(self, config: Config, objective: PatchObjective, head: Head) -> None:
+        self.config, self.objective, self.head = config, objective, head
+        self.train_loss: Tensor | None = None
+        self.validation_loss: Tensor | None = None
+
+    def features(self, engine: Callable[..., Any], batches: Sequence[Batch]) -> list[Tensor]:
+        """[B, D] of each micro-batch, of whole images, in one forward pass over all of them."""
+        patches = [self.objective.patches(batch) for batch in batches]  # [B, N, P] each
+        joined = torch.cat(patches)
+        every = torch.arange(joined.shape[1], device=joined.device).expand(len(joined), -1)
+        tokens = engine(joined, every, every[:, :0], give="features")  # [sum B, 1 + N, D]
+        pooled = tokens[:, 0] if self.config.multilevel.pooling == "class" else tokens[:, 1:].mean(1)
+        wide = pooled.to(torch.promote_types(pooled.dtype, self.head.own.weight.dtype))
+        return list(wide.split([len(each) for each in patches]))
+
+    def head_input(self, features: Tensor, batch: Batch, *, learning: bool, step: int) -> HeadInput:
+        """The features beside what is known of their rows."""
+        crops = batch["images"].shape[1]
+        return HeadInput(
+            features=features,
+            labels=batch["labels"].repeat_interleave(crops),
+            weights=batch["row_weights"].repeat_interleave(crops).to(features.dtype),
+            dropout_seed=tensor_seed(self.config.training.seed, f"head/{step}/{batch.start}") if learning else None,
+        )
+
+    def loss(self, part: HeadInput, parameters: HeadParameters) -> Tensor:
+        """0-dimensional: sum over the rows."""
+        return self.head.loss(part.features, part.labels, part.weights, parameters, part.dropout_seed)
+
+    @torch.no_grad()
+    def frozen_step(self, engine: Engine, window: Sequence[Batch], step: int, rule: HeadRule) -> HeadStep:
+        """Stage II: a step of the head on D_tr, the encoder frozen (eq. 2, 7)."""
+        parts = [
+            self.head_input(self.features(engine, [micro])[0], micro, learning=True, step=step) for micro in window
+        ]
+        return self.head_step(engine, parts, rule)
+
+    def head_step(self, engine: Engine, parts: Sequence[HeadInput], rule: HeadRule) -> HeadStep:
+        """The head's step on these features, over all ranks."""
+        gradients = [self.gradients(part, self.head.parameters) for part in parts]
+        by_head = torch.stack([each.by_head for each in gradients]).sum(0)
+        loss = torch.stack([each.loss for each in gradients]).sum()
+        by_head, loss, rows = global_sum(engine.data_group, [by_head, loss, row_count(parts)])
+        self.train_loss = loss / rows.clamp(min=1)
+        return rule(by_head / rows.clamp(min=1))
+
+    def encoder_gradient(
+        self, engine: Engine, train: Sequence[Batch], validation: Sequence[Batch], step: int, rule: HeadRule
+    ) -> Shards:
+        """The head's step C', and dL_val / dE' at the weights that forwards read now: the last two terms of eq. 9
+        without their common factor dE' / dT.
+
+        Args:
+            train: this rank's micro-batches of D_tr.
+            validation: of D_val, as many.
+            step: number of the run's step.
+            rule: how the head steps.
+        """
+        passes = _OnePass if len(train) == len(validation) == 1 else _SeveralPasses
+        return engine.gradient_of(passes(self, engine, train, validation, step, rule).losses())
+
+    def direct_gradient(self, engine: Engine, window: Sequence[Batch], step: int) -> Shards:
+        """dL_val / dE at the weights that forwards read now, the head held: the second term of eq. 9 alone.
+
+        Args:
+            engine: holds the encoder.
+            window: this rank's micro-batches of D_val.
+            step: number of the run's step.
+        """
+        rows = global_rows(engine, window)
+        losses: list[Tensor] = []
+
+        def loss(micro: Batch) -> Tensor:
+            part = self.head_input(self.features(engine, [micro])[0], micro, learning=False, step=step)
+            found = self.loss(part, self.head.parameters) / rows
+            losses.append(found.detach())
+            return found
+
+        gradient = engine.gradient_of([partial(loss, micro) for micro in window])
+        (self.validation_loss,) = global_sum(engine.data_group, [torch.stack(losses).sum()])
+        return gradient
+
+    @torch.enable_grad()
+    def gradients(self, part: HeadInput, parameters: HeadParameters) -> LossGradients:
+        """Of the sum of the rows' losses."""
+        features, flat = leaf(part.features), leaf(parameters.flat())
+        loss = self.loss(replace(part, features=features), parameters.like(flat))
+        by_features, by_head = torch.autograd.grad(loss, (features, flat))
+        return LossGradients(by_features=by_features, by_head=by_head, loss=loss.detach())
+
+    @torch.enable_grad()
+    def through_head(self, part: HeadInput, step: HeadStep, by_head: Tensor) -> Tensor:
+        """[B, D]: how the features of D_tr change L_val through the head's step, - d <response x by_head, dL / dC> / df
+        for the sum of the rows' losses: dL_val / dC' dC' / df of eq. 9 and 11 (eq. 11 lacks the minus sign).
+
+        Args:
+            by_head: [K D + K] dL_val / dC after the step.
+        """
+        features, flat = leaf(part.features), leaf(step.before.flat())
+        loss = self.loss(replace(part, features=features), step.before.like(flat))
+        (gradient,) = torch.autograd.grad(loss, flat, create_graph=True)
+        (found,) = torch.autograd.grad(-(step.response * by_head * gradient).sum(), features)
+        return found
+
+
+class _Passes:
+    """The losses whose gradient by the encoder is wanted; see HeadLevel.encoder_gradient."""
+
+    def __init__(
+        self,
+        level: HeadLevel,
+        engine: Engine,
+        train: Sequence[Batch],
+        validation: Sequence[Batch],
+        step: int,
+        rule: HeadRule,
+    ) -> None:
+        self.level, self.engine, self.step, self.rule = level, engine, step, rule
+        self.train, self.validation = train, validation
+
+    def losses(self) -> list[Callable[[], Tensor]]:
+        """One for each pass of the encoder."""
+        raise NotImplementedError(f"{type(self).__name__} does not say what the encoder is passed through for")
+
+    def train_input(self, features: Tensor, batch: Batch) -> HeadInput:
+        return self.level.head_input(features, batch, learning=True, step=self.step)
+
+    def validation_input(self, features: Tensor, batch: Batch) -> HeadInput:
+        return self.level.head_input(features, batch, learning=False, step=self.step)
+
+
+class _OnePass(_Passes):
+    """One micro-batch of each: one pass of the encoder holds both."""
+
+    def losses(self) -> list[Callable[[], Tensor]]:
+        return [self.loss]
+
+    def loss(self) -> Tensor:
+        level, group = self.level, self.engine.data_group
+        features = level.features(self.engine, [*self.train, *self.validation])
+        train = self.train_input(features[0], self.train[0])
+        validation = self.validation_input(features[1], self.validation[0])
+        step = level.head_step(self.engine, [train], self.rule)
+        found = level.gradients(validation, step.parameters)
+        local = [found.by_head, found.loss, row_count([train]), row_count([validation])]
+        by_head, loss, rows_train, rows = global_sum(group, local)
+        level.validation_loss = loss / rows.clamp(min=1)
+        path = level.through_head(train, step, by_head / rows.clamp(min=1)) / rows_train.clamp(min=1)
+        return (train.features * path).sum() + (validation.features * found.by_features / rows.clamp(min=1)).sum()
+
+
+class _SeveralPasses(_Passes):
+    """The head's step needs all features of D_tr before D_val has a gradient, and the path through the head needs all
+    of D_val: the encoder passes over D_tr once without a gradient, and once more at the end."""
+
+    def losses(self) -> list[Callable[[], Tensor]]:
+        self.head_step = self.level.frozen_step(self.engine, self.train, self.step, self.rule)
+        self.rows_train, self.rows = (global_rows(self.engine, each) for each in (self.train, self.validation))
+        self.found: list[LossGradients] = []
+        return [
+            *(partial(self.validation_loss, micro) for micro in self.validation),
+            *(partial(self.train_loss, micro) for micro in self.train),
+        ]
+
+    def validation_loss(self, micro: Batch) -> Tensor:
+        part = self.validation_input(self.level.features(self.engine, [micro])[0], micro)
+        found = self.level.gradients(part, self.head_step.parameters)
+        self.found.append(found)
+        return (part.features * found.by_features / self.rows).sum()
+
+    def train_loss(self, micro: Batch) -> Tensor:
+        part = self.train_input(self.level.features(self.engine, [micro])[0], micro)
+        return (part.features * self.level.through_head(part, self.head_step, self.by_head) / self.rows_train).sum()
+
+    @cached_property
+    def by_head(self) -> Tensor:
+        """[K D + K] dL_val / dC over all ranks; to be read when all of D_val has gone through."""
+        gradient = torch.stack([each.by_head for each in self.found]).sum(0)
+        loss = torch.stack([each.loss for each in self.found]).sum()
+        gradient, loss = global_sum(self.engine.data_group, [gradient, loss])
+        self.level.validation_loss = loss / self.rows
+        return gradient / self.rows
+
+
+def leaf(values: Tensor) -> Tensor:
+    """The same values as the start of a graph of their own."""
+    return values.detach().clone().requires_grad_()
+
+
+def row_count(parts: Sequence[HeadInput]) -> Tensor:
+    """0-dimensional: rows that are there."""
+    return torch.stack([part.weights.sum() for part in parts]).sum()
+
+
+def global_rows(engine: Engine, window: Sequence[Batch]) -> Tensor:
+    """0-dimensional: crops that are there, over all ranks; 1 where there are none."""
+    own = torch.stack([micro["row_weights"].sum() * micro["images"].shape[1] for micro in window]).sum()
+    return global_sum(engine.data_group, [own])[0].clamp(min=1)
 
 
 def global_sum(group: Group, parts: list[Tensor]) -> list[Tensor]:

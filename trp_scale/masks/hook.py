@@ -1,8 +1,10 @@
-"""Masks learned from a downstream task, as a hook on any engine (MLO-MAE; algorithms.md, section 3)."""
+"""Masks learned from a downstream task, as a hook on any engine (MLO-MAE 3.2, Algorithm 1)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -13,123 +15,130 @@ from trp_scale.config import Config
 from trp_scale.core.batch import Batch, StepStats
 from trp_scale.core.engine import Engine
 from trp_scale.core.hooks import Hook, StepContext
-from trp_scale.masks.clock import LevelClock
-from trp_scale.masks.feedback import Feedback, Lessons
-from trp_scale.masks.masks import MaskedWindow, MaskTeacher
+from trp_scale.masks.hypergradient import OuterObjective
+from trp_scale.masks.masks import Hypergradient, MaskedWindow, Masker
 
 NETWORK = "masking_network"
 """Name of the masking network's engine, and prefix of its tensors in a checkpoint."""
 
+MOST = 256
+"""Marks on a GPU that are kept unread."""
+
 
 class LearnedMasks(Hook):
-    """Level I sees the masks that the network chooses; at the end of a cycle the head, and then the network, learn.
+    """Every inner step sees the masks that the network chooses. A cycle is `unroll` inner steps, then a head step, and
+    after each `every`-th head step an outer step.
 
     It must come before hooks that perturb what the model sees: their passes have these masks, and it reads what they
     added before they move on.
 
     Args:
         config: settings of the run.
-        teacher: the masking network.
-        feedback: what it learns from.
-        clock: counts the time of each level.
+        masker: the masking network.
+        outer: what it is to lower.
+        clock: counts the time of each part.
+    Attributes:
+        inner_steps: since the last head step.
+        head_steps: since the last outer step.
+        outer_steps: so far.
     """
 
     name = "multilevel"
 
-    def __init__(self, config: Config, teacher: MaskTeacher, feedback: Feedback, clock: LevelClock) -> None:
+    def __init__(self, config: Config, masker: Masker, outer: OuterObjective, clock: LevelClock) -> None:
         self.config, self.settings = config, config.multilevel
-        self.teacher, self.feedback, self.clock = teacher, feedback, clock
-        self.steps = 0
-        self.updates = 0
-        self.lessons = 0
-        self.looked_ahead = False
+        self.masker, self.outer, self.clock = masker, outer, clock
+        self.inner_steps = 0
+        self.head_steps = 0
+        self.outer_steps = 0
+        self.unrolled = False
         self.window: MaskedWindow | None = None
         self.masked: dict[int, MaskedWindow] = {}
 
     @property
-    def ends_cycle(self) -> bool:
-        """Whether the head learns after this step."""
-        return self.steps == self.settings.unroll - 1
+    def head_step_due(self) -> bool:
+        """Whether the head steps after this inner step."""
+        return self.inner_steps == self.settings.unroll - 1
 
     @property
-    def teaches(self) -> bool:
-        """Whether the masking network learns after this step."""
-        return self.ends_cycle and self.updates == self.settings.every - 1
+    def outer_step_due(self) -> bool:
+        """Whether the masking network steps after this inner step."""
+        return self.head_step_due and self.head_steps == self.settings.every - 1
 
     def before_step(self, ctx: StepContext) -> None:
-        if self.updates == self.settings.every - 1 and not self.looked_ahead:
-            self._teach(ctx, self.feedback.lessons_ahead(ctx, self.choose))
-            self.looked_ahead = True
+        if self.head_steps == self.settings.every - 1 and not self.unrolled:
+            self._outer_step(ctx, self.outer.unrolled(ctx, self.choose))
+            self.unrolled = True
         self.masked = {}
-        window = self.window = self.choose(ctx, ctx.own_window, keep=self.teaches and self.feedback.follows)
-        ctx.counts = self.feedback.counts(ctx, window)
-        if self.teaches:
-            self.feedback.before_step(ctx, window)
+        window = self.window = self.choose(ctx, ctx.own_window, keep=self.outer_step_due and self.outer.of_last_step)
+        ctx.counts = self.outer.counts(ctx, window)
+        if self.outer_step_due:
+            self.outer.before_last_step(ctx, window)
 
     def choose(self, ctx: StepContext, micros: Sequence[Batch], *, keep: bool = True) -> MaskedWindow:
         """Masks for these micro-batches: what they look like from now on."""
         with self.clock("masks"):
-            window = self.teacher.choose(ctx.engine, micros, ctx.step, keep=keep)
+            window = self.masker.choose(ctx.engine, micros, ctx.step, keep=keep)
         self.masked |= {micro.start: window for micro in micros}
         return window
 
-    def _teach(self, ctx: StepContext, lessons: Lessons) -> None:
-        if not lessons:
+    def _outer_step(self, ctx: StepContext, hypergradient: Hypergradient) -> None:
+        if not hypergradient:
             return
         with self.clock("network"):
-            self.lessons += self.teacher.teach(lessons, self.feedback.scale(ctx))
+            self.outer_steps += self.masker.outer_step(hypergradient, self.outer.scale(ctx))
 
     def batch(self, ctx: StepContext, micro: Batch) -> Batch:
         if micro.joined:
-            return self.feedback.joined(ctx, micro)
+            return self.outer.joined(ctx, micro)
         return self.masked[micro.start].batch(micro)
 
     def gradients(self, ctx: StepContext) -> None:
-        self.feedback.gradients(ctx)
+        self.outer.gradients(ctx)
 
     def after_step(self, ctx: StepContext, stats: StepStats) -> None:
         if not stats.applied:
             return
         assert self.window is not None, "masks are chosen before the step"
-        self.feedback.stepped(ctx)
-        ends, teaches = self.ends_cycle, self.teaches
-        if teaches:
-            self._teach(ctx, self.feedback.lessons(ctx, stats, self.window))
-        elif ends:
-            self.feedback.update(ctx)
-        if ends:
-            self.looked_ahead = False
+        self.outer.after_step(ctx)
+        head_step, outer_step = self.head_step_due, self.outer_step_due
+        if outer_step:
+            self._outer_step(ctx, self.outer.hypergradient(ctx, stats, self.window))
+        elif head_step:
+            self.outer.head_step(ctx)
+        if head_step:
+            self.unrolled = False
         self.window, self.masked = without_inputs(self.window), {}
-        self.steps = 0 if ends else self.steps + 1
-        self.updates = (0 if teaches else self.updates + 1) if ends else self.updates
+        self.inner_steps = 0 if head_step else self.inner_steps + 1
+        self.head_steps = (0 if outer_step else self.head_steps + 1) if head_step else self.head_steps
 
     def engines(self) -> Mapping[str, Engine]:
-        return {NETWORK: self.teacher.network, **self.feedback.engines()}
+        return {NETWORK: self.masker.network, **self.outer.engines()}
 
     def metrics(self) -> Mapping[str, Any]:
-        """lessons: steps that the masking network has made so far; mean_probability, entropy (of a patch's own masking,
-        in nats), overlap (share of the loader's random masks that are masked too): of this rank's last window;
-        gradient_norm, below_eps: of the last lesson; time: share of each level; and what the feedback adds. A value
-        that there is none of yet is left out."""
+        """lessons: outer steps so far; mean_probability, entropy (of a patch's own masking, in nats), overlap (share of
+        the loader's random masks that are masked too): of this rank's last window; gradient_norm, below_eps: of the
+        last outer step; time: share of each part; and what the outer objective adds. A value that there is none of yet
+        is left out."""
         assert self.window is not None, "metrics are asked for after a step"
         values = {
             **described(self.window),
-            "gradient_norm": self.teacher.gradient_norm,
-            "below_eps": self.teacher.below_eps,
-            **self.feedback.metrics(),
+            "gradient_norm": self.masker.gradient_norm,
+            "below_eps": self.masker.below_eps,
+            **self.outer.metrics(),
         }
         known = {name: float(value) for name, value in values.items() if value is not None}
-        return {"lessons": self.lessons, **known, "time": self.clock.shares()}
+        return {"lessons": self.outer_steps, **known, "time": self.clock.shares()}
 
     def state_dict(self) -> dict[str, Any]:
-        counters = {"steps": self.steps, "updates": self.updates, "lessons": self.lessons}
-        return {"counters": {**counters, "looked_ahead": self.looked_ahead}, "feedback": self.feedback.state_dict()}
+        steps = {"inner_steps": self.inner_steps, "head_steps": self.head_steps, "outer_steps": self.outer_steps}
+        return {"counters": {**steps, "unrolled": self.unrolled}, "outer": self.outer.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        counters = state["counters"]
-        self.steps, self.updates, self.lessons = (int(counters[name]) for name in ("steps", "updates", "lessons"))
-        self.looked_ahead = bool(counters["looked_ahead"])
-        self.feedback.load_state_dict(state["feedback"])
+        steps = state["counters"]
+        self.inner_steps, self.head_steps = int(steps["inner_steps"]), int(steps["head_steps"])
+        self.outer_steps, self.unrolled = int(steps["outer_steps"]), bool(steps["unrolled"])
+        self.outer.load_state_dict(state["outer"])
 
 
 def without_inputs(window: MaskedWindow) -> MaskedWindow:
@@ -149,3 +158,45 @@ def described(window: MaskedWindow) -> dict[str, Tensor]:
         shared = shared + drawn.gather(1, selection.masked).sum()
         number += micro["masked"].numel()
     return {"mean_probability": probabilities.mean(), "entropy": entropy.mean(), "overlap": shared / number}
+
+
+class LevelClock:
+    """Seconds spent in named parts since they were last asked for.
+
+    On a GPU parts are marked in its stream, and nothing waits until they are asked for.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.gpu = device.type == "cuda"
+        self._seconds: dict[str, float] = {}
+        self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
+        self._since = time.perf_counter()
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """What is inside counts as `name`."""
+        if not self.gpu:
+            began = time.perf_counter()
+            yield
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - began
+            return
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        first.record()
+        yield
+        last.record()
+        self._events.append((name, first, last))
+        while len(self._events) > MOST and self._events[0][2].query():  # type: ignore[no-untyped-call]
+            self._take(*self._events.pop(0))  # ranks that log nothing never ask
+
+    def _take(self, name: str, first: torch.cuda.Event, last: torch.cuda.Event) -> None:
+        self._seconds[name] = self._seconds.get(name, 0.0) + first.elapsed_time(last) / 1000
+
+    def shares(self) -> dict[str, float]:
+        """Each part's share of the time since the last call; the rest is level I's. Waits for the device."""
+        for name, first, last in self._events:
+            last.synchronize()
+            self._take(name, first, last)
+        whole = time.perf_counter() - self._since
+        found = {name: seconds / whole for name, seconds in self._seconds.items()} if whole > 0 else {}
+        self._seconds, self._events, self._since = {}, [], time.perf_counter()
+        return found

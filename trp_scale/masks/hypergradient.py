@@ -1,133 +1,269 @@
-"""How the lower step's loss depends on the masks, and how that changes along a direction of the weights.
+"""The outer objective and its hypergradient (MLO-MAE eq. 3, 8-11), in the order of a cycle (Algorithm 1):
 
-The masking network T enters the reconstruction loss through the masks' weights alone, so that
+`multilevel.unroll` inner steps (Stage I: encoder and decoder), one head step (Stage II), and after each
+`multilevel.every`-th head step one outer step (Stage III: the masking network).
 
-    d/dT <u, grad_E L_rec(E, T)> = sum_j (d weight_j / dT) d/ds (dL_rec / d weight_j)(E + s u),
+    dL_val / dT = dE'/dT (dL_val / dE' + dC'/dE' dL_val / dC')          (eq. 9)
 
-and dL_rec / d weight_j, linear in the patches' errors, needs no backward pass (algorithms.md, section 3; MLO-MAE eq.
-10, A.2). With a choice that has a derivative of its own the gates take part, and theirs needs one.
+head.py gives the bracket, finite_difference.py carries it through dE'/dT (eq. 10). Steps are differentiated as they are
+made: no implicit function theorem is used, though the paper's A.1 bears its name.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from trp_scale.core.batch import Batch, TaskLosses
+from trp_scale.config import Config
+from trp_scale.core.batch import Batch, StepStats
+from trp_scale.core.engine import Engine
 from trp_scale.core.hooks import StepContext
-from trp_scale.core.objective import PatchObjective
 from trp_scale.core.pieces import Shards
-from trp_scale.masks.masks import Lesson, MaskedWindow
+from trp_scale.data.downstream import Downstream
+from trp_scale.masks.exact import ExactComparison, Weights, WholeStep, whole
+from trp_scale.masks.finite_difference import MaskDerivative, finite_difference
+from trp_scale.masks.head import HeadLevel, HeadRule, HeadStep
+from trp_scale.masks.masks import Hypergradient, MaskedWindow
 
-SMALLEST = 1e-30
-"""A direction shorter than this counts as one of this length: it then teaches next to nothing, instead of NaN."""
+Choose = Callable[[StepContext, Sequence[Batch]], MaskedWindow]
+"""Masks for these micro-batches: what hooks and model see of them until the step itself begins."""
 
-
-class Reading(ABC):
-    """dL_rec / d (weights, gates) of a window at the weights that forwards read now.
-
-    Args:
-        objective: gives the patches' errors and their sums.
-    """
-
-    def __init__(self, objective: PatchObjective) -> None:
-        self.objective = objective
-
-    @abstractmethod
-    def __call__(self, ctx: StepContext, window: MaskedWindow) -> list[Lesson]: ...
-
-    @abstractmethod
-    def leaves(self, window: MaskedWindow, place: int) -> tuple[Tensor, Tensor | None]:
-        """Weights [B, M] and gates [B, V] of a micro-batch as the start of a graph, float64; no gates for a hard
-        choice."""
-
-    def total(self, ctx: StepContext, losses: TaskLosses) -> Tensor:
-        """The step's loss at the weights of its tasks, which are held."""
-        assert ctx.weights is not None, "the balancer has set the weights of this step"
-        return (ctx.weights / ctx.counts.clamp(min=1) * losses.sums).sum()
-
-    def seen(self, ctx: StepContext, window: MaskedWindow, place: int, weights: Tensor, gate: Tensor | None) -> Batch:
-        """A micro-batch as the model saw it, what other hooks have added included, with these weights and gates."""
-        own = window.weighted(place, weights, gate)
-        # Without a graph: an adversary's gradient is to come from the pass that trains the weights.
-        added = {name: value.detach() for name, value in ctx.batch_of(window.micros[place]).extras.items()}
-        return replace(own, extras={**added, **own.extras})
+Clock = Callable[[str], AbstractContextManager[None]]
+"""Counts the time inside as that of a named part."""
 
 
-class HardReading(Reading):
-    """For a hard choice: one forward pass without a graph."""
-
-    def __call__(self, ctx: StepContext, window: MaskedWindow) -> list[Lesson]:
-        lessons = []
-        for place in range(len(window.selections)):
-            leaf, _ = self.leaves(window, place)
-            batch = self.seen(ctx, window, place, leaf, None)
-            with torch.no_grad(), ctx.engine.exact_forwards():
-                errors = self.objective.errors(ctx.engine, batch)
-            (slope,) = torch.autograd.grad(self.total(ctx, self.objective.losses(errors, batch)), leaf)
-            lessons.append(Lesson(of_weights=slope))
-        return lessons
-
-    def leaves(self, window: MaskedWindow, place: int) -> tuple[Tensor, None]:
-        return weights_leaf(window, place), None
-
-
-class SoftReading(Reading):
-    """For a choice that has a derivative: a forward and a backward pass, of which only the gates' part is kept."""
-
-    def __call__(self, ctx: StepContext, window: MaskedWindow) -> list[Lesson]:
-        engine = ctx.engine
-        leaves: list[tuple[Tensor, Tensor]] = []
-
-        def loss(place: int) -> Tensor:
-            pair = self.leaves(window, place)
-            leaves.append(pair)
-            batch = self.seen(ctx, window, place, *pair)
-            with engine.exact_forwards():
-                return self.total(ctx, self.objective(engine, batch))
-
-        engine.gradient_of([partial(loss, place) for place in range(len(window.micros))])
-        # What the engine multiplied the loss by; its own reduction would add up rows that belong to one rank alone.
-        one = torch.ones((), dtype=torch.float64, device=engine.device)
-        factor = engine.reduce_hook_gradient(one) / engine.data_group.size
-        lessons = []
-        for weights, gate in leaves:
-            assert weights.grad is not None and gate.grad is not None
-            lessons.append(Lesson(of_weights=weights.grad * factor, of_gate=gate.grad * factor))
-        return lessons
-
-    def leaves(self, window: MaskedWindow, place: int) -> tuple[Tensor, Tensor]:
-        weights = weights_leaf(window, place)
-        return weights, torch.ones_like(window.selections[place].visible, dtype=weights.dtype).requires_grad_()
-
-
-def weights_leaf(window: MaskedWindow, place: int) -> Tensor:
-    """[B, M] float64: a micro-batch's weights, as the start of a graph."""
-    return (window.selections[place].weights().double() * window.factor).detach().requires_grad_()
-
-
-def along(
-    reading: Reading,
-    ctx: StepContext,
-    window: MaskedWindow,
-    direction: Shards,
-    *,
-    difference: float,
-    base: Shards | None,
-) -> list[Lesson]:
-    """d/ds of a reading at base + s direction, by one central difference.
+class OuterObjective:
+    """What the masking network is to lower, and the points of a cycle at which that is worked out. A point that a
+    subclass leaves alone does nothing.
 
     Args:
-        difference: length of the step to each side.
-        base: weights around which it is taken; None = the present ones.
+        config: settings of the run.
+        derivative: of the inner objective by the masks.
+        clock: counts the time of each part.
+    Attributes:
+        of_last_step: the hypergradient is of the cycle's last inner step, for which the network's inputs are kept.
     """
-    reach = difference / direction.norm().clamp(min=SMALLEST)
-    with ctx.engine.perturbed(direction, reach, base=base):
-        above = reading(ctx, window)
-    with ctx.engine.perturbed(direction, -reach, base=base):
-        below = reading(ctx, window)
-    return [high.plus(low, -1.0).times(0.5 / reach) for high, low in zip(above, below, strict=True)]
+
+    of_last_step: bool = True
+
+    def __init__(self, config: Config, derivative: MaskDerivative, clock: Clock) -> None:
+        self.config, self.settings = config, config.multilevel
+        self.derivative, self.clock = derivative, clock
+
+    def scale(self, ctx: StepContext) -> float:
+        """The present learning rates as a share of their peaks: all levels have the weights' schedule."""
+        return ctx.lr / self.config.optimizer.lr
+
+    def unrolled(self, ctx: StepContext, choose: Choose) -> Hypergradient:
+        """The hypergradient of steps that are taken back: at the start of a cycle with an outer step, before its first
+        masks are chosen."""
+        return ()
+
+    def before_last_step(self, ctx: StepContext, window: MaskedWindow) -> None:
+        """Before the last inner step of a cycle with an outer step."""
+
+    def counts(self, ctx: StepContext, window: MaskedWindow) -> Tensor:
+        """[T] elements of each task in the global batch with these masks."""
+        return window.counts
+
+    def joined(self, ctx: StepContext, micro: Batch) -> Batch:
+        """What the objective sees of a micro-batch that was joined to the window."""
+        raise NotImplementedError(f"{type(self).__name__} joins no micro-batches to a window")
+
+    def gradients(self, ctx: StepContext) -> None:
+        """After the last backward of every inner step."""
+
+    def after_step(self, ctx: StepContext) -> None:
+        """After every inner step that was applied, before a head step or an outer step."""
+
+    def head_step(self, ctx: StepContext) -> None:
+        """At the end of a cycle without an outer step."""
+
+    def hypergradient(self, ctx: StepContext, stats: StepStats, window: MaskedWindow) -> Hypergradient:
+        """At the end of a cycle with an outer step: the head's step, and the hypergradient.
+
+        Args:
+            window: the masks of the inner step that has just been made.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not say what the masking network learns from")
+
+    def engines(self) -> Mapping[str, Engine]:
+        """Engines of its own."""
+        return {}
+
+    def metrics(self) -> Mapping[str, Any]:
+        """Values of the last head step and the last outer step."""
+        return {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take back what state_dict gave."""
+
+
+class RaisedReconstruction(OuterObjective):
+    """- L_rec, without labels: the network raises the reconstruction loss (the ablation without downstream feedback,
+    AutoMAE's idea with this masking network). It acts on the loss itself: there is no inner step to go through."""
+
+    def hypergradient(self, ctx: StepContext, stats: StepStats, window: MaskedWindow) -> Hypergradient:
+        with self.clock("difference"):
+            return [(window, [gradient.times(-1.0) for gradient in self.derivative(ctx, window)])]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeadUpdate:
+    """What the last hypergradient came from. Attributes: head: the head's step; train, validation: micro-batches."""
+
+    head: HeadStep
+    train: list[Batch]
+    validation: list[Batch]
+
+
+class ValidationLoss(OuterObjective):
+    """L_val, the head's loss on D_val (eq. 3), after committed steps: E' is where the run's optimizer has really taken
+    the encoder, C' where the head's AdamW has taken the head.
+
+    With v = response x dL_val / dE', dL_val / dT = - d/dT <v, grad_E L_rec> at the weights before the step. The
+    response stands for eta_E of eq. 10: it is AdamW's, whose second moment is held.
+
+    Args:
+        level: the head.
+        sources: D_tr and D_val.
+    """
+
+    def __init__(
+        self, config: Config, derivative: MaskDerivative, clock: Clock, *, level: HeadLevel, sources: Downstream
+    ) -> None:
+        super().__init__(config, derivative, clock)
+        self.level, self.sources = level, sources
+        self.base: Shards | None = None
+        self.direction_norm: Tensor | None = None
+        self.response_norm: Tensor | None = None
+        self.exact = ExactComparison(config)
+        self.last: HeadUpdate | None = None
+
+    def before_last_step(self, ctx: StepContext, window: MaskedWindow) -> None:
+        self.base = ctx.engine.weights()
+
+    def head_step(self, ctx: StepContext) -> None:
+        with self.clock("head"):
+            window = on_device(self.sources.train.next_window(), ctx)
+            self.level.frozen_step(ctx.engine, window, ctx.step, self.head_rule(ctx))
+
+    def head_rule(self, ctx: StepContext) -> HeadRule:
+        """How the head steps at the end of a cycle."""
+        return partial(self.level.head.adamw_step, scale=self.scale(ctx))
+
+    def encoder_gradient(self, ctx: StepContext) -> Shards:
+        """The head's step, and the bracket of eq. 9."""
+        with self.clock("validation"):
+            train = on_device(self.sources.train.next_window(), ctx)
+            validation = on_device(self.sources.validation.next_window(), ctx)
+            return self.both_paths(ctx, train, validation, self.head_rule(ctx))
+
+    def both_paths(self, ctx: StepContext, train: list[Batch], validation: list[Batch], rule: HeadRule) -> Shards:
+        """The head's step by this rule, and the bracket of eq. 9 at the weights that forwards read now."""
+
+        def noted(gradient: Tensor) -> HeadStep:
+            step = rule(gradient)
+            self.note(HeadUpdate(head=step, train=train, validation=validation))
+            return step
+
+        return self.level.encoder_gradient(ctx.engine, train, validation, ctx.step, noted)
+
+    def direct_path(self, ctx: StepContext, engine: Engine) -> Shards:
+        """dL_val / d weights of the encoder that an engine holds, on the next window of D_val: for variants in which
+        the head's step does not depend on the masks."""
+        with self.clock("validation"):
+            window, head = on_device(self.sources.validation.next_window(), ctx), self.level.head.parameters
+            held = HeadStep(before=head, parameters=head, response=torch.zeros_like(head.flat()))
+            self.note(HeadUpdate(head=held, train=window, validation=window))
+            return self.level.direct_gradient(engine, window, ctx.step)
+
+    def note(self, update: HeadUpdate) -> None:
+        """Keep what a hypergradient comes from until it has been compared."""
+        self.last = update if self.exact.every > 0 else None
+
+    def hypergradient(self, ctx: StepContext, stats: StepStats, window: MaskedWindow) -> Hypergradient:
+        engine, respond = ctx.engine, partial(ctx.engine.step_response, lr=stats.lr, grad_norm=stats.grad_norm)
+        base, self.base = self.base, None
+        assert base is not None, "the weights before the step were kept"
+        direction = self.encoder_gradient(ctx)
+        self.direction_norm = direction.norm()
+        direction = respond(direction)
+        self.response_norm = direction.norm()
+        found = self.through_inner_step(ctx, window, direction, base)
+        if self.exact.due():
+            places = (base, engine.weights(), respond(base.times(0.0).shifted(1.0)))  # base is back but for rounding
+            self.compare(ctx, window, found, *(whole(engine, place) for place in places))
+        return found
+
+    def through_inner_step(
+        self, ctx: StepContext, window: MaskedWindow, direction: Shards, base: Shards | None
+    ) -> Hypergradient:
+        """- d <direction, grad_E L_rec> / d masks, at base: eq. 10, by a finite difference.
+
+        Args:
+            direction: response x dL_val / dE'.
+            base: weights before the inner step; None = the present ones.
+        """
+        with self.clock("difference"):
+            found = finite_difference(
+                self.derivative, ctx, window, direction, length=self.settings.difference, base=base
+            )
+            return [(window, [gradient.times(-1.0) for gradient in found])]
+
+    def compare(
+        self,
+        ctx: StepContext,
+        window: MaskedWindow,
+        found: Hypergradient,
+        before: Weights,
+        after: Weights,
+        response: Weights,
+    ) -> None:
+        """Take note of how well this agrees with the exact hypergradient of one inner step; see WholeStep."""
+        assert self.last is not None, "the head has stepped"
+        step = WholeStep(
+            before=before,
+            after=after,
+            response=response,
+            head=self.last.head,
+            train=self.last.train,
+            validation=self.last.validation,
+            number=ctx.step,
+        )
+        self.last = None
+        ((_, gradients),) = found
+        self.exact.compare(ctx, self.derivative, self.level, window, gradients, step)
+
+    def metrics(self) -> Mapping[str, Any]:
+        """head_loss, validation_loss: means over the last batches; direction_norm: |dL_val / dE'|; response_norm: the
+        same times the step's response; exact_cosine, exact_norm_ratio: of the last comparison."""
+        return {
+            "head_loss": self.level.train_loss,
+            "validation_loss": self.level.validation_loss,
+            "direction_norm": self.direction_norm,
+            "response_norm": self.response_norm,
+            "exact_cosine": self.exact.cosine,
+            "exact_norm_ratio": self.exact.norm_ratio,
+        }
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"head": self.level.head.state_dict(), "hypergradients": self.exact.number}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.level.head.load_state_dict(state["head"])
+        self.exact.number = int(state["hypergradients"])
+
+
+def on_device(window: Sequence[Batch], ctx: StepContext) -> list[Batch]:
+    """The micro-batches where the engine computes."""
+    return [micro.to(ctx.engine.device) for micro in window]

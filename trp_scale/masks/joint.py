@@ -1,8 +1,8 @@
-"""Encoder, decoder and head learn in one step: two levels in place of three (BLO-MAE, MLO-MAE eq. 5)."""
+"""Two levels in place of three: encoder, decoder and head learn in one step (BLO-MAE, MLO-MAE eq. 5)."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -11,33 +11,119 @@ from torch import Tensor
 
 from trp_scale.adversary.positions import reduced_gradient
 from trp_scale.config import Config
-from trp_scale.core.batch import Batch
+from trp_scale.core.batch import Batch, TaskLosses
 from trp_scale.core.hooks import StepContext
+from trp_scale.core.objective import PatchObjective
 from trp_scale.core.pieces import Shards
 from trp_scale.data.downstream import Downstream
-from trp_scale.masks.clock import LevelClock
-from trp_scale.masks.held_head import HeldHeadFeedback
-from trp_scale.masks.hypergradient import Reading
-from trp_scale.masks.joint_objective import HEAD, STEP
+from trp_scale.masks.finite_difference import MaskDerivative
+from trp_scale.masks.head import Head, HeadLevel, leaf
+from trp_scale.masks.hypergradient import Clock, ValidationLoss
 from trp_scale.masks.masks import MaskedWindow
-from trp_scale.masks.second_level import HeadLevel, leaf
+
+CLASSIFICATION = "classification"
+
+HEAD, STEP = "head", "step"
+"""Extras of a micro-batch of D_tr: the head as a leaf [K D + K], and the number of the step."""
 
 
-class JointFeedback(HeldHeadFeedback):
-    """The head's loss on D_val after a joint step. The head is a leaf outside the engine whose gradient comes out of
-    the pass that trains the weights; it steps by AdamW of its own whenever they do.
+class JointObjective:
+    """The inner objective of eq. 5, gamma x reconstruction + classification: both tasks are outside the balance,
+    because gamma is what weighs them; a balancer has nothing to decide, and only uniform is allowed.
 
-    Its step, C' = C - eta grad_C L_cls(D_tr; E, C), is of the encoder before the step: the masks act on L_val through
-    E' alone, and there by gamma x L_rec, which the step's task weights carry.
+    Micro-batches that were joined to a window are of D_tr, and their images' crops are the elements of the last task:
+    the mean cross-entropy of the head on the encoder's features of whole images. The others are those of the tasks
+    that there were. Held-out rows have no classification: it is absent there.
+
+    Args:
+        config: settings of the run.
+        reconstruction: the objective on D_u.
+        classes: K.
+        device: where the head lives.
+        dtype: of the head.
+    Attributes:
+        level: the head, with the passes that it needs.
+    """
+
+    balanced: tuple[int, ...] = ()
+
+    def __init__(
+        self,
+        config: Config,
+        reconstruction: PatchObjective,
+        *,
+        classes: int,
+        device: torch.device,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.gamma = config.multilevel.gamma
+        self.reconstruction = reconstruction
+        self.tasks = (*reconstruction.tasks, CLASSIFICATION)
+        self.regression = reconstruction.regression
+        self.level = HeadLevel(config, reconstruction, Head(config, classes, device, dtype))
+
+    def count(self, batch: Batch) -> Tensor:
+        """[T] float64: elements of the reconstruction's tasks, and crops with a class; one of the two is 0."""
+        if not batch.joined:
+            return with_last(self.reconstruction.count(batch))
+        crops = batch["row_weights"].double().sum() * batch["images"].shape[1]
+        return torch.cat([crops.new_zeros(len(self.tasks) - 1), crops.reshape(1)])
+
+    def outside_weights(self, counts: Tensor) -> Tensor:
+        """gamma, shared equally by what would be balanced of the reconstruction's tasks, and 1."""
+        weights = with_last(self.reconstruction.outside_weights(counts[:-1]), 1.0)
+        for place in self.reconstruction.balanced:
+            weights[place] = self.gamma / len(self.reconstruction.balanced)
+        return weights
+
+    def __call__(self, forward: Callable[..., Any], batch: Batch) -> TaskLosses:
+        """Sums in float64."""
+        if not batch.joined:
+            return padded(self.reconstruction(forward, batch))
+        level, head, step = self.level, batch.extras[HEAD], int(batch.extras[STEP])
+        part = level.head_input(level.features(forward, [batch])[0], batch, learning=True, step=step)
+        loss = level.loss(part, level.head.own.like(head)).double()
+        absent = loss.new_zeros(len(self.tasks) - 1)
+        return TaskLosses(sums=torch.cat([absent, loss.reshape(1)]), counts=self.count(batch))
+
+    def losses(self, errors: Tensor, batch: Batch) -> TaskLosses:
+        """The reconstruction's sums for given errors [R, k, M]; linear in them. The last task is absent."""
+        return padded(self.reconstruction.losses(errors, batch))
+
+    def errors(self, forward: Callable[..., Any], batch: Batch) -> Tensor:
+        """[R, k, M] error of each masked patch."""
+        return self.reconstruction.errors(forward, batch)
+
+    def patches(self, batch: Batch, pixel_shift: Tensor | None = None) -> Tensor:
+        """[B, N, P] patches of the batch's crops."""
+        return self.reconstruction.patches(batch, pixel_shift)
+
+
+def padded(losses: TaskLosses) -> TaskLosses:
+    """[T - 1] -> [T]: the last task is absent."""
+    return TaskLosses(sums=with_last(losses.sums), counts=with_last(losses.counts))
+
+
+def with_last(values: Tensor, last: float = 0.0) -> Tensor:
+    """[T - 1] -> [T]."""
+    return torch.cat([values, values.new_full((1,), last)])
+
+
+class JointValidationLoss(ValidationLoss):
+    """L_val after a joint inner step. The head is a leaf outside the engine whose gradient comes out of the pass that
+    trains the weights; it steps by AdamW of its own whenever they do.
+
+    Its step, C' = C - eta grad_C L_cls(D_tr; E, C), is of the encoder before the inner step: the masks act on L_val
+    through E' alone, and there by gamma x L_rec, which the step's task weights carry.
 
     Args:
         level: the head of the joint objective.
     """
 
     def __init__(
-        self, config: Config, reading: Reading, clock: LevelClock, *, level: HeadLevel, sources: Downstream
+        self, config: Config, derivative: MaskDerivative, clock: Clock, *, level: HeadLevel, sources: Downstream
     ) -> None:
-        super().__init__(config, reading, clock, level=level, sources=sources)
+        super().__init__(config, derivative, clock, level=level, sources=sources)
         self.leaf = leaf(level.head.parameters.flat())
         self.gradient = torch.zeros_like(self.leaf, requires_grad=False)
 
@@ -50,17 +136,17 @@ class JointFeedback(HeldHeadFeedback):
     def gradients(self, ctx: StepContext) -> None:
         self.gradient = reduced_gradient(ctx, self.leaf)
 
-    def stepped(self, ctx: StepContext) -> None:
+    def after_step(self, ctx: StepContext) -> None:
         assert ctx.sums is not None, "the step is through"
         self.level.train_loss = ctx.means(ctx.sums)[-1]
-        self.level.head.descend(self.gradient, self.scale(ctx))
+        self.level.head.adamw_step(self.gradient, self.scale(ctx))
         self.leaf = leaf(self.level.head.parameters.flat())
 
-    def update(self, ctx: StepContext) -> None:
+    def head_step(self, ctx: StepContext) -> None:
         """The head has learned in every step of the cycle."""
 
-    def direction(self, ctx: StepContext) -> Shards:
-        return self.asked(ctx, ctx.engine)
+    def encoder_gradient(self, ctx: StepContext) -> Shards:
+        return self.direct_path(ctx, ctx.engine)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         super().load_state_dict(state)

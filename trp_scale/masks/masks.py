@@ -1,48 +1,151 @@
-"""Level I's masks: chosen by the masking network, for a window at a time; and how the network is taught."""
+"""Stage I's masks: the masking network gives each patch a probability, and the most probable N r patches are masked
+(MLO-MAE 3.2, A.4); and the network's own step, down the hypergradient (eq. 8).
+
+The selection is always hard. `masking.selection` says what the loss's derivative by a probability sees of it.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from trp_scale.config import Config
+from trp_scale.config import Config, MaskingConfig, PatchSplit
 from trp_scale.core.batch import Batch
 from trp_scale.core.engine import Engine
 from trp_scale.core.objective import PatchObjective
-from trp_scale.masks.selection import Selection, choice_of, patch_weights, select, split_at
 
 
 @dataclass(frozen=True, kw_only=True)
-class Lesson:
-    """What one micro-batch teaches the masking network: it is to lower sum(weights x of_weights) + sum(gate x of_gate).
+class Selection:
+    """Masks of one micro-batch.
 
     Attributes:
-        of_weights: [B, M], for the masked patches' weights.
-        of_gate: [B, V], for the visible patches' gates; None for a hard choice.
+        visible: [B, V] int64, masked: [B, M] int64; patch numbers, ascending.
+        probabilities: [B, N] what they were selected by, without a graph.
+        embeddings: [B, N, D] the masking network's input, kept where an outer step needs it again.
     """
 
-    of_weights: Tensor
-    of_gate: Tensor | None = None
+    visible: Tensor
+    masked: Tensor
+    probabilities: Tensor
+    embeddings: Tensor | None = None
+
+    def weights(self) -> Tensor:
+        """[B, M] the masked patches' probabilities."""
+        return self.probabilities.gather(1, self.masked)
+
+
+def split_at(step: int, steps: int, patches: int, masking: MaskingConfig) -> PatchSplit:
+    """How many patches are visible in this step: with a curriculum the ratio grows linearly (D.4)."""
+    ratio = masking.ratio
+    if masking.final_ratio > 0.0 and steps > 1:
+        ratio += (masking.final_ratio - masking.ratio) * step / (steps - 1)
+    return PatchSplit(patches=patches, visible=int(patches * (1.0 - ratio)))
+
+
+def select(probabilities: Tensor, split: PatchSplit, embeddings: Tensor | None = None) -> Selection:
+    """Mask the most probable patches of each image; of equal ones those with the lowest numbers."""
+    order = probabilities.argsort(dim=1, descending=True, stable=True)  # [B, N]
+    return Selection(
+        masked=order[:, : split.masked].sort(dim=1).values,
+        visible=order[:, split.masked :].sort(dim=1).values,
+        probabilities=probabilities,
+        embeddings=embeddings,
+    )
+
+
+Relaxation = Callable[[Tensor, Selection], Tensor | None]
+"""Probabilities with a graph [B, N] -> what stands for the mask in derivatives [B, N]; None: the mask is a constant."""
+
+
+def hard(probabilities: Tensor, selection: Selection) -> None:
+    """The mask is a constant: probabilities act through the weights of eq. 1 alone."""
+
+
+def straight_through(probabilities: Tensor, selection: Selection) -> Tensor:
+    """The selection's derivative is the identity's (A.4)."""
+    return probabilities
+
+
+def softsort(temperature: float) -> Relaxation:
+    """The selection's derivative is that of a soft one: the rows of SoftSort's relaxed permutation that are masked,
+    added up (Prillo and Eisenschlos 2020, with the absolute difference)."""
+
+    def soft_mask(probabilities: Tensor, selection: Selection) -> Tensor:
+        ranked = probabilities.sort(dim=1, descending=True).values[:, : selection.masked.shape[1]]  # [B, M]
+        distance = (ranked.unsqueeze(2) - probabilities.unsqueeze(1)).abs()  # [B, M, N]
+        return (-distance / temperature).softmax(dim=2).sum(1)  # [B, N]
+
+    return soft_mask
+
+
+def relaxation_of(masking: MaskingConfig) -> Relaxation:
+    """As masking.selection says."""
+    relaxations: dict[str, Relaxation] = {
+        "hard": hard,
+        "straight_through": straight_through,
+        "softsort": softsort(masking.temperature),
+    }
+    return relaxations[masking.selection]
+
+
+@dataclass(frozen=True, kw_only=True)
+class PatchWeights:
+    """How the probabilities enter the loss.
+
+    Attributes:
+        masked: [B, M] by which each masked patch's error counts, before any normalisation.
+        gate: [B, V] by which the visible patches' tokens are multiplied: 1, with the derivative of not being masked;
+            None for a hard selection.
+    """
+
+    masked: Tensor
+    gate: Tensor | None
+
+
+def patch_weights(probabilities: Tensor, selection: Selection, relaxation: Relaxation) -> PatchWeights:
+    """Weights and gates as functions of the probabilities [B, N]; a graph in them is kept."""
+    weights = probabilities.gather(1, selection.masked)  # [B, M]
+    mask = relaxation(probabilities, selection)
+    if mask is None:
+        return PatchWeights(masked=weights, gate=None)
+    slope = mask - mask.detach()  # 0, with the derivative of the selection
+    return PatchWeights(
+        masked=weights * (1.0 + slope.gather(1, selection.masked)),
+        gate=1.0 - slope.gather(1, selection.visible),
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MaskGradient:
+    """Gradient of a loss by the masks of one micro-batch.
+
+    Attributes:
+        weights: [B, M], by the masked patches' weights.
+        gates: [B, V], by the visible patches' gates; None for a hard selection.
+    """
+
+    weights: Tensor
+    gates: Tensor | None = None
 
     def parts(self) -> list[Tensor]:
-        """What there is of it."""
-        return [self.of_weights] if self.of_gate is None else [self.of_weights, self.of_gate]
+        """The tensors that it has."""
+        return [self.weights] if self.gates is None else [self.weights, self.gates]
 
-    def plus(self, other: Lesson, factor: float | Tensor) -> Lesson:
+    def plus(self, other: MaskGradient, factor: float | Tensor) -> MaskGradient:
         """self + factor x other."""
-        gate = None
-        if self.of_gate is not None and other.of_gate is not None:
-            gate = self.of_gate + factor * other.of_gate
-        return Lesson(of_weights=self.of_weights + factor * other.of_weights, of_gate=gate)
+        gates = None
+        if self.gates is not None and other.gates is not None:
+            gates = self.gates + factor * other.gates
+        return MaskGradient(weights=self.weights + factor * other.weights, gates=gates)
 
-    def times(self, factor: float | Tensor) -> Lesson:
+    def times(self, factor: float | Tensor) -> MaskGradient:
         """factor x self."""
-        gate = None if self.of_gate is None else factor * self.of_gate
-        return Lesson(of_weights=factor * self.of_weights, of_gate=gate)
+        return MaskGradient(weights=factor * self.weights, gates=None if self.gates is None else factor * self.gates)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,6 +180,11 @@ class MaskedWindow:
         return masked_with(replace(micro, extras=extras), selection)
 
 
+Hypergradient = Sequence[tuple[MaskedWindow, Sequence[MaskGradient]]]
+"""Gradient of the outer objective by the masks, micro-batch by micro-batch of each inner step that it goes through.
+Empty: no outer step is due."""
+
+
 def masked_with(micro: Batch, selection: Selection) -> Batch:
     """The micro-batch with these masks in place of the loader's."""
     chosen = {"visible": by_row(selection.visible, micro), "masked": by_row(selection.masked, micro)}
@@ -88,22 +196,22 @@ def by_row(values: Tensor, micro: Batch) -> Tensor:
     return values.reshape(*micro["masked"].shape[:2], *values.shape[1:])
 
 
-class MaskTeacher:
-    """The masking network in its engine.
+class Masker:
+    """The masking network T in its engine: it chooses masks, and takes the outer steps.
 
     Args:
         config: settings of the run.
-        network: the engine that holds it.
+        network: the engine that holds T.
         objective: cuts images into patches, and counts.
     Attributes:
-        gradient_norm: of the last lesson's global gradient; None before the first.
-        below_eps: share of the network's elements whose root mean square gradient is below AdamW's eps; None before
-            the first lesson.
+        gradient_norm: of T's global gradient in the last outer step; None before the first.
+        below_eps: share of T's elements whose root mean square gradient is below AdamW's eps; None before the first
+            outer step.
     """
 
     def __init__(self, config: Config, network: Engine, objective: PatchObjective) -> None:
         self.config, self.network, self.objective = config, network, objective
-        self.choice = choice_of(config.masking)
+        self.relaxation = relaxation_of(config.masking)
         self.patches = (config.crops.size // config.vision.patch_size) ** 2
         self.eps = network_eps(config)
         self.gradient_norm: Tensor | None = None
@@ -116,7 +224,7 @@ class MaskTeacher:
         Args:
             engine: holds the encoder, whose patch embedding the network reads.
             step: number of the run's step, for the curriculum.
-            keep: keep the network's inputs, for a lesson.
+            keep: keep the network's inputs, for an outer step.
         """
         split = split_at(step, self.config.training.steps, self.patches, self.config.masking)
         selections = []
@@ -138,27 +246,30 @@ class MaskTeacher:
         factor = number / total if self.config.masking.weights == "normalised" else torch.ones_like(total)
         return MaskedWindow(micros=window, selections=selections, counts=summed[:-2], factor=factor, total=total)
 
-    def teach(self, windows: Sequence[tuple[MaskedWindow, Sequence[Lesson]]], scale: float) -> bool:
-        """One step of the network's AdamW down the sum of all lessons, unless its gradient is not finite; returns
-        whether it was made.
+    def outer_step(self, hypergradient: Hypergradient, scale: float) -> bool:
+        """One step of T's AdamW down the hypergradient (eq. 8), unless the gradient is not finite.
+
+        T's gradient is the sum of the masks' gradients, each carried back through T by the chain rule.
 
         Args:
             scale: share of the peak learning rate.
+        Returns:
+            Whether the step was made.
         """
-        centred = [(window, self._centred(window, lessons)) for window, lessons in windows]
-        parts = [(window, number, lesson) for window, lessons in centred for number, lesson in enumerate(lessons)]
-        for place, (window, number, lesson) in enumerate(parts):
+        centred = [(window, self._centred(window, gradients)) for window, gradients in hypergradient]
+        parts = [(window, number, each) for window, gradients in centred for number, each in enumerate(gradients)]
+        for place, (window, number, gradient) in enumerate(parts):
             selection, present = window.selections[number], rows(window.micros[number])
             assert selection.embeddings is not None, "masks were chosen without keeping what they came from"
             with self.network.exact_forwards():
                 probabilities = self.network(selection.embeddings)
-            weights = patch_weights(probabilities, selection, self.choice)
-            loss = (weights.masked * lesson.of_weights * present[:, None]).sum() * window.factor
-            if weights.gate is not None and lesson.of_gate is not None:
-                loss = loss + (weights.gate * lesson.of_gate * present[:, None]).sum()
+            weights = patch_weights(probabilities, selection, self.relaxation)
+            loss = (weights.masked * gradient.weights * present[:, None]).sum() * window.factor
+            if weights.gate is not None and gradient.gates is not None:
+                loss = loss + (weights.gate * gradient.gates * present[:, None]).sum()
             self.network.backward(loss, last=place == len(parts) - 1)
         norm = self.gradient_norm = self.network.check_gradients()
-        # The one place that waits for the device, once in `every` updates of the head.
+        # The one place that waits for the device, once in an outer step.
         if not math.isfinite(float(norm)):
             self.network.skip()
             return False
@@ -166,19 +277,19 @@ class MaskTeacher:
         self.below_eps = self._share_below_eps()
         return True
 
-    def _centred(self, window: MaskedWindow, lessons: Sequence[Lesson]) -> Sequence[Lesson]:
+    def _centred(self, window: MaskedWindow, gradients: Sequence[MaskGradient]) -> Sequence[MaskGradient]:
         """With normalised weights, less their weighted mean: scaling all probabilities then changes nothing."""
         if self.config.masking.weights == "raw":
-            return lessons
-        pairs = zip(window.micros, window.selections, lessons, strict=True)
+            return gradients
+        pairs = zip(window.micros, window.selections, gradients, strict=True)
         local = torch.stack(
             [
-                (chosen.weights().double() * lesson.of_weights).sum(1) @ rows(micro).double()
-                for micro, chosen, lesson in pairs
+                (chosen.weights().double() * gradient.weights).sum(1) @ rows(micro).double()
+                for micro, chosen, gradient in pairs
             ]
         ).sum()
         mean = self.network.data_group.sum(local) / window.total
-        return [replace(lesson, of_weights=lesson.of_weights - mean) for lesson in lessons]
+        return [replace(gradient, weights=gradient.weights - mean) for gradient in gradients]
 
     @torch.no_grad()
     def _share_below_eps(self) -> Tensor:
@@ -194,8 +305,8 @@ class MaskTeacher:
 
 
 def network_eps(config: Config) -> float:
-    """AdamW's eps of the masking network, in units of its gradients. Hypergradients carry the learning rate of the
-    encoder's step, and with a fine-tuned second encoder the share of the way that it follows the first
+    """AdamW's eps of the masking network, in units of its gradients. A hypergradient carries the learning rate of the
+    inner step, and with a fine-tuned second encoder the share of the way that it follows the first
     (fine_tuning.py)."""
     settings, lr = config.multilevel, config.optimizer.lr
     if settings.feedback == "reconstruction":

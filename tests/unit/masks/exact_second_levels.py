@@ -8,7 +8,7 @@ import torch
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tests.unit.masks.exact_reference import (
+from tests.unit.masks.exact_hypergradient import (
     Masked,
     Rule,
     Weights,

@@ -10,12 +10,12 @@ import torch
 
 from tests.synthetic import Layout
 from tests.synthetic_masks import D_TR, MasksRun, labelled, mask_config, masks_run
-from tests.unit.masks.exact_reference import cross_entropy
+from tests.unit.masks.exact_hypergradient import cross_entropy
 from tests.unit.masks.test_hypergradient import copies, relative
 from trp_scale.config import Config
 from trp_scale.core.engine import EngineError
 from trp_scale.engines.plain import PlainEngine
-from trp_scale.masks.fine_tuning import FINE_TUNED, FineTuning, second_encoder
+from trp_scale.masks.fine_tuning import FINE_TUNED, FineTunedValidationLoss, second_encoder
 from trp_scale.upstreams.mae.model import MaskedAutoencoder
 
 
@@ -25,9 +25,9 @@ def tuned_run(micro_size: int = 4, dtype: torch.dtype = torch.float32, **changes
     return masks_run(layout, mask_config(layout, multilevel=multilevel, **changes), dtype=dtype)
 
 
-def feedback_of(run: MasksRun) -> FineTuning:
-    assert run.hook is not None and isinstance(run.hook.feedback, FineTuning)
-    return run.hook.feedback
+def outer_of(run: MasksRun) -> FineTunedValidationLoss:
+    assert run.hook is not None and isinstance(run.hook.outer, FineTunedValidationLoss)
+    return run.hook.outer
 
 
 def test_it_starts_where_the_first_is_and_is_an_engine_of_the_hook() -> None:
@@ -39,8 +39,8 @@ def test_it_starts_where_the_first_is_and_is_an_engine_of_the_hook() -> None:
     tuned = second_encoder(config, engine, plain)
     assert all(torch.equal(tuned.module.get_parameter(name), value) for name, value in copies(engine.module).items())
     run = tuned_run()
-    assert run.hook is not None and run.hook.engines()[FINE_TUNED] is feedback_of(run).tuned
-    assert all({"exp_avg", "exp_avg_sq"} <= set(piece.tensors) for piece in feedback_of(run).tuned.pieces())
+    assert run.hook is not None and run.hook.engines()[FINE_TUNED] is outer_of(run).tuned
+    assert all({"exp_avg", "exp_avg_sq"} <= set(piece.tensors) for piece in outer_of(run).tuned.pieces())
 
 
 def test_with_gradient_descent_a_step_is_down_the_sum_of_equation_13() -> None:
@@ -48,7 +48,7 @@ def test_with_gradient_descent_a_step_is_down_the_sum_of_equation_13() -> None:
     run = tuned_run(dtype=torch.float64, optimizer={"kind": "sgd", "lr": 0.01}, multilevel={"unroll": 1})
     for _ in range(2):
         run.trainer.train_step()
-    head = feedback_of(run).level.head.parameters
+    head = outer_of(run).level.head.parameters
     before = {name: value.requires_grad_() for name, value in copies(run.networks[1]).items()}
     assert any(not torch.equal(value, run.model.get_parameter(name)) for name, value in before.items())
     run.trainer.train_step()  # E moves first
@@ -59,24 +59,24 @@ def test_with_gradient_descent_a_step_is_down_the_sum_of_equation_13() -> None:
     gradients = torch.autograd.grad(loss, list(before.values()))
     expected = {n: v.detach() - 0.01 * g for (n, v), g in zip(before.items(), gradients, strict=True)}
     assert relative(copies(run.networks[1]), expected) < 1e-12
-    assert float(feedback_of(run).distance) == pytest.approx(float(distance.detach().sqrt()), rel=1e-12)
+    assert float(outer_of(run).distance) == pytest.approx(float(distance.detach().sqrt()), rel=1e-12)
 
 
 def test_a_gradient_that_is_not_finite_leaves_the_pull() -> None:
     run = tuned_run(multilevel={"unroll": 1})
     run.trainer.train_step()
-    feedback, before = feedback_of(run), copies(run.networks[1])
-    head, check = feedback.level.head.parameters.flat(), feedback.tuned.check_gradients
-    feedback.tuned.check_gradients = lambda: check() * torch.inf  # type: ignore[method-assign]
+    outer, before = outer_of(run), copies(run.networks[1])
+    head, check = outer.level.head.parameters.flat(), outer.tuned.check_gradients
+    outer.tuned.check_gradients = lambda: check() * torch.inf  # type: ignore[method-assign]
     run.trainer.train_step()
     pull = 2 * run.trainer.history[-1].lr * 20.0  # type: ignore[attr-defined]
     expected = {name: value + pull * (run.model.get_parameter(name) - value) for name, value in before.items()}
     assert relative(copies(run.networks[1]), {name: value.detach() for name, value in expected.items()}) < 1e-7
-    assert torch.equal(feedback.level.head.parameters.flat(), head)
-    assert feedback.tuned.optimizer_steps() == 1
-    feedback.tuned.check_gradients = check  # type: ignore[method-assign]
+    assert torch.equal(outer.level.head.parameters.flat(), head)
+    assert outer.tuned.optimizer_steps() == 1
+    outer.tuned.check_gradients = check  # type: ignore[method-assign]
     run.trainer.train_step()
-    assert feedback.tuned.optimizer_steps() == 2
+    assert outer.tuned.optimizer_steps() == 2
 
 
 def test_the_network_s_eps_carries_what_its_gradients_carry() -> None:
@@ -84,9 +84,9 @@ def test_the_network_s_eps_carries_what_its_gradients_carry() -> None:
     for proximity in (1.0, 20.0):
         run = tuned_run(multilevel={"proximity": proximity})
         assert run.hook is not None
-        network: Any = run.hook.teacher.network
+        network: Any = run.hook.masker.network
         eps[proximity] = network.optimizer.param_groups[0]["eps"]
-        assert eps[proximity] == run.hook.teacher.eps
+        assert eps[proximity] == run.hook.masker.eps
     assert eps[20.0] == pytest.approx(1e-8 * 3e-3 * 2 * 3e-3 * 20.0) and eps[20.0] == pytest.approx(20 * eps[1.0])
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.synthetic import Layout
 from tests.synthetic_masks import D_TR, D_VAL, MasksRun, labelled, mask_config, masks_run
-from tests.unit.masks.exact_reference import Masked, Rule, Weights, hypergradient, joined
+from tests.unit.masks.exact_hypergradient import Masked, Rule, Weights, hypergradient, joined
 from trp_scale.core.batch import Batch
 from trp_scale.masks.masks import MaskedWindow
 
@@ -35,11 +35,11 @@ class Recorder:
 
     def __init__(self, run: MasksRun) -> None:
         assert run.hook is not None
-        self.teacher = run.hook.teacher
+        self.masker = run.hook.masker
         self.gradient: Weights = {}
         self.windows: list[MaskedWindow] = []
         self.own: Weights = {}
-        check, teach = self.teacher.network.check_gradients, self.teacher.teach
+        check, outer_step = self.masker.network.check_gradients, self.masker.outer_step
 
         def check_gradients() -> Tensor:
             self.gradient = {n: p.grad.clone() for n, p in run.networks[0].named_parameters() if p.grad is not None}
@@ -48,10 +48,10 @@ class Recorder:
         def recorded(windows: Any, scale: float) -> bool:
             self.windows = [window for window, _ in windows]
             self.own = copies(run.networks[0])
-            return teach(windows, scale)
+            return outer_step(windows, scale)
 
-        self.teacher.network.check_gradients = check_gradients  # type: ignore[method-assign]
-        self.teacher.teach = recorded  # type: ignore[method-assign]
+        self.masker.network.check_gradients = check_gradients  # type: ignore[method-assign]
+        self.masker.outer_step = recorded  # type: ignore[method-assign]
 
     def lower(self, number: int = 0) -> Masked:
         window = self.windows[number]
@@ -102,7 +102,7 @@ def committed(settings: dict[str, Any], *, micro_size: int, cycles: int = 2, **k
     recorder, config, unroll = Recorder(run), run.trainer.config, run.trainer.config.multilevel.unroll
     for _ in range(cycles * unroll - 1):
         run.trainer.train_step()
-    head: Any = run.hook.feedback.level.head  # type: ignore[attr-defined]
+    head: Any = run.hook.outer.level.head  # type: ignore[attr-defined]
     weights, named = copies(run.model), list(run.model.named_parameters())
     before = moments(engine.optimizer, named, "exp_avg")
     own_head = (head.own.weight.detach().clone(), head.own.bias.detach().clone())

@@ -15,8 +15,7 @@ from tests.synthetic_masks import CLASSES, D_TR, MasksRun, labelled, mask_config
 from tests.unit.masks.test_hypergradient import copies
 from trp_scale.core.batch import Batch, TaskLosses
 from trp_scale.core.hooks import StepContext
-from trp_scale.masks.joint import JointFeedback
-from trp_scale.masks.joint_objective import HEAD, STEP, JointObjective
+from trp_scale.masks.joint import HEAD, STEP, JointObjective, JointValidationLoss
 from trp_scale.training.validation import validate
 
 ADVERSARIES: dict[str, dict[str, Any]] = {
@@ -32,13 +31,13 @@ def joint_run(micro_size: int = 4, **changes: Any) -> MasksRun:
     return masks_run(layout, mask_config(layout, multilevel=multilevel, **changes))
 
 
-def feedback_of(run: MasksRun) -> JointFeedback:
-    assert run.hook is not None and isinstance(run.hook.feedback, JointFeedback)
-    return run.hook.feedback
+def outer_of(run: MasksRun) -> JointValidationLoss:
+    assert run.hook is not None and isinstance(run.hook.outer, JointValidationLoss)
+    return run.hook.outer
 
 
 def head_of(run: MasksRun) -> Tensor:
-    return feedback_of(run).level.head.parameters.flat()
+    return outer_of(run).level.head.parameters.flat()
 
 
 def test_every_step_takes_a_window_of_both_sources() -> None:
@@ -51,9 +50,9 @@ def test_every_step_takes_a_window_of_both_sources() -> None:
         run.trainer.train_step()
     source: Any = run.trainer.source
     assert (source.own.cursor, source.joined.cursor) == (4 * 8, 4 * 12)
-    assert feedback_of(run).sources.validation.cursor == 12  # type: ignore[attr-defined]  # one lesson in three steps
+    assert outer_of(run).sources.validation.cursor == 12  # type: ignore[attr-defined]  # one outer step in three
     assert not torch.equal(before, head_of(run))
-    optimizer = feedback_of(run).level.head.optimizer
+    optimizer = outer_of(run).level.head.optimizer
     assert {float(state["step"]) for state in optimizer.state.values()} == {3.0}
 
 
@@ -86,7 +85,7 @@ def test_two_tasks_with_the_weights_of_equation_5() -> None:
     stats = run.trainer.history[-1]  # type: ignore[attr-defined]
     assert stats.task_weights == (0.5, 1.0)
     assert stats.loss == pytest.approx(0.5 * stats.task_losses[0] + stats.task_losses[1], rel=1e-6)
-    assert float(feedback_of(run).level.train_loss) == pytest.approx(stats.task_losses[1], rel=1e-6)
+    assert float(outer_of(run).level.train_loss) == pytest.approx(stats.task_losses[1], rel=1e-6)
 
 
 def first_gradient(run: MasksRun) -> tuple[Tensor, list[tuple[bool, set[str]]]]:
@@ -101,7 +100,7 @@ def first_gradient(run: MasksRun) -> tuple[Tensor, list[tuple[bool, set[str]]]]:
 
     run.trainer.hooks.batch = noted  # type: ignore[method-assign]
     run.trainer.train_step()
-    return feedback_of(run).gradient, seen
+    return outer_of(run).gradient, seen
 
 
 @pytest.mark.parametrize("kind", ["pixels", "positions"])
@@ -119,8 +118,8 @@ def test_adversaries_and_their_passes_leave_the_head_and_its_images_alone(kind: 
 def test_the_encoder_hears_the_classes() -> None:
     """Its gradient is not the reconstruction's alone."""
     runs = [joint_run(), joint_run(multilevel={"head_lr": 0.03})]
-    feedback = feedback_of(runs[1])
-    feedback.leaf = (10 * feedback.leaf.detach()).requires_grad_()
+    outer = outer_of(runs[1])
+    outer.leaf = (10 * outer.leaf.detach()).requires_grad_()
     weights = []
     for run in runs:
         run.trainer.train_step()
@@ -136,7 +135,7 @@ def test_a_skipped_step_moves_no_head_and_leaves_nothing_behind() -> None:
     run.engine.check_gradients = lambda: check() * torch.inf  # type: ignore[method-assign]
     run.trainer.train_step()
     assert not run.trainer.history[-1].applied  # type: ignore[attr-defined]
-    assert torch.equal(head_of(run), before) and feedback_of(run).leaf.grad is None
+    assert torch.equal(head_of(run), before) and outer_of(run).leaf.grad is None
     run.engine.check_gradients = check  # type: ignore[method-assign]
     run.trainer.train_step()
     assert not torch.equal(head_of(run), before)

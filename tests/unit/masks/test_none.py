@@ -11,7 +11,7 @@ from tests.synthetic_masks import mask_config, masks_run
 from trp_scale.core.batch import Batch
 from trp_scale.core.hooks import StepContext
 from trp_scale.engines.plain import PlainEngine
-from trp_scale.masks.second_level import HeadLevel
+from trp_scale.masks.head import HeadLevel
 
 
 @pytest.mark.parametrize("network", ["none", "flattened"])

@@ -10,10 +10,10 @@ from torch import Tensor
 
 from tests.synthetic import Layout
 from tests.synthetic_masks import MasksRun, mask_config, masks_run
-from trp_scale.masks.selection import split_at
+from trp_scale.masks.masks import split_at
 
 STILL = {"lr": 1e-30, "weight_decay": 0.0}
-"""A masking network that does not learn: every way of teaching it then gives the same run."""
+"""A masking network that does not learn: every outer objective then gives the same run."""
 
 
 def started(micro_size: int = 4, **changes: Any) -> MasksRun:
@@ -30,7 +30,7 @@ def after(steps: int, **changes: Any) -> MasksRun:
 
 @pytest.mark.parametrize("update", ["parallel", "sequential"])
 def test_an_adversary_climbs_along_the_step_s_gradient_alone(update: str) -> None:
-    """Whatever passes the masks' lessons make between steps."""
+    """Whatever passes the hypergradients make between steps."""
 
     def climbed(mode: str, selection: str) -> tuple[Tensor, Tensor]:
         adversary = {"kind": "absolute_embedding", "ascent": "sgd", "lr": 10.0, "eps": 0.3, "update": update}
@@ -41,7 +41,7 @@ def test_an_adversary_climbs_along_the_step_s_gradient_alone(update: str) -> Non
             multilevel={"mode": mode, **STILL},
             masking={"selection": selection},
         )
-        assert run.hook is not None and run.hook.lessons == 2
+        assert run.hook is not None and run.hook.outer_steps == 2
         (vector,) = (each.vector.detach() for each in run.trainer.hooks.all if hasattr(each, "vector"))
         return vector, run.model.patch_embed.weight.detach()  # type: ignore[union-attr, return-value]
 
@@ -55,30 +55,30 @@ def test_an_adversary_climbs_along_the_step_s_gradient_alone(update: str) -> Non
 def test_a_head_s_gradient_that_is_not_finite_changes_nothing_and_teaches_nothing() -> None:
     run = after(4)
     assert run.hook is not None
-    head: Any = run.hook.feedback.level.head  # type: ignore[attr-defined]
+    head: Any = run.hook.outer.level.head  # type: ignore[attr-defined]
     kept = [tensor.clone() for tensor in head._tensors()]
-    head.descend(torch.full_like(head.parameters.flat(), torch.nan), 1.0)
+    head.adamw_step(torch.full_like(head.parameters.flat(), torch.nan), 1.0)
     assert all(torch.equal(one, other) for one, other in zip(kept, head._tensors(), strict=True))
     before = {name: value.detach().clone() for name, value in run.networks[0].named_parameters()}
     head.own.bias.data.fill_(torch.nan)
     for _ in range(2):
         run.trainer.train_step()
-    assert run.hook.lessons == 2 and run.hook.metrics()["gradient_norm"] != run.hook.metrics()["gradient_norm"]
+    assert run.hook.outer_steps == 2 and run.hook.metrics()["gradient_norm"] != run.hook.metrics()["gradient_norm"]
     assert all(torch.equal(before[name], value) for name, value in run.networks[0].named_parameters())
 
 
 def test_a_cycle_looks_ahead_once_also_when_its_first_step_is_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
     run = started(multilevel={"mode": "look_ahead"})
     assert run.hook is not None
-    check, lessons = run.engine.check_gradients, []
+    check, outer_steps = run.engine.check_gradients, []
     for step in range(6):
         skipped = step in (2, 3)
         monkeypatch.setattr(
             run.engine, "check_gradients", lambda skipped=skipped: check() * (torch.inf if skipped else 1)
         )
         run.trainer.train_step()
-        lessons.append(run.hook.lessons)
-    assert lessons == [1, 1, 2, 2, 2, 2]
+        outer_steps.append(run.hook.outer_steps)
+    assert outer_steps == [1, 1, 2, 2, 2, 2]
 
 
 def test_a_curriculum_s_counts_are_those_of_the_masks_that_were_learned_from() -> None:
@@ -95,5 +95,5 @@ def test_nothing_large_is_held_between_steps() -> None:
     run = after(2)
     assert run.hook is not None and run.hook.window is not None
     assert all(each.embeddings is None for each in run.hook.window.selections)
-    feedback: Any = run.hook.feedback
-    assert feedback.base is None and feedback.last is None
+    outer: Any = run.hook.outer
+    assert outer.base is None and outer.last is None

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from benchmarks.planted_patches import D_TR, D_VAL, PATCHES, SIGNALS, PlantedRun, planted_run
 from tests.synthetic_hypergradients import held_adamw, state
-from tests.unit.masks.exact_reference import Masked, hypergradient
-from trp_scale.masks.feedback import HeadFeedback
-from trp_scale.masks.masks import Lesson, MaskedWindow
+from tests.unit.masks.exact_hypergradient import Masked, hypergradient
+from trp_scale.masks.hypergradient import ValidationLoss
+from trp_scale.masks.masks import MaskedWindow, MaskGradient
 from trp_scale.upstreams.mae.model import MaskedAutoencoder
 
 SEEDS = (0, 1, 2)
@@ -38,11 +38,11 @@ class Probabilities(nn.Module):
 
 
 @dataclass
-class Lessons:
-    """What a run's masking network was taught, one entry for each lesson.
+class OuterSteps:
+    """A run's outer steps.
 
     Attributes:
-        last: the last lesson: [B, M] dL_val / dsigma of the masked patches, and their window.
+        last: of the last one: [B, M] dL_val / dsigma of the masked patches, and their window.
         moves: the inner product of dL_val / dsigma with sigma's change over the step; of both without a graph.
     """
 
@@ -50,23 +50,23 @@ class Lessons:
     moves: list[float] = field(default_factory=list)
 
 
-def watch(run: PlantedRun) -> Lessons:
-    """Write a run's lessons down."""
+def watch(run: PlantedRun) -> OuterSteps:
+    """Write a run's outer steps down."""
     assert run.hook is not None
-    found, teacher = Lessons(), run.hook.teacher
-    teach = teacher.teach
+    found, masker = OuterSteps(), run.hook.masker
+    outer_step = masker.outer_step
 
-    def noted(windows: Sequence[tuple[MaskedWindow, Sequence[Lesson]]], scale: float) -> bool:
-        ((window, (lesson,)),) = windows
+    def noted(windows: Sequence[tuple[MaskedWindow, Sequence[MaskGradient]]], scale: float) -> bool:
+        ((window, (gradient,)),) = windows
         (selection,) = window.selections
-        learned = teach(windows, scale)
+        learned = outer_step(windows, scale)
         with torch.no_grad():
-            after = teacher.network(selection.embeddings).gather(1, selection.masked)
-        found.last = lesson.of_weights, window
-        found.moves.append(float(((after - selection.weights()) * lesson.of_weights).sum()))
+            after = masker.network(selection.embeddings).gather(1, selection.masked)
+        found.last = gradient.weights, window
+        found.moves.append(float(((after - selection.weights()) * gradient.weights).sum()))
         return learned
 
-    teacher.teach = noted  # type: ignore[method-assign]
+    masker.outer_step = noted  # type: ignore[method-assign]
     return found
 
 
@@ -112,40 +112,40 @@ def exact_derivative(run: PlantedRun, before: Mapping[str, Any], window: MaskedW
 
 
 def head_level(run: PlantedRun) -> Any:
-    assert run.hook is not None and isinstance(run.hook.feedback, HeadFeedback)
-    return run.hook.feedback.level
+    assert run.hook is not None and isinstance(run.hook.outer, ValidationLoss)
+    return run.hook.outer.level
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_direction_of_the_probabilities_is_exact_differentiation_s(seed: int) -> None:
     run = planted_run(seed, "flattened", dtype=torch.float64, difference=1e-4)
-    lessons, engine = watch(run), run.trainer.engine
+    taken, engine = watch(run), run.trainer.engine
     for _ in range(PART - 1):
         run.trainer.train_step()
     before: dict[str, Any] = {key: state(engine, key) for key in ("weight", "exp_avg")}
     before["head"] = head_level(run).head.state_dict()
     run.trainer.train_step()
-    assert lessons.last is not None
-    ours, window = lessons.last
+    assert taken.last is not None
+    ours, window = taken.last
     theirs = exact_derivative(run, before, window)
     assert float((ours - theirs).norm() / theirs.norm()) < 1e-5
 
 
 @lru_cache
-def learned(seed: int) -> tuple[PlantedRun, Lessons]:
+def learned(seed: int) -> tuple[PlantedRun, OuterSteps]:
     """A whole run with learned masks."""
     run = planted_run(seed, "flattened")
-    lessons = watch(run)
+    taken = watch(run)
     run.train()
-    return run, lessons
+    return run, taken
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_network_moves_along_it(seed: int) -> None:
-    """Down dL_val / dsigma: in the first lesson, whose AdamW has no past, and in nearly all (measured: in all)."""
-    _, lessons = learned(seed)
-    assert lessons.moves[0] < 0
-    assert statistics.fmean(move < 0 for move in lessons.moves) > 0.95
+    """Down dL_val / dsigma: in the first outer step, whose AdamW has no past, and in nearly all (measured: in all)."""
+    _, taken = learned(seed)
+    assert taken.moves[0] < 0
+    assert statistics.fmean(move < 0 for move in taken.moves) > 0.95
 
 
 def test_the_probe_gains_over_random_masks() -> None:

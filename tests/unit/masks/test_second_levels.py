@@ -9,12 +9,12 @@ import pytest
 
 from tests.synthetic_masks import D_TR, D_VAL, MasksRun, labelled
 from tests.unit.masks import exact_second_levels
-from tests.unit.masks.exact_reference import Rule, Weights
+from tests.unit.masks.exact_hypergradient import Rule, Weights
 from tests.unit.masks.exact_second_levels import Found
 from tests.unit.masks.test_hypergradient import Recorder, copies, held_adamw, moments, relative, start
 from trp_scale.core.batch import Batch
-from trp_scale.masks.feedback import HeadFeedback
-from trp_scale.masks.fine_tuning import FineTuning
+from trp_scale.masks.fine_tuning import FineTunedValidationLoss
+from trp_scale.masks.hypergradient import ValidationLoss
 
 CYCLES, UNROLL = 3, 2
 DECODER = ("decoder_", "prediction.", "mask_token")
@@ -23,7 +23,7 @@ DECODER = ("decoder_", "prediction.", "mask_token")
 
 @dataclass
 class Watched:
-    """A run up to a lesson, and what the lesson's exact derivative needs.
+    """A run up to an outer step, and what its exact hypergradient needs.
 
     Attributes:
         before, tuned_before, head_before: weights before the last step.
@@ -46,9 +46,9 @@ class Watched:
     def apart(self, exact: Found) -> tuple[float, float, float]:
         """How far the hypergradient, the asked encoder and the head are from the exact ones."""
         run = self.run
-        assert run.hook is not None and isinstance(run.hook.feedback, HeadFeedback)
+        assert run.hook is not None and isinstance(run.hook.outer, ValidationLoss)
         module = run.networks[1] if len(run.networks) > 1 else run.model
-        own = run.hook.feedback.level.head.parameters
+        own = run.hook.outer.level.head.parameters
         head = {"weight": own.weight, "bias": own.bias}
         encoder = {name: value for name, value in exact.encoder.items() if not name.startswith(DECODER)}
         return (
@@ -61,11 +61,11 @@ class Watched:
 def watched(settings: dict[str, Any], *, second_level: str, micro_size: int) -> Watched:
     multilevel = {"second_level": second_level, "unroll": UNROLL, **settings["multilevel"]}
     run = start(micro_size=micro_size, **{**settings, "multilevel": multilevel})
-    assert run.hook is not None and isinstance(run.hook.feedback, HeadFeedback)
-    feedback, config = run.hook.feedback, run.trainer.config
-    recorder, head, size = Recorder(run), feedback.level.head, config.batch.global_size
+    assert run.hook is not None and isinstance(run.hook.outer, ValidationLoss)
+    outer, config = run.hook.outer, run.trainer.config
+    recorder, head, size = Recorder(run), outer.level.head, config.batch.global_size
     tuned = run.networks[1] if second_level == "fine_tuning" else run.model
-    second: Any = feedback.tuned if isinstance(feedback, FineTuning) else run.engine
+    second: Any = outer.tuned if isinstance(outer, FineTunedValidationLoss) else run.engine
     encoder: Any = run.engine
 
     def state(key: str) -> list[Weights]:

@@ -29,7 +29,7 @@ def counted_cycle(config: Config) -> int:
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         for _ in range(config.multilevel.unroll * config.multilevel.every):
             run.trainer.train_step()
-    assert run.hook.lessons == 1
+    assert run.hook.outer_steps == 1
     counts = counter.get_flop_counts()
     return sum(sum(counts[type(module).__name__].values()) for module in (run.model, run.networks[0]))
 

@@ -67,7 +67,7 @@ class StageTwo:
         return {name: tensor for name, tensor in stored.items() if is_encoder(name)}
 
     def accuracy(self, test: LabelledFeatures) -> float:
-        """Share of the rows whose class has the highest logit; the head as in hooks/multilevel/head.py, without
+        """Share of the rows whose class has the highest logit; the head as in masks/head.py, without
         dropout."""
         features = torch.from_numpy(test.features)
         if self.config.multilevel.head_norm == "layer":
@@ -87,7 +87,7 @@ def stage_two(path: str) -> StageTwo | None:
     learned = config.masking.network != "none" and config.multilevel.feedback == "downstream"
     if not learned or isinstance(config, FinetuneConfig):
         return None
-    head = join_state(document.hooks, load_file(checkpoint / HOOKS_NAME))["multilevel"]["feedback"]["head"]
+    head = join_state(document.hooks, load_file(checkpoint / HOOKS_NAME))["multilevel"]["outer"]["head"]
     return StageTwo(
         config=config,
         checkpoint=checkpoint,

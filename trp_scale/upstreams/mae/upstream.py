@@ -20,7 +20,7 @@ from trp_scale.distributed.groups import Group
 from trp_scale.engines.build import MakeEngine
 from trp_scale.masks import build_multilevel
 from trp_scale.masks.flops import multilevel_step_flops
-from trp_scale.masks.joint_objective import JointObjective
+from trp_scale.masks.joint import JointObjective
 from trp_scale.models.perturbation import perturbation_shape
 from trp_scale.observe.throughput import mae_step_flops
 from trp_scale.training.loop import WindowSource

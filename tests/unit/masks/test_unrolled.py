@@ -1,4 +1,4 @@
-"""Look-ahead steps against automatic differentiation through them, in float64 (MLO-MAE eq. 6-11)."""
+"""Unrolled steps against automatic differentiation through them, in float64 (MLO-MAE eq. 6-11)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.synthetic_masks import D_TR, D_VAL, MasksRun, labelled
-from tests.unit.masks.exact_reference import Rule, Weights, hypergradient, soft_mask
+from tests.unit.masks.exact_hypergradient import Rule, Weights, hypergradient, soft_mask
 from tests.unit.masks.test_hypergradient import Recorder, copies, relative, start
 
 RATE = 0.05
@@ -28,7 +28,7 @@ def looked_ahead(
     recorder, config = Recorder(run), run.trainer.config
     for _ in range(unroll):
         run.trainer.train_step()
-    weights, head = copies(run.model), run.hook.feedback.level.head.parameters  # type: ignore[attr-defined]
+    weights, head = copies(run.model), run.hook.outer.level.head.parameters  # type: ignore[attr-defined]
     run.trainer.train_step()
     size = config.batch.global_size
     exact = hypergradient(
@@ -58,7 +58,7 @@ def test_one_step_is_exact(settings: dict[str, Any], micro_size: int) -> None:
 @pytest.mark.parametrize("unroll", [2, 3])
 def test_several_steps_are_exact_with_the_full_derivative(unroll: int) -> None:
     ours, exact, run = looked_ahead({"multilevel": {"derivative": "full"}}, unroll=unroll)
-    assert run.hook is not None and run.hook.lessons == 2
+    assert run.hook is not None and run.hook.outer_steps == 2
     assert relative(ours, exact) < 1e-5
 
 
@@ -81,13 +81,13 @@ def test_a_choice_with_a_derivative_of_its_own(masking: dict[str, Any], kind: di
 
 
 def test_the_steps_are_taken_back_and_the_real_ones_see_the_same_images() -> None:
-    """With a network that does not learn, a run that looks ahead is one that does not, bit for bit."""
+    """With a network that does not learn, a run that unrolls steps is one that does not, bit for bit."""
 
     def weights(mode: str) -> Weights:
         run = start(multilevel={"mode": mode, "unroll": 2, "lr": 1e-30, "weight_decay": 0.0, "head_lr": 0.03})
         for _ in range(4):
             run.trainer.train_step()
-        assert run.hook is not None and run.hook.lessons == 2
+        assert run.hook is not None and run.hook.outer_steps == 2
         return copies(run.model)
 
     committed, ahead = weights("committed"), weights("look_ahead")
