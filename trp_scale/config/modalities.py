@@ -26,3 +26,6 @@ class ModalitiesConfig:
     """Segmentation is read and predicted at 1/stride of the image's resolution; must divide vision.patch_size."""
     class_embedding: int = 64
     """Width of the vector that each segmentation class enters with."""
+    encoder_norm: bool = False
+    """A layer norm between the encoder and the decoders. MultiMAE has none; its decoders read the last block's output
+    as it is."""

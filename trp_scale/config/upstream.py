@@ -33,7 +33,8 @@ class ModelConfig:
     """Epsilon of the layer norms."""
     weights: str = ""
     """Start from the weights of another library's model, a directory with model.safetensors or such a file:
-    transformers' BertForPreTraining or ViTMAEForPreTraining, or timm's ViT (its encoder). Empty = from the seed."""
+    transformers' BertForPreTraining or ViTMAEForPreTraining, timm's ViT (its encoder), or MultiMAE's. Empty = from the
+    seed."""
 
 
 @dataclass(kw_only=True)
@@ -54,6 +55,10 @@ class VisionConfig:
     """Attention heads of the decoder; must divide decoder_hidden_size."""
     positions: Literal["absolute", "relative"] = "absolute"
     """Fixed sine-cosine positions; relative adds iRPE beside them: contextual product on keys, a table per block."""
+    position_order: Literal["column_row", "row_column"] = "column_row"
+    """The coordinate that the first half of a fixed position encodes, then the other's. column_row: MAE (He et al.).
+    row_column: MultiMAE (Bachmann et al.). The network is the same up to an exchange of the halves of its width, but
+    each library's weights need their own order."""
     index: Literal["rounded", "relaxed"] = "rounded"
     """How an offset finds its entry of the relative table: rounded (iRPE), or relaxed and interpolated (AdPE 4.2.3). A
     relative coordinate adversary always takes --adversary.index instead."""

@@ -20,10 +20,10 @@ from trp_scale.downstream.encoder_file import reading, stored_weights
 from trp_scale.downstream.timm_encoder import open_timm
 from trp_scale.models.given_weights import FILE
 from trp_scale.models.image_encoder import interpolated
-from trp_scale.models.positions import sine_cosine
+from trp_scale.models.positions import PositionOrder, sine_cosine
 from trp_scale.recipes.loader import from_dict
 from trp_scale.upstreams.mae.weights import VITMAE_POSITIONS, is_encoder, ours, published_name, vitmae_names
-from trp_scale.upstreams.mm_mae.export import RGB_TOKENISER
+from trp_scale.upstreams.mm_mae.export import images_alone
 
 POSITION_NUMBERS = "embeddings.position_ids"
 """0, 1, 2, ...: stored by earlier versions of transformers."""
@@ -140,7 +140,7 @@ def _of_run(path: str) -> EncoderSource:
 
     def read() -> dict[str, Tensor]:
         stored = {name.removeprefix("encoder."): tensor for name, tensor in read_full_state(checkpoint).items()}
-        named = {name.replace(RGB_TOKENISER, "patch_embed."): tensor for name, tensor in stored.items()}
+        named = images_alone(stored) if config.model.kind == "mm_mae" else stored
         weights = {name: tensor for name, tensor in named.items() if is_encoder(name) or name == "pos_embed"}
         return weights | _norm_of_mean(named)
 
@@ -149,6 +149,7 @@ def _of_run(path: str) -> EncoderSource:
         ("model", "kind"): "mae",
         ("vision", "patch_size"): config.vision.patch_size,
         ("vision", "positions"): config.vision.positions,
+        ("vision", "position_order"): config.vision.position_order,
         # The reference that a coordinate adversary started from is its own index without a shift (algorithms.md 2).
         ("vision", "index"): _index(config) if relative else config.vision.index,
         **_positions_of_run(config),
@@ -263,6 +264,7 @@ def _vit_settings(
     patch_size: int,
     grid: int,
     learned_positions: bool = False,
+    position_order: PositionOrder = "column_row",
 ) -> dict[tuple[str, str], Any]:
     return {
         ("model", "kind"): "mae",
@@ -273,6 +275,7 @@ def _vit_settings(
         ("model", "layer_norm_eps"): eps,
         ("vision", "patch_size"): patch_size,
         ("vision", "positions"): "absolute",
+        ("vision", "position_order"): position_order,
         ("downstream", "pretraining_grid"): grid,
         ("downstream", "learned_positions"): learned_positions,
     }

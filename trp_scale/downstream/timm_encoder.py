@@ -15,8 +15,7 @@ from trp_scale.config import RefusedError
 from trp_scale.downstream.encoder_file import reading, stored_weights
 from trp_scale.models.given_weights import FILE
 from trp_scale.models.image_patches import CHANNEL_DEVIATION, CHANNEL_MEAN
-from trp_scale.models.positions import sine_cosine
-from trp_scale.upstreams.mae.weights import POSITION_TOLERANCE, TIMM_POSITIONS, is_encoder, ours
+from trp_scale.upstreams.mae.weights import TIMM_POSITIONS, is_encoder, order_of, ours
 
 CONVOLUTION = "patch_embed.proj."
 HEADS = ("head", "head_dist", "fc_norm", "pre_logits", TIMM_POSITIONS)
@@ -65,7 +64,9 @@ def open_timm(path: str, found: dict[str, Any]) -> TimmEncoder:
         )
     block, (grid, _) = model.blocks[0], model.patch_embed.grid_size
     patch_size = model.patch_embed.patch_size[0]
-    learned = not _are_fixed(_positions(path), grid)
+    positions = _positions(path)
+    order = order_of(positions[1:]) if len(positions) == 1 + grid**2 else None
+    learned = order is None
 
     def read() -> dict[str, Tensor]:
         stored = stored_weights(path)
@@ -84,6 +85,7 @@ def open_timm(path: str, found: dict[str, Any]) -> TimmEncoder:
         "patch_size": patch_size,
         "grid": grid,
         "learned_positions": learned,
+        "position_order": order or "column_row",
     }
     return TimmEncoder(sizes=sizes, read=read)
 
@@ -122,13 +124,6 @@ def _positions(path: str) -> Tensor:
             raise RefusedError(f"--from {path}: {FILE} has no {TIMM_POSITIONS}; allowed: weights of the whole model")
         positions: Tensor = file.get_tensor(TIMM_POSITIONS)
     return positions.float().squeeze(0)
-
-
-def _are_fixed(positions: Tensor, grid: int) -> bool:
-    width = positions.shape[-1]
-    if len(positions) != 1 + grid**2 or width % 4:
-        return False
-    return bool((positions[1:] - sine_cosine(grid, width)).abs().max() <= POSITION_TOLERANCE)
 
 
 def _statistics(found: dict[str, Any]) -> tuple[Tensor, Tensor]:

@@ -24,7 +24,8 @@ class FromTransformers(Protocol):
 
 def load_given_weights(model: nn.Module, path: str) -> None:
     """Take the weights at `path` where it is given: transformers' BertForPreTraining for BERT; transformers'
-    ViTMAEForPreTraining, or the encoder alone of a timm ViT, for a masked autoencoder.
+    ViTMAEForPreTraining, or the encoder alone of a timm ViT, for a masked autoencoder; MultiMAE's for one of several
+    modalities.
 
     Args:
         path: a directory with model.safetensors, or a .safetensors file; empty: the model stays as the seed made it.
@@ -58,7 +59,12 @@ def take(model: nn.Module, state: dict[str, Tensor]) -> None:
         return
     from trp_scale.upstreams.mae.model import MaskedAutoencoder  # imports timm: only image runs pay for it
     from trp_scale.upstreams.mae.weights import load_timm, load_vitmae
+    from trp_scale.upstreams.mm_mae.model import MultimodalMaskedAutoencoder
+    from trp_scale.upstreams.mm_mae.weights import load_multimae
 
+    if isinstance(model, MultimodalMaskedAutoencoder):
+        load_multimae(model, state)
+        return
     assert isinstance(model, MaskedAutoencoder)
     load = load_vitmae if any(name.startswith("vit.") for name in state) else load_timm
     load(model, state)

@@ -81,7 +81,7 @@ class ImageEncoder(nn.Module):
         width, grid = config.model.hidden_size, self.grid
         if config.downstream.positions == "interpolated":
             grid = config.downstream.pretraining_grid or self.grid
-        positions = torch.cat([torch.zeros(1, width), sine_cosine(grid, width).float()])
+        positions = torch.cat([torch.zeros(1, width), sine_cosine(grid, width, config.vision.position_order).float()])
         return interpolated(positions, self.grid)
 
     @property

@@ -29,9 +29,13 @@ def initial_tensor(seed: int, name: str, shape: tuple[int, ...], std: float) -> 
     return torch.randn(shape, generator=generator) * std
 
 
-def xavier_uniform_tensor(seed: int, name: str, shape: tuple[int, ...]) -> Tensor:
-    """Uniform values within sqrt(6 / (inputs + outputs)) of 0 for a matrix [outputs, inputs] (Glorot and Bengio)."""
-    bound = math.sqrt(6.0 / sum(shape))
+def xavier_uniform_tensor(seed: int, name: str, shape: tuple[int, ...], *, parts: int = 1) -> Tensor:
+    """Uniform values within sqrt(6 / (inputs + outputs)) of 0 for a matrix [outputs, inputs] (Glorot and Bengio).
+
+    Args:
+        parts: matrices of outputs / parts rows that are stored as one; the bound is that of one of them.
+    """
+    bound = math.sqrt(6.0 / (shape[0] / parts + sum(shape[1:])))
     generator = torch.Generator().manual_seed(tensor_seed(seed, name))
     return (2.0 * torch.rand(shape, generator=generator) - 1.0) * bound
 
@@ -71,14 +75,28 @@ def initialise_vision(module: nn.Module, *, seed: int, std: float) -> None:
 
     Queries, keys and values are one matrix of 3 D rows, as there.
     """
+    write(module, lambda name, parameter: vision_weights(seed, name, parameter, std))
+
+
+def initialise_multimodal(module: nn.Module, *, seed: int, std: float) -> None:
+    """MultiMAE's initialisation (Bachmann et al., public code): the masked autoencoder's, but queries, keys and values
+    are matrices of D rows each, and mask tokens start at 0."""
 
     def rule(name: str, parameter: nn.Parameter) -> Tensor | float:
-        if name.endswith(("_token", "_embedding")):
-            return initial_tensor(seed, name, tuple(parameter.shape), std)
-        if name.endswith(".table"):
+        if name.endswith("mask_token"):
             return 0.0
-        if parameter.ndim >= 2:
-            return xavier_uniform_tensor(seed, name, tuple(parameter.shape))
-        return 1.0 if name.endswith(".weight") else 0.0  # the only vectors called weight are the norms'
+        parts = 3 if name.endswith("qkv.weight") else 2 if name.endswith("key_value.weight") else 1
+        return vision_weights(seed, name, parameter, std, parts=parts)
 
     write(module, rule)
+
+
+def vision_weights(seed: int, name: str, parameter: nn.Parameter, std: float, *, parts: int = 1) -> Tensor | float:
+    """What `initialise_vision` gives one parameter; `parts` as in `xavier_uniform_tensor`."""
+    if name.endswith(("_token", "_embedding")):
+        return initial_tensor(seed, name, tuple(parameter.shape), std)
+    if name.endswith(".table"):
+        return 0.0
+    if parameter.ndim >= 2:
+        return xavier_uniform_tensor(seed, name, tuple(parameter.shape), parts=parts)
+    return 1.0 if name.endswith(".weight") else 0.0  # the only vectors called weight are the norms'

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
 TEMPERATURE = 10000.0
+
+PositionOrder = Literal["column_row", "row_column"]
+"""Which coordinate the first half of the width encodes, and which the second."""
 
 
 def frequencies(width: int, *, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
@@ -14,11 +19,13 @@ def frequencies(width: int, *, dtype: torch.dtype, device: torch.device | None =
     return TEMPERATURE ** (-torch.arange(quarter, dtype=dtype, device=device) / quarter)
 
 
-def sine_cosine(grid: int, width: int) -> Tensor:
+def sine_cosine(grid: int, width: int, order: PositionOrder = "column_row") -> Tensor:
     """[grid^2, width] float64, positions of a square grid's patches, row by row.
 
-    The first half of the width encodes the column, the second the row, each as sines and then cosines: the order of
-    He et al.'s published weights.
+    One half of the width encodes the column, the other the row, each as sines and then cosines.
+
+    Args:
+        order: column_row is that of He et al.'s published weights, row_column that of MoCo v3's and MultiMAE's.
 
     Raises:
         ValueError: width is no multiple of 4.
@@ -30,25 +37,26 @@ def sine_cosine(grid: int, width: int) -> Tensor:
     axis = torch.cat([angles.sin(), angles.cos()], dim=-1)  # [G, width / 2]
     columns = axis.repeat(grid, 1)  # [G^2, width / 2]
     rows = axis.repeat_interleave(grid, dim=0)
-    return torch.cat([columns, rows], dim=-1)
+    return torch.cat([columns, rows] if order == "column_row" else [rows, columns], dim=-1)
 
 
-def shifted(positions: Tensor, shift: Tensor) -> Tensor:
+def shifted(positions: Tensor, shift: Tensor, order: PositionOrder = "column_row") -> Tensor:
     """Positions at (row, column) + shift (AdPE 4.1.2), in fp32 at least.
 
     A shift turns each pair of sine and cosine by shift x frequency, whatever the coordinates: no sine is taken per
     token, a shift of zero changes nothing at all, and the gradient of the shift is one sum over the tokens.
 
     Args:
-        positions: [..., D] from `sine_cosine`.
+        positions: [..., D] from `sine_cosine`, with the same order.
         shift: [2] row and column, in patches; differentiable.
     """
     dtype = torch.promote_types(positions.dtype, torch.float32)
     width = positions.shape[-1]
     halves = positions.to(dtype).reshape(
         *positions.shape[:-1], 2, 2, width // 4
-    )  # [..., column | row, sine | cosine, D / 4]
+    )  # [..., coordinate, sine | cosine, D / 4]
     sine, cosine = halves.unbind(-2)  # [..., 2, D / 4]
-    turn = shift.to(dtype).flip(0)[:, None] * frequencies(width, dtype=dtype, device=positions.device)  # [2, D / 4]
+    along = shift.to(dtype) if order == "row_column" else shift.to(dtype).flip(0)  # [2], in the order of the halves
+    turn = along[:, None] * frequencies(width, dtype=dtype, device=positions.device)  # [2, D / 4]
     turned = (sine * turn.cos() + cosine * turn.sin(), cosine * turn.cos() - sine * turn.sin())
     return torch.stack(turned, dim=-2).flatten(-3)

@@ -35,11 +35,6 @@ def _model(config: Config) -> Iterator[str]:
     ):
         if found != allowed:
             yield f"{flag} is {found}, allowed with --model.kind mm_mae: {allowed} ({why})"
-    if config.model.weights:
-        yield (
-            f"--model.weights is {config.model.weights}, allowed with --model.kind mm_mae: nothing (no other library "
-            "has this model)"
-        )
 
 
 def _numbers(config: Config) -> Iterator[str]:

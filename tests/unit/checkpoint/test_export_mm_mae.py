@@ -15,6 +15,7 @@ from trp_scale.checkpoint.errors import CheckpointError
 from trp_scale.checkpoint.export import export
 from trp_scale.config import Config, RefusedError
 from trp_scale.models.patches import patchify
+from trp_scale.models.positions import PositionOrder
 from trp_scale.recipes.loader import to_dict
 from trp_scale.upstreams.mm_mae.model import MultimodalMaskedAutoencoder
 
@@ -28,15 +29,20 @@ def write_run(run_dir: Path, settings: Config, classes: int = CLASSES) -> Multim
     return model
 
 
-def test_timm_loads_it_and_computes_the_same(tmp_path: Path) -> None:
-    """rgb is not the first of the inputs here, so that its tokens' numbers do not begin at 0."""
-    model = write_run(tmp_path / "run", config(inputs=("semseg", "rgb"), outputs=("depth", "raw_rgb")))
+@pytest.mark.parametrize(("norm", "order"), [(True, "column_row"), (False, "row_column")])
+def test_timm_loads_it_and_computes_the_same(tmp_path: Path, norm: bool, order: PositionOrder) -> None:
+    """rgb is not the first of the inputs here, so that its tokens' numbers do not begin at 0. Without a norm of its own
+    the encoder gets a fresh one."""
+    settings = config(inputs=("semseg", "rgb"), outputs=("depth", "raw_rgb"), encoder_norm=norm, position_order=order)
+    model = write_run(tmp_path / "run", settings)
     export(tmp_path / "run", tmp_path / "timm", to="timm", image_size=SIDE)
     peer = timm.create_model(f"local-dir:{tmp_path / 'timm'}", pretrained=True).eval()
     images = torch.randn(2, 3, SIDE, SIDE, generator=torch.Generator().manual_seed(0))
     tokens = model.grid**2 + torch.arange(model.grid**2)
     with torch.no_grad():
         found = model.features({"rgb": patchify(images, PATCH)}, tokens.expand(2, -1))
+        if not norm:
+            found = torch.nn.functional.layer_norm(found, found.shape[-1:], eps=settings.model.layer_norm_eps)
         torch.testing.assert_close(found, peer.forward_features(images), rtol=0, atol=1e-5)
     assert float(found.std()) > 0.1
 

@@ -31,6 +31,7 @@ from trp_scale.downstream.task import take_encoder
 from trp_scale.models.image_encoder import ImageEncoder
 from trp_scale.models.image_patches import CHANNEL_DEVIATION, CHANNEL_MEAN
 from trp_scale.models.patches import patchify
+from trp_scale.models.positions import PositionOrder
 from trp_scale.recipes.loader import to_dict
 
 BERT = {
@@ -87,16 +88,29 @@ def test_a_run_with_a_coordinate_adversary_keeps_the_adversarys_index(tmp_path: 
         close(features(encoder), model.features(patchify(images().float(), PATCH), every))
 
 
-def test_a_run_on_several_modalities(tmp_path: Path) -> None:
-    model = write_multimodal_run(tmp_path, small_modalities.config(inputs=("semseg", "rgb"), outputs=("depth",)))
-    encoder, settings = taken(tmp_path, model.grid)
+@pytest.mark.parametrize("order", ["column_row", "row_column"])
+@pytest.mark.parametrize("norm", [True, False])
+@pytest.mark.parametrize("exported", [False, True])
+def test_a_run_on_several_modalities(tmp_path: Path, exported: bool, norm: bool, order: PositionOrder) -> None:
+    """Itself, and as timm has it: positions stay fixed, in their order, and a missing last norm is a fresh one."""
+    given = small_modalities.config(
+        inputs=("semseg", "rgb"), outputs=("depth",), encoder_norm=norm, position_order=order
+    )
+    model = write_multimodal_run(tmp_path / "run", given)
+    if exported:
+        export(tmp_path / "run", tmp_path / "timm", to="timm", image_size=given.crops.size)
+    encoder, settings = taken(tmp_path / ("timm" if exported else "run"), model.grid)
+    assert (settings.vision.position_order, settings.downstream.learned_positions) == (order, False)
     assert settings.model.kind == "mae"
     side = settings.crops.size
     pixels = torch.randn(2, 3, side, side, generator=torch.Generator().manual_seed(1))
     tokens = (model.grid**2 + torch.arange(model.grid**2)).expand(2, -1)
     with torch.no_grad():
         patches = patchify(pixels, settings.vision.patch_size)
-        close(features(encoder, pixels), model.features({"rgb": patches}, tokens))
+        expected = model.features({"rgb": patches}, tokens)
+        if not norm:
+            expected = torch.nn.functional.layer_norm(expected, expected.shape[-1:], eps=1e-6)
+        close(features(encoder, pixels), expected)
 
 
 def write_classifier(run_dir: Path, settings: FinetuneConfig) -> ImageClassifier:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from tests.unit.models.small_images import GRID, Crops
 from trp_scale.models.perturbation import Perturbed
+from trp_scale.models.positions import PositionOrder
 from trp_scale.upstreams.mae.model import MaskedAutoencoder
 
 CLASS = -1
@@ -75,13 +76,14 @@ def relative_vectors(
     return torch.stack(rows)
 
 
-def position(place: int, width: int, shift: Tensor | None) -> Tensor:
-    """[width] sine-cosine position: column sines, column cosines, row sines, row cosines."""
+def position(place: int, width: int, shift: Tensor | None, order: PositionOrder) -> Tensor:
+    """[width] sine-cosine position: sines and cosines of one coordinate, then of the other."""
     if place == CLASS:
         return torch.zeros(width, dtype=torch.float64)
     dr, dc = (0.0, 0.0) if shift is None else (float(shift[0]), float(shift[1]))
     values: list[float] = []
-    for coordinate in (place % GRID + dc, place // GRID + dr):
+    row, column = place // GRID + dr, place % GRID + dc
+    for coordinate in (column, row) if order == "column_row" else (row, column):
         angles = [coordinate / 10000 ** (j / (width // 4)) for j in range(width // 4)]
         values += [math.sin(angle) for angle in angles] + [math.cos(angle) for angle in angles]
     return torch.tensor(values, dtype=torch.float64)
@@ -140,7 +142,8 @@ def one_image(
 
     def positioned(token: Tensor, place: int, acting: Perturbed) -> Tensor:
         hidden = place in masked
-        found = token + position(place, len(token), acting.coordinate if hidden else None)
+        shift = acting.coordinate if hidden else None
+        found = token + position(place, len(token), shift, model.vision.position_order)
         return found + acting.embedding if hidden and acting.embedding is not None else found
 
     everywhere = [CLASS, *range(GRID**2)]

@@ -32,11 +32,12 @@ def plain_forward(model: MultimodalMaskedAutoencoder, patches: dict[str, Tensor]
 def one_image(model: MultimodalMaskedAutoencoder, patches: dict[str, Tensor], visible: list[int]) -> list[Tensor]:
     count, width = model.grid**2, len(model.cls_token)
     names = [(model.inputs[number // count], number % count) for number in visible]
-    positions = sine_cosine(model.grid, width)
+    positions = sine_cosine(model.grid, width, model.position_order)
     tokens = [token(model.tokenisers[name], patches[name][place]) + positions[place] for name, place in names]
     encoded = whole_blocks(model.blocks, torch.stack([model.cls_token, *tokens]))
     encoded = model.norm(encoded)
-    return [decode(decoder, encoded, names, count) for decoder in model.decoders.values()]  # type: ignore[arg-type]
+    own = sine_cosine(model.grid, len(model.decoders[model.outputs[0]].mask_token), model.position_order)  # type: ignore[arg-type]
+    return [decode(decoder, encoded, names, own) for decoder in model.decoders.values()]  # type: ignore[arg-type]
 
 
 def token(tokeniser: nn.Module, patch: Tensor) -> Tensor:
@@ -52,16 +53,14 @@ def whole_blocks(modules: nn.ModuleList, tokens: Tensor) -> Tensor:
     return blocks(modules, tokens, [], set(), "", Perturbed())
 
 
-def decode(decoder: TaskDecoder, encoded: Tensor, names: list[tuple[str, int]], count: int) -> Tensor:
+def decode(decoder: TaskDecoder, encoded: Tensor, names: list[tuple[str, int]], positions: Tensor) -> Tensor:
     """[N, P]."""
-    width = len(decoder.mask_token)
-    positions = sine_cosine(math.isqrt(count), width)
     entered = [decoder.embed.weight @ one + decoder.embed.bias for one in encoded]
     seen: Seen = {}
     for (modality, place), one in zip(names, entered[1:], strict=True):
         seen[modality, place] = one + positions[place] + getattr(decoder, f"{modality}_embedding")
     unseen = decoder.mask_token + getattr(decoder, f"{decoder.own}_embedding")
-    queries = [seen.get((decoder.own, place), unseen + positions[place]) for place in range(count)]
+    queries = [seen.get((decoder.own, place), unseen + positions[place]) for place in range(len(positions))]
     context = torch.stack([entered[0], *seen.values()])
     found = cross_attention(decoder, torch.stack(queries), context)
     found = found + decoder.mlp.fc2(nn.functional.gelu(decoder.mlp.fc1(decoder.norm(found))))

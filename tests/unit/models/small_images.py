@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from trp_scale.config import AdversaryConfig, Config, CropsConfig, MaskingConfig, ModelConfig, VisionConfig
-from trp_scale.models.positions import sine_cosine
+from trp_scale.models.positions import PositionOrder, sine_cosine
 from trp_scale.upstreams.mae.model import MaskedAutoencoder
 
 GRID = 5
@@ -31,6 +31,7 @@ def config(
     decoder: Literal["transformer", "linear"] = "transformer",
     positions: Literal["absolute", "relative"] = "absolute",
     index: Literal["rounded", "relaxed"] = "rounded",
+    position_order: PositionOrder = "column_row",
     **adversary: Any,
 ) -> Config:
     """Two blocks of 24 with 2 heads, a decoder of two of 16, 5 x 5 patches of 4 x 4 pixels, of which 6 are visible."""
@@ -47,6 +48,7 @@ def config(
             decoder_heads=4,
             positions=positions,
             index=index,
+            position_order=position_order,
         ),
         crops=CropsConfig(size=GRID * PATCH),
         masking=MaskingConfig(ratio=0.75, maskings=0),
@@ -66,9 +68,10 @@ def small_model(settings: Config, *, seed: int = 0, dtype: torch.dtype = torch.f
                 parameter.add_(1.0)
     model.to(dtype)
     if dtype == torch.float64:  # as exact as the weights
-        model.encoder_positions = sine_cosine(GRID, settings.model.hidden_size)
+        model.encoder_positions = sine_cosine(GRID, settings.model.hidden_size, settings.vision.position_order)
         if settings.vision.decoder == "transformer":
-            model.decoder_positions = sine_cosine(GRID, settings.vision.decoder_hidden_size)
+            width, order = settings.vision.decoder_hidden_size, settings.vision.position_order
+            model.decoder_positions = sine_cosine(GRID, width, order)
     return model
 
 

@@ -10,7 +10,7 @@ import torch
 from tests.synthetic_modalities import CLASSES, modality_config
 from trp_scale.config import Config
 from trp_scale.core.batch import Batch
-from trp_scale.models.positions import sine_cosine
+from trp_scale.models.positions import PositionOrder, sine_cosine
 from trp_scale.upstreams.mm_mae.model import MultimodalMaskedAutoencoder
 
 ALL = ("rgb", "depth", "semseg")
@@ -18,11 +18,17 @@ EVERY_TASK = (*ALL, "raw_rgb")
 
 
 def config(
-    inputs: tuple[str, ...] = ALL, outputs: tuple[str, ...] = ALL, visible_tokens: int = 9, **changes: Any
+    inputs: tuple[str, ...] = ALL,
+    outputs: tuple[str, ...] = ALL,
+    visible_tokens: int = 9,
+    encoder_norm: bool = False,
+    position_order: PositionOrder = "column_row",
+    **changes: Any,
 ) -> Config:
     """The synthetic run's, with narrower decoders and other modalities."""
     modalities = {"inputs": list(inputs), "outputs": list(outputs), "visible_tokens": visible_tokens}
-    vision = {"decoder_hidden_size": 16}
+    modalities |= {"encoder_norm": encoder_norm}
+    vision = {"decoder_hidden_size": 16, "position_order": position_order}
     return modality_config(modalities=modalities, vision=vision, **changes)
 
 
@@ -37,9 +43,9 @@ def small_model(settings: Config, *, dtype: torch.dtype = torch.float64) -> Mult
                 parameter.add_(1.0)
     model.to(dtype)
     if dtype == torch.float64:  # as exact as the weights
-        model.positions = sine_cosine(model.grid, settings.model.hidden_size)
+        model.positions = sine_cosine(model.grid, settings.model.hidden_size, model.position_order)
         for decoder in model.decoders.values():
-            decoder.positions = sine_cosine(model.grid, settings.vision.decoder_hidden_size)
+            decoder.positions = sine_cosine(model.grid, settings.vision.decoder_hidden_size, model.position_order)
     return model
 
 

@@ -76,7 +76,7 @@ def test_it_is_the_encoder_that_was_pre_trained(positions: str, index: str) -> N
 
 
 def test_it_is_the_encoder_of_several_modalities_seeing_images_alone() -> None:
-    settings = small_modalities.config()
+    settings = small_modalities.config(encoder_norm=True)
     model = small_modalities.small_model(settings)
     own = finetune_config()
     own.model, own.crops.size = settings.model, settings.crops.size

@@ -17,6 +17,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "MAE+": {},
     "MAE+ linear": {"decoder": "linear"},
     "MAE relative": {"tokens": "visible", "positions": "relative"},
+    "MAE rows first": {"tokens": "visible", "position_order": "row_column"},
     "MAE+ relative": {"positions": "relative"},
     "MAE+ relaxed": {"positions": "relative", "index": "relaxed"},
     "MAE+ relaxed linear": {"positions": "relative", "index": "relaxed", "decoder": "linear"},
@@ -25,6 +26,7 @@ MODELS: dict[str, dict[str, Any]] = {
 ADVERSARIES: dict[str, dict[str, Any]] = {
     "absolute embedding": {"kind": "absolute_embedding", "mask_token": "learned"},
     "absolute coordinate": {"kind": "absolute_coordinate"},
+    "absolute coordinate, rows first": {"kind": "absolute_coordinate", "position_order": "row_column"},
     "per bucket": {"kind": "relative_embedding", "positions": "relative"},
     "value": {"kind": "relative_embedding", "scope": "value", "positions": "relative"},
     "shared": {"kind": "relative_embedding", "scope": "shared", "positions": "relative"},

@@ -14,6 +14,7 @@ from tests.unit.models.vitmae_peer import images_and_noise, vitmae
 from trp_scale.config import Config
 from trp_scale.core.batch import Batch
 from trp_scale.models.patches import patchify
+from trp_scale.models.positions import PositionOrder
 from trp_scale.upstreams.mae.model import MaskedAutoencoder
 from trp_scale.upstreams.mae.objective import MaskedPatchReconstruction
 from trp_scale.upstreams.mae.weights import (
@@ -85,11 +86,13 @@ def test_the_run_s_objective_has_vitmae_s_loss() -> None:
     assert float((losses.sums / losses.counts).detach()) == pytest.approx(float(expected.detach()), rel=1e-5)
 
 
-def test_weights_go_to_vitmae_and_back_unchanged() -> None:
-    model = small_model(MAE, dtype=torch.float32)
+@pytest.mark.parametrize("order", ["column_row", "row_column"])
+def test_weights_go_to_vitmae_and_back_unchanged(order: PositionOrder) -> None:
+    settings = config(tokens="visible", position_order=order)
+    model = small_model(settings, dtype=torch.float32)
     weights = dict(model.named_parameters())
-    peer = vitmae(MAE)
-    state = to_vitmae(weights, patch_size=PATCH, grid=GRID)
+    peer = vitmae(settings)
+    state = to_vitmae(weights, patch_size=PATCH, grid=GRID, order=order)
     own_names = {published_name(name): name for name in peer.state_dict()}
     peer.load_state_dict({own_names[name]: tensor for name, tensor in state.items()})
     batch = crops(3, dtype=torch.float32)
@@ -98,7 +101,7 @@ def test_weights_go_to_vitmae_and_back_unchanged() -> None:
         logits = peer(images, noise=noise).logits.gather(1, batch.masked.unsqueeze(-1).expand(-1, -1, 3 * PATCH**2))
         torch.testing.assert_close(model(*batch).prediction, logits, rtol=0, atol=1e-5)
     for given in (state, peer.state_dict()):
-        back = dict(loaded(given).named_parameters())
+        back = dict(loaded(given, settings).named_parameters())
         assert all(torch.equal(back[name], tensor) for name, tensor in weights.items())
 
 
@@ -112,10 +115,12 @@ def timm_vit(image_size: int = GRID * PATCH) -> VisionTransformer:
     return VisionTransformer(img_size=image_size, patch_size=PATCH, **sizes).eval()
 
 
-def test_weights_go_to_timm_and_back_unchanged() -> None:
-    model = small_model(config(), dtype=torch.float32)
+@pytest.mark.parametrize("order", ["column_row", "row_column"])
+def test_weights_go_to_timm_and_back_unchanged(order: PositionOrder) -> None:
+    settings = config(position_order=order)
+    model = small_model(settings, dtype=torch.float32)
     weights = dict(model.named_parameters())
-    state = to_timm(weights, patch_size=PATCH, image_size=GRID * PATCH)
+    state = to_timm(weights, patch_size=PATCH, image_size=GRID * PATCH, order=order)
     peer = timm_vit()
     peer.load_state_dict(state)
     images = random_images()
@@ -123,11 +128,14 @@ def test_weights_go_to_timm_and_back_unchanged() -> None:
     with torch.no_grad():
         found = model.features(patchify(images, PATCH), everything)
         torch.testing.assert_close(found, peer.forward_features(images), rtol=0, atol=1e-5)
-    other = small_model(config(), seed=1, dtype=torch.float32)
+    other = small_model(settings, seed=1, dtype=torch.float32)
     decoder = {name: p.detach().clone() for name, p in other.named_parameters() if not is_encoder(name)}
     load_timm(other, state | {"head.weight": torch.ones(10, 24), "head.bias": torch.ones(10)})
     for name, parameter in other.named_parameters():
         assert torch.equal(parameter, decoder.get(name, weights[name])), name
+    settings.vision.position_order = "column_row" if order == "row_column" else "row_column"
+    with pytest.raises(ValueError, match=f"set --vision.position_order {order} for them"):
+        load_timm(small_model(settings, dtype=torch.float32), state)
 
 
 def test_positions_for_timm_are_those_of_its_images() -> None:

@@ -21,6 +21,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "no rgb, only rgb predicted": {"inputs": ("semseg", "depth"), "outputs": ("rgb",)},
     "nearly everything visible": {"visible_tokens": 47},
     "one token": {"visible_tokens": 1},
+    "a norm after the encoder": {"encoder_norm": True},
+    "rows before columns": {"position_order": "row_column"},
 }
 
 

@@ -62,7 +62,10 @@ def test_sharding_units_are_the_encoder_s_blocks_and_the_decoders() -> None:
     assert model.layers == [*model.blocks, model.decoders["semseg"], model.decoders["rgb"]]
     inside = {id(parameter) for unit in model.layers for parameter in unit.parameters()}
     outside = {name for name, parameter in model.named_parameters() if id(parameter) not in inside}
-    assert {name.split(".")[0] for name in outside} == {"tokenisers", "cls_token", "norm"}
+    assert {name.split(".")[0] for name in outside} == {"tokenisers", "cls_token"}
+    assert {name for name, _ in small_model(config(encoder_norm=True)).named_parameters()} == {
+        *(name for name, _ in small_model(config()).named_parameters()), "norm.weight", "norm.bias"
+    }  # fmt: skip
 
 
 def test_initial_weights_follow_from_seed_and_name_alone() -> None:
@@ -75,27 +78,33 @@ def test_initial_weights_follow_from_seed_and_name_alone() -> None:
     other_seed = config()
     other_seed.training.seed += 1
     third = dict(MultimodalMaskedAutoencoder(other_seed, CLASSES).named_parameters())
-    drawn = [name for name in first if not name.endswith("bias") and "norm" not in name]
+    drawn = [name for name in first if not name.endswith(("bias", "mask_token")) and "norm" not in name]
     assert not any(torch.allclose(first[name], third[name], atol=1e-4) for name in drawn)
 
 
-def test_tokens_and_embeddings_are_normal_and_not_decayed() -> None:
-    """Decay is of matrices; a class's vectors are one long vector for that."""
+def test_tokens_and_embeddings_are_normal_mask_tokens_zero_and_none_is_decayed() -> None:
+    """Decay is of matrices; a class's vectors are one long vector for that. Queries, keys and values are drawn as
+    matrices of their own (MultiMAE's code)."""
     settings = config(outputs=EVERY_TASK)
     settings.model.initializer_range, settings.modalities.class_embedding = 0.03, 64
     found = dict(MultimodalMaskedAutoencoder(settings, CLASSES).named_parameters())
     normal = {name: each for name, each in found.items() if name.endswith(("_token", "_embedding"))}
-    tokens = {"cls_token", *(f"decoders.{task}.mask_token" for task in EVERY_TASK)}
+    masked = {f"decoders.{task}.mask_token" for task in EVERY_TASK}
     embeddings = {f"decoders.{task}.{name}_embedding" for task in EVERY_TASK for name in ALL}
-    assert set(normal) == tokens | embeddings | {"tokenisers.semseg.class_embedding"}
+    assert set(normal) == {"cls_token"} | masked | embeddings | {"tokenisers.semseg.class_embedding"}
     assert all(each.ndim == 1 for each in normal.values())
+    assert not any(normal.pop(name).any() for name in masked)
     assert float(torch.cat(list(normal.values())).detach().std()) == pytest.approx(0.03, rel=0.1)
     classes = normal["tokenisers.semseg.class_embedding"]
     assert len(classes) == (CLASSES + 1) * 64 and float(classes.detach().std()) == pytest.approx(0.03, rel=0.15)
-    for name in set(found) - set(normal):
+    for name in set(found) - set(normal) - masked:
         if found[name].ndim > 1:
-            bound = (6 / sum(found[name].shape)) ** 0.5
-            assert 0.9 * bound < float(found[name].detach().abs().max()) <= bound, name
+            parts = 3 if "qkv" in name else 2 if "key_value" in name else 1
+            for part in found[name].detach().chunk(parts):
+                expected = torch.nn.init.xavier_uniform_(torch.empty_like(part))
+                bound = (6 / sum(part.shape)) ** 0.5
+                assert 0.9 * bound < float(part.abs().max()) <= bound, name
+                assert float(part.std()) == pytest.approx(float(expected.std()), rel=8 / part.numel() ** 0.5), name
         else:
             assert (found[name] == (1.0 if name.endswith("weight") else 0.0)).all(), name
 

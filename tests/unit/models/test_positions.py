@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import ViTMAEConfig, ViTMAEForPreTraining
 
-from trp_scale.models.positions import shifted, sine_cosine
+from trp_scale.models.positions import PositionOrder, shifted, sine_cosine
 
 WIDTH = 24
 
@@ -46,11 +46,18 @@ def test_a_shift_of_zero_changes_nothing_at_all() -> None:
     assert torch.equal(shifted(positions, torch.zeros(2)), positions)
 
 
+def test_the_other_order_exchanges_rows_and_columns() -> None:
+    columns_first, rows_first = sine_cosine(5, WIDTH), sine_cosine(5, WIDTH, "row_column")
+    assert torch.equal(rows_first.view(5, 5, WIDTH).transpose(0, 1).flatten(0, 1), columns_first)
+    assert torch.equal(rows_first.roll(WIDTH // 2, dims=1), columns_first)
+
+
+@pytest.mark.parametrize("order", ["column_row", "row_column"])
 @pytest.mark.parametrize(("row", "column"), [(1, 0), (0, 1), (2, -3), (-1, 4)])
-def test_a_whole_shift_is_the_position_of_another_patch(row: int, column: int) -> None:
-    grid = sine_cosine(9, WIDTH).view(9, 9, WIDTH)
+def test_a_whole_shift_is_the_position_of_another_patch(row: int, column: int, order: PositionOrder) -> None:
+    grid = sine_cosine(9, WIDTH, order).view(9, 9, WIDTH)
     inner = grid[3:6, 3:5]
-    found = shifted(inner, torch.tensor([row, column], dtype=torch.float64))
+    found = shifted(inner, torch.tensor([row, column], dtype=torch.float64), order)
     torch.testing.assert_close(found, grid[3 + row : 6 + row, 3 + column : 5 + column], rtol=0, atol=1e-13)
 
 

@@ -1,4 +1,4 @@
-"""transformers' ViTMAE with random weights and He et al.'s positions, and its view of our crops."""
+"""transformers' ViTMAE with random weights and fixed positions, and its view of our crops."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from trp_scale.upstreams.mae.weights import stored_positions
 def vitmae(config: Config, *, seed: int = 0) -> ViTMAEForPreTraining:
     """Weights drawn so that all of them matter; not in training mode."""
     peer = ViTMAEForPreTraining(vitmae_config(config)).eval()
-    generator = torch.Generator().manual_seed(seed)
+    generator, order = torch.Generator().manual_seed(seed), config.vision.position_order
     with torch.no_grad():
         for name, parameter in peer.named_parameters():
             parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
             if "norm" in name and name.endswith("weight"):
                 parameter.add_(1.0)
-        peer.vit.embeddings.position_embeddings.copy_(stored_positions(GRID, config.model.hidden_size))
-        peer.decoder.decoder_pos_embed.copy_(stored_positions(GRID, config.vision.decoder_hidden_size))
+        peer.vit.embeddings.position_embeddings.copy_(stored_positions(GRID, config.model.hidden_size, order))
+        peer.decoder.decoder_pos_embed.copy_(stored_positions(GRID, config.vision.decoder_hidden_size, order))
     return peer
 
 

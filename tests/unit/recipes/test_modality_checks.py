@@ -39,7 +39,6 @@ def settings(recipe: str = "mm_mae_vit_b_in1k_400", **changes: dict[str, Any]) -
         ({"crops": {"from": "view"}}, "--crops.from is view"),
         ({"crops": {"size": 100}}, "for example 96"),
         ({"model": {"dropout": 0.1}}, "--model.dropout is 0.1, allowed for mm_mae: 0"),
-        ({"model": {"weights": "x"}}, "--model.weights is x"),
         ({"vision": {"positions": "relative"}}, "--vision.positions is relative"),
         ({"vision": {"tokens": "all"}}, "--vision.tokens is all"),
         ({"vision": {"decoder": "linear"}}, "--vision.decoder is linear"),

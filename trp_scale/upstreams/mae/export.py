@@ -64,7 +64,8 @@ def check_timm(config: Config, image_size: int) -> None:
 def write_encoder(directory: Path, config: Config, weights: Mapping[str, Tensor], image_size: int) -> None:
     """Write timm's files of an encoder with a masked autoencoder's names (models/mae_weights.py)."""
     model, patch_size = config.model, config.vision.patch_size
-    state = to_timm(weights, patch_size=patch_size, image_size=image_size)
+    order = config.vision.position_order
+    state = to_timm(weights, patch_size=patch_size, image_size=image_size, order=order)
     arguments = {
         "img_size": image_size,
         "patch_size": patch_size,
@@ -110,7 +111,8 @@ def write_vitmae(directory: Path, checkpoint: Path, document: CheckpointDocument
             "ViTMAE has mask tokens in a transformer decoder only; allowed: --to timm (the encoder)"
         )
     grid = config.crops.size // vision.patch_size
-    weights = to_vitmae(read_weights(checkpoint, MaskedAutoencoder(config)), patch_size=vision.patch_size, grid=grid)
+    stored = read_weights(checkpoint, MaskedAutoencoder(config))
+    weights = to_vitmae(stored, patch_size=vision.patch_size, grid=grid, order=vision.position_order)
     vitmae_config(config).save_pretrained(directory)
     # Not the model's save_pretrained: what transformers 5.23 calls the decoder's layers in a file, older ones reject.
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})

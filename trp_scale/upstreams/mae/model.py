@@ -72,14 +72,17 @@ class MaskedAutoencoder(nn.Module):
         self.cls_token = nn.Parameter(torch.empty(width))
         self.blocks = blocks(model.layers, width, model.heads, model.intermediate_size)
         self.norm = nn.LayerNorm(width, eps=model.layer_norm_eps)
-        self.register_buffer("encoder_positions", sine_cosine(self.grid, width).float(), persistent=False)
+        self.register_buffer(
+            "encoder_positions", sine_cosine(self.grid, width, vision.position_order).float(), persistent=False
+        )
         self.decoder_blocks = nn.ModuleList()
         if vision.decoder == "transformer":
             last_width = vision.decoder_hidden_size
             self.decoder_embed = nn.Linear(width, last_width)
             self.decoder_blocks = blocks(vision.decoder_layers, last_width, vision.decoder_heads, 4 * last_width)
             self.decoder_norm = nn.LayerNorm(last_width, eps=model.layer_norm_eps)
-            self.register_buffer("decoder_positions", sine_cosine(self.grid, last_width).float(), persistent=False)
+            positions = sine_cosine(self.grid, last_width, vision.position_order)
+            self.register_buffer("decoder_positions", positions.float(), persistent=False)
         self.mask_token = nn.Parameter(torch.empty(width if vision.tokens == "all" else last_width))
         self.prediction = nn.Linear(last_width, values)
         initialise_vision(self, seed=config.training.seed, std=model.initializer_range)
@@ -171,7 +174,7 @@ class MaskedAutoencoder(nn.Module):
         if self.vision.tokens == "visible":
             hidden = self.masked_tokens(self.decoder_positions, masked, acting)
         else:
-            hidden = tokens[:, known:] + masked_positions(self.decoder_positions, masked, acting).to(dtype)
+            hidden = tokens[:, known:] + self.masked_positions(self.decoder_positions, masked, acting).to(dtype)
         return torch.cat([tokens[:, :1], seen, hidden], dim=1)
 
     def masked_tokens(self, positions: Tensor, masked: Tensor, acting: Perturbed) -> Tensor:
@@ -180,7 +183,16 @@ class MaskedAutoencoder(nn.Module):
         if self.adversary.kind == "absolute_embedding" and self.adversary.mask_token == "frozen":
             # Still in the graph: ZeRO-3 keeps the last gradient of a parameter that is not.
             token = token.detach() + 0.0 * token
-        return (token + masked_positions(positions, masked, acting)).to(token.dtype)
+        return (token + self.masked_positions(positions, masked, acting)).to(token.dtype)
+
+    def masked_positions(self, positions: Tensor, masked: Tensor, acting: Perturbed) -> Tensor:
+        """[N, D] and [B, M] -> [B, M, D] positions of masked patches, perturbed; fp32 at least where they are."""
+        found = positions[masked]  # [B, M, D]
+        if acting.coordinate is not None:
+            found = shifted(found, acting.coordinate, self.vision.position_order)
+        if acting.embedding is not None:
+            found = found + acting.embedding
+        return found
 
     def run(
         self,
@@ -220,13 +232,3 @@ class MaskedAutoencoder(nn.Module):
         if acting.tables is not None and masked:
             inputs = [clean._replace(masked_table=one) for one in acting.tables.unbind(0)]
         return inputs
-
-
-def masked_positions(positions: Tensor, masked: Tensor, acting: Perturbed) -> Tensor:
-    """[N, D] and [B, M] -> [B, M, D] positions of masked patches, perturbed; fp32 at least where they are."""
-    found = positions[masked]  # [B, M, D]
-    if acting.coordinate is not None:
-        found = shifted(found, acting.coordinate)
-    if acting.embedding is not None:
-        found = found + acting.embedding
-    return found

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from typing import get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from trp_scale.models.positions import sine_cosine
+from trp_scale.models.positions import PositionOrder, sine_cosine
 from trp_scale.upstreams.mae.model import CHANNELS, MaskedAutoencoder
 
 TIMM_POSITIONS = "pos_embed"
@@ -55,11 +56,13 @@ VITMAE_NEWER_NAMES = (
 )
 
 
-def to_timm(weights: Mapping[str, Tensor], *, patch_size: int, image_size: int) -> dict[str, Tensor]:
+def to_timm(
+    weights: Mapping[str, Tensor], *, patch_size: int, image_size: int, order: PositionOrder = "column_row"
+) -> dict[str, Tensor]:
     """State dict of timm's ViT without a head, for images of this side: the encoder, with positions of that grid."""
     encoder = {name: tensor for name, tensor in weights.items() if is_encoder(name)}
     state = {timm_name(name): theirs(name, tensor, patch_size) for name, tensor in encoder.items()}
-    state[TIMM_POSITIONS] = stored_positions(image_size // patch_size, weights["cls_token"].shape[-1])
+    state[TIMM_POSITIONS] = stored_positions(image_size // patch_size, weights["cls_token"].shape[-1], order)
     return state
 
 
@@ -71,18 +74,20 @@ def load_timm(model: MaskedAutoencoder, state: Mapping[str, Tensor]) -> None:
     """
     given = {name: tensor for name, tensor in state.items() if not name.startswith(("head.", "fc_norm."))}
     wanted = [name for name, _ in model.named_parameters() if is_encoder(name) and not is_table(name)]
-    class_position = take_positions(given, TIMM_POSITIONS)
+    class_position = take_positions(given, TIMM_POSITIONS, model.vision.position_order)
     fill(model, {name: (timm_name(name),) for name in wanted}, given, class_position)
 
 
-def to_vitmae(weights: Mapping[str, Tensor], *, patch_size: int, grid: int) -> dict[str, Tensor]:
+def to_vitmae(
+    weights: Mapping[str, Tensor], *, patch_size: int, grid: int, order: PositionOrder = "column_row"
+) -> dict[str, Tensor]:
     """State dict of transformers' ViTMAE, for images of `grid` patches a side."""
     state: dict[str, Tensor] = {}
     for name, tensor in weights.items():
         names = vitmae_names(name)
         state |= zip(names, theirs(name, tensor, patch_size).chunk(len(names)), strict=True)
-    state[VITMAE_POSITIONS] = stored_positions(grid, weights["cls_token"].shape[-1])
-    state[VITMAE_DECODER_POSITIONS] = stored_positions(grid, weights["mask_token"].shape[-1])
+    state[VITMAE_POSITIONS] = stored_positions(grid, weights["cls_token"].shape[-1], order)
+    state[VITMAE_DECODER_POSITIONS] = stored_positions(grid, weights["mask_token"].shape[-1], order)
     return state
 
 
@@ -94,8 +99,8 @@ def load_vitmae(model: MaskedAutoencoder, state: Mapping[str, Tensor]) -> None:
     """
     given = {published_name(name): tensor for name, tensor in state.items()}
     wanted = [name for name, _ in model.named_parameters() if not is_table(name)]
-    take_positions(given, VITMAE_DECODER_POSITIONS)
-    class_position = take_positions(given, VITMAE_POSITIONS)
+    take_positions(given, VITMAE_DECODER_POSITIONS, model.vision.position_order)
+    class_position = take_positions(given, VITMAE_POSITIONS, model.vision.position_order)
     fill(model, {name: vitmae_names(name) for name in wanted}, given, class_position)
 
 
@@ -143,12 +148,23 @@ def ours(name: str, tensor: Tensor) -> Tensor:
     return tensor.flatten() if name.endswith("_token") else tensor
 
 
-def stored_positions(grid: int, width: int) -> Tensor:
+def stored_positions(grid: int, width: int, order: PositionOrder = "column_row") -> Tensor:
     """[1, 1 + grid^2, width]: the class token's, which are zero, and the patches'."""
-    return torch.cat([torch.zeros(1, width), sine_cosine(grid, width).float()]).unsqueeze(0)
+    return torch.cat([torch.zeros(1, width), sine_cosine(grid, width, order).float()]).unsqueeze(0)
 
 
-def take_positions(given: dict[str, Tensor], name: str) -> Tensor:
+def order_of(positions: Tensor) -> PositionOrder | None:
+    """Which fixed sine-cosine positions of a square grid [N, D] these are; None if they are no such positions."""
+    grid, width = round(len(positions) ** 0.5), positions.shape[-1]
+    if grid**2 != len(positions) or width % 4:
+        return None
+    for order in get_args(PositionOrder):
+        if (positions - sine_cosine(grid, width, order)).abs().max() <= POSITION_TOLERANCE:
+            return order  # type: ignore[no-any-return]
+    return None
+
+
+def take_positions(given: dict[str, Tensor], name: str, order: PositionOrder) -> Tensor:
     """Remove stored positions and return the class token's, [D].
 
     Raises:
@@ -162,8 +178,11 @@ def take_positions(given: dict[str, Tensor], name: str) -> Tensor:
         raise ValueError(
             f"{name}: {len(positions)} positions given; expected a square grid of patches and a class token"
         )
-    off = float((positions[1:] - sine_cosine(grid, width)).abs().max())
-    if off > POSITION_TOLERANCE:
+    found = order_of(positions[1:])
+    if found is not None and found != order:
+        raise ValueError(f"{name}: positions in the order {found}; set --vision.position_order {found} for them")
+    if found is None:
+        off = float((positions[1:] - sine_cosine(grid, width, order)).abs().max())
         raise ValueError(
             f"{name}: differs from fixed sine-cosine positions by up to {off:.2g}, allowed: {POSITION_TOLERANCE:g}; "
             "a model with learned positions cannot be taken over"
@@ -171,7 +190,6 @@ def take_positions(given: dict[str, Tensor], name: str) -> Tensor:
     return positions[0]
 
 
-@torch.no_grad()
 def fill(
     model: MaskedAutoencoder, sources: Mapping[str, Iterable[str]], given: Mapping[str, Tensor], class_position: Tensor
 ) -> None:
@@ -180,16 +198,33 @@ def fill(
     Raises:
         ValueError: names that are missing, unexpected or of another shape; then nothing has been written.
     """
-    names = {name for several in sources.values() for name in several}
-    if missing := sorted(names - set(given)):
-        raise ValueError(f"weights for {missing} are missing")
-    if unexpected := sorted(set(given) - names):
-        raise ValueError(f"weights for {unexpected} have no place in this model")
-    own = dict(model.named_parameters())
+    check_names({name for several in sources.values() for name in several}, given)
     new = {name: ours(name, torch.cat([given[one] for one in several])) for name, several in sources.items()}
+    if new["cls_token"].shape == class_position.shape:
+        new["cls_token"] = new["cls_token"] + class_position  # ours has none of its own
+    write_weights(model, new)
+
+
+def check_names(wanted: set[str], given: Mapping[str, Tensor]) -> None:
+    """Raises:
+    ValueError: names that are missing or unexpected.
+    """
+    if missing := sorted(wanted - set(given)):
+        raise ValueError(f"weights for {missing} are missing")
+    if unexpected := sorted(set(given) - wanted):
+        raise ValueError(f"weights for {unexpected} have no place in this model")
+
+
+@torch.no_grad()
+def write_weights(model: nn.Module, new: Mapping[str, Tensor]) -> None:
+    """Copy tensors into the parameters of these names.
+
+    Raises:
+        ValueError: one of another shape; then nothing has been written.
+    """
+    own = dict(model.named_parameters())
     for name, tensor in new.items():
         if own[name].shape != tensor.shape:
             raise ValueError(f"{name}: shape {tuple(tensor.shape)} given, {tuple(own[name].shape)} expected")
-    new["cls_token"] = new["cls_token"] + class_position  # ours has none of its own
     for name, tensor in new.items():
         own[name].copy_(tensor)

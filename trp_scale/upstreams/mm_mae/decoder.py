@@ -61,7 +61,7 @@ class TaskDecoder(nn.Module):
         for modality in dict.fromkeys((*self.inputs, own)):
             # Not in a ParameterDict: ZeRO-3 gathers what belongs to a module whose forward runs.
             self.register_parameter(f"{modality}_embedding", nn.Parameter(torch.empty(width)))
-        self.register_buffer("positions", sine_cosine(grid, width).float(), persistent=False)
+        self.register_buffer("positions", sine_cosine(grid, width, vision.position_order).float(), persistent=False)
         self.query_norm = nn.LayerNorm(width, eps=eps)
         self.context_norm = nn.LayerNorm(width, eps=eps)
         self.cross_attention = CrossAttention(width, vision.decoder_heads)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
+
+import torch
+from torch import Tensor
 
 from trp_scale.checkpoint.document import CheckpointDocument
 from trp_scale.config import RefusedError
@@ -16,10 +20,23 @@ CLASSES = "semseg_classes"
 RGB_TOKENISER = "tokenisers.rgb."
 
 
+def images_alone(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A multi-modal model's weights by the names of a masked autoencoder: the tokeniser of images is its patch
+    embedding.
+
+    Without modalities.encoder_norm there is no last norm. One of gain 1 and offset 0 stands in its place, which is what
+    a vision transformer has that takes MultiMAE's published weights.
+    """
+    named = {name.replace(RGB_TOKENISER, "patch_embed."): tensor for name, tensor in weights.items()}
+    width = named["cls_token"].shape[-1]
+    return {"norm.weight": torch.ones(width), "norm.bias": torch.zeros(width)} | named
+
+
 def write_multimodal_timm(directory: Path, checkpoint: Path, document: CheckpointDocument, *, image_size: int) -> None:
     """Write the encoder with the tokeniser of images for `timm.create_model("local-dir:DIRECTORY")`, without a head.
 
-    What timm computes of an image is what the encoder does with all its patches visible, and none of another modality.
+    What timm computes of an image is what the encoder does with all its patches visible and none of another modality,
+    through a layer norm (`images_alone`).
 
     Args:
         image_size: side of the images it is for, in pixels.
@@ -36,5 +53,4 @@ def write_multimodal_timm(directory: Path, checkpoint: Path, document: Checkpoin
         )
     check_timm(config, image_size)
     weights = read_weights(checkpoint, MultimodalMaskedAutoencoder(config, int(document.extra[CLASSES])))
-    named = {name.replace(RGB_TOKENISER, "patch_embed."): tensor for name, tensor in weights.items()}
-    write_encoder(directory, config, named, image_size)
+    write_encoder(directory, config, images_alone(weights), image_size)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from trp_scale.config import Config
-from trp_scale.models.initialise import initialise_vision
+from trp_scale.models.initialise import initialise_multimodal
 from trp_scale.models.patches import gather_patches
 from trp_scale.models.positions import sine_cosine
 from trp_scale.models.vit import TransformerBlock
@@ -40,6 +40,9 @@ class MultimodalOutput(NamedTuple):
 class MultimodalMaskedAutoencoder(nn.Module):
     """Predicts the patches of each output modality from the visible patches of all input modalities.
 
+    With vision.position_order row_column and without modalities.encoder_norm it is MultiMAE's network, weight for
+    weight (Bachmann et al., public code; trp_scale/upstreams/mm_mae/weights.py).
+
     Every parameter takes part in every forward pass, shapes are static, and nothing waits for the device.
 
     Args:
@@ -54,6 +57,7 @@ class MultimodalMaskedAutoencoder(nn.Module):
         model, vision, modalities = config.model, config.vision, config.modalities
         self.grid = config.crops.size // vision.patch_size
         self.inputs, self.outputs = tuple(modalities.inputs), tuple(modalities.outputs)
+        self.classes, self.position_order = classes, vision.position_order
         width, patch_size = model.hidden_size, vision.patch_size
 
         def tokeniser(modality: str) -> nn.Module:
@@ -64,19 +68,20 @@ class MultimodalMaskedAutoencoder(nn.Module):
 
         self.tokenisers = nn.ModuleDict({modality: tokeniser(modality) for modality in self.inputs})
         self.cls_token = nn.Parameter(torch.empty(width))
-        self.register_buffer("positions", sine_cosine(self.grid, width).float(), persistent=False)
+        positions = sine_cosine(self.grid, width, vision.position_order)
+        self.register_buffer("positions", positions.float(), persistent=False)
         self.blocks = nn.ModuleList(
             TransformerBlock(width, model.heads, model.intermediate_size, eps=model.layer_norm_eps, relative=False)
             for _ in range(model.layers)
         )
-        self.norm = nn.LayerNorm(width, eps=model.layer_norm_eps)
+        self.norm = nn.LayerNorm(width, eps=model.layer_norm_eps) if modalities.encoder_norm else nn.Identity()
         self.decoders = nn.ModuleDict(
             {
                 task: TaskDecoder(config, MODALITY_OF[task], values_per_patch(task, patch_size, modalities, classes))
                 for task in self.outputs
             }
         )
-        initialise_vision(self, seed=config.training.seed, std=model.initializer_range)
+        initialise_multimodal(self, seed=config.training.seed, std=model.initializer_range)
 
     @property
     def layers(self) -> list[nn.Module]:
@@ -93,7 +98,7 @@ class MultimodalMaskedAutoencoder(nn.Module):
                 semseg, VOID among them. What is masked is not read.
             visible: [R, V] int64, token numbers (trp_scale/upstreams/mm_mae/tokens.py).
             task_taps: [T, R, 1 + V, D] zeros, added for each task to what its decoder reads of the encoder, before the
-                final norm.
+                encoder's norm.
         """
         tokens = self.embed(patches, visible)  # [R, 1 + V, D]
         *blocks, last = self.blocks
@@ -104,7 +109,7 @@ class MultimodalMaskedAutoencoder(nn.Module):
             read = (self.norm(last(tokens)),) * len(self.outputs)
         else:
             tokens, shared_inputs = last(tokens, feed_forward_input=True)
-            read = self.norm(tokens + task_taps.to(tokens.dtype)).unbind(0)
+            read = self.norm(tokens + task_taps.to(tokens.dtype)).unbind(0)  # T times [R, 1 + V, D]
         slots = visible_slots(visible, len(self.inputs) * self.grid**2)
         predictions = tuple(
             self.decoders[task](one, visible, self.own_slots(slots, visible.shape[1], MODALITY_OF[task]))

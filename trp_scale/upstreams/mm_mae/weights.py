@@ -1,0 +1,116 @@
+"""A multi-modal masked autoencoder's weights from MultiMAE's (Bachmann et al., the names of their public code).
+
+Their checkpoints are pickled, which nothing here reads: save the state dict under `model` in such a file as safetensors
+first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from trp_scale.upstreams.mae.weights import check_names, order_of, write_weights
+from trp_scale.upstreams.mm_mae.model import MultimodalMaskedAutoencoder
+
+INPUTS, OUTPUTS, POSITIONS = "input_adapters", "output_adapters", "pos_emb"
+
+ADAPTERS = {"rgb": "norm_rgb", "raw_rgb": "rgb", "depth": "depth", "semseg": "semseg"}
+"""Their name of each task's decoder: what they call rgb are pixels as they are."""
+
+CHANNELS = {"rgb": 3, "raw_rgb": 3, "depth": 1}
+"""Of what is predicted; semseg has one for each class."""
+
+DECODER_NAMES = {
+    "embed": "proj_context",
+    "cross_attention.query": "decoder.q",
+    "cross_attention.key_value": "decoder.kv",
+    "cross_attention.proj": "decoder.proj",
+    "norm": "out_norm",
+    "prediction": "out_proj",
+}
+"""Modules of a decoder that they call otherwise."""
+
+
+def load_multimae(model: MultimodalMaskedAutoencoder, state: Mapping[str, Tensor]) -> None:
+    """Take all weights from a MultiMAE's state dict.
+
+    Tasks and modalities of theirs that this model has not are left out. Void labels, which theirs has none of, keep the
+    vector that they have; the embedding of a predicted modality that is no input, which theirs has none of, becomes 0.
+
+    Raises:
+        ValueError: names that are missing, unexpected or of another shape, other positions, or a norm after the encoder
+            here, which MultiMAE has not.
+    """
+    if not isinstance(model.norm, nn.Identity):
+        raise ValueError("MultiMAE has no norm between encoder and decoders; set --modalities.encoder_norm False")
+    inputs = {f"{INPUTS}.{modality}" for modality in model.inputs}
+    outputs = {f"{OUTPUTS}.{ADAPTERS[task]}" for task in model.outputs}
+    given = {}
+    for name, tensor in state.items():
+        adapter, _, rest = name.partition(".")
+        if adapter in (INPUTS, OUTPUTS) and f"{adapter}.{rest.split('.')[0]}" not in inputs | outputs:
+            continue
+        if name.endswith(f".{POSITIONS}"):
+            _check_positions(model, name, tensor)
+        else:
+            given[name] = tensor
+    own = dict(model.named_parameters())
+    new = {name: torch.zeros_like(own[name]) for name in own if _is_of_no_input(model, name)}
+    names = {name: _their_name(name) for name in own if name not in new}
+    check_names(set(names.values()), given)
+    write_weights(model, new | {name: _ours(model, name, given[theirs]) for name, theirs in names.items()})
+
+
+def _their_name(name: str) -> str:
+    first, _, rest = name.partition(".")
+    if first == "cls_token":
+        return "global_tokens"
+    if first == "blocks":
+        return f"encoder.{rest}"
+    which, _, rest = rest.partition(".")
+    if first == "tokenisers":
+        if rest == "class_embedding":
+            return f"{INPUTS}.{which}.class_emb.weight"
+        return f"{INPUTS}.{which}.proj.{rest.split('.')[-1]}"
+    adapter = f"{OUTPUTS}.{ADAPTERS[which]}"
+    if rest.endswith("_embedding"):
+        return f"{adapter}.task_embeddings.{rest.removesuffix('_embedding')}"
+    if rest.startswith("blocks."):
+        return f"{adapter}.decoder_transformer.{rest.removeprefix('blocks.')}"
+    module, dot, kind = rest.rpartition(".")
+    return f"{adapter}.{DECODER_NAMES.get(module, module)}{dot}{kind}"
+
+
+def _is_of_no_input(model: MultimodalMaskedAutoencoder, name: str) -> bool:
+    modality = name.rpartition(".")[2].removesuffix("_embedding")
+    return name.startswith("decoders.") and name.endswith("_embedding") and modality not in model.inputs
+
+
+def _ours(model: MultimodalMaskedAutoencoder, name: str, tensor: Tensor) -> Tensor:
+    """Their tensor in our shape and order."""
+    if name == "tokenisers.semseg.class_embedding":
+        own: Tensor = model.tokenisers["semseg"].class_embedding  # type: ignore[assignment]
+        void = own.detach()[-tensor.shape[-1] :] if len(tensor) == model.classes else own[:0]  # [E], or theirs has one
+        return torch.cat([tensor.flatten(), void])
+    if tensor.ndim == 4:  # a convolution [D, channel, row, column] -> [D, (row, column, channel)]
+        return tensor.permute(0, 2, 3, 1).flatten(1)
+    if name.endswith(("_token", "_embedding")):
+        return tensor.flatten()
+    if ".prediction." in name:  # [(channel, row, column), ...] -> [(row, column, channel), ...]
+        channels = CHANNELS.get(name.split(".")[1], model.classes)
+        if len(tensor) % channels == 0:
+            return tensor.view(channels, -1, *tensor.shape[1:]).transpose(0, 1).flatten(0, 1)
+    return tensor
+
+
+def _check_positions(model: MultimodalMaskedAutoencoder, name: str, positions: Tensor) -> None:
+    """Raises:
+    ValueError: these [1, D, G, G] are not the fixed positions that the model has.
+    """
+    found = order_of(positions.float().squeeze(0).flatten(1).T)
+    if found is None:
+        raise ValueError(f"{name}: not fixed sine-cosine positions of a square grid; learned ones cannot be taken over")
+    if found != model.position_order:
+        raise ValueError(f"{name}: positions in the order {found}; set --vision.position_order {found} for them")
