@@ -40,7 +40,7 @@ from trp_scale.data import fetch, plan
 from trp_scale.data.images import crops, decode, reader
 from trp_scale.data.index import read_json, write_json
 from trp_scale.data.sources import TrainSource, open_sources
-from trp_scale.preparation.sharding.writing import new_shard
+from trp_scale.preparation.sharding.writing import new_tar, report_path
 from trp_scale.upstreams.mae import patch_masks as masks
 
 STAGES = {
@@ -86,7 +86,8 @@ def make_dataset(directory: Path, images: int) -> Path:
     (directory / "shards").mkdir(parents=True)
     (directory / "progress").mkdir()
     generator = np.random.default_rng(0)
-    with new_shard(directory, "image-000000") as shard:
+    tar = directory / "shards" / "image-000000.tar"
+    with new_tar(tar, report_path(directory, tar.stem)) as shard:
         for number in range(images):
             height, width = (256, 341) if number % 2 else (341, 256)
             stream = io.BytesIO()

@@ -19,11 +19,11 @@ from pathlib import Path
 from typing import Literal
 
 import tyro
-import webdataset.writer  # noqa: F401 - loaded here, so that it is not timed
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from trp_scale.data.text.tokenizer import load_for_sharding, save_trained, train_word_piece
+from trp_scale.preparation.sharding.writing import new_tar
 from trp_scale.preparation.text.annotate import Annotator
 from trp_scale.preparation.text.corpus import plan_corpus
 from trp_scale.preparation.text.documents import Document, ReadSettings, read_portion
@@ -97,8 +97,6 @@ def main() -> None:
     total = sum(map(len, sentences))
     with tempfile.TemporaryDirectory() as name:
         directory = Path(name)
-        for folder in ("shards", "progress"):
-            (directory / folder).mkdir()
         source = directory / "input.jsonl"
         source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
         save_trained(train_word_piece(lambda: texts, 8192, True), directory / "tokenizer", True, 128)
@@ -110,7 +108,8 @@ def main() -> None:
 
         def shard() -> None:
             fresh = make_tagger("textblob") if settings.tagger == "textblob" else tagger
-            write_portion(portion, directory, Annotator(tokenizer, fresh), READ, rows, lambda *_: None)
+            with new_tar(directory / "text-000000.tar", directory / "report.json") as opened:
+                write_portion(portion, opened.writer, Annotator(tokenizer, fresh), READ, rows, lambda *_: None)
 
         times: dict[str, list[float]] = {"alone": [], "sharding": []}
         for _ in range(settings.rounds):

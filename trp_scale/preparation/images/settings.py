@@ -10,21 +10,19 @@ from tyro.conf import UseAppendAction
 
 from trp_scale.data.images.members import MODALITIES, VOID
 from trp_scale.data.index import DataError
+from trp_scale.preparation.sharding.job import ShardingSettings, check_ranges
 
 
 @dataclass(kw_only=True)
-class ShardImagesConfig:
+class ShardImagesConfig(ShardingSettings):
     """Shard images for pre-training, with their classes and aligned depth and segmentation maps where there are any."""
 
-    output: Path
-    """Directory of the data set. A run that was stopped goes on there; one with other settings or other inputs is
-    refused. The files of a folder of images are known by their names and sizes alone: if one was changed in place and
-    kept its size, give another directory."""
     inputs: list[str] = field(default_factory=list)
     """One of: a folder of images (sub-folders are classes, numbered by sorted name; a flat folder has none); tars with
     .jpg, .jpeg or .png and .cls members (files, globs, or a folder of them); a directory written by
     datasets.save_to_disk; torchvision:NAME=ROOT for a torchvision dataset that is there already (nothing is
-    downloaded)."""
+    downloaded). The files of a folder of images are known by their names and sizes alone: if one was changed in place
+    and kept its size, give another --output."""
     embedded: bool = False
     """Render synthetic scenes (solids on a textured ground) with class, exact depth and exact segmentation: made for
     trying things out without downloads, not for figures about real images."""
@@ -70,12 +68,6 @@ class ShardImagesConfig:
     """Images per shard; 0 = a sixteenth of them, at most 2048, in whole blocks."""
     rows_per_block: int = 64
     """Images that are read together: the unit of the order and of the held-out split."""
-    processes: int = 0
-    """Processes at work; 0 = one for each core. The output does not depend on it."""
-    max_skipped: float = 0.01
-    """Largest share of images that may be skipped."""
-    progress: bool = True
-    """Show a progress bar."""
 
     def check(self) -> None:
         """Raise DataError for a setting that cannot work, naming its flag."""
@@ -83,23 +75,21 @@ class ShardImagesConfig:
             raise DataError("give --inputs FILES or --embedded, one of the two")
         if self.coco and not self.embedded:
             raise DataError("--coco is for --embedded scenes: other images have no boxes")
-        for name, smallest, largest in (
-            ("count", 1, 10**9),
-            ("size", 16, 4096),
-            ("short_side", 0, 1 << 16),
-            ("quality", 0, 100),
-            ("max_pixels", 1, 1 << 40),
-            ("samples_per_shard", 0, 1 << 20),
-            ("rows_per_block", 1, 1 << 20),
-            ("processes", 0, 4096),
-            ("void_label", 0, VOID),
-        ):
-            if not smallest <= getattr(self, name) <= largest:
-                raise DataError(f"--{name} {getattr(self, name)}: {smallest} to {largest} is allowed")
+        check_ranges(
+            self,
+            count=(1, 10**9),
+            size=(16, 4096),
+            short_side=(0, 1 << 16),
+            quality=(0, 100),
+            max_pixels=(1, 1 << 40),
+            samples_per_shard=(0, 1 << 20),
+            rows_per_block=(1, 1 << 20),
+            processes=(0, 4096),
+            max_skipped=(0, 1),
+            void_label=(0, VOID),
+        )
         if self.depth_scale is not None and not 0 < self.depth_scale < math.inf:
             raise DataError(f"--depth_scale {self.depth_scale}: metres per unit, more than 0, expected")
-        if not 0 <= self.max_skipped <= 1:
-            raise DataError(f"--max_skipped {self.max_skipped}: a share from 0 to 1 is allowed")
         self.modality_folders()
 
     def modality_folders(self) -> dict[str, Path]:

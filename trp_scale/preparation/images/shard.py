@@ -1,13 +1,10 @@
-"""Images -> a data set of shards, in parallel, resumable, the same bytes for any number of processes.
+"""Images -> a data set of shards (sharding/job.py).
 
-DATASET/
-  dataset.json                  what was made, from what, the classes, the counts, and what was left out and why
   shards/image-000000.tar       WebDataset tar; one sample = one image
       KEY.jpg                   upright RGB or grey JPEG
       KEY.cls                   class number in ASCII, if there are classes
       KEY.depth.png             aligned map of 16-bit numbers, if there are depth maps (scenes: millimetres)
       KEY.semseg.png            aligned map of 8-bit class numbers, if there are segmentation maps
-  shards/image-000000.index.json
 
 Every sample has the members that "suffixes" in dataset.json names. Samples lie in the order of a hash of their keys, so
 that classes mix within a shard: inputs are read out of order for that once, here, and in order ever after.
@@ -16,29 +13,29 @@ that classes mix within a shard: inputs are read out of order for that once, her
 from __future__ import annotations
 
 import logging
-import shutil
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from trp_scale.data.images.members import VOID
-from trp_scale.data.index import DataError, write_json
+from trp_scale.data.images.members import SUFFIXES, VOID
+from trp_scale.data.index import DataError
 from trp_scale.preparation.images.detection_scenes import write_coco_scenes
 from trp_scale.preparation.images.inputs import list_input
-from trp_scale.preparation.images.portion import PortionReport, PortionWorker, shard_stem
-from trp_scale.preparation.images.reencode import EncodeSettings
-from trp_scale.preparation.images.samples import SKIP_REASONS, Listing, Portion, cut_into_portions
-from trp_scale.preparation.images.settings import ShardImagesConfig
-from trp_scale.preparation.sharding.directory import (
-    DATASET_FORMAT,
-    MAX_LISTED,
-    check_skipped,
-    finish_shards,
-    finished_report,
-    is_finished,
-    refuse_other_content,
+from trp_scale.preparation.images.reencode import Encoded, EncodeSettings, encode_sample
+from trp_scale.preparation.images.samples import (
+    SKIP_REASONS,
+    Listing,
+    Loaded,
+    Portion,
+    Sample,
+    Source,
+    UnusableError,
+    cut_into_portions,
 )
-from trp_scale.preparation.sharding.lock import only_run
-from trp_scale.preparation.sharding.workers import Progressed, run_portions
+from trp_scale.preparation.images.settings import ShardImagesConfig
+from trp_scale.preparation.sharding.job import PortionReport, ShardingJob
+from trp_scale.preparation.sharding.workers import Advance, Progressed
+from trp_scale.preparation.sharding.writing import ShardWriter
 
 __all__ = ["ShardImagesConfig", "shard_images"]
 
@@ -55,99 +52,131 @@ def shard_images(config: ShardImagesConfig) -> Path:
     config.check()
     if config.coco:
         return write_coco_scenes(config.output, count=config.count, size=config.size, seed=config.seed)
-    refuse_other_content(config.output, config.identity())
+    identity = config.identity()
+    job = ShardingJob(config, "image", identity, report=ImageReport, items="images", reasons=SKIP_REASONS)
     listing = list_input(config)
-    with only_run(config.output):
-        _make(config, listing)
+    with job.only_run():
+        if not job.begin(listing.fingerprint):
+            return config.output
+        for reason, place in listing.skipped:
+            job.total.skip(reason, place)
+        portions = cut_into_portions(listing.samples, config.samples_per_shard, config.rows_per_block)
+        arguments = (listing.source, listing.suffixes, listing.classes, _encode_settings(config, listing))
+        total = job.make(portions, _PortionWriter, arguments, _progressed(config, portions))
+        if total.images == 0:
+            raise DataError("the input holds no image that can be used")
+        shards = job.finish(_description(config, listing, total))
+    log.info("%s: %d images, %d stored unchanged, %d shards", config.output, total.images, total.unchanged, len(shards))
     return config.output
 
 
-def _make(config: ShardImagesConfig, listing: Listing) -> None:
-    """Make the data set, or what is missing of it."""
-    output = config.output
-    identity = {**config.identity(), "input": listing.fingerprint}
-    (output / "shards").mkdir(exist_ok=True)
-    if is_finished(output, identity):
-        log.info("%s is finished: nothing to do", output)
-        shutil.rmtree(output / "progress")
-        return
-    write_json(output / "progress" / "settings.json", identity)
-    portions = cut_into_portions(listing.samples, config.samples_per_shard, config.rows_per_block)
-    reports = {
-        portion.number: report
-        for portion in portions
-        if (report := finished_report(output, shard_stem(portion.number), PortionReport))
-    }
-    if reports:
-        log.info("%d of %d shards are there already", len(reports), len(portions))
-    reports |= _run(config, listing, [portion for portion in portions if portion.number not in reports])
-    total = PortionReport()
-    for reason, place in listing.skipped:
-        total.skip(reason, place)
-    for number in sorted(reports):
-        total.add(reports[number])
-    check_skipped("images", total.images, total.skipped, total.skipped_places, SKIP_REASONS, config.max_skipped)
-    if total.images == 0:
-        raise DataError("the input holds no image that can be used")
-    _write_dataset(config, listing, portions, identity, total)
-
-
-def _run(config: ShardImagesConfig, listing: Listing, portions: list[Portion]) -> dict[int, PortionReport]:
-    def text(values: Sequence[int], seconds: float) -> str:
-        stored, images = values
-        return f"{images:,} images  {images / seconds:,.0f} images/s  {stored / seconds / 1e6:,.1f} MB/s"
-
-    encode = EncodeSettings(
+def _encode_settings(config: ShardImagesConfig, listing: Listing) -> EncodeSettings:
+    return EncodeSettings(
         short_side=config.short_side,
         quality=config.quality,
         max_pixels=config.max_pixels,
         segmentation_classes=len(listing.described["semseg"]["classes"]) if "semseg" in listing.described else VOID,
         void_label=config.void_label,
     )
-    classes = None if listing.classes is None else len(listing.classes)
-    return run_portions(
-        portions,
-        PortionWorker,
-        (config.output, listing.source, listing.suffixes, classes, encode),
-        processes=config.processes,
-        progressed=Progressed(
-            counters=2,
-            total=sum(len(portion.samples) for portion in portions),
-            text=text,
-            shown=config.progress,
-        ),
-    )
 
 
-def _write_dataset(
-    config: ShardImagesConfig,
-    listing: Listing,
-    portions: list[Portion],
-    identity: dict[str, object],
-    total: PortionReport,
-) -> None:
-    """Write dataset.json, the mark of a finished data set, and clear what only an unfinished one needs."""
-    output = config.output
-    shards, rows = finish_shards(output, (shard_stem(portion.number) for portion in portions))
-    counts = {name: getattr(total, name) for name in ("images", "unchanged", "bytes", "pixels", "per_class")}
-    write_json(
-        output / "dataset.json",
-        {
-            "format": DATASET_FORMAT,
-            "kind": "image",
-            "synthetic": config.embedded,
-            "suffixes": list(listing.suffixes),
-            "classes": listing.classes,
-            "modalities": listing.described,
-            "shards": shards,
-            "rows": rows,
-            "rows_per_block": config.rows_per_block,
-            "counts": counts,
-            "skipped": total.skipped,
-            "skipped_places": [{"reason": reason, "place": place} for reason, place in total.skipped_places],
-            "skipped_places_limit": MAX_LISTED,
-            "settings": identity,
-        },
-    )
-    shutil.rmtree(output / "progress")
-    log.info("%s: %d images, %d stored unchanged, %d shards", output, total.images, total.unchanged, len(shards))
+def _progressed(config: ShardImagesConfig, portions: Sequence[Portion]) -> Progressed:
+    def text(values: Sequence[int], seconds: float) -> str:
+        stored, images = values
+        return f"{images:,} images  {images / seconds:,.0f} images/s  {stored / seconds / 1e6:,.1f} MB/s"
+
+    total = sum(len(portion.samples) for portion in portions)
+    return Progressed(counters=2, total=total, text=text, shown=config.progress)
+
+
+def _description(config: ShardImagesConfig, listing: Listing, total: ImageReport) -> dict[str, object]:
+    """What dataset.json says of images."""
+    return {
+        "synthetic": config.embedded,
+        "suffixes": list(listing.suffixes),
+        "classes": listing.classes,
+        "modalities": listing.described,
+        "rows": total.images,
+        "rows_per_block": config.rows_per_block,
+        "counts": {name: getattr(total, name) for name in ("images", "unchanged", "bytes", "pixels", "per_class")},
+    }
+
+
+@dataclass(kw_only=True)
+class ImageReport(PortionReport):
+    """What was made of a portion of images.
+
+    Attributes:
+        images: stored.
+        unchanged: of them, stored with the bytes of their file.
+        bytes: of the stored images, without maps.
+        pixels: of the stored images.
+        per_class: images by class number (a string, as in JSON).
+    """
+
+    images: int = 0
+    unchanged: int = 0
+    bytes: int = 0
+    pixels: int = 0
+    per_class: dict[str, int] = field(default_factory=dict)
+
+    def count(self, label: int | None, encoded: Encoded) -> None:
+        """Count a stored image."""
+        self.images += 1
+        self.unchanged += encoded.unchanged
+        self.bytes += len(encoded.image)
+        self.pixels += encoded.size[0] * encoded.size[1]
+        if label is not None:
+            self.per_class[str(label)] = self.per_class.get(str(label), 0) + 1
+
+
+class _PortionWriter:
+    """What a process keeps between portions. Called with one, it fills the shard.
+
+    Args:
+        suffixes: members of every stored sample.
+        classes: names of the classes; None: any class number from 0 on may be.
+        advance: called with (bytes stored, 1) for each image that was stored or skipped.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        suffixes: tuple[str, ...],
+        classes: Sequence[str] | None,
+        settings: EncodeSettings,
+        advance: Advance,
+    ) -> None:
+        self._source, self._settings, self._advance = source, settings, advance
+        self._suffixes, self._classes = suffixes, classes
+
+    def __call__(self, portion: Portion, shard: ShardWriter) -> ImageReport:
+        report = ImageReport()
+        for sample in portion.samples:
+            try:
+                members = self._members(sample, report)
+            except UnusableError as error:
+                report.skip(error.reason, f"{sample.place} ({error.detail})" if error.detail else sample.place)
+                members = {}
+            else:
+                shard.add(sample.key, 1, members)
+            self._advance(sum(map(len, members.values())), 1)
+        return report
+
+    def _members(self, sample: Sample, report: ImageReport) -> dict[str, bytes]:
+        loaded = self._source.read(sample)
+        self._check(loaded)
+        encoded = encode_sample(loaded, self._settings)
+        report.count(loaded.label, encoded)
+        members = {"jpg": encoded.image, **encoded.maps}
+        if loaded.label is not None:
+            members["cls"] = str(loaded.label).encode()
+        return {suffix: members[suffix] for suffix in SUFFIXES if suffix in self._suffixes}
+
+    def _check(self, loaded: Loaded) -> None:
+        """A class that there is, where the data set has classes. (Maps are looked for when the input is listed.)"""
+        if "cls" in self._suffixes:
+            if loaded.label is None:
+                raise UnusableError("no_class")
+            if loaded.label < 0 or (self._classes is not None and loaded.label >= len(self._classes)):
+                raise UnusableError("bad_class", str(loaded.label))

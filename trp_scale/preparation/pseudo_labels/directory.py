@@ -9,39 +9,43 @@ DATASET/DIRECTORY/
 from __future__ import annotations
 
 import hashlib
-import time
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
+import logging
+import shutil
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from trp_scale.data.images.members import MODALITIES
 from trp_scale.data.images.stored_modalities import OWN_TAR
 from trp_scale.data.index import DataError, index_path, read_index_document, read_json, write_json
+from trp_scale.preparation.sharding.job import PortionReport, check_skipped, refuse_differences
 from trp_scale.preparation.sharding.lock import only_run
 from trp_scale.preparation.sharding.writing import report_path
+
+UNREADABLE = "unreadable"
+REASONS = {UNREADABLE: "an image that cannot be decoded or labelled: its label is empty"}
 
 PATIENCE = 120.0
 """Seconds to wait for another run's look at dataset.json; each takes far less than one."""
 
+log = logging.getLogger(__name__)
+
 
 @dataclass(kw_only=True)
-class LabelReport:
-    """What was made of a shard; added up into dataset.json.
+class LabelReport(PortionReport):
+    """What was made of a shard; added up into dataset.json. An image that cannot be decoded or labelled has an empty
+    label, and is listed as (why, where) among what was skipped.
 
     Attributes:
         labels: stored, with those that are empty.
-        unreadable: of them, of images that cannot be decoded or labelled.
-        places: (why, where) of the first of these.
         missing: pixels without a value in the other labels: NOT_MEASURED or VOID.
         clipped: pixels beyond what can be stored.
         images: digest of the index of the images that were labelled.
     """
 
     labels: int = 0
-    unreadable: int = 0
-    places: list[list[str]] = field(default_factory=list)
     missing: int = 0
     clipped: int = 0
     images: str = ""
@@ -138,16 +142,8 @@ class LabelDirectory:
             )
 
     def _refuse_differences(self, path: Path, found: Mapping[str, object]) -> None:
-        differences = [
-            f"{name} {found.get(name)!r} there, {value!r} asked for"
-            for name, value in self.identity.items()
-            if found.get(name) != value
-        ]
-        if differences:
-            raise DataError(
-                f"{path}: {self.name}/ holds labels of another making: {'; '.join(differences)}. Ask for the same, or "
-                f"give another {self.flag}"
-            )
+        holds, advice = f"{self.name}/ holds labels of another making", f"or give another {self.flag}"
+        refuse_differences(path, found, self.identity, holds, advice)
 
     def tar(self, shard: str) -> Path:
         """Where the labels of a shard go."""
@@ -211,16 +207,82 @@ def turn(dataset: Path) -> Iterator[dict[str, Any]]:
     Raises:
         DataError: another run holds the lock for too long (images are being sharded there).
     """
-    deadline = time.monotonic() + PATIENCE
-    with ExitStack() as stack:
-        while True:
-            try:
-                stack.enter_context(only_run(dataset))
-                break
-            except DataError:
-                if time.monotonic() > deadline:
-                    raise
-                time.sleep(0.1)
+    with only_run(dataset, patience=PATIENCE):
         yield read_json(dataset / "dataset.json")
     with suppress(OSError):  # another run's lock may lie there by now
         (dataset / "progress").rmdir()
+
+
+def complete(directory: LabelDirectory, document: dict[str, Any], *, max_skipped: float, replace: bool) -> bool:
+    """Add the labels to dataset.json if all are there; whether it names them now. Asking again changes nothing.
+
+    Args:
+        directory: of the labels.
+        document: dataset.json as it was; only what never changes is taken from it.
+        max_skipped: largest share of empty labels.
+        replace: the labels may stand for others of the modality.
+
+    Raises:
+        DataError: too many labels are empty, or the data set has the modality from elsewhere by now.
+    """
+    shards: list[str] = document["shards"]
+    if not all(index_path(directory.tar(shard)).exists() for shard in shards):  # no lock needed to see this
+        _log_parts(directory, shards)
+        written = (directory.written_report(shard) for shard in shards)
+        _summed(directory, written, document["rows"], max_skipped)
+        return False
+    with turn(directory.dataset) as current:
+        if not directory.listed(current):
+            reports = {shard: directory.report(shard) for shard in shards}
+            total = _summed(directory, reports.values(), document["rows"], max_skipped)
+            if None in reports.values():
+                _log_parts(directory, [shard for shard, report in reports.items() if report is not None])
+                return False
+            directory.refuse_present(current, replace=replace)
+            _write(directory, current, total)
+        shutil.rmtree(directory.path / "progress", ignore_errors=True)
+        for leftover in directory.path.glob(".*.tmp"):
+            leftover.unlink(missing_ok=True)
+    return True
+
+
+def _log_parts(directory: LabelDirectory, shards: list[str]) -> None:
+    there = sum(index_path(directory.tar(shard)).exists() for shard in shards)
+    log.info(
+        "%s: %d shards are labelled, not yet all: dataset.json is left as it is until the last part is done",
+        directory.path,
+        there,
+    )
+
+
+def _summed(
+    directory: LabelDirectory, reports: Iterable[LabelReport | None], rows: int, max_skipped: float
+) -> LabelReport:
+    """The sum of the reports that there are; refused if too many of the data set's labels are empty."""
+    total = LabelReport()
+    for report in reports:
+        if report is not None:
+            total.add(report)
+    used = rows - sum(total.skipped.values())
+    check_skipped(f"images of {directory.path}", used, total, REASONS, max_skipped)
+    return total
+
+
+def _write(directory: LabelDirectory, document: dict[str, Any], total: LabelReport) -> None:
+    before = directory.entry(document)
+    entry: dict[str, object] = {
+        **directory.description,
+        "exact": False,
+        "directory": directory.name,
+        "labels": total.labels,
+        "unreadable": total.skipped.get(UNREADABLE, 0),
+        "unreadable_places": [{"place": place, "why": why} for why, place in total.skipped_places],
+        "missing_pixels": total.missing,
+        "clipped_pixels": total.clipped,
+        "settings": dict(directory.identity),
+    }
+    if before is not None:
+        entry["replaced"] = before
+    document["modalities"] = {**(document.get("modalities") or {}), directory.modality: entry}
+    write_json(directory.dataset / "dataset.json", document)
+    log.info("%s: %d labels, %d of them empty", directory.path, entry["labels"], entry["unreadable"])

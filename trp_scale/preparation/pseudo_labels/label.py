@@ -24,11 +24,10 @@ import torch
 from trp_scale.data.images.dataset import FORMAT
 from trp_scale.data.images.stored_modalities import OWN_TAR
 from trp_scale.data.index import DataError, read_index_document, read_json
-from trp_scale.preparation.pseudo_labels.directory import LabelDirectory, turn
+from trp_scale.preparation.pseudo_labels.directory import LabelDirectory, complete, turn
 from trp_scale.preparation.pseudo_labels.labeller import Precision
 from trp_scale.preparation.pseudo_labels.models import FoundModel, find_model
 from trp_scale.preparation.pseudo_labels.portion import LabelPortion, LabelTask, LabelWork, LabelWorker
-from trp_scale.preparation.pseudo_labels.registration import complete
 from trp_scale.preparation.pseudo_labels.settings import DIRECTORIES, PseudoLabelConfig
 from trp_scale.preparation.sharding.workers import Progressed, run_portions
 

@@ -9,6 +9,7 @@ from typing import Literal
 from trp_scale.data.images.members import MODALITIES
 from trp_scale.data.images.stored_modalities import OWN_TAR
 from trp_scale.data.index import DataError
+from trp_scale.preparation.sharding.job import check_ranges
 
 FLAGS = {"depth": "depth_model", "semseg": "segmentation_model"}
 """Setting that names the model, by modality."""
@@ -66,16 +67,12 @@ class PseudoLabelConfig:
         """Raise DataError for a setting that cannot work, naming its flag."""
         if not self.models():
             raise DataError("give --depth_model, --segmentation_model, or both")
-        for name, smallest, largest in (("batch", 1, 4096), ("processes", 0, 256), ("num_shards", 1, 1 << 20)):
-            if not smallest <= getattr(self, name) <= largest:
-                raise DataError(f"--{name} {getattr(self, name)}: {smallest} to {largest} is allowed")
+        check_ranges(self, batch=(1, 4096), processes=(0, 256), num_shards=(1, 1 << 20), max_skipped=(0, 1))
         if not 0 <= self.shard_index < self.num_shards:
             raise DataError(
                 f"--shard_index {self.shard_index}: 0 to {self.num_shards - 1} is allowed with "
                 f"--num_shards {self.num_shards}"
             )
-        if not 0 <= self.max_skipped <= 1:
-            raise DataError(f"--max_skipped {self.max_skipped}: a share from 0 to 1 is allowed")
         self._check_depth()
         for setting in DIRECTORIES.values():
             name = getattr(self, setting)

@@ -11,10 +11,9 @@ import numpy as np
 from PIL import Image
 
 from trp_scale.data.images.members import MODALITIES, NOT_MEASURED, VOID, Map
-from trp_scale.preparation.pseudo_labels.directory import LabelReport
+from trp_scale.preparation.pseudo_labels.directory import UNREADABLE, LabelReport
 from trp_scale.preparation.pseudo_labels.labeller import InFlight, Labeller
 from trp_scale.preparation.pseudo_labels.reading import Prepared, batches_of_one_shape
-from trp_scale.preparation.sharding.directory import MAX_LISTED
 from trp_scale.preparation.sharding.writing import OpenShard
 
 EMPTY = {"depth": NOT_MEASURED, "semseg": VOID}
@@ -106,9 +105,7 @@ class LabelStream:
         report = self._report
         report.labels += 1
         if flaw:
-            report.unreadable += 1
-            if len(report.places) < MAX_LISTED:
-                report.places.append([flaw, f"{self._name}/{self._keys[place]}"])
+            report.skip(UNREADABLE, f"{self._name}/{self._keys[place]}", flaw)
         else:
             report.missing += missing
             report.clipped += clipped

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,17 +14,19 @@ from trp_scale.data.index import DataError
 
 
 @contextmanager
-def only_run(output: Path, name: str = "lock") -> Iterator[None]:
+def only_run(output: Path, name: str = "lock", patience: float = 0.0) -> Iterator[None]:
     """Context in which no other run makes the data set `output`; makes its directory progress/ for the lock file.
 
     Args:
         output: directory of the data set.
         name: of the lock file; another one, where runs share the work, is for a part of the data set.
+        patience: seconds to wait for another process.
 
     Raises:
         DataError: another process is in this context; the message names it.
     """
     path = output / "progress" / name
+    deadline = time.monotonic() + patience
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
@@ -31,7 +34,8 @@ def only_run(output: Path, name: str = "lock") -> Iterator[None]:
         except FileNotFoundError:  # a run that has just ended took the directory away
             continue
         with stream:
-            _take(stream.fileno(), path)
+            if not _taken(stream.fileno(), path, deadline):
+                continue
             # A run that has just ended took the file away: the lock of a file that is gone keeps nobody out.
             if _is_at(path, stream.fileno()):
                 stream.truncate(0)
@@ -51,13 +55,18 @@ def _is_at(path: Path, descriptor: int) -> bool:
         return False
 
 
-def _take(descriptor: int, path: Path) -> None:
+def _taken(descriptor: int, path: Path, deadline: float) -> bool:
+    """Whether the lock is this run's now. It is tried again until the deadline."""
     try:
         # Not lockf: its locks belong to the process, and would let a second run of this process in.
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:
+        if time.monotonic() < deadline:
+            time.sleep(0.1)
+            return False
         holder = os.pread(descriptor, 300, 0).decode() or "a process that has just started"
         raise DataError(
             f"--output {path.parent.parent}: another run is making this data set ({holder} holds {path}); "
             "wait for it and run the same command again, or choose another --output"
         ) from error
+    return True

@@ -1,73 +1,59 @@
-"""One shard while it is written: a tar of the same bytes each time, its checksums, and its index."""
+"""One shard while it is written: a plain WebDataset tar of the same bytes each time, and its index."""
 
 from __future__ import annotations
 
+import io
 import os
 import tarfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
 
 from trp_scale.data.index import Block, Member, ShardIndex, write_index, write_json
 
-LONGEST_NAME = 100
-"""Bytes of a member's name, key and suffix: what one tar header holds."""
-
 
 class ShardWriter:
-    """Adds samples to an open tar, in the order they come."""
+    """Adds samples to an open tar, in the order they come.
+
+    WebDataset asks no more of a tar than members of one key side by side, so the standard library writes it.
+    """
 
     def __init__(self, stream: IO[bytes]) -> None:
-        from webdataset.writer import TarWriter  # imports torch: only processes that write shards pay for it
-
-        # Fixed owner, mode and time: the bytes depend on the contents alone.
-        self._tar = TarWriter(stream, user="trp", group="trp", mode=0o444, mtime=0, encoder=False, compress=False)
-        self._checksums: dict[str, int] = {}
-        self._rows: dict[str, int] = {}
+        # ustar: a member has one header of 512 bytes, or is refused for its long name.
+        self._stream = stream
+        self._tar = tarfile.open(fileobj=stream, mode="w", format=tarfile.USTAR_FORMAT)  # noqa: SIM115
+        self._blocks: list[Block] = []
 
     def __len__(self) -> int:
         """Samples written."""
-        return len(self._rows)
+        return len(self._blocks)
 
-    def add(self, key: str, rows: int, members: dict[str, bytes]) -> None:
+    def add(self, key: str, rows: int, members: Mapping[str, bytes]) -> None:
         """Write one sample; `members` maps suffixes without the leading dot to contents."""
-        self._tar.write({"__key__": key, **members})
-        self._rows[key] = rows
-        self._checksums.update((f"{key}.{suffix}", zlib.crc32(content)) for suffix, content in members.items())
+        written = {}
+        for suffix, content in sorted(members.items()):
+            # Fixed owner, mode and time: the bytes depend on the contents alone.
+            entry = tarfile.TarInfo(f"{key}.{suffix}")
+            entry.size, entry.mode, entry.uname, entry.gname = len(content), 0o444, "trp", "trp"
+            offset = self._tar.offset + tarfile.BLOCKSIZE
+            self._tar.addfile(entry, io.BytesIO(content))
+            written[suffix] = Member(offset=offset, length=len(content), crc32=zlib.crc32(content))
+        self._blocks.append(Block(key=key, rows=rows, members=written))
 
-    def close(self) -> None:
-        """Write the end of the tar."""
+    def finish(self, name: str) -> ShardIndex:
+        """Write the end of the tar; `name` is its final one."""
         self._tar.close()
-
-    def index(self, tar: Path, name: str) -> ShardIndex:
-        """Read the places of the members back from the tar that was written; `name` is the tar's final name."""
-        members: dict[str, dict[str, Member]] = {key: {} for key in self._rows}
-        with tarfile.open(tar, "r:") as archive:
-            for entry in archive:
-                folder, slash, file = entry.name.rpartition("/")
-                key, _, suffix = file.partition(".")
-                members[folder + slash + key][suffix] = Member(
-                    offset=entry.offset_data, length=entry.size, crc32=self._checksums[entry.name]
-                )
-        blocks = [Block(key=key, rows=rows, members=members[key]) for key, rows in self._rows.items()]
-        return ShardIndex(shard=name, size=tar.stat().st_size, blocks=blocks)
+        return ShardIndex(shard=name, size=self._stream.tell(), blocks=self._blocks)
 
 
 class OpenShard:
-    """What `new_shard` hands out: the writer, and the report that is written down with the shard."""
+    """What `new_tar` hands out: the writer, and the report that is written down with the shard."""
 
     def __init__(self, writer: ShardWriter) -> None:
         self.writer = writer
         self.report: dict[str, object] = {}
-
-
-@contextmanager
-def new_shard(directory: Path, stem: str) -> Iterator[OpenShard]:
-    """A shard of the data set `directory`, and its report among the data set's."""
-    with new_tar(directory / "shards" / f"{stem}.tar", report_path(directory, stem)) as opened:
-        yield opened
 
 
 @contextmanager
@@ -78,10 +64,9 @@ def new_tar(shard: Path, report: Path) -> Iterator[OpenShard]:
     with temporary.open("wb") as stream:
         opened = OpenShard(ShardWriter(stream))
         yield opened
-        opened.writer.close()
+        index = opened.writer.finish(shard.name)
         stream.flush()
         os.fsync(stream.fileno())
-    index = opened.writer.index(temporary, shard.name)
     temporary.replace(shard)
     write_json(report, opened.report)
     write_index(shard, index)

@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import gc
 import io
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from trp_scale.data.text.groups import GROUP_BITS, GROUPS, OTHER
-from trp_scale.preparation.sharding.directory import MAX_LISTED
-from trp_scale.preparation.sharding.writing import ShardWriter, new_shard
+from trp_scale.preparation.sharding.job import PortionReport, shard_stem
+from trp_scale.preparation.sharding.writing import ShardWriter
 from trp_scale.preparation.text.annotate import Annotated, Annotator
 from trp_scale.preparation.text.corpus import Portion
 from trp_scale.preparation.text.documents import Document, ReadSettings, read_portion
@@ -28,8 +26,8 @@ BATCH_SENTENCES = 2000
 
 
 @dataclass(kw_only=True)
-class PortionReport:
-    """What was made of a portion; added up into dataset.json."""
+class TextReport(PortionReport):
+    """What was made of a portion of text."""
 
     documents: int = 0
     sentences: int = 0
@@ -39,24 +37,6 @@ class PortionReport:
     rows: int = 0
     words_per_group: list[int] = field(default_factory=lambda: [0] * len(GROUPS))
     pieces_per_group: list[int] = field(default_factory=lambda: [0] * len(GROUPS))
-    skipped: dict[str, int] = field(default_factory=dict)
-    skipped_places: list[list[str]] = field(default_factory=list)
-
-    def add(self, other: PortionReport) -> None:
-        """Add the counts of another portion."""
-        for name in ("documents", "sentences", "words", "pieces", "unknown_pieces", "rows"):
-            setattr(self, name, getattr(self, name) + getattr(other, name))
-        for name in ("words_per_group", "pieces_per_group"):
-            mine, theirs = getattr(self, name), getattr(other, name)
-            setattr(self, name, [a + b for a, b in zip(mine, theirs, strict=True)])
-        self.skipped = dict(Counter(self.skipped) + Counter(other.skipped))
-        self.skipped_places = (self.skipped_places + other.skipped_places)[:MAX_LISTED]
-
-    def skip(self, reason: str, place: str) -> None:
-        """Count a document that cannot be used, and list it while there is room."""
-        self.skipped[reason] = self.skipped.get(reason, 0) + 1
-        if len(self.skipped_places) < MAX_LISTED:
-            self.skipped_places.append([reason, place])
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +65,7 @@ class PortionWriter:
         self._document_pieces = 0
         self._tokens: list[NDArray[np.uint32]] = []
         self._tags: list[NDArray[np.uint8]] = []
-        self.report = PortionReport()
+        self.report = TextReport()
 
     def add_document(self, document: Document) -> None:
         """Add one document; sentences wait until there are enough to be worked on together."""
@@ -161,22 +141,20 @@ class PortionWriter:
 
 def write_portion(
     portion: Portion,
-    directory: Path,
+    shard: ShardWriter,
     annotator: Annotator,
     read: ReadSettings,
     rows: RowSettings,
     advance: Callable[[int, int, int], None],
-) -> PortionReport:
-    """Make the shard of a portion.
+) -> TextReport:
+    """Fill the shard of a portion.
 
     Args:
-        directory: the data set.
         advance: called as the work goes on with the (documents, words, bytes) since the last call; the bytes add up to
             the portion's size.
     """
-    stem = shard_stem(portion.number)
-    with new_shard(directory, stem) as shard, _no_collection():
-        writer = PortionWriter(shard.writer, stem, annotator, rows)
+    with _no_collection():
+        writer = PortionWriter(shard, shard_stem("text", portion.number), annotator, rows)
         report = writer.report
         reported = characters = 0
         for document in read_portion(portion, read):
@@ -188,7 +166,6 @@ def write_portion(
             reported, characters = report.words, characters + len(document.text)
         writer.finish()
         advance(0, report.words - reported, portion.size - characters)
-        shard.report = dict(vars(report))
     return report
 
 
@@ -203,11 +180,6 @@ def _no_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-def shard_stem(number: int) -> str:
-    """0 -> text-000000"""
-    return f"text-{number:06d}"
 
 
 def _npy_bytes(array: NDArray[Any]) -> bytes:

@@ -1,15 +1,17 @@
-"""Text -> a data set of shards, in parallel, resumable, the same bytes for any number of processes."""
+"""Text -> a data set of shards: tagged, tokenized, in rows."""
 
 from __future__ import annotations
 
 import hashlib
 import json
 import logging
-import shutil
-from collections.abc import Iterator
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal
 
-from trp_scale.data.index import DataError, write_json
+from trp_scale.data.index import DataError
 from trp_scale.data.text.groups import GROUPS
 from trp_scale.data.text.tokenizer import (
     load_for_sharding,
@@ -19,30 +21,83 @@ from trp_scale.data.text.tokenizer import (
     train_word_piece,
     vocabulary_size,
 )
-from trp_scale.preparation.sharding.directory import (
-    DATASET_FORMAT,
-    MAX_LISTED,
-    check_skipped,
-    finish_shards,
-    finished_report,
-    is_finished,
-    refuse_other_content,
-)
-from trp_scale.preparation.sharding.lock import only_run
+from trp_scale.preparation.sharding.job import ShardingJob, ShardingSettings, check_ranges
+from trp_scale.preparation.sharding.workers import Advance, Progressed
+from trp_scale.preparation.sharding.writing import ShardWriter
+from trp_scale.preparation.text.annotate import Annotator
 from trp_scale.preparation.text.corpus import Corpus, Portion, plan_corpus
 from trp_scale.preparation.text.documents import SKIP_REASONS, Document, ReadSettings, read_portion
 from trp_scale.preparation.text.embedded import embedded_documents
-from trp_scale.preparation.text.portion import PortionReport, RowSettings, shard_stem
-from trp_scale.preparation.text.settings import ShardTextConfig
+from trp_scale.preparation.text.portion import RowSettings, TextReport, write_portion
 from trp_scale.preparation.text.taggers import make_tagger, resolve_tagger
-from trp_scale.preparation.text.workers import shard_portions
-
-__all__ = ["ShardTextConfig", "shard_text"]
 
 SAMPLED_PORTIONS = 64
 """Portions, evenly spread, that a tokenizer is trained on: each is read three times."""
 
 log = logging.getLogger(__name__)
+
+
+@dataclass(kw_only=True)
+class ShardTextConfig(ShardingSettings):
+    """Tag, tokenize and shard English text for pre-training."""
+
+    inputs: list[str] = field(default_factory=list)
+    """Text files, JSON lines (.jsonl, .ndjson, .json), folders of them, globs, or directories written by
+    datasets.save_to_disk."""
+    embedded: bool = False
+    """Use the English text that every CPython carries (language reference and docstrings, about 2 MB)."""
+    format: Literal["auto", "text", "jsonl", "dataset"] = "auto"
+    """What the inputs are; auto goes by their suffix."""
+    documents: Literal["file", "blank_lines"] = "file"
+    """Text files: one document per file (one larger than a shard goes on as a new document at a blank line), or one
+    after each blank line."""
+    text_field: str = "text"
+    """Field of JSON lines, or column of a dataset, that holds the text."""
+    split: str = "train"
+    """Split of a dataset directory that has several."""
+    tagger: Literal["auto", "nltk", "textblob"] = "auto"
+    """nltk: averaged perceptron, needs its data. textblob: PatternTagger, needs none. auto: nltk if its data is
+    there."""
+    tokenizer: str = ""
+    """Hugging Face tokenizer directory; empty = train WordPiece on the input."""
+    vocab_size: int = 30_522
+    """Size of a vocabulary that is trained."""
+    lowercase: bool = True
+    """Lower-case and strip accents in a tokenizer that is trained."""
+    tokenizer_sample_bytes: int = 256_000_000
+    """Bytes of text, spread over the whole input, that a tokenizer is trained on at most."""
+    length: int = 512
+    """Sequence length of training, special tokens included; a row holds length - 3 pieces."""
+    rows_per_block: int = 2048
+    """Rows stored together, the unit of reading: aim at 1 to 8 MB (2048 rows of 512 are 3 MB); less for little text."""
+    shard_bytes: int = 0
+    """Bytes of input per shard; 0 = a sixteenth of the input, at least 256 KiB, at most 64 MiB."""
+    max_line_bytes: int = 8_000_000
+    """A document with a longer line is skipped."""
+
+    def check(self) -> None:
+        """Raise DataError for a setting that cannot work, naming its flag."""
+        if bool(self.inputs) == self.embedded:
+            raise DataError("give --inputs FILES or --embedded, one of the two")
+        if not 8 <= self.length <= 65_535:
+            raise DataError(f"--length {self.length}: 8 to 65535 is allowed (offsets are stored in 16 bits)")
+        check_ranges(
+            self,
+            rows_per_block=(1, 1 << 20),
+            shard_bytes=(0, 1 << 40),
+            processes=(0, 4096),
+            max_skipped=(0, 1),
+            max_line_bytes=(1, 1 << 40),
+            vocab_size=(100, 1 << 31),
+            tokenizer_sample_bytes=(1, 1 << 40),
+        )
+
+    def identity(self) -> dict[str, object]:
+        """The settings that change the bytes of the output; where files lie and how the work is shared do not."""
+        names = ["embedded", "format", "documents", "text_field", "split"]
+        names += ["length", "rows_per_block", "shard_bytes", "max_line_bytes"]
+        names += [] if self.tokenizer else ["vocab_size", "lowercase", "tokenizer_sample_bytes"]
+        return {name: getattr(self, name) for name in names}
 
 
 def shard_text(config: ShardTextConfig) -> Path:
@@ -59,47 +114,29 @@ def shard_text(config: ShardTextConfig) -> Path:
     tagger_name = make_tagger(tagger_kind).name
     log.info("tagger: %s", tagger_name)
     identity = {"tagger": tagger_name, "tokenizer": _given_tokenizer(config), **config.identity()}
-    refuse_other_content(output, identity)
-    with only_run(output):
-        _make(config, identity, tagger_kind)
-    return output
-
-
-def _make(config: ShardTextConfig, identity: dict[str, object], tagger_kind: str) -> None:
-    """Make the data set, or what is missing of it."""
-    output = config.output
-    (output / "shards").mkdir(exist_ok=True)
-    corpus = _plan(config)
-    identity["input"] = corpus.fingerprint
-    if is_finished(output, identity):
-        log.info("%s is finished: nothing to do", output)
-        shutil.rmtree(output / "progress")
-        return
-    write_json(output / "progress" / "settings.json", identity)
-    read = ReadSettings(
-        text_field="text" if config.embedded else config.text_field,
-        split=config.split,
-        one_document_per_file=config.documents == "file",
-        max_line_bytes=config.max_line_bytes,
+    job = ShardingJob(config, "text", identity, report=TextReport, items="documents", reasons=SKIP_REASONS)
+    with job.only_run():
+        corpus = _plan(config)
+        if not job.begin(corpus.fingerprint):
+            return output
+        read = ReadSettings(
+            text_field="text" if config.embedded else config.text_field,
+            split=config.split,
+            one_document_per_file=config.documents == "file",
+            max_line_bytes=config.max_line_bytes,
+        )
+        _make_tokenizer(config, corpus, read)
+        rows = _row_settings(config)
+        total = job.make(
+            corpus.portions, _PortionWriter, (output, tagger_kind, read, rows), _progressed(config, corpus)
+        )
+        if total.rows == 0:
+            raise DataError("the input holds no text: no row could be made")
+        shards = job.finish(_description(config, tagger_name, total, rows))
+    log.info(
+        "%s: %d documents, %d words, %d rows, %d shards", output, total.documents, total.words, total.rows, len(shards)
     )
-    _make_tokenizer(config, corpus, read)
-    rows = _row_settings(config)
-    reports = {
-        portion.number: report
-        for portion in corpus.portions
-        if (report := finished_report(output, shard_stem(portion.number), PortionReport))
-    }
-    waiting = [portion for portion in corpus.portions if portion.number not in reports]
-    if reports:
-        log.info("%d of %d shards are there already", len(reports), len(corpus.portions))
-    reports |= shard_portions(config, waiting, tagger_kind, read, rows)
-    total = PortionReport()
-    for number in sorted(reports):
-        total.add(reports[number])
-    check_skipped("documents", total.documents, total.skipped, total.skipped_places, SKIP_REASONS, config.max_skipped)
-    if total.rows == 0:
-        raise DataError("the input holds no text: no row could be made")
-    _write_dataset(config, corpus, identity, total, rows)
+    return output
 
 
 def _given_tokenizer(config: ShardTextConfig) -> str:
@@ -167,44 +204,49 @@ def _row_settings(config: ShardTextConfig) -> RowSettings:
     )
 
 
-def _write_dataset(
-    config: ShardTextConfig, corpus: Corpus, identity: dict[str, object], total: PortionReport, rows: RowSettings
-) -> None:
-    """Write dataset.json, the mark of a finished data set, and clear what only an unfinished one needs."""
-    output = config.output
-    shards, blocks = finish_shards(output, (shard_stem(portion.number) for portion in corpus.portions))
-    roles, special = special_tokens(output / "tokenizer")
-    tokenizer = load_for_sharding(output / "tokenizer")
-    counts = dict(vars(total))
-    counts["words_per_group"] = dict(zip(GROUPS, total.words_per_group, strict=True))
-    counts["pieces_per_group"] = dict(zip(GROUPS, total.pieces_per_group, strict=True))
-    counts["skipped_places"] = [{"reason": reason, "place": place} for reason, place in total.skipped_places]
-    write_json(
-        output / "dataset.json",
-        {
-            "format": DATASET_FORMAT,
-            "kind": "text",
-            "length": config.length,
-            "row_length": rows.row_length,
-            "token_dtype": rows.token_dtype,
-            "vocab_size": vocabulary_size(tokenizer),
-            "special_tokens": roles,
-            "special_token_ids": special,
-            "groups": list(GROUPS),
-            "tagger": identity["tagger"],
-            "tokenizer": {
-                "directory": "tokenizer",
-                "trained": not config.tokenizer,
-                "model": type(tokenizer.model).__name__,
-            },
-            "shards": shards,
-            "blocks": blocks,
-            **counts,
-            "skipped_places_limit": MAX_LISTED,
-            "settings": identity,
+class _PortionWriter:
+    """What a process keeps between portions: its tokenizer, its tagger and what the annotator remembers."""
+
+    def __init__(self, output: Path, tagger: str, read: ReadSettings, rows: RowSettings, advance: Advance) -> None:
+        # One thread: the cores are shared out between processes.
+        os.environ["TOKENIZERS_PARALLELISM"] = "false"
+        self._annotator = Annotator(load_for_sharding(output / "tokenizer"), make_tagger(tagger))
+        self._read, self._rows, self._advance = read, rows, advance
+
+    def __call__(self, portion: Portion, shard: ShardWriter) -> TextReport:
+        return write_portion(portion, shard, self._annotator, self._read, self._rows, self._advance)
+
+
+def _progressed(config: ShardTextConfig, corpus: Corpus) -> Progressed:
+    def text(values: Sequence[int], seconds: float) -> str:
+        documents, words, _ = values
+        return f"{documents:,} documents  {words:,} words  {words / seconds:,.0f} words/s"
+
+    return Progressed(
+        counters=3, total=sum(portion.size for portion in corpus.portions), text=text, shown=config.progress
+    )
+
+
+def _description(config: ShardTextConfig, tagger: str, total: TextReport, rows: RowSettings) -> dict[str, object]:
+    """What dataset.json says of text."""
+    roles, special = special_tokens(config.output / "tokenizer")
+    tokenizer = load_for_sharding(config.output / "tokenizer")
+    counts = ("documents", "sentences", "words", "pieces", "unknown_pieces", "rows")
+    per_group = ("words_per_group", "pieces_per_group")
+    return {
+        "length": config.length,
+        "row_length": rows.row_length,
+        "token_dtype": rows.token_dtype,
+        "vocab_size": vocabulary_size(tokenizer),
+        "special_tokens": roles,
+        "special_token_ids": special,
+        "groups": list(GROUPS),
+        "tagger": tagger,
+        "tokenizer": {
+            "directory": "tokenizer",
+            "trained": not config.tokenizer,
+            "model": type(tokenizer.model).__name__,
         },
-    )
-    shutil.rmtree(output / "progress")
-    log.info(
-        "%s: %d documents, %d words, %d rows, %d shards", output, total.documents, total.words, total.rows, len(shards)
-    )
+        **{name: getattr(total, name) for name in counts},
+        **{name: dict(zip(GROUPS, getattr(total, name), strict=True)) for name in per_group},
+    }

@@ -100,7 +100,7 @@ def test_a_run_stopped_before_its_last_word_says_it_later(
 ) -> None:
     data = nine_images(tmp_path / "data")
     with monkeypatch.context() as context:
-        context.setattr("trp_scale.preparation.pseudo_labels.registration.write_json", lambda *_: 1 / 0)
+        context.setattr("trp_scale.preparation.pseudo_labels.directory._write", lambda *_: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             label(data, models)
     assert "modalities" not in read_json(data / "dataset.json")
