@@ -25,6 +25,7 @@ from trp_scale.adversary import build_adversary
 from trp_scale.config import Config
 from trp_scale.core.batch import Batch
 from trp_scale.core.engine import Engine
+from trp_scale.core.run import RunContext
 from trp_scale.models.perturbation import perturbation_shape
 from trp_scale.observe.throughput import mae_step_flops
 from trp_scale.recipes.loader import load_recipe
@@ -80,8 +81,8 @@ def image_trainer(engine: Engine, config: Config) -> Trainer:
         part = rows_of(whole, first, first + config.batch.micro_size)
         window.append(part.pin_memory() if engine.device.type == "cuda" else part)
     shape = perturbation_shape(config.model, config.vision, config.adversary)
-    adversary = build_adversary(config, shape, engine.device)
     objective = MaskedPatchReconstruction(config.objective, config.vision.patch_size)
+    adversary = build_adversary(RunContext(config=config, objective=objective, engine=engine), shape)
     return loop_over(engine, config, objective, window, [] if adversary is None else [adversary])
 
 

@@ -21,6 +21,7 @@ from trp_scale.core.batch import Batch
 from trp_scale.core.engine import Engine
 from trp_scale.core.hooks import Hook, Hooks
 from trp_scale.core.objective import Objective
+from trp_scale.core.run import RunContext
 from trp_scale.data.text.groups import GROUPS
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import ALONE
@@ -186,11 +187,10 @@ def loop_over(
 ) -> Trainer:
     """The real loop over the same window at every step, with the balancer and other hooks."""
     engine.train(True)
+    run = RunContext(config=config, objective=objective, engine=engine)
     return Trainer(
-        config=config,
-        engine=engine,
-        objective=objective,
-        hooks=Hooks(build_balancer(config.balancer, objective, engine.device), others),
+        run_context=run,
+        hooks=Hooks(build_balancer(run), others),
         source=SameWindow(window),
         observer=Notes(),  # type: ignore[arg-type]
         agreement=StepAgreement(ALONE, 0),

@@ -16,6 +16,7 @@ from trp_scale.config import Config, split_patches
 from trp_scale.core.batch import Batch
 from trp_scale.core.hooks import Hook, Hooks
 from trp_scale.core.objective import Objective
+from trp_scale.core.run import RunContext
 from trp_scale.distributed.groups import ALONE
 from trp_scale.engines.plain import PlainEngine
 from trp_scale.models.perturbation import perturbation_shape
@@ -61,24 +62,26 @@ def random_images(config: Config, rows: int) -> Batch:
 def training_step(config: Config, batch: Batch, device: torch.device) -> Callable[[], object]:
     """One whole training step of a masked autoencoder on one process, hooks and optimizer included."""
     objective = MaskedPatchReconstruction(config.objective, config.vision.patch_size)
-    adversary = build_adversary(config, perturbation_shape(config.model, config.vision, config.adversary), device)
-    return same_step(config, MaskedAutoencoder(config), objective, batch, device, [adversary] if adversary else [])
+    run = RunContext(
+        config=config, objective=objective, engine=PlainEngine(MaskedAutoencoder(config), config, device=device)
+    )
+    adversary = build_adversary(run, perturbation_shape(config.model, config.vision, config.adversary))
+    return repeated_step(run, batch, [adversary] if adversary else [])
 
 
 def same_step(
-    config: Config,
-    module: nn.Module,
-    objective: Objective,
-    batch: Batch,
-    device: torch.device,
-    others: Sequence[Hook] = (),
+    config: Config, module: nn.Module, objective: Objective, batch: Batch, device: torch.device
 ) -> Callable[[], object]:
-    """The loop's own step on one process over the same micro-batch every time, with the balancer and other hooks."""
+    """The loop's own step on one process over the same micro-batch every time, with the balancer."""
+    engine = PlainEngine(module, config, device=device)
+    return repeated_step(RunContext(config=config, objective=objective, engine=engine), batch)
+
+
+def repeated_step(run: RunContext, batch: Batch, others: Sequence[Hook] = ()) -> Callable[[], object]:
+    """The loop's own step over the same micro-batch every time, with the balancer and other hooks."""
     trainer = Trainer(
-        config=config,
-        engine=PlainEngine(module, config, device=device),
-        objective=objective,
-        hooks=Hooks(build_balancer(config.balancer, objective, device), others),
+        run_context=run,
+        hooks=Hooks(build_balancer(run), others),
         source=SameWindow([batch]),
         observer=Unobserved(),  # type: ignore[arg-type]
         agreement=StepAgreement(ALONE, 0),

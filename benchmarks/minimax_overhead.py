@@ -24,6 +24,7 @@ from trp_scale.balancing import build_balancer
 from trp_scale.config import BalancerConfig, BatchConfig, Config, ModelConfig, OptimizerConfig, TrainingConfig
 from trp_scale.core.batch import Batch
 from trp_scale.core.hooks import Hooks
+from trp_scale.core.run import RunContext
 from trp_scale.data.text.groups import GROUPS
 from trp_scale.distributed.groups import ALONE
 from trp_scale.engines.plain import PlainEngine
@@ -91,11 +92,10 @@ def step_of(
     engine = PlainEngine(BertForMaskedPositions(config.model, vocab_size=VOCABULARY, seed=0), config, device=device)
     objective = PosMaskedLanguageModelling(config.objective, GROUPS, config.model.hidden_size)
     batch = random_batch(options.rows)
+    run = RunContext(config=config, objective=objective, engine=engine)
     trainer = Trainer(
-        config=config,
-        engine=engine,
-        objective=objective,
-        hooks=Hooks(build_balancer(config.balancer, objective, device)),
+        run_context=run,
+        hooks=Hooks(build_balancer(run)),
         source=SameWindow([rows_of(batch, first, first + micro) for first in range(0, options.rows, micro)]),
         observer=Unobserved(),  # type: ignore[arg-type]
         agreement=StepAgreement(ALONE, 0),

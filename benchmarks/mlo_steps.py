@@ -14,8 +14,8 @@ from trp_scale.config import Config
 from trp_scale.core.batch import Batch
 from trp_scale.core.engine import Engine
 from trp_scale.core.hooks import Hooks
+from trp_scale.core.run import MakeEngine, RunContext
 from trp_scale.distributed.groups import ALONE
-from trp_scale.engines.build import MakeEngine
 from trp_scale.engines.plain import PlainEngine
 from trp_scale.masks import build_multilevel
 from trp_scale.training.agreement import StepAgreement
@@ -71,12 +71,11 @@ def masks_trainer(config: Config, rows: int, make_engine: MakeEngine) -> Trainer
         train=SameWindow([random_images(config, rows)]),
         downstream=Labelled(train=SameWindow(labels), validation=SameWindow(labels)),
     )
-    masks = build_multilevel(config, objective, served, engine, make_engine)  # type: ignore[arg-type]
+    run = RunContext(config=config, objective=objective, engine=engine, sources=served, make_engine=make_engine)
+    masks = build_multilevel(run)
     trainer = Trainer(
-        config=config,
-        engine=engine,
-        objective=objective,
-        hooks=Hooks(build_balancer(config.balancer, objective, engine.device), [masks] if masks else []),
+        run_context=run,
+        hooks=Hooks(build_balancer(run), [masks] if masks else []),
         source=served.train,
         observer=Unobserved(),  # type: ignore[arg-type]
         agreement=StepAgreement(ALONE if engine.data_group.size == 1 else engine.data_group, 0),

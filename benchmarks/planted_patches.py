@@ -31,8 +31,8 @@ from trp_scale.config import (
 )
 from trp_scale.core.batch import Batch
 from trp_scale.core.hooks import Hooks
+from trp_scale.core.run import MakeEngine, RunContext
 from trp_scale.distributed.groups import ALONE
-from trp_scale.engines.build import MakeEngine
 from trp_scale.masks import build_multilevel
 from trp_scale.masks.hook import LearnedMasks
 from trp_scale.training.agreement import StepAgreement
@@ -217,12 +217,13 @@ def planted_run(
     upper = config.multilevel.batch_size
     labelled = Labelled(Windows(planted, upper, D_TR), Windows(planted, upper, D_VAL))
     source = Windows(planted, config.batch.global_size, 0)
-    hook = build_multilevel(config, objective, Sources(source, labelled), engine, make_engine)  # type: ignore[arg-type]
+    run = RunContext(
+        config=config, objective=objective, engine=engine, sources=Sources(source, labelled), make_engine=make_engine
+    )
+    hook = build_multilevel(run)
     trainer = Trainer(
-        config=config,
-        engine=engine,
-        objective=objective,
-        hooks=Hooks(build_balancer(config.balancer, objective, engine.device), [] if hook is None else [hook]),
+        run_context=run,
+        hooks=Hooks(build_balancer(run), [] if hook is None else [hook]),
         source=source,
         observer=Unobserved(),  # type: ignore[arg-type]
         agreement=StepAgreement(ALONE, 0),

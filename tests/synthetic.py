@@ -23,6 +23,7 @@ from trp_scale.config import (
 from trp_scale.core.batch import Batch, StepStats
 from trp_scale.core.engine import Engine
 from trp_scale.core.hooks import Hooks, StepContext
+from trp_scale.core.run import RunContext
 from trp_scale.data.text.groups import GROUPS
 from trp_scale.distributed.groups import Group
 from trp_scale.engines.build import build_engine
@@ -160,11 +161,10 @@ def trainer_for(layout: Layout, config: Config, **source: Any) -> RecordingTrain
     """A trainer over synthetic rows."""
     group = data_group()
     engine, objective = make_engine(layout, config, group)
+    run = RunContext(config=config, objective=objective, engine=engine)
     return RecordingTrainer(
-        config=config,
-        engine=engine,
-        objective=objective,
-        hooks=Hooks(build_balancer(config.balancer, objective, engine.device)),
+        run_context=run,
+        hooks=Hooks(build_balancer(run)),
         source=SyntheticSource(config, group, **source),  # type: ignore[arg-type]
         observer=SilentObserver(),  # type: ignore[arg-type]
         agreement=StepAgreement(group, 0),

@@ -28,6 +28,7 @@ from trp_scale.config import (
 from trp_scale.core.batch import Batch, TaskLosses
 from trp_scale.core.engine import Engine
 from trp_scale.core.hooks import Hook, Hooks
+from trp_scale.core.run import RunContext
 from trp_scale.distributed.groups import Group
 from trp_scale.engines.build import build_engine
 from trp_scale.models.perturbation import perturbation_shape
@@ -154,15 +155,14 @@ def image_trainer(layout: Layout, config: Config, *, halves: bool = False) -> tu
     if config.objective.uniformity:
         objective = UniformPatchReconstruction(config.objective, PATCH, group)
     shape = perturbation_shape(config.model, config.vision, config.adversary)
-    adversary = build_adversary(config, shape, engine.device)
+    run = RunContext(config=config, objective=objective, engine=engine)
+    adversary = build_adversary(run, shape)
     others: list[Hook] = [] if adversary is None else [adversary]
     if isinstance(objective, UniformPatchReconstruction):
         others.append(Uniformity(objective))
     trainer = RecordingTrainer(
-        config=config,
-        engine=engine,
-        objective=objective,
-        hooks=Hooks(build_balancer(config.balancer, objective, engine.device), others),
+        run_context=run,
+        hooks=Hooks(build_balancer(run), others),
         source=SyntheticImages(config, group),
         observer=SilentObserver(),  # type: ignore[arg-type]
         agreement=StepAgreement(group, 0),

@@ -17,6 +17,7 @@ from trp_scale.config import Config
 from trp_scale.core.batch import Batch
 from trp_scale.core.engine import Engine
 from trp_scale.core.hooks import Hook, Hooks
+from trp_scale.core.run import RunContext
 from trp_scale.data.joined_windows import JoinedWindows
 from trp_scale.distributed.groups import Group
 from trp_scale.engines.build import build_engine
@@ -166,16 +167,13 @@ def masks_run(
     if config.multilevel.second_level == "joint":
         objective = JointObjective(config, objective, classes=CLASSES, device=torch.device("cpu"), dtype=dtype)
         source = JoinedWindows(source, downstream.train)
-    hook = build_multilevel(config, objective, sources, engine, make_engine)  # type: ignore[arg-type]
-    adversary = build_adversary(
-        config, perturbation_shape(config.model, config.vision, config.adversary), engine.device
-    )
+    run = RunContext(config=config, objective=objective, engine=engine, sources=sources, make_engine=make_engine)
+    hook = build_multilevel(run)
+    adversary = build_adversary(run, perturbation_shape(config.model, config.vision, config.adversary))
     others = [each for each in (hook, adversary, *last) if each is not None]
     trainer = RecordingTrainer(
-        config=config,
-        engine=engine,
-        objective=objective,
-        hooks=Hooks(build_balancer(config.balancer, objective, engine.device), others),
+        run_context=run,
+        hooks=Hooks(build_balancer(run), others),
         source=source,
         observer=SilentObserver(),  # type: ignore[arg-type]
         agreement=StepAgreement(group, 0),

@@ -28,6 +28,7 @@ from trp_scale.config import (
 from trp_scale.core.batch import Batch
 from trp_scale.core.engine import Engine
 from trp_scale.core.hooks import Hooks
+from trp_scale.core.run import RunContext
 from trp_scale.distributed.groups import Group
 from trp_scale.engines.build import build_engine
 from trp_scale.models.patches import patchify
@@ -149,11 +150,10 @@ def modality_trainer(layout: Layout, config: Config, **source: Any) -> Recording
     group = data_group()
     engine = make_modality_engine(layout, config, group)
     objective = MultimodalReconstruction(config)
+    run = RunContext(config=config, objective=objective, engine=engine)
     return RecordingTrainer(
-        config=config,
-        engine=engine,
-        objective=objective,
-        hooks=Hooks(build_balancer(config.balancer, objective, engine.device)),
+        run_context=run,
+        hooks=Hooks(build_balancer(run)),
         source=SyntheticModalities(config, group, **source),
         observer=SilentObserver(),  # type: ignore[arg-type]
         agreement=StepAgreement(group, 0),

@@ -17,6 +17,7 @@ from trp_scale.balancing import build_balancer
 from trp_scale.config import OptimizerConfig, TrainingConfig
 from trp_scale.core.batch import Batch
 from trp_scale.core.hooks import Hooks
+from trp_scale.core.run import RunContext
 from trp_scale.downstream.classification.model import ImageClassifier
 from trp_scale.downstream.classification.objective import ImageClassification
 from trp_scale.engines.build import build_engine
@@ -67,11 +68,10 @@ def tuned(layout: Layout, optimizer: dict[str, Any], **downstream: Any) -> Resul
         ds_document=document,
     )
     objective = ImageClassification()
+    run = RunContext(config=config, objective=objective, engine=engine)
     trainer = RecordingTrainer(
-        config=config,
-        engine=engine,
-        objective=objective,
-        hooks=Hooks(build_balancer(config.balancer, objective, engine.device)),
+        run_context=run,
+        hooks=Hooks(build_balancer(run)),
         source=SyntheticImages(config, group, make=partial(batch, size=config.crops.size)),
         observer=SilentObserver(),  # type: ignore[arg-type]
         agreement=StepAgreement(group, 0),

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from trp_scale.core.hooks import StepContext
 
 
@@ -16,9 +14,9 @@ def run_own_pass(ctx: StepContext) -> None:
     the window are not perturbed and take no part.
     """
     # A context of its own: the weights and sums that the balancer writes here are not those of the step.
-    own = replace(ctx, window=ctx.own_window, weights=None, sums=None)
+    own = ctx.apart(ctx.own_window)
     own.balancer.before_step(own)
     for number, micro in enumerate(own.window):
-        loss = own.balancer.total(own, ctx.losses_of(micro))
+        loss = own.balancer.total(own, own.losses_of(micro))
         ctx.engine.backward(loss, last=number == len(own.window) - 1)
     ctx.engine.discard_gradients()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import torch
-
 from trp_scale.balancing.base import TaskBalancer
 from trp_scale.balancing.dwa import Dwa
 from trp_scale.balancing.gradnorm import GradNorm
@@ -12,8 +10,7 @@ from trp_scale.balancing.minimax import Minimax
 from trp_scale.balancing.proportional import Proportional
 from trp_scale.balancing.uncertainty import Uncertainty
 from trp_scale.balancing.uniform import Uniform
-from trp_scale.config import BalancerConfig
-from trp_scale.core.objective import Objective
+from trp_scale.core.run import RunContext
 
 BALANCERS: dict[str, type[TaskBalancer]] = {
     "uniform": Uniform,
@@ -26,18 +23,11 @@ BALANCERS: dict[str, type[TaskBalancer]] = {
 }
 
 
-def build_balancer(
-    config: BalancerConfig, objective: Objective, device: torch.device, *, steps_per_epoch: int = 0
-) -> TaskBalancer:
+def build_balancer(run: RunContext) -> TaskBalancer:
     """The balancer named by `balancer.kind`.
-
-    Args:
-        config: settings.
-        objective: the tasks.
-        device: where [T] vectors live.
-        steps_per_epoch: global batches that the training rows make, rounded up; 0 = not known.
 
     Raises:
         RefusedError: a method that cannot balance these tasks; names the flag to change.
     """
-    return BALANCERS[config.kind](config, objective, device, steps_per_epoch=steps_per_epoch)
+    settings = run.config.balancer
+    return BALANCERS[settings.kind](settings, run)

@@ -11,7 +11,7 @@ from torch import Tensor
 from trp_scale.config import BalancerConfig
 from trp_scale.core.batch import TaskLosses
 from trp_scale.core.hooks import Balancer, StepContext
-from trp_scale.core.objective import Objective
+from trp_scale.core.run import RunContext
 
 
 class TaskBalancer(Balancer):
@@ -19,22 +19,18 @@ class TaskBalancer(Balancer):
 
     Args:
         config: settings.
-        objective: names of the tasks, which of them are balanced, and the weights of the others.
-        device: where [T] vectors live.
-        steps_per_epoch: global batches that the training rows make, rounded up; 0 = not known.
+        run: whose objective says which tasks are balanced, and what the others weigh.
     """
 
     name = "balancer"
 
-    def __init__(
-        self, config: BalancerConfig, objective: Objective, device: torch.device, *, steps_per_epoch: int = 0
-    ) -> None:
+    def __init__(self, config: BalancerConfig, run: RunContext) -> None:
         self.config = config
-        self.objective = objective
-        self.device = device
-        self.steps_per_epoch = steps_per_epoch
-        self.balanced = torch.zeros(len(objective.tasks), dtype=torch.bool, device=device)
-        self.balanced[list(objective.balanced)] = True
+        self.run = run
+        self.objective = run.objective
+        self.device = run.device
+        self.balanced = torch.zeros(len(self.objective.tasks), dtype=torch.bool, device=self.device)
+        self.balanced[list(self.objective.balanced)] = True
         self._last: StepContext | None = None
 
     def balanced_weights(self, ctx: StepContext, losses: Tensor | None) -> Tensor:
@@ -63,7 +59,7 @@ class TaskBalancer(Balancer):
     def set_weights(self, ctx: StepContext, losses: Tensor | None) -> None:
         """Fix the weights of this step; no gradient flows through them."""
         with torch.no_grad():
-            ctx.weights = self.balanced_weights(ctx, losses) + self.objective.outside_weights(ctx.counts)
+            ctx.weigh(self.balanced_weights(ctx, losses) + self.objective.outside_weights(ctx.counts))
 
     def before_step(self, ctx: StepContext) -> None:
         self._last = ctx

@@ -13,7 +13,7 @@ from trp_scale.balancing.loss_reading import LossReadingBalancer
 from trp_scale.config import BalancerConfig, RefusedError
 from trp_scale.core.batch import StepStats
 from trp_scale.core.hooks import StepContext
-from trp_scale.core.objective import Objective
+from trp_scale.core.run import RunContext
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,11 +59,9 @@ class Dwa(LossReadingBalancer):
         RefusedError: an interval of one epoch, whose length is not known.
     """
 
-    def __init__(
-        self, config: BalancerConfig, objective: Objective, device: torch.device, *, steps_per_epoch: int = 0
-    ) -> None:
-        super().__init__(config, objective, device, steps_per_epoch=steps_per_epoch)
-        self.interval_steps = config.dwa_interval_steps or steps_per_epoch
+    def __init__(self, config: BalancerConfig, run: RunContext) -> None:
+        super().__init__(config, run)
+        self.interval_steps = config.dwa_interval_steps or run.steps_per_epoch
         if self.interval_steps < 1:
             raise RefusedError(
                 "--balancer.dwa_interval_steps is 0, one epoch, and nothing says how many steps an epoch has; "

@@ -13,7 +13,7 @@ from trp_scale.balancing.loss_reading import LossReadingBalancer
 from trp_scale.config import BalancerConfig
 from trp_scale.core.batch import StepStats, TaskLosses
 from trp_scale.core.hooks import StepContext
-from trp_scale.core.objective import Objective
+from trp_scale.core.run import RunContext
 
 logger = logging.getLogger(__name__)
 
@@ -32,10 +32,8 @@ class GlobalLossBalancer(LossReadingBalancer):
     steadier: ClassVar[str]
     """Flags that make the method lean less on few elements."""
 
-    def __init__(
-        self, config: BalancerConfig, objective: Objective, device: torch.device, *, steps_per_epoch: int = 0
-    ) -> None:
-        super().__init__(config, objective, device, steps_per_epoch=steps_per_epoch)
+    def __init__(self, config: BalancerConfig, run: RunContext) -> None:
+        super().__init__(config, run)
         self.last_losses = self.vector(torch.nan)  # NaN marks a task that was never seen
         self._warned_at = -(10**9)
         self._micro_weights = self.vector(0.0)
@@ -79,21 +77,19 @@ class GlobalLossBalancer(LossReadingBalancer):
         elif self.config.estimate == "micro":
             self._micro_weights.zero_()
         elif len(ctx.window) > 1:
-            ctx.sums = self.prepass(ctx)
-            self.set_weights(ctx, ctx.means(ctx.sums))
+            self.set_weights(ctx, ctx.means(self.prepass(ctx)))
 
     @staticmethod
     def prepass(ctx: StepContext) -> Tensor:
         """[T] loss sums of the global batch, without gradients; the weighted pass repeats it bit for bit."""
         with torch.no_grad():
-            return ctx.data_group.sum(torch.stack([ctx.losses_of(micro).sums for micro in ctx.window]).sum(0))  # type: ignore[no-any-return]
+            return ctx.gather_sums(torch.stack([ctx.losses_of(micro).sums for micro in ctx.window]).sum(0))
 
     def total(self, ctx: StepContext, losses: TaskLosses) -> Tensor:
         if self.config.estimate == "micro":
             return self._micro_total(ctx, losses)
         if ctx.weights is None:  # exact with one micro-batch: the weights come out of the pass that is weighted
-            ctx.sums = ctx.data_group.sum(losses.sums)
-            self.set_weights(ctx, ctx.means(ctx.sums))
+            self.set_weights(ctx, ctx.means(ctx.gather_sums(losses.sums)))
         return super().total(ctx, losses)
 
     def _micro_total(self, ctx: StepContext, losses: TaskLosses) -> Tensor:
@@ -109,7 +105,7 @@ class GlobalLossBalancer(LossReadingBalancer):
 
     def gradients(self, ctx: StepContext) -> None:
         if self.config.estimate == "micro":
-            ctx.weights = ctx.data_group.sum(self._micro_weights)  # what each task's loss counted on average
+            ctx.weigh(ctx.data_group.sum(self._micro_weights))  # what each task's loss counted on average
 
     def after_step(self, ctx: StepContext, stats: StepStats) -> None:
         super().after_step(ctx, stats)

@@ -15,6 +15,7 @@ from trp_scale.config import BalancerConfig, RefusedError
 from trp_scale.core.batch import Batch, StepStats, TaskLosses
 from trp_scale.core.hooks import StepContext
 from trp_scale.core.objective import Objective, TappedObjective, TapPlace
+from trp_scale.core.run import RunContext
 
 SMALLEST_WEIGHT = 1e-3
 """Of weights whose mean is 1: a step of Adam must not bring one to 0 or below, where no norm would bring it back."""
@@ -34,12 +35,10 @@ class GradNorm(LossReadingBalancer):
         RefusedError: a single balanced task; an objective without taps; a balanced task that passes no tap.
     """
 
-    def __init__(
-        self, config: BalancerConfig, objective: Objective, device: torch.device, *, steps_per_epoch: int = 0
-    ) -> None:
-        super().__init__(config, objective, device, steps_per_epoch=steps_per_epoch)
-        tapped = check_taps(objective, config.gradnorm_at)
-        self.gradients_of_tasks = TaskGradients(tapped, objective.balanced, config.gradnorm_at, device)
+    def __init__(self, config: BalancerConfig, run: RunContext) -> None:
+        super().__init__(config, run)
+        tapped = check_taps(self.objective, config.gradnorm_at)
+        self.gradients_of_tasks = TaskGradients(tapped, self.objective.balanced, config.gradnorm_at, self.device)
         self.task_weights = self.vector(1.0)
         self.adam = TaskAdam(self.vector(0.0), config.gradnorm_lr)
         self._sizes, self._norms, self._targets, self._rates = (self.vector(torch.nan) for _ in range(4))
@@ -52,9 +51,7 @@ class GradNorm(LossReadingBalancer):
         self.gradients_of_tasks.restart()
 
     def batch(self, ctx: StepContext, micro: Batch) -> Batch:
-        # Another hook's own pass, whose before_step had a context of its own, and passes without gradients are not
-        # what the weights will be trained with.
-        if ctx is not self._last or not torch.is_grad_enabled():
+        if not ctx.trains or not torch.is_grad_enabled():
             return micro
         return self.gradients_of_tasks.tapped(micro)
 

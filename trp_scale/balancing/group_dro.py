@@ -14,7 +14,7 @@ from trp_scale.balancing.minimax import softmax_weights
 from trp_scale.config import BalancerConfig
 from trp_scale.core.batch import StepStats
 from trp_scale.core.hooks import StepContext
-from trp_scale.core.objective import Objective
+from trp_scale.core.run import RunContext
 
 
 class GroupDro(GlobalLossBalancer):
@@ -28,12 +28,10 @@ class GroupDro(GlobalLossBalancer):
 
     steadier = "--balancer.min_count, --balancer.loss_ema or a smaller --balancer.group_dro_rate"
 
-    def __init__(
-        self, config: BalancerConfig, objective: Objective, device: torch.device, *, steps_per_epoch: int = 0
-    ) -> None:
-        super().__init__(config, objective, device, steps_per_epoch=steps_per_epoch)
+    def __init__(self, config: BalancerConfig, run: RunContext) -> None:
+        super().__init__(config, run)
         # Logarithms: a share of e^-1000 comes back, one that was rounded to 0 would not.
-        start = -math.log(max(1, len(objective.balanced)))
+        start = -math.log(max(1, len(self.objective.balanced)))
         self.log_shares = torch.where(self.balanced, start, self.vector(-torch.inf))
 
     def raised(self, losses: Tensor, counts: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from trp_scale.balancing.base import TaskBalancer
 from trp_scale.config import BalancerConfig, RefusedError
 from trp_scale.core.batch import StepStats
 from trp_scale.core.hooks import StepContext
-from trp_scale.core.objective import Objective
+from trp_scale.core.run import RunContext
 
 SMALLEST_EXCESS = 1e-3
 """Least that is left of a loss above its reference, for methods that divide by it or take its logarithm."""
@@ -26,14 +26,13 @@ class LossReadingBalancer(TaskBalancer):
     The total is of the losses as they are; `scale` decides what the weights are made of.
     """
 
-    def __init__(
-        self, config: BalancerConfig, objective: Objective, device: torch.device, *, steps_per_epoch: int = 0
-    ) -> None:
-        super().__init__(config, objective, device, steps_per_epoch=steps_per_epoch)
-        if unknown := sorted(set(config.reference) - set(objective.tasks)):
-            raise RefusedError(f"balancer.reference names {unknown}; the tasks are {list(objective.tasks)}")
-        reference = [config.reference.get(task, 0.0) for task in objective.tasks]
-        self.reference = torch.tensor(reference, dtype=torch.float64).to(device)
+    def __init__(self, config: BalancerConfig, run: RunContext) -> None:
+        super().__init__(config, run)
+        tasks = self.objective.tasks
+        if unknown := sorted(set(config.reference) - set(tasks)):
+            raise RefusedError(f"balancer.reference names {unknown}; the tasks are {list(tasks)}")
+        reference = [config.reference.get(task, 0.0) for task in tasks]
+        self.reference = torch.tensor(reference, dtype=torch.float64).to(self.device)
         # NaN marks a task that was never seen.
         self.first_losses = self.vector(torch.nan)
 

@@ -13,7 +13,7 @@ from trp_scale.balancing.task_adam import TaskAdam
 from trp_scale.config import BalancerConfig
 from trp_scale.core.batch import StepStats
 from trp_scale.core.hooks import StepContext
-from trp_scale.core.objective import Objective
+from trp_scale.core.run import RunContext
 
 
 class Uncertainty(LossReadingBalancer):
@@ -24,14 +24,13 @@ class Uncertainty(LossReadingBalancer):
     absent task's s stands still. Weights c exp(-s) have no fixed sum: `total` does not touch them.
     """
 
-    def __init__(
-        self, config: BalancerConfig, objective: Objective, device: torch.device, *, steps_per_epoch: int = 0
-    ) -> None:
-        super().__init__(config, objective, device, steps_per_epoch=steps_per_epoch)
+    def __init__(self, config: BalancerConfig, run: RunContext) -> None:
+        super().__init__(config, run)
         kendall = config.uncertainty_form == "kendall"
         self.slope = 0.5 if kendall else 1.0  # b
-        factors = [0.5 if kendall and place in objective.regression else 1.0 for place in range(len(objective.tasks))]
-        self.factors = torch.tensor(factors, dtype=torch.float64).to(device)  # c [T]
+        distances, tasks = self.objective.regression, self.objective.tasks
+        factors = [0.5 if kendall and place in distances else 1.0 for place in range(len(tasks))]
+        self.factors = torch.tensor(factors, dtype=torch.float64).to(self.device)  # c [T]
         self.log_variances = self.vector(0.0)
         self.adam = TaskAdam(self.log_variances, config.uncertainty_lr)
 

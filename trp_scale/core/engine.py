@@ -22,9 +22,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from trp_scale.errors import RefusedError
 from trp_scale.core.pieces import Piece, Shards
 from trp_scale.distributed.groups import Group
+from trp_scale.errors import RefusedError
 
 
 class EngineError(RefusedError):

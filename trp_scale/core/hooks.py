@@ -12,62 +12,110 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trp_scale.errors import RefusedError
 from trp_scale.core.batch import Batch, StepStats, TaskLosses
 from trp_scale.core.engine import Engine
 from trp_scale.core.pieces import STATE_NAMES, Shards
+from trp_scale.core.run import RunContext
 from trp_scale.distributed.groups import Group
+from trp_scale.errors import RefusedError
 
 
 @dataclass(kw_only=True)
 class StepContext:
-    """What a step knows.
+    """What a step knows. A context may outlive its step in a hook, for metrics; its batches do not: see `release`.
 
     Attributes:
+        run: what stays the same from step to step.
+        hooks: of the run.
         step: number of the step, from 0.
         window: this rank's micro-batches.
         counts: [T] float64, elements of each task in the global batch, on the engine's device.
         lr: learning rate of the weights in this step.
-        engine: the engine.
-        batch_of: what the model sees of one micro-batch, after all hooks.
-        losses_of: reseeds dropout and runs the objective on one micro-batch: the same call twice gives the same losses.
-        balancer: turns the task losses of a micro-batch into the one loss.
-        weights: [T] float64, weight of each task's mean loss in this step; written by the balancer.
-        sums: [T] float64, loss sums of the global batch; None until the last micro-batch is through.
+        trains: these passes train the weights; False for a pass that a hook makes of its own.
+        weights: [T] float64, weight of each task's mean loss in this step; None until the balancer weighs.
+        sums: [T] float64, loss sums of the global batch; None until they are gathered.
     """
 
+    run: RunContext
+    hooks: Hooks
     step: int
     window: Sequence[Batch]
     counts: Tensor
     lr: float
-    engine: Engine
-    losses_of: Callable[[Batch], TaskLosses]
-    balancer: Balancer
-    batch_of: Callable[[Batch], Batch] = lambda micro: micro
+    trains: bool = True
     weights: Tensor | None = None
     sums: Tensor | None = None
 
     @property
+    def engine(self) -> Engine:
+        """The run's engine."""
+        return self.run.engine
+
+    @property
     def data_group(self) -> Group:
         """Ranks whose windows make up the global batch."""
-        return self.engine.data_group
+        return self.run.engine.data_group
+
+    @property
+    def balancer(self) -> Balancer:
+        """Turns the task losses of a micro-batch into the one loss."""
+        return self.hooks.balancer
 
     @property
     def own_window(self) -> list[Batch]:
         """The window without the micro-batches that were joined to it from another source."""
         return [micro for micro in self.window if not micro.joined]
 
+    def batch_of(self, micro: Batch) -> Batch:
+        """What the model sees of one micro-batch, after all hooks."""
+        return self.hooks.batch(self, micro)
+
+    def losses_of(self, micro: Batch) -> TaskLosses:
+        """The objective's losses of one micro-batch; the same call twice gives the same losses, bit for bit, since
+        dropout is reseeded from (seed, step, position of the first row)."""
+        self.run.reseed(f"dropout/{self.step}/{micro.start}")
+        return self.run.objective(self.run.engine, self.batch_of(micro))
+
     def means(self, sums: Tensor) -> Tensor:
         """[T] loss of each task over the global batch; 0 where the task is absent (never used there)."""
         return torch.where(self.counts > 0, sums / self.counts.clamp(min=1), torch.zeros_like(sums))
+
+    def gather_sums(self, sums: Tensor) -> Tensor:
+        """[T] loss sums of the global batch, from those of this rank; a step gathers them once, and the first to call
+        this does it."""
+        if self.sums is None:
+            self.sums = self.data_group.sum(sums)
+        return self.sums
+
+    def recount(self, counts: Tensor) -> None:
+        """Replace the [T] counts of the global batch: a hook has changed what is predicted."""
+        self.counts = counts
+
+    def weigh(self, weights: Tensor) -> None:
+        """Fix the [T] float64 weights of this step; only the balancer calls it."""
+        self.weights = weights
+
+    def apart(self, window: Sequence[Batch], counts: Tensor | None = None) -> StepContext:
+        """A context of the same step for a pass of a hook's own: what the balancer writes there is not the step's.
+
+        Args:
+            window: what the pass goes over.
+            counts: [T] of it over all ranks; None = those of the step.
+        """
+        counts = self.counts if counts is None else counts
+        return replace(self, window=window, counts=counts, trains=False, weights=None, sums=None)
+
+    def release(self) -> None:
+        """Let go of the batches: the step is over. Those of past steps would hold open files and device memory."""
+        self.window = ()
 
 
 class Hook:

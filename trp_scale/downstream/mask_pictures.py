@@ -10,11 +10,11 @@ from torch import Tensor
 
 from trp_scale.config import PatchSplit
 from trp_scale.core.batch import Batch
+from trp_scale.core.seeds import tensor_seed
 from trp_scale.downstream.trained_images import TrainedImages
 from trp_scale.masks.masking_network import MaskingNetwork
 from trp_scale.masks.masks import select
 from trp_scale.models.image_patches import CHANNEL_DEVIATION, CHANNEL_MEAN
-from trp_scale.models.initialise import tensor_seed
 from trp_scale.models.patches import unpatchify
 
 if TYPE_CHECKING:

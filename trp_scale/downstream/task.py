@@ -19,6 +19,7 @@ from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.core.batch import Batch
 from trp_scale.core.engine import Engine
 from trp_scale.core.hooks import Hook
+from trp_scale.core.run import RunContext
 from trp_scale.data.kinds import Rows
 from trp_scale.data.mixture import MemberPath
 from trp_scale.data.plan import HeldOutPlan, TrainPlan
@@ -26,7 +27,6 @@ from trp_scale.data.sources import Sources, TrainSource, ValidationSource
 from trp_scale.data.split import held_out
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group
-from trp_scale.engines.build import MakeEngine
 from trp_scale.upstreams.base import Upstream
 
 
@@ -86,7 +86,7 @@ class TaskParts:
         self.split = config.downstream.split
         set_length(config, sources.train.rows)
 
-    def hooks(self, engine: Engine, make_engine: MakeEngine) -> list[Hook]:
+    def hooks(self, run: RunContext) -> list[Hook]:
         return []
 
     def leave(self, run_dir: Path, world: Group) -> None:

@@ -10,11 +10,11 @@ from trp_scale.distributed.environment import Environment
 from trp_scale.downstream.task import DownstreamTask
 
 MODULES = {
-    "glue": ("glue", "GlueTask"),
-    "classification": ("classification", "ClassificationTask"),
-    "segmentation": ("segmentation", "SegmentationTask"),
-    "depth": ("depth", "DepthTask"),
-    "detection": ("detection", "DetectionTask"),
+    "glue": ("glue.task", "GlueTask"),
+    "classification": ("classification.task", "ClassificationTask"),
+    "segmentation": ("dense.segmentation", "SegmentationTask"),
+    "depth": ("dense.depth", "DepthTask"),
+    "detection": ("detection.task", "DetectionTask"),
 }
 """Module and class, by `downstream.kind`; imported when asked for, since each has libraries of its own."""
 
@@ -27,5 +27,5 @@ def build_task(config: FinetuneConfig, environment: Environment) -> DownstreamTa
         RefusedError: settings that do not fit the data or each other.
     """
     module, name = MODULES[config.downstream.kind]
-    task: Any = getattr(import_module(f"{__name__}.{module}"), name)
+    task: Any = getattr(import_module(f"trp_scale.downstream.{module}"), name)
     return task(config, environment)  # type: ignore[no-any-return]

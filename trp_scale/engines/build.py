@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -61,10 +60,6 @@ def build_engine(
 
 OF_THE_FIRST = ("optimizer", "scheduler", "gradient_clipping")
 """Keys of a DeepSpeed configuration that repeat what the recipe says of the run's own optimizer."""
-
-
-MakeEngine = Callable[[nn.Module, Config], Engine]
-"""An engine of the run's kind for another module, whose optimizer the given settings describe."""
 
 
 def build_second_engine(

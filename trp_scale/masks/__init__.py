@@ -15,8 +15,7 @@ from trp_scale.config import Config, RefusedError
 from trp_scale.core.engine import Engine
 from trp_scale.core.hooks import Hook
 from trp_scale.core.objective import PatchObjective
-from trp_scale.data.sources import Sources
-from trp_scale.engines.build import MakeEngine
+from trp_scale.core.run import MakeEngine, RunContext
 from trp_scale.masks.fine_tuning import FineTunedValidationLoss, second_encoder
 from trp_scale.masks.finite_difference import HardMaskDerivative, MaskDerivative, SoftMaskDerivative
 from trp_scale.masks.head import Head, HeadLevel
@@ -28,29 +27,24 @@ from trp_scale.masks.masks import Masker, network_eps
 from trp_scale.masks.unrolled import UnrolledValidationLoss
 
 
-def build_multilevel(
-    config: Config, objective: PatchObjective, sources: Sources, engine: Engine, make_engine: MakeEngine
-) -> Hook | None:
+def build_multilevel(run: RunContext) -> Hook | None:
     """The hook for these settings, or None where masks are drawn at random.
 
-    Args:
-        config: settings of the run, checked.
-        objective: of the run.
-        sources: of the run.
-        engine: of the run.
-        make_engine: for the masking network, and a second encoder.
     Raises:
         RefusedError: forwards read weights in which the moves that masks are learned by are lost.
     """
+    config = run.config
     if config.masking.network == "none":
         return None
-    _refuse_rounded_weights(config, engine)
-    network = make_engine(NETWORKS[config.masking.network](config), network_config(config))
+    _refuse_rounded_weights(config, run.engine)
+    objective: PatchObjective = run.objective  # type: ignore[assignment]  # checked with the settings
+    assert run.make_engine is not None, "masks are learned in a run that can make a second engine"
+    network = run.make_engine(NETWORKS[config.masking.network](config), network_config(config))
     masker = Masker(config, network, objective)
-    clock = LevelClock(engine.device)
+    clock = LevelClock(run.device)
     hard = config.masking.selection == "hard"
     derivative = (HardMaskDerivative if hard else SoftMaskDerivative)(objective)
-    outer = _outer_objective(config, objective, sources, engine, make_engine, derivative, clock)
+    outer = _outer_objective(run, objective, run.make_engine, derivative, clock)
     return LearnedMasks(config, masker, outer, clock)
 
 
@@ -69,14 +63,9 @@ def _refuse_rounded_weights(config: Config, engine: Engine) -> None:
 
 
 def _outer_objective(
-    config: Config,
-    objective: PatchObjective,
-    sources: Sources,
-    engine: Engine,
-    make_engine: MakeEngine,
-    derivative: MaskDerivative,
-    clock: Clock,
+    run: RunContext, objective: PatchObjective, make_engine: MakeEngine, derivative: MaskDerivative, clock: Clock
 ) -> OuterObjective:
+    config, sources, engine = run.config, run.sources, run.engine
     downstream = sources.downstream
     if downstream is None:
         return RaisedReconstruction(config, derivative, clock)

@@ -15,8 +15,8 @@ from trp_scale.core.batch import Batch
 from trp_scale.core.engine import Engine, EngineError
 from trp_scale.core.hooks import StepContext
 from trp_scale.core.pieces import Shards
+from trp_scale.core.run import MakeEngine
 from trp_scale.data.downstream import Downstream
-from trp_scale.engines.build import MakeEngine
 from trp_scale.masks.exact import Weights, whole
 from trp_scale.masks.finite_difference import MaskDerivative
 from trp_scale.masks.head import HeadLevel, global_rows, global_sum, leaf

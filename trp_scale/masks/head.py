@@ -22,9 +22,10 @@ from trp_scale.core.batch import Batch
 from trp_scale.core.engine import Engine
 from trp_scale.core.objective import PatchObjective
 from trp_scale.core.pieces import STATE_NAMES, Shards
+from trp_scale.core.seeds import reseed, tensor_seed
 from trp_scale.distributed.groups import Group
 from trp_scale.engines.optimizer import decay_groups, empty_adamw_state, set_learning_rate
-from trp_scale.models.initialise import initial_tensor, reseed, tensor_seed
+from trp_scale.models.initialise import initial_tensor
 
 HEAD_DEVIATION = 0.01
 """Of the head's initial matrix, as of a linear probe's (He et al., A.1)."""

@@ -71,7 +71,7 @@ class LearnedMasks(Hook):
             self.unrolled = True
         self.masked = {}
         window = self.window = self.choose(ctx, ctx.own_window, keep=self.outer_step_due and self.outer.of_last_step)
-        ctx.counts = self.outer.counts(ctx, window)
+        ctx.recount(self.outer.counts(ctx, window))
         if self.outer_step_due:
             self.outer.before_last_step(ctx, window)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
@@ -111,7 +111,7 @@ class UnrolledValidationLoss(ValidationLoss):
         for micros in windows:
             with _moved(ctx.engine, place):
                 window = choose(ctx, micros)
-                own = replace(ctx, window=micros, counts=window.counts, weights=None, sums=None)
+                own = ctx.apart(micros, window.counts)
                 own.balancer.before_step(own)
                 gradient = ctx.engine.gradient_of(_losses(own, micros))
             if self.settings.derivative == "last":

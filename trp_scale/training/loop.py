@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from trp_scale.config import Config
-from trp_scale.core.batch import Batch, StepStats, TaskLosses
+from trp_scale.core.batch import Batch, StepStats
 from trp_scale.core.engine import Engine
 from trp_scale.core.hooks import Hooks, StepContext
 from trp_scale.core.objective import Objective
-from trp_scale.models.initialise import reseed, tensor_seed
+from trp_scale.core.run import RunContext
 from trp_scale.observe.observer import Observer
 from trp_scale.observe.records import StepRecord, TaskRecord
 from trp_scale.training.agreement import StepAgreement
@@ -45,14 +45,13 @@ class Trainer:
     """One run's parts, and the loop over its steps.
 
     Attributes:
+        run_context: settings, engine and objective.
         save: writes a checkpoint of the present state.
         validate: losses over the held-out rows, reported to the observer.
         stop_requested: reason this rank was asked to stop, or None.
     """
 
-    config: Config
-    engine: Engine
-    objective: Objective
+    run_context: RunContext
     hooks: Hooks
     source: WindowSource
     observer: Observer
@@ -61,6 +60,18 @@ class Trainer:
     validate: Callable[[], None]
     stop_requested: Callable[[], str | None]
     state: TrainingState = field(default_factory=TrainingState)
+
+    @property
+    def config(self) -> Config:
+        return self.run_context.config
+
+    @property
+    def engine(self) -> Engine:
+        return self.run_context.engine
+
+    @property
+    def objective(self) -> Objective:
+        return self.run_context.objective
 
     def run(self) -> str:
         """Train up to `training.steps`; returns why the loop ended. The last step always has a checkpoint."""
@@ -89,9 +100,9 @@ class Trainer:
             losses = ctx.losses_of(micro)
             self.engine.backward(self.hooks.total(ctx, losses), last=number == len(window) - 1)
             sums += losses.sums.detach()
-        if ctx.sums is None:
-            ctx.sums = self.engine.data_group.sum(sums)
+        ctx.gather_sums(sums)
         stats = self.finish(ctx)
+        ctx.release()
         self.state.step += 1
         for key in agreed.new_corrupt:
             self.observer.message(f"step {self.state.step}: block {key} could not be read and is left out")
@@ -101,23 +112,14 @@ class Trainer:
     def context(self, window: list[Batch], counts: Tensor) -> StepContext:
         """The step as the hooks see it. Counts are the global batch's."""
         device = self.engine.device
-
-        def losses_of(micro: Batch) -> TaskLosses:
-            # Dropout follows from (seed, step, position), so that a second call repeats the first bit for bit.
-            reseed(device, tensor_seed(self.config.training.seed, f"dropout/{ctx.step}/{micro.start}"))
-            return self.objective(self.engine, self.hooks.batch(ctx, micro))
-
-        ctx = StepContext(
+        return StepContext(
+            run=self.run_context,
+            hooks=self.hooks,
             step=self.state.step,
             window=[micro.to(device) for micro in window],
             counts=counts.to(device, non_blocking=True),
             lr=learning_rate(self.state.step, self.config.training.steps, self.config.optimizer),
-            engine=self.engine,
-            batch_of=lambda micro: self.hooks.batch(ctx, micro),
-            losses_of=losses_of,
-            balancer=self.hooks.balancer,
         )
-        return ctx
 
     def finish(self, ctx: StepContext) -> StepStats:
         """Update, or skip on all ranks together when the loss or the gradient is not finite."""

@@ -20,6 +20,7 @@ from trp_scale.checkpoint.resume import select, take_back
 from trp_scale.checkpoint.resume_rules import check_settings
 from trp_scale.config import Config
 from trp_scale.core.hooks import Hooks
+from trp_scale.core.run import RunContext
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.stop import StopRequests
 from trp_scale.engines import ds_config
@@ -96,7 +97,6 @@ class Run:
         self.world.require_equal(self.sources.digest(), f"the data set {config.data.path}")
         notices = [*selection.notices, *self._check_checkpoint(selection.checkpoint)]
         steps_per_epoch = -(-self.sources.train.rows // config.batch.global_size)
-        balancer = build_balancer(config.balancer, self.objective, environment.device, steps_per_epoch=steps_per_epoch)
         document = ds_config.read(arguments.ds_config) if arguments.ds_config else None
         settings: dict[str, Any] = {
             "device": environment.device,
@@ -105,8 +105,16 @@ class Run:
             "ds_path": str(arguments.ds_config or ""),
         }
         self.engine = build_engine(engine_name, self.upstream.model(), config, **settings)
-        others = self.upstream.hooks(self.engine, partial(build_second_engine, engine_name, **settings))
-        self.hooks = Hooks(balancer, others)
+        self.context = RunContext(
+            config=config,
+            objective=self.objective,
+            engine=self.engine,
+            world=self.world,
+            sources=self.sources,
+            make_engine=partial(build_second_engine, engine_name, **settings),
+            steps_per_epoch=steps_per_epoch,
+        )
+        self.hooks = Hooks(build_balancer(self.context), self.upstream.hooks(self.context))
         self.engines = EngineGroup(self.engine, self.hooks.engines())
         self.state = TrainingState()
         self.agreement = StepAgreement(self.world, config.data.max_corrupt_blocks)
@@ -146,9 +154,7 @@ class Run:
     def _trainer(self, stop_requested: Callable[[], str | None]) -> Trainer:
         """The loop over this run's parts."""
         return Trainer(
-            config=self.config,
-            engine=self.engine,
-            objective=self.objective,
+            run_context=self.context,
             hooks=self.hooks,
             source=self.upstream.source,
             observer=self.observer,

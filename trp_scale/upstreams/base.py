@@ -8,13 +8,12 @@ from typing import Any, Protocol
 from torch import nn
 
 from trp_scale.config import Config
-from trp_scale.core.engine import Engine
 from trp_scale.core.hooks import Hook
 from trp_scale.core.objective import Objective
+from trp_scale.core.run import RunContext
 from trp_scale.data.sources import Sources
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group
-from trp_scale.engines.build import MakeEngine
 from trp_scale.training.loop import WindowSource
 
 
@@ -45,13 +44,8 @@ class Upstream(Protocol):
         """The model with its initial weights, from the seed or from `model.weights`, whole, on the CPU."""
         ...
 
-    def hooks(self, engine: Engine, make_engine: MakeEngine) -> list[Hook]:
-        """Methods that act on this model, beside the balancer; none when they are off.
-
-        Args:
-            engine: holds the model.
-            make_engine: for what a method trains beside it.
-        """
+    def hooks(self, run: RunContext) -> list[Hook]:
+        """Methods that act on this model, beside the balancer; none when they are off."""
         ...
 
     def leave(self, run_dir: Path, world: Group) -> None:

@@ -15,6 +15,7 @@ from tests.ranks import Ranks
 from tests.synthetic import data_group
 from tests.unit.adversary.toy import Setting, toy_hook, toy_trainer
 from trp_scale.adversary.agreement import AgreementCheck, fingerprint
+from trp_scale.core.hooks import StepContext
 
 SGD = {"ascent": "sgd", "lr": 0.3, "eps": 0.4}
 
@@ -93,15 +94,19 @@ class Scripted:
         return [value, value + 1]
 
 
+def elsewhere(ctx: StepContext) -> StepContext:
+    return replace(ctx, run=replace(ctx.run, engine=Elsewhere()))
+
+
 @pytest.mark.parametrize("update", ["parallel", "sequential"])
 def test_the_hook_checks_on_its_steps(update: str) -> None:
     setting = Setting(adversary={**SGD, "update": update, "check_every": 2})
     hook = toy_hook(setting)
     trainer = toy_trainer(setting, hook)
     start = hook.agreement.start
-    hook.agreement.start = lambda ctx, tensors: start(replace(ctx, engine=Elsewhere()), tensors)
+    hook.agreement.start = lambda ctx, tensors: start(elsewhere(ctx), tensors)
     finish = hook.agreement.finish
-    hook.agreement.finish = lambda ctx: finish(replace(ctx, engine=Elsewhere()))
+    hook.agreement.finish = lambda ctx: finish(elsewhere(ctx))
     trainer.train_step()
     with pytest.raises(RuntimeError, match="step 2: the ranks hold different adversaries"):
         trainer.train_step()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.unit.adversary.toy import CPU, Setting, Toy, gradient, toy_hook, toy_trainer
+from tests.unit.adversary.toy import Setting, Toy, gradient, stand_in_run, toy_hook, toy_trainer
 from trp_scale.adversary import build_adversary
 from trp_scale.adversary.positions import ParallelPositions
 from trp_scale.config import RefusedError
@@ -297,4 +297,4 @@ def test_another_adversary_s_state_is_refused_by_its_setting(changed: Setting, w
 def test_none_leaves_no_hook_at_all() -> None:
     config = Setting().config()
     config.adversary.kind = "none"
-    assert build_adversary(config, None, CPU) is None
+    assert build_adversary(stand_in_run(config), None) is None

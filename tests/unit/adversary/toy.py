@@ -25,6 +25,7 @@ from trp_scale.config import (
 )
 from trp_scale.core.batch import Batch, TaskLosses
 from trp_scale.core.hooks import Hook, Hooks
+from trp_scale.core.run import RunContext
 from trp_scale.distributed.groups import Group
 from trp_scale.engines.plain import PlainEngine
 from trp_scale.models.perturbation import PerturbationShape
@@ -122,9 +123,14 @@ class Setting:
         )
 
 
+def stand_in_run(config: Config) -> RunContext:
+    """A run of the toy that nothing is trained in."""
+    return RunContext(config=config, objective=ToyObjective(1), engine=PlainEngine(Toy(1), config, device=CPU))
+
+
 def toy_hook(setting: Setting) -> Any:
     """The adversary of these settings."""
-    hook = build_adversary(setting.config(), setting.shape, CPU)
+    hook = build_adversary(stand_in_run(setting.config()), setting.shape)
     assert hook is not None
     return hook
 
@@ -132,11 +138,12 @@ def toy_hook(setting: Setting) -> Any:
 def toy_trainer(setting: Setting, hook: Hook | None = None) -> RecordingTrainer:
     """The real loop over the toy, with the adversary of these settings unless another hook is given."""
     config, group, objective = setting.config(), Group("data"), ToyObjective(setting.tasks)
+    run = RunContext(
+        config=config, objective=objective, engine=PlainEngine(Toy(setting.shape.numel), config, device=CPU)
+    )
     return RecordingTrainer(
-        config=config,
-        engine=PlainEngine(Toy(setting.shape.numel), config, device=CPU),
-        objective=objective,
-        hooks=Hooks(build_balancer(config.balancer, objective, CPU), [hook or toy_hook(setting)]),
+        run_context=run,
+        hooks=Hooks(build_balancer(run), [hook or toy_hook(setting)]),
         source=Elements(config, setting.shape.numel),
         observer=SilentObserver(),  # type: ignore[arg-type]
         agreement=StepAgreement(group, 0),

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.balancing.toy import CPU, ToyObjective, balancer, batch, given, take_step
+from tests.unit.balancing.toy import ToyObjective, balancer, batch, given, stand_in_run, take_step
 from trp_scale.balancing import build_balancer
 from trp_scale.config import BalancerConfig, RefusedError
 
@@ -43,7 +43,7 @@ def test_weights_are_ones_in_two_intervals_and_then_follow_the_ratio_of_their_me
 def test_an_interval_is_an_epoch_unless_steps_are_given() -> None:
     def steps(interval_steps: int, epoch: int) -> Any:
         config = BalancerConfig(kind="dwa", dwa_interval_steps=interval_steps)
-        return build_balancer(config, THREE, CPU, steps_per_epoch=epoch).metrics()["interval_steps"]
+        return build_balancer(stand_in_run(config, THREE, epoch)).metrics()["interval_steps"]
 
     assert steps(0, 7) == 7
     assert steps(3, 7) == 3

@@ -11,12 +11,13 @@ import torch
 from torch import Tensor
 
 from tests.unit.balancing.branching import Branched, Branching, BranchingObjective, elements, window
-from tests.unit.balancing.toy import ToyObjective, balancer, take_step
+from tests.unit.balancing.toy import CPU, ToyObjective, balancer, take_step
 from trp_scale.adversary.own_pass import run_own_pass
 from trp_scale.balancing.gradnorm import SMALLEST_WEIGHT, GradNorm
-from trp_scale.config import RefusedError
-from trp_scale.core.batch import Batch, TaskLosses
+from trp_scale.config import Config, RefusedError
 from trp_scale.core.hooks import Hook, Hooks, StepContext
+from trp_scale.core.run import RunContext
+from trp_scale.distributed.groups import ALONE
 
 THREE = BranchingObjective(tasks=("a", "b", "c"))
 NEVER: Mapping[int, tuple[int, ...]] = {}
@@ -147,27 +148,30 @@ class OwnPasses(Hook):
 class PassEngine:
     """What run_own_pass needs."""
 
-    def __init__(self, model: Branching) -> None:
-        self.model = model
+    data_group = ALONE
+    device = CPU
+
+    def __init__(self, forward: Watched) -> None:
+        self.forward = forward
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        return self.forward(*arguments, **named)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         loss.backward()  # type: ignore[no-untyped-call]
 
     def discard_gradients(self) -> None:
-        self.model.zero_grad()
+        self.forward.model.zero_grad()
 
 
 def test_passes_of_other_hooks_are_not_tapped_and_change_nothing() -> None:
     watched, weigher = Watched(), gradnorm()
     parts = window(elements(0, NEVER, 3), 3)
     hooks = Hooks(weigher, [OwnPasses()])
-
-    def losses_of(micro: Batch) -> TaskLosses:
-        return THREE(watched, hooks.batch(ctx, micro))
-
-    engine: Any = PassEngine(watched.model)
+    engine: Any = PassEngine(watched)
     counts = torch.stack([THREE.count(micro) for micro in parts]).sum(0)
-    ctx = StepContext(step=0, window=parts, counts=counts, lr=1.0, engine=engine, losses_of=losses_of, balancer=weigher)
+    run = RunContext(config=Config(), objective=THREE, engine=engine)
+    ctx = StepContext(run=run, hooks=hooks, step=0, window=parts, counts=counts, lr=1.0)
     hooks.before_step(ctx)
     assert watched.taps == [None] * 4
     ctx.losses_of(parts[0])  # begun, and given up by a new before_step: its tap must not be read

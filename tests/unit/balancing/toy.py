@@ -11,10 +11,11 @@ from torch import Tensor
 
 from trp_scale.balancing import build_balancer
 from trp_scale.balancing.base import TaskBalancer
-from trp_scale.config import BalancerConfig
+from trp_scale.config import BalancerConfig, Config
 from trp_scale.core.batch import Batch, StepStats, TaskLosses
 from trp_scale.core.engine import Engine
 from trp_scale.core.hooks import Hooks, StepContext
+from trp_scale.core.run import RunContext
 from trp_scale.distributed.groups import ALONE, Group
 
 CPU = torch.device("cpu")
@@ -73,7 +74,15 @@ def batch(elements: Mapping[int, Sequence[Any]]) -> Batch:
 
 def balancer(objective: Any, kind: str = "minimax", **settings: Any) -> TaskBalancer:
     """The balancer of these settings."""
-    return build_balancer(BalancerConfig(kind=cast(Any, kind), **settings), objective, CPU)
+    return build_balancer(stand_in_run(BalancerConfig(kind=cast(Any, kind), **settings), objective))
+
+
+def stand_in_run(settings: BalancerConfig, objective: Any, steps_per_epoch: int = 0) -> RunContext:
+    """What a balancer is told of a run."""
+    engine = cast(Engine, StandInEngine())
+    return RunContext(
+        config=Config(balancer=settings), objective=objective, engine=engine, steps_per_epoch=steps_per_epoch
+    )
 
 
 @dataclass
@@ -82,6 +91,11 @@ class StandInEngine:
 
     data_group: Group = ALONE
     device: torch.device = CPU
+    forward: Callable[..., Any] | None = None
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        assert self.forward is not None, "no forward pass was given"
+        return self.forward(*arguments, **named)
 
     def reduce_hook_gradient(self, gradient: Tensor) -> Tensor:
         return self.data_group.sum(gradient)
@@ -115,16 +129,15 @@ def take_step(
     hooks = Hooks(weigher)
     passes = 0
 
-    def losses_of(micro: Batch) -> TaskLosses:
+    def counted(*arguments: Any, **named: Any) -> Any:
         nonlocal passes
         passes += 1
-        return cast(TaskLosses, objective(forward, hooks.batch(ctx, micro)))
+        return forward(*arguments, **named)
 
     counts = group.sum(torch.stack([objective.count(micro) for micro in window]).sum(0))
-    engine = cast(Engine, StandInEngine(group))
-    ctx = StepContext(
-        step=step, window=window, counts=counts, lr=1.0, engine=engine, losses_of=losses_of, balancer=weigher
-    )
+    engine = cast(Engine, StandInEngine(group, forward=counted))
+    run = RunContext(config=Config(), objective=objective, engine=engine)
+    ctx = StepContext(run=run, hooks=hooks, step=step, window=window, counts=counts, lr=1.0)
     hooks.before_step(ctx)
     totals: list[float] = []
     sums = torch.zeros_like(counts)
@@ -135,8 +148,7 @@ def take_step(
             total.backward()  # type: ignore[no-untyped-call]
         totals.append(float(total.detach()))
         sums += losses.sums.detach()
-    if ctx.sums is None:
-        ctx.sums = group.sum(sums)
+    ctx.gather_sums(sums)
     hooks.gradients(ctx)
     hooks.after_step(ctx, StepStats(applied=applied, grad_norm=1.0, loss=sum(totals), lr=1.0))
     return Step(ctx=ctx, totals=totals, passes=passes)

@@ -8,6 +8,7 @@ import torch
 from tests.unit.data.images.multimodal import SEMSEG_CLASSES, multimodal_config, samples, write_multimodal
 from trp_scale.config import Config, ModelConfig
 from trp_scale.core.batch import Batch
+from trp_scale.core.run import RunContext
 from trp_scale.distributed.environment import Environment
 from trp_scale.upstreams.base import build_upstream
 from trp_scale.upstreams.mm_mae.flops import mm_mae_step_flops
@@ -76,4 +77,4 @@ def test_what_the_run_is_told(config: Config) -> None:
     assert found.positions_per_step == rows * 3 * (config.crops.size // config.vision.patch_size) ** 2
     assert found.step_flops == mm_mae_step_flops(config, rows=rows, classes=3)
     assert found.checkpoint_extra() == {"semseg_classes": 3}
-    assert found.hooks(Environment(use_gpu=False), pytest.fail) == []  # and no engine is made
+    assert found.hooks(RunContext(config=config, objective=found.objective, engine=None)) == []  # type: ignore[arg-type]

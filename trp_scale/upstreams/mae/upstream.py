@@ -10,14 +10,13 @@ from torch import nn
 from trp_scale.adversary import build_adversary
 from trp_scale.checkpoint.initial_weights import give_weights
 from trp_scale.config import Config
-from trp_scale.core.engine import Engine
 from trp_scale.core.hooks import Hook
 from trp_scale.core.objective import PatchObjective
+from trp_scale.core.run import RunContext
 from trp_scale.data.joined_windows import JoinedWindows
 from trp_scale.data.sources import open_sources
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group
-from trp_scale.engines.build import MakeEngine
 from trp_scale.masks import build_multilevel
 from trp_scale.masks.flops import multilevel_step_flops
 from trp_scale.masks.joint import JointObjective
@@ -59,9 +58,9 @@ class ImageUpstream:
         give_weights(model, self.config.model.weights)
         return model
 
-    def hooks(self, engine: Engine, make_engine: MakeEngine) -> list[Hook]:
-        masks = build_multilevel(self.config, self.objective, self.sources, engine, make_engine)
-        adversary = build_adversary(self.config, self.shape, engine.device)
+    def hooks(self, run: RunContext) -> list[Hook]:
+        masks = build_multilevel(run)
+        adversary = build_adversary(run, self.shape)
         hooks = [hook for hook in (masks, adversary) if hook is not None]  # masks first: the adversary acts under them
         if isinstance(self.reconstruction, UniformPatchReconstruction):
             hooks.append(Uniformity(self.reconstruction))  # last: its pass sees what the others change

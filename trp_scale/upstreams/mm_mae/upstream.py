@@ -9,12 +9,11 @@ from torch import nn
 
 from trp_scale.adversary import build_adversary
 from trp_scale.config import Config
-from trp_scale.core.engine import Engine
 from trp_scale.core.hooks import Hook
+from trp_scale.core.run import RunContext
 from trp_scale.data.sources import open_sources
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group
-from trp_scale.engines.build import MakeEngine
 from trp_scale.upstreams.mm_mae.export import CLASSES
 from trp_scale.upstreams.mm_mae.flops import mm_mae_step_flops
 from trp_scale.upstreams.mm_mae.model import MultimodalMaskedAutoencoder
@@ -38,8 +37,8 @@ class MultimodalUpstream:
     def model(self) -> nn.Module:
         return MultimodalMaskedAutoencoder(self.config, self.classes)
 
-    def hooks(self, engine: Engine, make_engine: MakeEngine) -> list[Hook]:
-        adversary = build_adversary(self.config, None, engine.device)
+    def hooks(self, run: RunContext) -> list[Hook]:
+        adversary = build_adversary(run, None)
         return [] if adversary is None else [adversary]
 
     def leave(self, run_dir: Path, world: Group) -> None:

@@ -12,13 +12,12 @@ from torch import Tensor, nn
 from trp_scale.checkpoint.initial_weights import give_weights
 from trp_scale.config import Config
 from trp_scale.core.batch import Batch
-from trp_scale.core.engine import Engine
 from trp_scale.core.hooks import Hook
+from trp_scale.core.run import RunContext
 from trp_scale.data.sources import open_sources
 from trp_scale.data.text.dataset import TextMeta
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group
-from trp_scale.engines.build import MakeEngine
 from trp_scale.observe.throughput import bert_step_flops
 from trp_scale.training import rundir
 from trp_scale.upstreams.pos_bert.model import BertForMaskedPositions
@@ -76,7 +75,7 @@ class TextUpstream:
         self._group.require_equal(digest, f"what the first {rows} rows of {self.config.data.path} hold")
         return ((counts + 1.0) / (counts + 1.0).sum()).log()
 
-    def hooks(self, engine: Engine, make_engine: MakeEngine) -> list[Hook]:
+    def hooks(self, run: RunContext) -> list[Hook]:
         return []
 
     def leave(self, run_dir: Path, world: Group) -> None:

@@ -7,7 +7,8 @@ import math
 import torch
 from torch import Tensor, nn
 
-from trp_scale.models.initialise import tensor_seed, write
+from trp_scale.core.seeds import tensor_seed
+from trp_scale.models.initialise import write
 
 NORM_CHANNELS = 16
 """Fewest channels of a group of a group norm: over fewer, values on a 1 x 1 map would be little but their order."""

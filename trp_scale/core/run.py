@@ -1,0 +1,61 @@
+"""What a run's parts may ask of it: one object in place of long constructors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from trp_scale.config import Config
+from trp_scale.core.engine import Engine
+from trp_scale.core.objective import Objective
+from trp_scale.core.seeds import reseed, tensor_seed
+from trp_scale.distributed.groups import ALONE, Group
+
+MakeEngine = Callable[[nn.Module, Config], Engine]
+"""Wraps a module that a hook trains beside the model in an engine of the run's kind, with its own settings."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunContext:
+    """A run, as balancers and other hooks see it; the same object from the first step to the last.
+
+    Attributes:
+        config: all settings.
+        objective: the tasks.
+        engine: holds the model.
+        world: all ranks.
+        sources: named streams of rows (data/sources.py).
+        make_engine: for what a hook trains beside the model.
+        steps_per_epoch: global batches that the training rows make, rounded up; 0 = not known.
+    """
+
+    config: Config
+    objective: Objective
+    engine: Engine
+    world: Group = ALONE
+    sources: Any = None
+    make_engine: MakeEngine | None = None
+    steps_per_epoch: int = 0
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model is, and [T] vectors live."""
+        return self.engine.device
+
+    @property
+    def data_group(self) -> Group:
+        """Ranks that split the global batch."""
+        return self.engine.data_group
+
+    @property
+    def seed(self) -> int:
+        """The only source of randomness; draw from (seed, step or row key), never from a generator's state."""
+        return self.config.training.seed
+
+    def reseed(self, name: str) -> None:
+        """Start the device's generator from (seed, name)."""
+        reseed(self.device, tensor_seed(self.seed, name))
