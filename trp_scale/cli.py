@@ -187,17 +187,20 @@ class ExportArguments:
     """Directory to write; it must not exist, or be empty."""
     to: Literal["hf", "timm"] = "hf"
     """hf: for transformers' from_pretrained, of BertForPreTraining or ViTMAEForPreTraining. timm: an image run's
-    encoder, for timm.create_model("local-dir:DIR")."""
+    encoder, for timm.create_model("local-dir:DIR", pretrained=True); without pretrained=True timm makes random weights
+    and does not say so."""
     image_size: int = 224
     """timm: side of the images in pixels; the encoder's fixed positions are written for their grid."""
 
 
 def _export(argv: Sequence[str]) -> int:
     arguments = tyro.cli(ExportArguments, prog="trp-scale export", args=argv, use_underscores=True)
-    from trp_scale.checkpoint.export import export
+    from trp_scale.checkpoint.export import export, loading_call
 
     checkpoint = export(arguments.run, arguments.output, to=arguments.to, image_size=arguments.image_size)
-    print(f"{checkpoint} -> {arguments.output}")
+    print(f"{checkpoint} -> {arguments.output}\nloaded by: {loading_call(arguments.output)}")
+    if arguments.to == "timm":
+        print("without pretrained=True timm makes random weights and does not say so")
     return 0
 
 

@@ -12,6 +12,7 @@ import contextlib
 import io
 import json
 import os
+import re
 import runpy
 import subprocess
 import sys
@@ -24,7 +25,7 @@ import pytest
 from PIL import Image
 
 from tests.ranks import Ranks, free_port
-from tests.readme import COMMANDS, PRETRAIN, ROOT, SCRIPTS, Command, script_place
+from tests.readme import COMMANDS, PRETRAIN, README, ROOT, SCRIPTS, Command, script_place
 from tests.runs import SMALL, environment
 from tests.unit.downstream.glue.standard_files import write_glue
 from tests.unit.preparation.pseudo_labels.tiny_models import dpt_depth, mask2former
@@ -285,11 +286,20 @@ def test_transformers_loads_what_was_exported(results: dict[Command, tuple[int, 
     assert bool(logits.isfinite().all())
 
 
-def test_timm_loads_what_was_exported(results: dict[Command, tuple[int, str]], place: Path) -> None:
+def test_timm_loads_what_was_exported(
+    results: dict[Command, tuple[int, str]], place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the call that the README shows, which without `pretrained=True` would give random weights."""
     import timm
     import torch
+    from safetensors.torch import load_file
 
-    model = timm.create_model(f"local-dir:{place / 'exported_timm'}", pretrained=True).eval()
+    call = re.search(r"`(timm\.create_model\([^`]*)`", README.read_text(encoding="utf-8"))
+    assert call is not None
+    monkeypatch.chdir(place)
+    model = eval(call[1], {"timm": timm}).eval()
+    stored = load_file("exported_timm/model.safetensors")
+    assert all(torch.equal(tensor, stored[name]) for name, tensor in model.state_dict().items())
     with torch.no_grad():
         features = model(torch.zeros(1, 3, 56, 56))
     assert features.shape == (1, 32)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Callable
@@ -53,6 +54,18 @@ def export(source: Path, output: Path, *, to: str = "hf", image_size: int = 224)
         shutil.rmtree(temporary, ignore_errors=True)
     sync_directory(output.parent)
     return checkpoint
+
+
+def loading_call(directory: Path) -> str:
+    """The Python expression that gives the model of an exported directory with its weights.
+
+    timm's `create_model` makes random weights unless `pretrained=True` is said, of a local directory too, and gives no
+    warning.
+    """
+    described = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    if "architecture" in described:
+        return f'timm.create_model("local-dir:{directory}", pretrained=True)'
+    return f'transformers.{described["architectures"][0]}.from_pretrained("{directory}")'
 
 
 def find_writer(document: CheckpointDocument, to: str, image_size: int) -> Writer:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 import timm
 import torch
+import transformers
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import ViTMAEForPreTraining
 
@@ -22,6 +25,7 @@ from trp_scale.config import Config, RefusedError
 from trp_scale.models.patches import patchify
 from trp_scale.recipes.loader import to_dict
 from trp_scale.upstreams.mae.model import MaskedAutoencoder
+from trp_scale.upstreams.mae.weights import published_name
 
 MAE = config(tokens="visible")
 
@@ -65,6 +69,30 @@ def test_timm_loads_it_and_computes_the_same(tmp_path: Path, settings: Config) -
         torch.testing.assert_close(found, peer.forward_features(images), rtol=0, atol=1e-5)
     assert peer.num_classes == 0 and peer.norm.eps == 1e-6
     assert tuple(timm.data.resolve_model_data_config(peer)["mean"]) == (0.485, 0.456, 0.406)
+
+
+@pytest.mark.parametrize("to", ["hf", "timm"])
+def test_the_printed_call_loads_the_weights(tmp_path: Path, to: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """timm makes random weights of a local directory unless it is told otherwise, and says nothing."""
+    write_run(tmp_path / "run", MAE)
+    arguments = ["--run", str(tmp_path / "run"), "--output", str(tmp_path / "out"), "--to", to]
+    assert main(["export", *arguments]) == 0
+    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("loaded by: ")]
+    model = eval(printed[0].removeprefix("loaded by: "), {"timm": timm, "transformers": transformers})
+    stored, loaded = load_file(tmp_path / "out" / "model.safetensors"), model.state_dict()
+    ours = {published_name(name): tensor for name, tensor in loaded.items()} if to == "hf" else loaded
+    assert ours.keys() == stored.keys() and all(torch.equal(ours[name], stored[name]) for name in stored)
+    if to == "timm":
+        without = timm.create_model(f"local-dir:{tmp_path / 'out'}").state_dict()
+        assert not torch.equal(without["blocks.0.attn.qkv.weight"], stored["blocks.0.attn.qkv.weight"])
+
+
+def test_whoever_is_told_of_timm_s_local_directories_is_told_to_ask_for_the_weights() -> None:
+    """Documents, help and docstrings: every call that is shown has pretrained=True."""
+    root = Path(__file__).parents[3]
+    texts = [root / "README.md", *root.glob("docs/*.md"), *root.glob("trp_scale/**/*.py")]
+    calls = [call for path in texts for call in re.findall(r"create_model\(\W{1,3}local-dir:[^)]*\)", path.read_text())]
+    assert len(calls) >= 4 and not [call for call in calls if "pretrained=True" not in call]
 
 
 def test_timm_s_model_is_for_224_pixels_if_nothing_else_is_said(tmp_path: Path) -> None:

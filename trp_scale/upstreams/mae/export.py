@@ -29,7 +29,7 @@ TIMM_EPS = 1e-6
 
 
 def write_timm(directory: Path, checkpoint: Path, document: CheckpointDocument, *, image_size: int) -> None:
-    """Write the encoder for `timm.create_model("local-dir:DIRECTORY")`, without a head.
+    """Write the encoder for `timm.create_model("local-dir:DIRECTORY", pretrained=True)`, without a head.
 
     Args:
         image_size: side of the images it is for, in pixels; the fixed positions are those of its grid.

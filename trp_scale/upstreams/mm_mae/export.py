@@ -33,7 +33,8 @@ def images_alone(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def write_multimodal_timm(directory: Path, checkpoint: Path, document: CheckpointDocument, *, image_size: int) -> None:
-    """Write the encoder with the tokeniser of images for `timm.create_model("local-dir:DIRECTORY")`, without a head.
+    """Write the encoder with the tokeniser of images, without a head, for
+    `timm.create_model("local-dir:DIRECTORY", pretrained=True)`.
 
     What timm computes of an image is what the encoder does with all its patches visible and none of another modality,
     through a layer norm (`images_alone`).
