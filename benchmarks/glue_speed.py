@@ -87,7 +87,7 @@ class Lap:
 
 def write_encoder(options: Options, directory: Path) -> None:
     """A BERT with random weights as transformers writes it, with the tokenizer."""
-    tokenizer = AutoTokenizer.from_pretrained(str(options.tokenizer), local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(str(options.tokenizer), local_files_only=True, trust_remote_code=False)
     config = BertConfig(
         vocab_size=len(tokenizer),
         hidden_size=options.hidden_size,
@@ -158,7 +158,7 @@ class Clock(transformers.TrainerCallback):
 
 def peer_rows(options: Options, encoder: Path, order: np.ndarray, *, static: bool) -> tuple[list[dict[str, Any]], Any]:
     """Tokenised rows in our order and what makes batches of them, as transformers' own examples do."""
-    tokenizer = AutoTokenizer.from_pretrained(str(encoder), local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(str(encoder), local_files_only=True, trust_remote_code=False)
     data = read_glue(options.data, options.task, split="dev", allowed_bad=10)
     sentences = [[texts[row] for row in order] for texts in data.train.sentences]
     padding: dict[str, Any] = {"padding": "max_length"} if static else {}

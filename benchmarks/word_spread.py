@@ -44,7 +44,7 @@ def spread(path: str, sentences: list[str]) -> list[float]:
     vocabulary = len(weights["embeddings.word_embeddings.weight"])
     model = BertModel(bert_config(config.model, vocabulary)).eval()
     model.load_state_dict(weights)
-    tokenizer = AutoTokenizer.from_pretrained(str(source.tokenizer))
+    tokenizer = AutoTokenizer.from_pretrained(str(source.tokenizer), local_files_only=True, trust_remote_code=False)
     batch = tokenizer(sentences, padding=True, return_tensors="pt")
     with torch.no_grad():
         states = model(**batch, output_hidden_states=True).hidden_states  # [R, L, D] each

@@ -7,6 +7,7 @@ import shutil
 from collections import Counter
 from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
@@ -96,20 +97,34 @@ def save_trained(tokenizer: Tokenizer, directory: Path, lowercase: bool, length:
     temporary.replace(directory)
 
 
+def open_given(directory: Path, *, flag: str) -> Any:
+    """A Hugging Face tokenizer directory, as transformers opens it; Python code that lies in it is not run.
+
+    Raises:
+        DataError: there is no such directory, or transformers cannot load it.
+    """
+    from transformers import AutoTokenizer
+
+    if not directory.is_dir():  # transformers would look for a model of that name among those it has downloaded
+        raise DataError(f"{directory}: no such directory; give {flag} DIR, where a tokenizer lies")
+    try:
+        # Left to itself, transformers asks on the terminal whether such code is to run, and takes a pipe's "y".
+        return AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # the tokenizers library raises plain ones
+        said = next(iter(str(error).splitlines()), type(error).__name__)
+        raise DataError(
+            f"{directory}: transformers cannot load a tokenizer from it ({said}); give {flag} DIR, one that needs no "
+            "code of its own: such code is never run"
+        ) from error
+
+
 def save_given(source: Path, directory: Path) -> None:
     """Copy a Hugging Face tokenizer directory in the form this transformers writes, under its final name at once.
 
     Raises:
         DataError: transformers cannot load it, or it has no fast (Rust) form.
     """
-    from transformers import AutoTokenizer
-
-    if not source.is_dir():
-        raise DataError(f"--tokenizer {source}: not a directory")
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(str(source), local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise DataError(f"--tokenizer {source}: transformers cannot load it ({error})") from error
+    tokenizer = open_given(source, flag="--tokenizer")
     if not getattr(tokenizer, "is_fast", False):
         raise DataError(
             f"--tokenizer {source}: only tokenizers with a tokenizer.json (fast ones) give character offsets"

@@ -6,7 +6,6 @@ import hashlib
 from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -14,7 +13,7 @@ from tokenizers import Tokenizer
 
 from trp_scale.config import RefusedError
 from trp_scale.data.hashing import Integers, Words, name_hash
-from trp_scale.data.text.tokenizer import vocabulary_size
+from trp_scale.data.text.tokenizer import open_given, vocabulary_size
 from trp_scale.downstream.glue.examples import Examples
 
 AT_ONCE = 4096
@@ -42,16 +41,7 @@ def load_tokenizer(directory: Path, *, length: int) -> PairTokenizer:
     Raises:
         RefusedError: there is no such directory, transformers cannot load it, or it is not one of BERT's kind.
     """
-    from transformers import AutoTokenizer
-
-    if not directory.is_dir():  # transformers would look for a model of that name among those it has downloaded
-        raise RefusedError(f"{directory}: no such directory of a tokenizer; give --downstream.tokenizer DIR")
-    try:
-        found: Any = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise RefusedError(
-            f"{directory}: transformers cannot load a tokenizer from it ({error}); give --downstream.tokenizer DIR"
-        ) from error
+    found = open_given(directory, flag="--downstream.tokenizer")
     if not getattr(found, "is_fast", False) or None in (found.pad_token_id, found.cls_token_id, found.sep_token_id):
         raise RefusedError(
             f"{directory}: {type(found).__name__} found; allowed: a tokenizer of BERT's kind, with [CLS], [SEP] and "

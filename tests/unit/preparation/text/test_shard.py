@@ -182,7 +182,7 @@ def test_a_given_tokenizer_is_used(made: Path, tmp_path: Path) -> None:
         assert given[name] == trained[name]
     for name in trained["shards"]:
         assert (tmp_path / "given" / "shards" / name).read_bytes() == (made / "shards" / name).read_bytes()
-    with pytest.raises(DataError, match="not a directory"):
+    with pytest.raises(DataError, match="nowhere: no such directory; give --tokenizer DIR"):
         shard_text(config_of(made, tmp_path / "none", tokenizer=str(tmp_path / "nowhere")))
 
 
