@@ -89,7 +89,8 @@ class AdversaryConfig:
     mask_token: Literal["frozen", "learned"] = "frozen"
     """absolute_embedding: a learned mask token can undo the perturbation, since both are added at the same places."""
     where: Literal["encoder", "both"] = "encoder"
-    """Blocks that see perturbed positions: the encoder's, or the decoder's too."""
+    """Blocks that see perturbed positions: the encoder's, or the decoder's too. In the authors' code absolute
+    adversaries act in the encoder and relative ones in both, which the recipes of Table A.2 follow."""
     index: Literal["relaxed", "straight_through"] = "relaxed"
     """relative_coordinate: interpolate between table entries, or the rounded entry with the interpolated gradient."""
     on_saturation: Literal["keep", "reset"] = "keep"

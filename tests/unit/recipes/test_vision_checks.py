@@ -119,7 +119,7 @@ def test_no_recipe_has_a_setting_that_it_does_not_read(name: str) -> None:
     assert cautions(load_recipe(name)) == []
 
 
-ABSOLUTE = ["--vision.positions", "absolute"]
+ABSOLUTE = ["--vision.positions", "absolute", "--adversary.where", "encoder"]
 TABLE_A2 = [
     (positions, f"{family}_{mode}", norm, eps)
     for family, positions, balls in (
@@ -139,6 +139,8 @@ def test_every_row_of_table_a2_is_adpe_vit_b_with_other_flags(
     flags = ["--adversary.kind", kind, "--adversary.norm", norm, "--adversary.eps", str(eps)]
     config = parse(["--recipe", "adpe_vit_b", "--data.path", "x", *positions, *flags]).config
     assert (config.adversary.kind, config.adversary.norm, config.adversary.eps) == (kind, norm, eps)
+    # The authors' code builds relative positions, and their adversary, into the decoder's blocks too.
+    assert config.adversary.where == ("both" if kind.startswith("relative") else "encoder")
     assert cautions(config) == []
 
 
