@@ -45,7 +45,8 @@ class MultilevelConfig:
     """Images of D_tr, and of D_val, in a forward pass on one rank; 0 = batch.micro_size. Where one pass holds them all
     the update costs a seventh less."""
     pooling: Literal["mean", "class"] = "mean"
-    """The head's input: the mean of the encoder's patch tokens, or its class token; of the whole image, unmasked."""
+    """The head's input: the mean of the encoder's patch tokens, or its class token; of the whole image, unmasked. The
+    paper's head reads "the representation", the authors' code the class token, as the paper's recipes do."""
     head_norm: Literal["none", "layer"] = "none"
     """Normalise the head's input: not at all (paper), or each image's features, without learned weights."""
     head_dropout: float = 0.0
