@@ -49,7 +49,7 @@ class OptimizerConfig:
     beta2: float = 0.999
     """Decay of the second moment."""
     eps: float = 1e-6
-    """Added to the root of the second moment."""
+    """Added to the root of the second moment. 1e-6 is BERT's; the image recipes take AdamW's usual 1e-8."""
     weight_decay: float = 0.01
     """Decoupled decay of matrices; biases and norms are never decayed."""
     warmup_steps: int = 10_000

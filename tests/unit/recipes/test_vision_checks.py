@@ -155,3 +155,9 @@ def test_the_rows_of_table_a1_are_adpe_vit_b_with_other_flags(eps: str) -> None:
         ["--recipe", "adpe_vit_b", "--data.path", "x", *ABSOLUTE, "--adversary.kind", "pixels", *one_step]
     ).config
     assert cautions(config) == []
+
+
+@pytest.mark.parametrize("name", known_recipes())
+def test_no_recipe_of_images_inherits_bert_s_epsilon(name: str) -> None:
+    config = load_recipe(name)
+    assert config.optimizer.eps == (1e-6 if config.model.kind == "bert" else 1e-8)
