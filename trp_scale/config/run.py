@@ -51,7 +51,8 @@ class OptimizerConfig:
     eps: float = 1e-6
     """Added to the root of the second moment. 1e-6 is BERT's; the image recipes take AdamW's usual 1e-8."""
     weight_decay: float = 0.01
-    """Decoupled decay of matrices; biases and norms are never decayed."""
+    """Decoupled decay of matrices. Vectors are never decayed: biases, norms, and class and mask tokens, which MAE's and
+    AdPE's code does decay."""
     warmup_steps: int = 10_000
     """Steps of linear warm-up."""
     schedule: Literal["linear", "cosine", "constant"] = "linear"

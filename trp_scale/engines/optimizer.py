@@ -41,8 +41,12 @@ def decay_groups(
     weight_decay: float,
     scale_of: Callable[[str], float] = lambda _: 1.0,
 ) -> list[dict[str, Any]]:
-    """Matrices with `weight_decay`, biases and norms (one-dimensional) and LEARNED_POSITIONS without: two groups for
-    each scale of the learning rate, `lr_scale`."""
+    """Matrices with `weight_decay`; vectors (biases, norms, class and mask tokens, embeddings of classes and
+    modalities) and LEARNED_POSITIONS without: two groups for each scale of the learning rate, `lr_scale`.
+
+    The code of MAE and of AdPE decays class and mask tokens, since they have three dimensions there. MultiMAE's spares
+    its global and mask tokens, as here, but not the embeddings of classes and tasks, whose names its list misses.
+    """
     found: dict[float, tuple[list[nn.Parameter], list[nn.Parameter]]] = {}
     for name, parameter in parameters:
         matrices, vectors = found.setdefault(scale_of(name), ([], []))
