@@ -122,20 +122,12 @@ def _labels(config: Config, rows: Rows) -> list[Integers]:
             f"{config.data.path} have none (no .cls; in a mixture every member needs them); allowed: images with "
             "classes, --multilevel.feedback reconstruction, or --masking.network none"
         )
-    return rows.labels()
+    return rows.labels
 
 
 def _classes(config: Config, rows: Rows, labels: Sequence[Integers]) -> int:
     names = rows.meta.classes  # type: ignore[union-attr]  # images, as they have labels
-    if names is not None:
-        count = len(names)
-    elif all((numbers >= 0).all() for numbers in labels):
-        count = 1 + max(int(numbers.max()) for numbers in labels)
-    else:
-        raise RefusedError(
-            f"{config.data.path}: the number of classes cannot be told: dataset.json names none, and not every .cls is "
-            "a plain number; shard the images again, with --class_names FILE if they come from tars"
-        )
+    count = 1 + max(int(numbers.max()) for numbers in labels) if names is None else len(names)
     if count < 2:
         raise RefusedError(
             f"{config.data.path}: {count} class found, --masking.network {config.masking.network} needs at least 2 to "

@@ -16,7 +16,8 @@ from typing import Any
 
 from trp_scale.config import RefusedError
 
-INDEX_FORMAT = 1
+INDEX_FORMAT = 2
+"""2: with the class of each image."""
 
 
 class DataError(RefusedError):
@@ -46,11 +47,13 @@ class Block:
         key: the sample's key in the tar, unique in the data set.
         rows: number of rows.
         members: by suffix without the leading dot, e.g. "tokens.npy".
+        label: class number of an image; None if it has none.
     """
 
     key: str
     rows: int
     members: dict[str, Member]
+    label: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +90,7 @@ def read_index(shard: Path) -> ShardIndex:
                 key=block["key"],
                 rows=block["rows"],
                 members={suffix: Member(**member) for suffix, member in block["members"].items()},
+                label=block["label"],
             )
             for block in document["blocks"]
         ]

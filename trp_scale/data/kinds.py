@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -45,7 +45,7 @@ class Rows:
             modalities together).
         builder: makes batches of their rows.
         digests: of each data set.
-        labels: of images: the class of each, in stored order, for each data set (images/labels.py).
+        labels: of images: the class of each, in stored order, for each data set; -1 where they have none.
     """
 
     blocks: Sequence[Blocks]
@@ -53,7 +53,7 @@ class Rows:
     limit: int
     builder: BatchBuilder
     digests: list[str]
-    labels: Callable[[], list[Integers]] | None = None
+    labels: list[Integers] | None = None
 
     def members(self, paths: Sequence[MemberPath], chosen: Sequence[npt.NDArray[np.bool_]]) -> list[Member]:
         """The data sets with the blocks that one source takes of each."""
@@ -107,7 +107,6 @@ def _open_text(config: Config, paths: Sequence[MemberPath]) -> Rows:
 def _open_images(config: Config, paths: Sequence[MemberPath]) -> Rows:
     from trp_scale.data.images.dataset import agree_images, open_image_dataset  # torchvision: text need not wait for it
     from trp_scale.data.images.kept_for_tests import refuse_test_sets
-    from trp_scale.data.images.labels import stored_labels
     from trp_scale.data.images.stored_modalities import used_modalities
 
     used = used_modalities(config)
@@ -122,7 +121,7 @@ def _open_images(config: Config, paths: Sequence[MemberPath]) -> Rows:
         limit=builder.limit,
         builder=builder,
         digests=[dataset.digest() for dataset in datasets],
-        labels=lambda: [stored_labels(dataset) for dataset in datasets],
+        labels=[dataset.samples.labels for dataset in datasets],
     )
 
 

@@ -8,7 +8,6 @@ from pathlib import Path
 from trp_scale.config import Config, RefusedError
 from trp_scale.data.images.dataset import ImageDataset, agree_images, open_image_dataset
 from trp_scale.data.images.kept_for_tests import refuse_shared_images
-from trp_scale.data.images.labels import stored_labels
 from trp_scale.data.index import read_json
 from trp_scale.data.mixture import parse_paths
 
@@ -48,7 +47,7 @@ def _check_classes(train: list[ImageDataset], found: ImageDataset, test: Path) -
             "the same, in the same order: shard it from a folder with the same sub-folders, or with the same "
             "--class_names"
         )
-    most, highest = max(int(stored_labels(each).max()) for each in train), int(stored_labels(found).max())
+    most, highest = max(int(each.samples.labels.max()) for each in train), int(found.samples.labels.max())
     if names is None and highest > most:
         raise RefusedError(
             f"--test {test}: class {highest} found, the highest of --data.path is {most}; give the test set of "

@@ -26,9 +26,6 @@ from trp_scale.data.index import DataError, read_json
 
 FORMAT = 1
 
-OPENED = ("jpg", "cls")
-"""Members that are read for every objective; depth and segmentation only for one that asks for them."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class ImageMeta:
@@ -123,10 +120,16 @@ def open_image_dataset(directory: Path, name: str = "", used: Sequence[str] = ()
     meta, rows_per_block = _read_meta(path, document)
     modalities = required(directory, stored_modalities(path, document), used)
     own = [modality.suffix for modality in modalities if modality.directory == OWN_TAR]
-    opened = tuple(suffix for suffix in (*OPENED, *own) if suffix in meta.suffixes)
-    samples = read_samples(directory / OWN_TAR, list(document["shards"]), meta.suffixes, opened)
+    samples = read_samples(directory / OWN_TAR, list(document["shards"]), meta.suffixes, ("jpg", *own))
     if samples.rows != meta.rows:
         raise DataError(f"{path}: {meta.rows} rows written there, {samples.rows} images found; copy the data again")
+    highest = int(samples.labels.max())
+    if meta.classes is not None and highest >= len(meta.classes):
+        image = samples.key(int(samples.labels.argmax()))
+        raise DataError(
+            f"{directory}: image {image} has class {highest}, dataset.json names {len(meta.classes)} classes; shard "
+            "the images again"
+        )
     return ImageDataset(
         name=name,
         directory=directory,

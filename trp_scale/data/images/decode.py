@@ -64,17 +64,3 @@ def check_classes(numbers: Map, classes: int) -> None:
     wrong = unlisted_class(numbers, classes)
     if wrong is not None:
         raise DataError(f"class {wrong} found, 0 to {classes - 1} or {VOID} (void) expected")
-
-
-def parse_label(content: bytearray, classes: int | None) -> int:
-    """The class of an image from its .cls member, an ASCII integer.
-
-    Raises:
-        DataError: not a whole number, or outside 0..classes - 1 (any from 0 when `classes` is None).
-    """
-    text = content.strip()
-    label = int(text) if text.isdigit() else -1
-    if label < 0 or (classes is not None and label >= classes):
-        limit = "" if classes is None else f" to {classes - 1}"
-        raise DataError(f"class {bytes(text)!r} found, a whole number from 0{limit} expected")
-    return label

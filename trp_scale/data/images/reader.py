@@ -1,8 +1,8 @@
 """Where each image lies in its tar, as columns of numbers, and reading its bytes.
 
-ImageNet has 1.28 million images in about as many shards as text has for a thousandth of the samples. A process keeps 32
-bytes for each (offset, length and checksum of two members) and no names: a name is looked up in the index file when an
-image turns out to be damaged.
+ImageNet has 1.28 million images in about as many shards as text has for a thousandth of the samples. A process keeps 24
+bytes for each (offset, length and checksum of the image, and its class) and no names: a name is looked up in the index
+file when an image turns out to be damaged.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import zlib
 from collections import Counter, OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +37,7 @@ class SampleTable:
         starts: [shards + 1] number of the first image of each tar; the last entry is the number of all images.
         offsets: [n, M] int64, first byte of a member in its tar.
         lengths, checksums: [n, M] uint32, bytes and crc32 of a member.
+        labels: [n] class of each image; -1 where images have none.
         key_digests: [shards] hash of the keys of a tar's images, in their order.
         digest: hash of all indexes (names, all members) and tar sizes.
     """
@@ -47,6 +49,7 @@ class SampleTable:
     offsets: Integers
     lengths: Counts
     checksums: Counts
+    labels: Integers
     key_digests: list[bytes]
     digest: str
 
@@ -89,14 +92,15 @@ def read_samples(directory: Path, shards: list[str], suffixes: tuple[str, ...], 
     """
     if len(set(shards)) < len(shards):
         raise DataError(f"{directory}: a shard is listed twice; shard the images again")
-    paths, sizes, counts, columns, key_digests = [], [], [], [], []
+    paths, sizes, counts, columns, labels, key_digests = [], [], [], [], [], []
     digest = hashlib.blake2b(repr((suffixes, shards)).encode(), digest_size=16)
     for name in shards:
         path = shard_path(directory, name)
-        size, keys, members = _read_columns(path, suffixes)  # members: [images of the shard, all members, 3]
+        size, keys, members, classes = _read_columns(path, suffixes)  # members: [images of the shard, all members, 3]
         names = "\n".join(keys).encode()
         digest.update(f"{size}\n".encode() + names)
-        digest.update(members.tobytes())
+        digest.update(members.tobytes() + classes.tobytes())
+        labels.append(classes)
         key_digests.append(hashlib.blake2b(names, digest_size=16).digest())
         paths.append(path)
         sizes.append(size)
@@ -113,13 +117,15 @@ def read_samples(directory: Path, shards: list[str], suffixes: tuple[str, ...], 
         offsets=np.concatenate([offsets for offsets, _, _ in columns]),
         lengths=np.concatenate([lengths for _, lengths, _ in columns]),
         checksums=np.concatenate([checksums for _, _, checksums in columns]),
+        labels=np.concatenate(labels),
         key_digests=key_digests,
         digest=digest.hexdigest(),
     )
 
 
-def _read_columns(path: Path, suffixes: tuple[str, ...]) -> tuple[int, list[str], Integers]:
-    """Size, keys, and offset, length and checksum of every member, [images, suffixes, 3], of one shard.
+def _read_columns(path: Path, suffixes: tuple[str, ...]) -> tuple[int, list[str], Integers, Integers]:
+    """Size, keys, offset, length and checksum of every member, [images, suffixes, 3], and classes, [images], of one
+    shard.
 
     Straight from the JSON: with `Block`s and `Member`s between, opening ImageNet takes three times as long.
     """
@@ -143,7 +149,21 @@ def _read_columns(path: Path, suffixes: tuple[str, ...]) -> tuple[int, list[str]
         raise DataError(f"{index_path(path)}: not a shard index ({type(error).__name__}: {error})") from error
     members: Integers = np.array(places, dtype=np.int64).reshape(len(blocks), len(suffixes), 3)
     _check_places(path, size, keys, members)
-    return size, keys, members
+    return size, keys, members, _read_labels(path, blocks, "cls" in suffixes)
+
+
+def _read_labels(path: Path, blocks: list[dict[str, Any]], labelled: bool) -> Integers:
+    """The class of each image; -1 of all if they have none."""
+    if not labelled:
+        return np.full(len(blocks), -1, dtype=np.int64)
+    labels = [block.get("label") for block in blocks]
+    for block, label in zip(blocks, labels, strict=True):
+        if type(label) is not int or label < 0:
+            raise DataError(
+                f"{index_path(path)}: image {block['key']}: class {label!r} found, a whole number from 0 expected; "
+                "shard the images again"
+            )
+    return np.array(labels, dtype=np.int64)
 
 
 def _check_places(path: Path, size: int, keys: list[str], members: Integers) -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from trp_scale.core.batch import Batch
 from trp_scale.data.hashing import Integers
 from trp_scale.data.images.dataset import ImageDataset, ImageMeta
-from trp_scale.data.images.decode import check_classes, decode_image, decode_map, parse_label
+from trp_scale.data.images.decode import check_classes, decode_image, decode_map
 from trp_scale.data.images.members import MAP_BITS, Map
 from trp_scale.data.images.reader import SampleReader
 from trp_scale.data.index import DataError
@@ -81,7 +81,6 @@ class RowReader:
     """
 
     def __init__(self, datasets: list[ImageDataset], meta: ImageMeta, *, verify: bool) -> None:
-        self._classes = None if meta.classes is None else len(meta.classes)
         self._semseg_classes = 0 if meta.semseg_classes is None else len(meta.semseg_classes)
         self._firsts = [dataset.blocks.first for dataset in datasets]
         self._names = [dataset.name for dataset in datasets]
@@ -112,7 +111,6 @@ class RowReader:
         contents: dict[str, bytearray] = {}
         for reader in readers:
             contents.update(zip(reader.table.suffixes, reader.members(number), strict=True))
-        label = parse_label(contents["cls"], self._classes) if "cls" in contents else -1
         image = decode_image(contents["jpg"])
         maps = {
             suffix: decode_map(suffix, content, image.shape[1:])
@@ -121,4 +119,4 @@ class RowReader:
         }
         if "semseg.png" in maps:
             check_classes(maps["semseg.png"], self._semseg_classes)
-        return DecodedSample(image=image, maps=maps, label=label)
+        return DecodedSample(image=image, maps=maps, label=int(readers[0].table.labels[number]))

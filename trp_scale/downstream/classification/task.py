@@ -15,7 +15,6 @@ from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.core.batch import Batch
 from trp_scale.data.fetch import BatchBuilder
 from trp_scale.data.images.dataset import ImageDataset, ImageMeta, agree_images, open_image_dataset
-from trp_scale.data.images.labels import UNKNOWN, stored_labels
 from trp_scale.data.kinds import Rows
 from trp_scale.data.mixture import MemberPath, parse_paths
 from trp_scale.distributed.environment import Environment
@@ -150,7 +149,7 @@ def open_labelled(path: str) -> LabelledImages:
 
     Raises:
         DataError: it is missing, damaged or of another format, or its members differ.
-        RefusedError: images without classes, or one cannot tell how many classes there are.
+        RefusedError: images without classes.
     """
     paths = parse_paths(path)
     datasets = [open_image_dataset(member.path, member.name) for member in paths]
@@ -159,13 +158,8 @@ def open_labelled(path: str) -> LabelledImages:
         raise RefusedError(f"{path}: the images have no classes (no .cls members), and classification needs them")
     classes = meta.classes
     if classes is None:
-        labels = [stored_labels(dataset) for dataset in datasets]
-        if any((each == UNKNOWN).any() for each in labels):
-            raise RefusedError(
-                f"{path}: dataset.json names no classes, and not all .cls members are plain numbers, so that one "
-                "cannot tell how many classes there are; shard the images again with --class_names"
-            )
-        classes = tuple(str(number) for number in range(1 + max(int(each.max()) for each in labels)))
+        highest = max(int(dataset.samples.labels.max()) for dataset in datasets)
+        classes = tuple(str(number) for number in range(1 + highest))
     return LabelledImages(paths=paths, datasets=datasets, meta=meta, classes=classes)
 
 

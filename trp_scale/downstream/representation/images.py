@@ -16,7 +16,6 @@ from trp_scale.core.batch import Batch
 from trp_scale.data.fetch import BatchBuilder
 from trp_scale.data.hashing import Integers
 from trp_scale.data.images.dataset import ImageDataset, open_image_dataset
-from trp_scale.data.images.labels import stored_labels
 from trp_scale.data.index import read_json
 from trp_scale.data.kinds import open_rows
 from trp_scale.data.mixture import MemberPath
@@ -62,7 +61,7 @@ def choose_images(data: Path, most: int) -> ImageChoice:
     dataset = open_image_dataset(data)
     classes = dataset.meta.classes or ()
     if "cls" in dataset.meta.suffixes and not classes:
-        classes = tuple(str(number) for number in range(1 + int(stored_labels(dataset).max())))
+        classes = tuple(str(number) for number in range(1 + int(dataset.samples.labels.max())))
     order = np.random.default_rng(0).permutation(dataset.samples.rows)
     return ImageChoice(dataset, order[:most] if most > 0 else order, classes)
 

@@ -154,16 +154,17 @@ class _PortionWriter:
         report = ImageReport()
         for sample in portion.samples:
             try:
-                members = self._members(sample, report)
+                members, label = self._sample(sample, report)
             except UnusableError as error:
                 report.skip(error.reason, f"{sample.place} ({error.detail})" if error.detail else sample.place)
                 members = {}
             else:
-                shard.add(sample.key, 1, members)
+                shard.add(sample.key, 1, members, label)
             self._advance(sum(map(len, members.values())), 1)
         return report
 
-    def _members(self, sample: Sample, report: ImageReport) -> dict[str, bytes]:
+    def _sample(self, sample: Sample, report: ImageReport) -> tuple[dict[str, bytes], int | None]:
+        """Members and class."""
         loaded = self._source.read(sample)
         self._check(loaded)
         encoded = encode_sample(loaded, self._settings)
@@ -171,7 +172,8 @@ class _PortionWriter:
         members = {"jpg": encoded.image, **encoded.maps}
         if loaded.label is not None:
             members["cls"] = str(loaded.label).encode()
-        return {suffix: members[suffix] for suffix in SUFFIXES if suffix in self._suffixes}
+        stored = {suffix: members[suffix] for suffix in SUFFIXES if suffix in self._suffixes}
+        return stored, loaded.label if "cls" in stored else None
 
     def _check(self, loaded: Loaded) -> None:
         """A class that there is, where the data set has classes. (Maps are looked for when the input is listed.)"""

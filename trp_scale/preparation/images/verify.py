@@ -61,12 +61,15 @@ def check_contents(
             raise DataError(
                 f"{places['semseg.png']}: class {wrong} found, 0 to {len(classes) - 1} or {VOID} (void) expected"
             )
+    if block.label is not None and "cls" not in block.members:
+        raise DataError(f"{where}: the index says class {block.label}, and there is no member .cls")
     if "cls" in contents:
-        text = contents["cls"]
-        names = dataset["classes"]
+        text, names = contents["cls"], dataset["classes"]
         if not text.isdigit() or (names is not None and int(text) >= len(names)):
             allowed = "a number from 0" if names is None else f"a number from 0 to {len(names) - 1}"
             raise DataError(f"{places['cls']}: class {text[:20]!r} found, {allowed} expected")
+        if text != str(block.label).encode():
+            raise DataError(f"{places['cls']}: class {text[:20]!r} found, the index says {block.label}")
 
 
 def check_aligned(images: Path, maps: Path, suffix: str) -> None:

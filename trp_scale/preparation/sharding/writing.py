@@ -30,8 +30,8 @@ class ShardWriter:
         """Samples written."""
         return len(self._blocks)
 
-    def add(self, key: str, rows: int, members: Mapping[str, bytes]) -> None:
-        """Write one sample; `members` maps suffixes without the leading dot to contents."""
+    def add(self, key: str, rows: int, members: Mapping[str, bytes], label: int | None = None) -> None:
+        """Write one sample; `members` maps suffixes without the leading dot to contents, `label`: of an image."""
         written = {}
         for suffix, content in sorted(members.items()):
             # Fixed owner, mode and time: the bytes depend on the contents alone.
@@ -40,7 +40,7 @@ class ShardWriter:
             offset = self._tar.offset + tarfile.BLOCKSIZE
             self._tar.addfile(entry, io.BytesIO(content))
             written[suffix] = Member(offset=offset, length=len(content), crc32=zlib.crc32(content))
-        self._blocks.append(Block(key=key, rows=rows, members=written))
+        self._blocks.append(Block(key=key, rows=rows, members=written, label=label))
 
     def finish(self, name: str) -> ShardIndex:
         """Write the end of the tar; `name` is its final one."""

@@ -22,6 +22,9 @@ from trp_scale.data.sources import open_sources
 
 CLASSES = ["ant", "bee", "cat"]
 
+SIZES = [(40, 60), (64, 48), (33, 33), (1, 1), (20, 90), (90, 20), (16, 16), (50, 51)]
+"""Height and width of the images of `small_images`, in turn."""
+
 
 def photograph(height: int, width: int, seed: int = 0) -> Image.Image:
     """Smooth random colours, so that JPEG keeps them."""
@@ -42,6 +45,7 @@ def write_tar(path: Path, samples: Iterable[dict[str, str | bytes]]) -> int:
         for sample in samples:
             writer.write(sample)
     found: dict[str, dict[str, Member]] = {}
+    labels: dict[str, int] = {}
     content = path.read_bytes()
     with tarfile.open(path) as tar:
         for member in tar:
@@ -50,7 +54,9 @@ def write_tar(path: Path, samples: Iterable[dict[str, str | bytes]]) -> int:
             found.setdefault(key, {})[suffix] = Member(
                 offset=member.offset_data, length=member.size, crc32=zlib.crc32(data)
             )
-    blocks = [Block(key=key, rows=1, members=members) for key, members in found.items()]
+            if suffix == "cls":
+                labels[key] = int(data)
+    blocks = [Block(key=key, rows=1, members=members, label=labels.get(key)) for key, members in found.items()]
     write_index(path, ShardIndex(shard=path.name, size=len(content), blocks=blocks))
     return len(blocks)
 
@@ -87,8 +93,7 @@ def write_images(
 
 def small_images(directory: Path, **changes: object) -> Path:
     """34 images of different sizes in 3 shards, blocks of 4; the smallest is one pixel."""
-    sizes = [(40, 60), (64, 48), (33, 33), (1, 1), (20, 90), (90, 20), (16, 16), (50, 51)]
-    samples = [sample(number, *sizes[number % len(sizes)]) for number in range(34)]
+    samples = [sample(number, *SIZES[number % len(SIZES)]) for number in range(34)]
     return write_images(directory, [samples[:14], samples[14:21], samples[21:]], changes=changes)
 
 

@@ -42,7 +42,7 @@ def rewrite(data: Path, **changes: Any) -> None:
 
 def test_tables_have_the_same_images_and_the_members_that_are_read(data: Path) -> None:
     dataset = opened(data)
-    assert dataset.samples.suffixes == ("jpg", "cls", "depth.png")
+    assert dataset.samples.suffixes == ("jpg", "depth.png")
     (maps,) = dataset.aligned
     assert maps.suffixes == ("semseg.png",) and maps.key_digests == dataset.samples.key_digests
     assert maps.starts.tolist() == dataset.samples.starts.tolist() == [0, 5, 9]

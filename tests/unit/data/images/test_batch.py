@@ -23,7 +23,9 @@ from tests.unit.data.images.stored import (
 )
 from trp_scale.config import Config
 from trp_scale.data.images.dataset import open_image_dataset
+from trp_scale.data.index import DataError, read_index, read_json, write_json
 from trp_scale.data.sources import open_sources
+from trp_scale.preparation.verify import verify_dataset
 
 
 @pytest.fixture(scope="module")
@@ -246,16 +248,38 @@ def test_a_tar_that_was_cut_leaves_rows_beyond_its_end_grey(tmp_path: Path) -> N
     assert {name for batch in window for name in batch.corrupt} == {"image-000000/n00001"}
 
 
-@pytest.mark.parametrize("label", [b"", b"3", b"-1", b"cat", b"1.0"])
-def test_labels_out_of_range_leave_the_row_out(tmp_path: Path, label: bytes) -> None:
-    data = write_images(tmp_path / "data", [[sample(0, 9, 9), sample(1, 9, 9, cls=label)]])
-    window = open_sources(config_for(data), rank=0, world=1).train.next_window()
-    assert {name for batch in window for name in batch.corrupt} == {"image-000000/n00001"}
-    assert {int(value) for batch in window for value in batch["labels"]} == {0, -1}
+@pytest.mark.parametrize("label", [None, 3, -1, "cat", 1.0, True])
+def test_classes_that_cannot_be_are_refused(tmp_path: Path, label: object) -> None:
+    """They stand in the index. A number beyond the classes' names would fault in the loss, on a GPU for good."""
+    data = write_images(tmp_path / "data", [[sample(0, 9, 9), sample(1, 9, 9)]])
+    path = data / "shards" / "image-000000.index.json"
+    index = read_json(path)
+    index["blocks"][1]["label"] = label
+    write_json(path, index)
+    with pytest.raises(DataError, match=rf"n00001.*class {label!r}"):
+        open_sources(config_for(data), rank=0, world=1)
+    with pytest.raises(DataError, match="n00001"):
+        verify_dataset(data)
+
+
+def test_classes_are_those_of_the_index(tmp_path: Path) -> None:
+    """What .cls members hold is for other readers of the tars; `verify` compares both."""
+    data = write_images(tmp_path / "data", [[sample(0, 9, 9), sample(1, 9, 9)]])
+    shard = data / "shards" / "image-000000.tar"
+    member = read_index(shard).blocks[1].members["cls"]
+    content = bytearray(shard.read_bytes())
+    content[member.offset] = ord("2")
+    shard.write_bytes(content)
+    for verify in (False, True):
+        window = open_sources(config_for(data, data={"verify": verify}), rank=0, world=1).train.next_window()
+        assert {int(value) for batch in window for value in batch["labels"]} == {0, 1}
+        assert not any(batch.corrupt for batch in window)
+    with pytest.raises(DataError, match=r"n00001, member cls, .*checksum"):
+        verify_dataset(data)
 
 
 def test_labels_without_class_names(tmp_path: Path) -> None:
-    samples = [sample(0, 9, 9, cls=b"12345\n"), sample(1, 9, 9, cls=b"7")]
+    samples = [sample(0, 9, 9, cls=b"12345"), sample(1, 9, 9, cls=b"7")]
     data = write_images(tmp_path / "data", [samples], changes={"classes": None})
     window = open_sources(config_for(data), rank=0, world=1).train.next_window()
     assert {int(value) for batch in window for value in batch["labels"]} == {12345, 7}

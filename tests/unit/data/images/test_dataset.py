@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.unit.data.images.stored import CLASSES, config_for, sample, small_images, write_images, write_tar
+from tests.unit.data.images.stored import CLASSES, SIZES, config_for, sample, small_images, write_images, write_tar
 from tests.unit.data.stored import config_for as text_config_for
 from tests.unit.data.stored import write_dataset
 from trp_scale.config import RefusedError
@@ -41,16 +41,16 @@ def test_blocks_are_consecutive_images_of_one_shard(images: Path) -> None:
     assert blocks.identities.tolist() == [name_hash(key) for key in blocks.keys]
 
 
-def test_columns_hold_every_member_and_names_come_from_the_index(images: Path) -> None:
+def test_columns_hold_what_is_read_and_names_come_from_the_index(images: Path) -> None:
     table = open_image_dataset(images).samples
     reader = SampleReader(table, verify=True, keep=1)  # fewer than there are: closes and opens again
     for number in (33, 0, 14, 13, 20, 21):
-        expected = sample(number, 1, 1)
-        _, label = reader.members(number)
-        assert bytes(label) == expected["cls"]
-        assert table.key(number) == f"{table.shards[table.shard_of(number)].stem}/{expected['__key__']}"
+        (image,) = reader.members(number)
+        assert bytes(image) == sample(number, *SIZES[number % len(SIZES)])["jpg"]
+        assert table.labels[number] == number % 3
+        assert table.key(number) == f"{table.shards[table.shard_of(number)].stem}/n{number:05d}"
     assert len(pickle.dumps(table)) < 5000  # no names: a process holds numbers only
-    assert table.offsets.shape == table.lengths.shape == table.checksums.shape == (34, 2)
+    assert table.offsets.shape == table.lengths.shape == table.checksums.shape == (34, 1)
     assert [array.itemsize for array in (table.offsets, table.lengths, table.checksums)] == [8, 4, 4]
 
 
@@ -80,9 +80,9 @@ def test_members_of_other_objectives_are_known_but_not_opened(tmp_path: Path) ->
     suffixes = ["jpg", "semseg.png", "cls", "depth.png"]
     data = write_images(tmp_path / "data", [samples], changes={"suffixes": suffixes})
     dataset = open_image_dataset(data)
-    assert dataset.samples.suffixes == ("jpg", "cls") and dataset.meta.suffixes == tuple(suffixes)
-    jpg, label = SampleReader(dataset.samples, verify=True).members(2)
-    assert bytes(jpg) == samples[2]["jpg"] and bytes(label) == b"2"
+    assert dataset.samples.suffixes == ("jpg",) and dataset.meta.suffixes == tuple(suffixes)
+    (jpg,) = SampleReader(dataset.samples, verify=True).members(2)
+    assert bytes(jpg) == samples[2]["jpg"] and dataset.samples.labels.tolist() == [0, 1, 2]
 
 
 @pytest.mark.parametrize("suffix", ["pyd", "pkl", "png", "npy"])
@@ -156,6 +156,18 @@ def test_wrong_indexes_are_refused(tmp_path: Path, changes: dict[str, object], m
     write_json(path, document)
     with pytest.raises(DataError, match=message):
         open_image_dataset(data)
+
+
+def test_an_index_without_classes_is_refused_in_one_line(tmp_path: Path) -> None:
+    """Format 1 had none."""
+    data = write_images(tmp_path / "data", [[sample(0, 8, 8)]])
+    path = data / "shards" / "image-000000.index.json"
+    document = read_json(path)
+    del document["blocks"][0]["label"]
+    write_json(path, {**document, "format": 1})
+    with pytest.raises(DataError) as raised:
+        open_image_dataset(data)
+    assert str(raised.value) == f"{path}: format 1 found, 2 expected; shard the data again"
 
 
 def test_the_digest_sees_names_contents_and_blocks(tmp_path: Path) -> None:

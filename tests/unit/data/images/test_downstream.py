@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import zlib
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +13,6 @@ from tests.unit.data.images.stored import CLASSES, config_for, joined, sample, s
 from trp_scale.config import Config, RefusedError
 from trp_scale.core.batch import Batch
 from trp_scale.data.images.dataset import open_image_dataset
-from trp_scale.data.images.labels import MOST_CLASSES, UNKNOWN, stored_labels
 from trp_scale.data.index import read_json, write_json
 from trp_scale.data.sources import Sources, TrainSource, open_sources
 
@@ -196,16 +194,7 @@ def test_classes_come_from_the_labels_where_they_have_no_names(tmp_path: Path) -
     path = write_images(tmp_path / "plain", [plain], rows_per_block=1, changes={"classes": None})
     sources = opened(learned(path))
     assert sources.downstream is not None and sources.downstream.classes == 7
-    assert stored_labels(open_image_dataset(path)).tolist() == [number % 7 for number in range(30)]
-    with_ends = [sample(number, 8, 8, cls=b"%d\n" % (number % 7)) for number in range(30)]
-    path = write_images(tmp_path / "ends", [with_ends], rows_per_block=1, changes={"classes": None})
-    assert set(stored_labels(open_image_dataset(path)).tolist()) == {UNKNOWN}
-    with pytest.raises(RefusedError, match=r"number of classes cannot be told.* --class_names FILE"):
-        opened(learned(path))
-
-
-def test_checksums_of_class_numbers_differ() -> None:
-    assert len({zlib.crc32(str(number).encode()) for number in range(MOST_CLASSES)}) == MOST_CLASSES
+    assert open_image_dataset(path).samples.labels.tolist() == [number % 7 for number in range(30)]
 
 
 def changed(path: Path, **changes: object) -> Path:

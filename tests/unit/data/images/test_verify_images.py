@@ -71,8 +71,8 @@ def test_every_flipped_byte_is_found(copy: Path) -> None:
         assert named and int(named[1]) <= place <= int(named[2])
 
 
-def replace_sample(shard: Path, number: int, members: dict[str, bytes]) -> None:
-    """Write the shard anew with other members in one sample and an index that agrees."""
+def replace_sample(shard: Path, number: int, members: dict[str, bytes], **changes: int) -> None:
+    """Write the shard anew with other members in one sample and an index that agrees; `changes`: of its block."""
     index = read_index(shard)
     content = shard.read_bytes()
     blocks = []
@@ -85,7 +85,7 @@ def replace_sample(shard: Path, number: int, members: dict[str, bytes]) -> None:
                 entry.size = len(data)
                 placed[suffix] = Member(offset=tar.offset + 512, length=len(data), crc32=zlib.crc32(data))
                 tar.addfile(entry, io.BytesIO(data))
-            blocks.append(replace(block, members=placed))
+            blocks.append(replace(block, members=placed, **(changes if place == number else {})))
     write_index(shard, replace(index, size=shard.stat().st_size, blocks=blocks))
 
 
@@ -103,6 +103,7 @@ def replace_sample(shard: Path, number: int, members: dict[str, bytes]) -> None:
         ("cls", b"8", "class b'8' found, a number from 0 to 7 expected"),
         ("cls", b"-1", "class b'-1' found"),
         ("cls", b"", "class b'' found"),
+        ("cls", b"07", "class b'07' found, the index says"),
         ("cls", None, r"member \.cls is missing"),
         ("pyd", pickle.dumps(None), r"member \.pyd is refused; only jpg, cls, depth.png, semseg.png may be"),
     ],
@@ -122,7 +123,7 @@ def test_members_that_break_the_promise_of_dataset_json_are_named(
 def test_the_classes_of_unnamed_numbers_may_be_any(copy: Path) -> None:
     shard = copy / "shards" / "image-000000.tar"
     members = stored(copy)[read_index(shard).blocks[0].key]
-    replace_sample(shard, 0, {**members, "cls": b"812"})
+    replace_sample(shard, 0, {**members, "cls": b"812"}, label=812)
     dataset = read_json(copy / "dataset.json")
     write_json(copy / "dataset.json", {**dataset, "classes": None})
     assert verify_dataset(copy).rows == 40

@@ -210,8 +210,10 @@ def test_data_that_does_not_fit_is_refused(tmp_path: Path) -> None:
     blind = write_images(tmp_path / "blind", [[plain]], changes={"suffixes": ["jpg"], "classes": None})
     with pytest.raises(RefusedError, match=r"the images have no classes .no .cls members."):
         task_on(blind)
-    odd = write(tmp_path / "odd", ["1\n"], classes=None)
-    with pytest.raises(RefusedError, match=r"not all .cls members are plain numbers"):
+    odd = write(tmp_path / "odd", ["1"], classes=None)
+    index = odd / "shards" / "image-000000.index.json"
+    index.write_text(index.read_text().replace('"label": 1', '"label": "1"'))
+    with pytest.raises(RefusedError, match=r"n00000: class '1' found, a whole number from 0 expected"):
         task_on(odd)
 
 
