@@ -1,4 +1,4 @@
-"""The adversary: perturbations that ascend on the loss while the weights descend (AdPE; algorithms.md, section 2)."""
+"""The adversary: perturbations that ascend on the loss while the weights descend (AdPE 4; docs/algorithms.md)."""
 
 from __future__ import annotations
 

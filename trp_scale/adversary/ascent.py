@@ -1,4 +1,4 @@
-"""How the adversary climbs: gradient -> next perturbation, before projection (algorithms.md, section 2).
+"""How the adversary climbs: gradient -> next perturbation, before projection (AdPE 4.1.1, footnote 2).
 
 Each rule is a pure function of the vector, its gradient and the rule's own state, so that a step can be taken back or
 withheld on the device. Nothing here waits for the device: the step count of AdamW lives there too.

@@ -1,4 +1,4 @@
-"""Offsets pushed beyond the relative table, where no gradient comes back (algorithms.md, section 2)."""
+"""Offsets pushed beyond the relative table, where no gradient comes back (AdPE 4.2.3 says nothing of it)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the balancers share that read losses: in which units they read them (algorithms.md, section 1: units)."""
+"""Balancers that read losses: the units that they read them in. Eq. 7 of TRP compares pixels with nats as they are."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How large each task's gradient is where the tasks branch, under the one backward pass (objectives/base.py: Tap)."""
+"""How large each task's gradient is where the tasks branch, under the one backward pass (core/objective.py: Tap)."""
 
 from __future__ import annotations
 

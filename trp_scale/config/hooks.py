@@ -8,7 +8,7 @@ from typing import Literal
 
 @dataclass(kw_only=True)
 class BalancerConfig:
-    """How the losses of the tasks become one loss (algorithms.md, section 1)."""
+    """How the losses of the tasks become one loss (TRP 3)."""
 
     kind: Literal["uniform", "proportional", "minimax", "group_dro", "uncertainty", "gradnorm", "dwa"] = "minimax"
     """uniform: 1/T each. proportional: by number of elements (plain BERT). minimax: softmax of alpha x loss (eq. 7).
@@ -64,7 +64,7 @@ class BalancerConfig:
 
 @dataclass(kw_only=True)
 class AdversaryConfig:
-    """Perturbations that ascend on the loss while the weights descend (AdPE 4; algorithms.md, section 2)."""
+    """Perturbations that ascend on the loss while the weights descend (AdPE 4)."""
 
     kind: Literal[
         "none", "absolute_embedding", "absolute_coordinate", "relative_embedding", "relative_coordinate", "pixels"

@@ -66,7 +66,7 @@ class VisionConfig:
 
 @dataclass(kw_only=True)
 class ObjectiveConfig:
-    """What is predicted, and which of it takes part in the maximum (algorithms.md, PoS-BERT)."""
+    """What is predicted, and which of it takes part in the maximum (TRP 4)."""
 
     kind: Literal["pos_mlm", "mae", "mm_mae"] = "pos_mlm"
     """pos_mlm: masked words in nine part-of-speech groups, and next-sentence prediction. mae: masked image patches.

@@ -14,7 +14,7 @@ class Batch:
 
     Attributes:
         fields: model inputs and labels by name; each tensor's first dimension is rows, [R, ...], but of text
-            whose short rows share sequences (glue/packing.py).
+            whose short rows share sequences (downstream/glue/packing.py).
         keys: row keys, [R] int64, stable names of the rows in their data set.
         start: position of the first row in its source's global order.
         epoch: epoch of the first row.
@@ -60,7 +60,7 @@ class TaskLosses:
         sums: [T] float64, sum over the elements of each task; carries the graph.
         counts: [T] float64, number of elements.
         shared_inputs: [rows, K] without a graph, what entered the last layer that the tasks share, in the precision
-            that the layer computes in; only where a tap asked for it (objectives/base.py).
+            that the layer computes in; only where a tap asked for it (core/objective.py).
     """
 
     sums: Tensor

@@ -150,7 +150,7 @@ def _of_run(path: str) -> EncoderSource:
         ("vision", "patch_size"): config.vision.patch_size,
         ("vision", "positions"): config.vision.positions,
         ("vision", "position_order"): config.vision.position_order,
-        # The reference that a coordinate adversary started from is its own index without a shift (algorithms.md 2).
+        # The reference that a coordinate adversary started from is its own index without a shift.
         ("vision", "index"): _index(config) if relative else config.vision.index,
         **_positions_of_run(config),
     }

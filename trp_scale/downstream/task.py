@@ -1,4 +1,4 @@
-"""What a downstream task is: all that a run needs (training/upstream.py), and how what it learned is measured."""
+"""What a downstream task is: all that a run needs (upstreams/base.py), and how what it learned is measured."""
 
 from __future__ import annotations
 

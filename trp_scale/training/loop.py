@@ -1,4 +1,4 @@
-"""The training loop. Read aloud it is the method; it knows no method by name (design.md, invariant 4)."""
+"""The training loop. Read aloud it is the method; it knows no method by name."""
 
 from __future__ import annotations
 

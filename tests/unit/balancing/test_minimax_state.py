@@ -97,7 +97,7 @@ def test_effective_elements_of_fixed_weights(kind: str) -> None:
 
 
 def test_the_interjections_of_a_usual_batch_leave_seven_effective_elements(caplog: pytest.LogCaptureFixture) -> None:
-    """algorithms.md: two interjections among 256 x 128 pieces, at alpha = 1 and 5.5 nats against 3.3 of the others."""
+    """Two interjections among 256 x 128 pieces, at alpha = 1 and 5.5 nats against 3.3 of the others."""
     objective = ToyObjective(tasks=tuple("abcdefghi"))
     counts = [900, 1000, 350, 500, 300, 400, 600, 150]
     elements = {task: [3.3] * count for task, count in enumerate(counts)} | {8: [5.5, 5.5]}

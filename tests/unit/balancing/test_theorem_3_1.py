@@ -1,4 +1,4 @@
-"""TRP Theorem 3.1 as printed, on a problem where uniform weights and alpha = 1 break its bound (algorithms.md)."""
+"""TRP Theorem 3.1 as printed, on a problem where uniform weights and alpha = 1 break its bound."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tasks small enough to be worked out by hand, and a step over them in the order that hooks/base.py documents."""
+"""Tasks small enough to be worked out by hand, and a step over them in the order that core/hooks.py documents."""
 
 from __future__ import annotations
 

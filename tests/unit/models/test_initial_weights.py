@@ -1,4 +1,4 @@
-"""Initial weights follow from the seed and each tensor's name, and from nothing else (design.md, invariant 1)."""
+"""Initial weights follow from the seed and each tensor's name, and from nothing else."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ VARIANCE_FLOOR = 1e-6
 
 def standardise(depth: Map, scale: float | None) -> npt.NDArray[np.float32]:
     """Depth over its measured pixels: without the lowest and highest tenth, subtract the mean of the rest and divide by
-    sqrt(var + 1e-6) (TRP 4.2; MM-MAE in algorithms.md).
+    sqrt(var + 1e-6) (TRP 4.2; Bachmann et al.).
 
     Of K measured pixels the K // 10 lowest and as many of the highest are left out, so that mean and variance do not
     depend on which of equal pixels these are. Both are sums of integers: exact, in any order.

@@ -95,7 +95,7 @@ def in_image(target: Target, size: Sequence[int], resized: Sequence[int]) -> dic
     """Boxes and masks of a letterboxed image in its own pixels; what lies outside it is cut off, or left out.
 
     Args:
-        target: as models/detector.py gives it.
+        target: as downstream/detection/model.py gives it.
         size: height and width of the image.
         resized: what they were resized to.
     """

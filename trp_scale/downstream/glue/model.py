@@ -11,8 +11,8 @@ from trp_scale.upstreams.pos_bert.model import LastLayer, bert_config
 
 
 class BertClassifier(nn.Module):
-    """transformers' encoder, called block by block as in models/bert.py; the last block is computed at [CLS] alone.
-    Short rows share sequences (data/glue/packing.py): most of a padded batch would be padding.
+    """transformers' encoder, called block by block as in upstreams/pos_bert/model.py; the last block is computed at
+    [CLS] alone. Short rows share sequences (downstream/glue/packing.py): most of a padded batch would be padding.
 
     Parameter names are those of transformers' `BertForSequenceClassification`.
 

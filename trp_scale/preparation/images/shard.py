@@ -1,4 +1,4 @@
-"""Images -> a data set of shards (sharding/job.py).
+"""Images -> a data set of shards (preparation/sharding/job.py).
 
   shards/image-000000.tar       WebDataset tar; one sample = one image
       KEY.jpg                   upright RGB or grey JPEG

@@ -62,7 +62,7 @@ def check_timm(config: Config, image_size: int) -> None:
 
 
 def write_encoder(directory: Path, config: Config, weights: Mapping[str, Tensor], image_size: int) -> None:
-    """Write timm's files of an encoder with a masked autoencoder's names (models/mae_weights.py)."""
+    """Write timm's files of an encoder with a masked autoencoder's names (upstreams/mae/weights.py)."""
     model, patch_size = config.model, config.vision.patch_size
     order = config.vision.position_order
     state = to_timm(weights, patch_size=patch_size, image_size=image_size, order=order)

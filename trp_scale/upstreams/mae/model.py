@@ -95,7 +95,7 @@ class MaskedAutoencoder(nn.Module):
     @property
     def index(self) -> IndexKind:
         """How unperturbed offsets find their entries: the reference that a coordinate adversary starts from is its
-        own index without a shift (algorithms.md, section 2)."""
+        own index without a shift."""
         if self.adversary.kind == "relative_coordinate":
             return self.adversary.index
         return self.vision.index

@@ -26,9 +26,9 @@ class UniformPatchReconstruction(MaskedPatchReconstruction):
 
     That mean is ||S||_F^2 with the second moment S = 1/B sum_i f_i f_i^T, [D, D]. With S known and held, row i counts
     f_i^T S f_i, an element of the task, and has the gradient of 2 f_i^T S f_i: both add up to the mean over pairs and
-    its gradient, however the global batch is split. S comes from `hooks/uniformity.py` under `batch.extras`, or, where
-    the global batch is one micro-batch on each rank, from this very pass. Without either (held-out rows, whose pairs
-    would be those of a micro-batch) the task is absent.
+    its gradient, however the global batch is split. `upstreams/mae/uniformity.py` puts S under `batch.extras`; where
+    the global batch is one micro-batch on each rank, S comes from this very pass. Without either (held-out rows, whose
+    pairs would be those of a micro-batch) the task is absent.
 
     Args:
         config: settings.

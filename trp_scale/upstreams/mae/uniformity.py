@@ -1,4 +1,4 @@
-"""U-MAE's second moment of the global batch: what makes its loss over pairs a sum over rows (objectives/u_mae.py)."""
+"""U-MAE's second moment of the global batch. It makes the loss over pairs a sum over rows (upstreams/mae/u_mae.py)."""
 
 from __future__ import annotations
 

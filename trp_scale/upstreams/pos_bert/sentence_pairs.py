@@ -1,9 +1,9 @@
 """Next-sentence pairs (BERT, Devlin et al. 2019, as TRP 001 D.1 uses them): where A and B of each sequence come from.
 
 Each row is split at a sentence end into A and the rest. With probability 1/2 B is the rest (label 0, "is next" in
-transformers' convention), else B comes from another row of the *same block* (label 1). The same block rather than the
-shuffled group, although design.md says group: a pair is then a function of (seed, row key, masking) and of the block's
-content alone, and not of which blocks happen to share a group in an epoch; so ten static maskings really are ten.
+transformers' convention), else B comes from another row of the *same block* (label 1). Not of the shuffled group: which
+blocks share a group changes from epoch to epoch. A pair is a function of (seed, row key, masking) and of the block's
+content alone, so that ten static maskings really are ten.
 
 The B of a wrong pair is the partner row's longest tail of whole sentences that is no longer than the continuation it
 stands for; if even the last sentence is longer, its beginning. A right B ends where a row ends and so does a wrong one,

@@ -1,0 +1,174 @@
+"""What is named exists: documents wherever the tree names one, and files of the tree wherever a document names one."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TOP = ("trp_scale", "tests", "docs", "benchmarks", "launch", "data_tools", "ds_configs", "examples", ".ci")
+"""Folders of the tree; what a text names elsewhere (data/, runs/) is a user's."""
+OWN = (Path(__file__).relative_to(ROOT), Path("tests/unit/downstream/test_compare.py"))
+"""Their texts name documents that are not there: examples, and what a command writes."""
+TEXT = {".py", ".md", ".yaml", ".yml", ".toml", ".txt", ".json", ".sh", ".sbatch", ""}
+
+DOCUMENT = re.compile(r"(?<![\w/.:*-])((?:[\w.-]+/)*[\w-]+\.md)\b")
+SOURCE = re.compile(r"(?<![\w/.:*{}-])((?:[\w-]+/)+[\w-]+\.py)\b")
+FILE = re.compile(rf"(?<![\w/.-])((?:{'|'.join(map(re.escape, TOP))})/[\w./-]*\w/?)")
+LINK = re.compile(r"\]\(([^)#\s]+)(?:#([^)\s]+))?\)|\]\(#([^)\s]+)\)")
+WITHIN = re.compile(r"((?:`[\w.]+`(?:, | and )?)+) (?:of `\w+` )?in `([\w./-]+\.py)`")
+
+
+def tracked() -> list[Path]:
+    """Text files that git knows or would add, relative to the root."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.splitlines()
+    paths = [Path(line) for line in listed]
+    return [path for path in paths if path.suffix in TEXT and (ROOT / path).is_file() and path.name != "LICENSE"]
+
+
+def documents() -> list[Path]:
+    """What people read, relative to the root."""
+    return [path for path in tracked() if path.suffix == ".md"]
+
+
+def missing_documents(text: str, place: Path, root: Path = ROOT) -> list[str]:
+    """Documents that a text names and that are neither at the root nor beside the text."""
+    return [name for name in DOCUMENT.findall(text) if not ((root / name).is_file() or (root / place / name).is_file())]
+
+
+def missing_sources(text: str, place: Path, root: Path = ROOT) -> list[str]:
+    """Paths of Python files that a text gives, with a folder, and that are neither at the root, in the package, beside
+    the text, nor in the standard library."""
+    places = [root, root / "trp_scale", root / place, Path(sysconfig.get_path("stdlib"))]
+    return [name for name in SOURCE.findall(text) if not any((each / name).is_file() for each in places)]
+
+
+def missing_files(text: str, root: Path = ROOT) -> list[str]:
+    """Files and folders of the tree that a text names and that are not there."""
+    return [name for name in FILE.findall(text) if not (root / name).exists()]
+
+
+def anchors(text: str) -> set[str]:
+    """Anchors of a document's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+def broken_links(text: str, place: Path, root: Path = ROOT) -> list[str]:
+    """Links of a document to files or headings that are not there."""
+
+    def broken() -> Iterator[str]:
+        for target, anchor, own in LINK.findall(text):
+            if own and own not in anchors(text):
+                yield f"#{own}"
+            if not target or "://" in target:
+                continue
+            path = root / place / target
+            if not path.exists():
+                yield target
+            elif anchor and anchor not in anchors(path.read_text(encoding="utf-8")):
+                yield f"{target}#{anchor}"
+
+    return list(broken())
+
+
+def missing_names(text: str, root: Path = ROOT) -> list[str]:
+    """Of "`name` in `file.py`", the names that the file does not have."""
+    found = []
+    for names, path in WITHIN.findall(text):
+        if (root / path).is_file():
+            source = (root / path).read_text(encoding="utf-8")
+            found += [name for name in re.findall(r"`([\w.]+)`", names) if name.rsplit(".", 1)[-1] not in source]
+    return found
+
+
+def test_every_document_that_is_named_exists() -> None:
+    texts = {path: (ROOT / path).read_text(encoding="utf-8") for path in tracked() if path not in OWN}
+    missing = {str(path): missing_documents(text, path.parent) for path, text in texts.items()}
+    assert {path: names for path, names in missing.items() if names} == {}
+
+
+def test_every_source_that_the_package_names_exists() -> None:
+    paths = [path for path in tracked() if path.parts[0] in ("trp_scale", "benchmarks")]
+    texts = {path: (ROOT / path).read_text(encoding="utf-8") for path in paths}
+    missing = {str(path): missing_sources(text, path.parent) for path, text in texts.items()}
+    assert {path: names for path, names in missing.items() if names} == {}
+
+
+@pytest.mark.parametrize("path", documents(), ids=str)
+def test_every_file_that_a_document_names_exists(path: Path) -> None:
+    text = (ROOT / path).read_text(encoding="utf-8")
+    assert missing_files(text) == []
+    assert broken_links(text, path.parent) == []
+    assert missing_names(text) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "missing"),
+    [
+        ("see notes.md, section 1", ["notes.md"]),
+        ("(docs/nowhere.md)", ["docs/nowhere.md"]),
+        ("`README.md` and docs/experiments.md", []),
+        ("https://example.org/other.md", []),
+        ("*.md and readme.mdx", []),
+    ],
+)
+def test_a_document_that_is_missing_is_seen(text: str, missing: list[str]) -> None:
+    assert missing_documents(text, Path()) == missing
+
+
+@pytest.mark.parametrize(
+    ("text", "missing"),
+    [
+        ("as hooks/base.py says", ["hooks/base.py"]),
+        ("(core/hooks.py, trp_scale/cli.py, json/decoder.py)", []),
+        ("minimax.py, *.py, {place}/minimax.py", []),
+    ],
+)
+def test_a_source_that_is_missing_is_seen(text: str, missing: list[str]) -> None:
+    assert missing_sources(text, Path("trp_scale")) == missing
+
+
+def test_a_document_beside_the_text_is_found() -> None:
+    assert missing_documents("[log](experiments.md)", Path("docs")) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "missing"),
+    [
+        ("`trp_scale/balancing/nothing.py`", ["trp_scale/balancing/nothing.py"]),
+        ("python benchmarks/nothing.py --data data/nothing", ["benchmarks/nothing.py"]),
+        ("trp_scale/cli.py, docs/, tests/unit", []),
+        ("/elsewhere/trp_scale/nothing.py", []),
+    ],
+)
+def test_a_file_that_is_missing_is_seen(text: str, missing: list[str]) -> None:
+    assert missing_files(text) == missing
+
+
+@pytest.mark.parametrize(
+    ("text", "broken"),
+    [
+        ("# One thing\n[a](#one-thing) [b](#another)", ["#another"]),
+        ("[a](README.md) [b](docs/nowhere.md) [c](https://example.org/x)", ["docs/nowhere.md"]),
+        ("[a](README.md#nowhere-at-all)", ["README.md#nowhere-at-all"]),
+    ],
+)
+def test_a_broken_link_is_seen(text: str, broken: list[str]) -> None:
+    assert broken_links(text, Path()) == broken
+
+
+def test_a_name_that_its_file_does_not_have_is_seen() -> None:
+    text = "`softmax_weights` and `nothing_of_the_kind` in `trp_scale/balancing/minimax.py`"
+    assert missing_names(text) == ["nothing_of_the_kind"]
