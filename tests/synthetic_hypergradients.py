@@ -13,6 +13,7 @@ from tests.synthetic_masks import D_TR, D_VAL, MasksRun, labelled, mask_config, 
 from tests.unit.masks.exact_hypergradient import Masked, Rule, Weights, hypergradient, joined
 from trp_scale.config import Config
 from trp_scale.core.engine import Engine
+from trp_scale.core.pieces import whole_tensors
 from trp_scale.masks.head import HeadLevel, LossGradients
 from trp_scale.masks.hypergradient import ValidationLoss
 from trp_scale.masks.masking_network import NETWORKS
@@ -54,12 +55,7 @@ class Update:
 
 def whole(engine: Engine, values: list[Tensor]) -> Weights:
     """Tensors from what each rank holds of each of the engine's pieces."""
-    pieces = zip(engine.pieces(), values, strict=True)
-    mine = [(piece.name, piece.shape, piece.start, value.clone()) for piece, value in pieces if piece.owner]
-    found: Weights = {}
-    for name, shape, start, flat in (each for rank in engine.data_group.gather_objects(mine) for each in rank):
-        found.setdefault(name, flat.new_empty(shape)).view(-1)[start : start + flat.numel()] = flat
-    return found
+    return whole_tensors(engine.pieces(), values, engine.data_group)
 
 
 def state(engine: Engine, key: str) -> Weights:

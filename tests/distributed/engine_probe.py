@@ -72,9 +72,9 @@ class Probe:
         return self.group.sum(sums).tolist()
 
     def state(self) -> dict[str, Tensor]:
-        """This rank's weights and moments, copied, by "exp_avg:NAME@START"."""
+        """This rank's weights and moments, copied, by "exp_avg:NAME@START:STOP"."""
         return {
-            f"{kind}:{piece.name}@{piece.start}": tensor.detach().clone()
+            f"{kind}:{piece.name}{piece.region}": tensor.detach().clone()
             for piece in self.engine.pieces()
             for kind, tensor in piece.tensors.items()
         }

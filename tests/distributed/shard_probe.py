@@ -84,7 +84,7 @@ class ShardProbe:
     def state(self) -> Named:
         """This rank's weights and moments, copied."""
         return {
-            f"{kind}:{piece.name}@{piece.start}": tensor.detach().clone()
+            f"{kind}:{piece.name}{piece.region}": tensor.detach().clone()
             for piece in self.engine.pieces()
             for kind, tensor in piece.tensors.items()
         }
@@ -101,15 +101,15 @@ class ShardProbe:
 
     def _joined(self, parts: list[Tensor], shapes: dict[str, tuple[int, ...]]) -> Named:
         own = [
-            (piece.name, piece.start, part)
+            (piece.name, piece.region, part)
             for piece, part in zip(self.engine.pieces(), parts, strict=True)
             if piece.owner
         ]
         found: Named = {}
         for everyone in self.group.gather_objects(shapes):  # a rank may hold no part of a small parameter
             found |= {name: torch.full(shape, torch.nan).double() for name, shape in everyone.items()}
-        for name, start, part in (each for rank in self.group.gather_objects(own) for each in rank):
-            found[name].view(-1)[start : start + part.numel()] = part.double()
+        for name, region, part in (each for rank in self.group.gather_objects(own) for each in rank):
+            region.of(found[name]).copy_(part)
         return found
 
 

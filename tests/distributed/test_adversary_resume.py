@@ -32,7 +32,7 @@ def go_on(layout: Layout, name: str, directory: Path, *, resume: bool) -> State:
     group = trainer.engine.data_group
     if resume:
         loaded = manager.load(directory / "checkpoints" / "step_00000003", engine=trainer.engine, group=group)
-        trainer.hooks.load_state_dict(loaded.hooks_state)
+        trainer.hooks.load_state_dict(loaded.hooks)
         trainer.state.step, trainer.source.cursor = loaded.step, loaded.cursors["train"]  # type: ignore[attr-defined]
     trainer.engine.train(True)
     for _ in range(3):

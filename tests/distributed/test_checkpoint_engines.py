@@ -12,8 +12,8 @@ from tests.ranks import Ranks
 from tests.synthetic import Layout, RecordingTrainer, data_group, small_config, trainer_for
 from trp_scale.checkpoint.agreement import check_shared_directory, on_rank_zero, together
 from trp_scale.checkpoint.errors import CheckpointError
+from trp_scale.checkpoint.format import read_full_state
 from trp_scale.checkpoint.manager import load, save
-from trp_scale.checkpoint.stored_pieces import read_full_state
 from trp_scale.core.batch import StepStats
 from trp_scale.core.pieces import STATE_NAMES
 
@@ -79,7 +79,7 @@ def go_on(layout: Layout, checkpoint: Path | None, run_dir: Path, echo_dir: Path
         assert trainer.engine.optimizer_steps() == loaded.optimizer_steps == loaded.step
         trainer.state.step = loaded.step
         trainer.source.cursor = loaded.cursors["train"]
-        trainer.hooks.load_state_dict(loaded.hooks_state)
+        trainer.hooks.load_state_dict(loaded.hooks)
         write(trainer, echo_dir)
     trainer.engine.train(True)
     for _ in range(STEPS):

@@ -14,14 +14,15 @@ from tests.distributed.engine_layouts import LAYOUTS, on_each_rank
 from tests.distributed.engine_probe import LR, CountsReductions, Probe, Reference
 from tests.ranks import Ranks
 from tests.synthetic import Layout
+from trp_scale.core.pieces import Region
 from trp_scale.models.initialise import initial_tensor
 
 STATES = ("weight", "exp_avg", "exp_avg_sq")
 every_engine = pytest.mark.parametrize("name", LAYOUTS)
 
 
-def listed(probe: Probe) -> list[tuple[str, tuple[int, ...], int, int, bool, tuple[str, ...]]]:
-    return [(p.name, p.shape, p.start, p.stop, p.owner, tuple(sorted(p.tensors))) for p in probe.engine.pieces()]
+def listed(probe: Probe) -> list[tuple[str, tuple[int, ...], Region, bool, tuple[str, ...]]]:
+    return [(p.name, p.shape, p.region, p.owner, tuple(sorted(p.tensors))) for p in probe.engine.pieces()]
 
 
 def pieces_over_a_run(layout: Layout) -> list[Any]:
@@ -44,11 +45,11 @@ def test_pieces_cover_every_element_once_in_one_order(two_ranks: Ranks, name: st
     for at_start, again, with_state, after_step in answers:
         assert at_start == again
         assert with_state == after_step
-        assert [piece[:5] for piece in at_start] == [piece[:5] for piece in after_step]
-        assert {piece[5] for piece in after_step} == {tuple(sorted(STATES))}
-        for key, shape, start, stop, owner, _ in at_start:
+        assert [piece[:4] for piece in at_start] == [piece[:4] for piece in after_step]
+        assert {piece[4] for piece in after_step} == {tuple(sorted(STATES))}
+        for key, shape, region, owner, _ in at_start:
             assert shape == shapes[key]
-            covered[key][start:stop] += owner
+            region.of(covered[key]).add_(owner)
     for key, times in covered.items():
         assert (times == 1).all(), f"{key}: elements owned {times.unique().tolist()} times"
 
@@ -66,7 +67,7 @@ def write_and_look(layout: Layout) -> tuple[list[float], dict[str, Tensor], dict
     probe.step(0)
     for piece in probe.engine.pieces():
         for kind, tensor in piece.tensors.items():
-            tensor.copy_(written_value(kind, piece.name, piece.shape)[piece.start : piece.stop])
+            tensor.copy_(piece.region.of(written_value(kind, piece.name, piece.shape)))
     probe.engine.after_load(7)
     steps = [probe.engine.optimizer_steps()]
     losses, weights = probe.look(1), probe.engine.full_weights()

@@ -14,8 +14,8 @@ from tests.distributed.test_checkpoint_engines import distance, step_path
 from tests.ranks import Ranks
 from tests.synthetic import Layout
 from trp_scale.checkpoint.engine_group import EngineGroup
+from trp_scale.checkpoint.format import read_full_state
 from trp_scale.checkpoint.manager import load, save
-from trp_scale.checkpoint.stored_pieces import read_full_state
 from trp_scale.config import OptimizerConfig
 from trp_scale.core.pieces import STATE_NAMES
 from trp_scale.engines.build import build_second_engine

@@ -10,8 +10,8 @@ import pytest
 from tests.distributed.engine_layouts import on_each_rank
 from tests.ranks import Ranks
 from tests.synthetic import Layout
+from trp_scale.checkpoint.format import read_full_state
 from trp_scale.checkpoint.run_directory import checkpoint_path
-from trp_scale.checkpoint.stored_pieces import read_full_state
 from trp_scale.downstream.finetune import finetune, parse_finetune
 from trp_scale.downstream.results import read_results
 

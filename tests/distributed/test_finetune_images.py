@@ -15,8 +15,8 @@ from tests.ranks import Ranks
 from tests.runs import essence, lines
 from tests.unit.downstream.test_finetune import tuning_flags
 from trp_scale import cli
+from trp_scale.checkpoint.format import read_full_state
 from trp_scale.checkpoint.run_directory import checkpoint_path
-from trp_scale.checkpoint.stored_pieces import read_full_state
 
 STRONG: dict[str, Any] = {
     "augmentation.magnitude": 9,

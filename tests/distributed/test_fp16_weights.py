@@ -97,7 +97,7 @@ def write_and_step(stage: int) -> tuple[list[float], dict[str, Tensor], dict[str
         probe.engine.create_optimizer_state()
         for piece in probe.engine.pieces():
             for kind, tensor in piece.tensors.items():
-                tensor.copy_(written(kind, piece.name, piece.shape).flatten()[piece.start : piece.stop])
+                tensor.copy_(piece.region.of(written(kind, piece.name, piece.shape)))
         probe.engine.after_load(7)
         losses, weights = probe.look(1), probe.engine.full_weights()
         probe.step(1)

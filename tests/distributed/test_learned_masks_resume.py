@@ -16,8 +16,8 @@ from tests.distributed.launched import wait_for_steps
 from tests.ranks import Ranks
 from tests.runs import essence, image_flags, lines, pretrain_here, start
 from trp_scale.checkpoint.document import HOOKS_NAME, read_document
+from trp_scale.checkpoint.format import read_full_state
 from trp_scale.checkpoint.run_directory import checkpoint_path, newest_complete
-from trp_scale.checkpoint.stored_pieces import read_full_state
 from trp_scale.core.pieces import STATE_NAMES
 
 STEPS = 12

@@ -18,8 +18,8 @@ import torch
 from tests.distributed.launched import kill_all, launch, wait_for_steps
 from tests.ranks import Ranks
 from tests.runs import essence, flags, image_flags, lines, pretrain_here, start
+from trp_scale.checkpoint.format import read_full_state
 from trp_scale.checkpoint.run_directory import checkpoint_path, newest_complete
-from trp_scale.checkpoint.stored_pieces import read_full_state
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "fsdp": {"engine": "fsdp"},

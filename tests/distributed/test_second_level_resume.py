@@ -37,7 +37,7 @@ def go_on(layout: Layout, level: str, directory: Path, resume: bool) -> dict[str
     sources: dict[str, Any] = {"train": own, "downstream": downstream.train, "validation": downstream.validation}
     if resume:
         loaded = manager.load(directory / "checkpoints" / f"step_{STEPS:08d}", engine=engines, group=group)
-        trainer.hooks.load_state_dict(loaded.hooks_state)
+        trainer.hooks.load_state_dict(loaded.hooks)
         trainer.state.step = loaded.step
         for name, source in sources.items():
             source.cursor = loaded.cursors[name]

@@ -13,8 +13,8 @@ from tests.ranks import Ranks
 from tests.runs import essence, flags, lines, pretrain_here
 from tests.synthetic import Layout
 from tests.unit.data.loaded import table_of
+from trp_scale.checkpoint.format import read_full_state
 from trp_scale.checkpoint.run_directory import checkpoint_path
-from trp_scale.checkpoint.stored_pieces import read_full_state
 from trp_scale.data.sources import open_sources
 from trp_scale.data.split import held_out
 from trp_scale.recipes.arguments import parse

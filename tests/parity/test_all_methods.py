@@ -96,7 +96,7 @@ def resumed(run: MasksRun, layout: Layout, settings: dict[str, Any], place: Path
         engine.close()
     again = masks_run(layout, mask_config(layout, **settings), halves=True)
     loaded = manager.load(path, engine=group_of(again), group=group)
-    again.trainer.hooks.load_state_dict(loaded.hooks_state)
+    again.trainer.hooks.load_state_dict(loaded.hooks)
     again.trainer.state.step = loaded.step
     again.trainer.source.cursor = source.cursor  # type: ignore[attr-defined]
     assert again.hook is not None and run.hook is not None

@@ -5,113 +5,153 @@ Each rank writes the pieces it owns into one safetensors file, flattened, under 
     weight:bert.pooler.dense.weight@0:2048              elements [0, 2048) of the flattened tensor
     exp_avg:bert.pooler.dense.weight#[0:64,32:64]       a box of it
 
-This file says what is written; stored_pieces.py reads it back.
+What stands before the colon is the state: the weight, a moment, or a hook's vector (core/hooks.py: sharded_state).
+
+Why not torch.distributed.checkpoint: it knows shards that are boxes of a tensor, and ZeRO's are ranges of flattened
+ones, so that nothing could go from ZeRO to FSDP2 and back. Its metadata is pickled, and a checkpoint from somewhere
+else could run code. It has no checksums, and a copy that was cut short is found only when its bytes are missing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import cached_property
+from math import prod
 from pathlib import Path
+from typing import Any
 
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from trp_scale.checkpoint.document import CheckpointDocument, StoredTensor
+from trp_scale.checkpoint.agreement import together
+from trp_scale.checkpoint.document import CheckpointDocument, StoredTensor, read_document
+from trp_scale.checkpoint.engine_group import other_engines
 from trp_scale.checkpoint.errors import CheckpointError
-from trp_scale.checkpoint.regions import FlatRange, Region, check_covered_once
-from trp_scale.checkpoint.tensor_file import FileEntry, TensorInfo, write_tensor_file
-from trp_scale.core.pieces import Piece
+from trp_scale.checkpoint.tensor_file import DTYPES, FileEntry, Header, check_sound, dtype_name, write_tensor_file
+from trp_scale.core.pieces import STATE_NAMES, Box, FlatRange, Integers, Piece, Region, Runs
+from trp_scale.distributed.groups import Group
+
+_KEY = re.compile(r"(\w+):(.+)(?:@(\d+):(\d+)|#\[(\d+:\d+(?:,\d+:\d+)*)\])")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
-    """A region of one tensor with its values: what is written, and what is filled when read.
+class StoredPiece:
+    """A piece without its values: as it will be stored, or as a file holds one of its states.
 
     Attributes:
-        name: parameter name.
-        shape: shape of the whole parameter.
-        region: which of its elements.
-        tensors: by state ("weight", "exp_avg", "exp_avg_sq"), flat, [region.size], in the order of the region's runs.
-        owner: False for a replica of what another rank owns: filled when reading, never written.
+        name, shape, region: as in Piece.
+        states: safetensors' name of the dtype of each state.
+        file: which of the checkpoint's; empty before it is stored.
     """
 
     name: str
     shape: tuple[int, ...]
     region: Region
-    tensors: Mapping[str, Tensor]
-    owner: bool = True
+    states: dict[str, str]
+    file: str = ""
+
+    def key(self, state: str) -> str:
+        return f"{state}:{self.name}{self.region}"
+
+    @cached_property
+    def runs(self) -> Runs:
+        """The region in the flattened tensor."""
+        return self.region.runs(self.shape)
 
 
-@dataclass(frozen=True, kw_only=True)
-class StoredPart:
-    """What is known of a part without its values. `dtypes`: state -> safetensors dtype name."""
-
-    name: str
-    shape: tuple[int, ...]
-    region: Region
-    dtypes: dict[str, str]
-
-
-def parts_of(pieces: Iterable[Piece]) -> Iterator[Part]:
-    """An engine's pieces as parts; pieces without elements are left out."""
-    for piece in pieces:
-        if piece.stop > piece.start:
-            region = FlatRange(piece.start, piece.stop)
-            yield Part(name=piece.name, shape=piece.shape, region=region, tensors=piece.tensors, owner=piece.owner)
+def parse_key(key: str) -> tuple[str, str, Region] | None:
+    """State, name and region of a key; None where it is not a piece's."""
+    found = _KEY.fullmatch(key)
+    if found is None:
+        return None
+    state, name, start, stop, bounds = found.groups()
+    if bounds is None:
+        return state, name, FlatRange(int(start), int(stop))
+    pairs = [bound.split(":") for bound in bounds.split(",")]
+    return state, name, Box(tuple((int(first), int(behind)) for first, behind in pairs))
 
 
-def describe(part: Part) -> StoredPart:
-    """The part without its values.
+def without_values(piece: Piece) -> StoredPiece:
+    """What will be stored of a piece.
 
     Raises:
         CheckpointError: a tensor is not flat or not of the region's size.
     """
-    for state, tensor in part.tensors.items():
-        if tuple(tensor.shape) != (part.region.size,):
+    for state, tensor in piece.tensors.items():
+        if tuple(tensor.shape) != (piece.region.size,):
             raise CheckpointError(
-                f"{state} of {part.name}{part.region}: shape {tuple(tensor.shape)}, {(part.region.size,)} expected"
+                f"{state} of {piece.name}{piece.region}: shape {tuple(tensor.shape)}, {(piece.region.size,)} expected"
             )
-    dtypes = {state: TensorInfo.of(tensor).dtype for state, tensor in part.tensors.items()}
-    return StoredPart(name=part.name, shape=part.shape, region=part.region, dtypes=dtypes)
+    states = {state: dtype_name(tensor) for state, tensor in piece.tensors.items()}
+    return StoredPiece(name=piece.name, shape=piece.shape, region=piece.region, states=states)
 
 
-def write_parts(path: Path, described: Iterable[StoredPart], parts: Iterable[Part]) -> FileEntry:
-    """Write one rank's file; `parts` is gone through once, with one tensor at a time copied to the CPU.
+def write_pieces(path: Path, pieces: Callable[[], Iterable[Piece]]) -> tuple[FileEntry, list[StoredPiece]]:
+    """Write one rank's file, with one tensor at a time copied to the CPU.
 
     Args:
-        described: describe(part) of each of `parts`, in the same order.
+        pieces: what the rank owns; asked for twice, since the header comes first and needs all sizes.
     """
-    infos: dict[str, TensorInfo] = {}
-    for part in described:
-        for state, dtype in part.dtypes.items():
-            key = f"{state}:{part.name}{part.region}"
-            if key in infos:
-                raise CheckpointError(f"{path}: the piece {key} comes twice")
-            infos[key] = TensorInfo(dtype=dtype, shape=(part.region.size,))
-    tensors = (
-        (f"{state}:{part.name}{part.region}", tensor) for part in parts for state, tensor in part.tensors.items()
-    )
-    return write_tensor_file(path, infos, tensors)
+    stored = [without_values(piece) for piece in pieces()]
+    header: Header = {}
+    for each in stored:
+        for state, dtype in each.states.items():
+            if each.key(state) in header:
+                raise CheckpointError(f"{path}: the piece {each.key(state)} comes twice")
+            header[each.key(state)] = (dtype, (each.region.size,))
+    values = (piece.tensors[state] for piece in pieces() for state in piece.tensors)
+    return write_tensor_file(path, header, zip(header, values, strict=True)), stored
 
 
-def collect_tensors(described: Iterable[StoredPart]) -> dict[str, StoredTensor]:
-    """Whole tensors from the parts of all ranks.
+def join_pieces(pieces: Iterable[StoredPiece]) -> dict[str, StoredTensor]:
+    """Whole tensors from the pieces of all ranks.
 
     Raises:
-        CheckpointError: parts disagree about a tensor, or leave out or repeat elements of it.
+        CheckpointError: pieces disagree about a tensor, or leave out or repeat elements of it.
     """
-    by_name: dict[str, list[StoredPart]] = {}
-    for part in described:
-        by_name.setdefault(part.name, []).append(part)
-    for name, parts in by_name.items():
-        for part in parts:
-            if (part.shape, part.dtypes) != (parts[0].shape, parts[0].dtypes):
+    by_name: dict[str, list[StoredPiece]] = {}
+    for piece in pieces:
+        by_name.setdefault(piece.name, []).append(piece)
+    for name, found in by_name.items():
+        first = found[0]
+        for piece in found:
+            if (piece.shape, piece.states) != (first.shape, first.states):
                 raise CheckpointError(
-                    f"{name}{part.region} has shape {part.shape} and {part.dtypes}, but {name}{parts[0].region} has "
-                    f"{parts[0].shape} and {parts[0].dtypes}"
+                    f"{name}{piece.region} has shape {piece.shape} and {piece.states}, but {name}{first.region} has "
+                    f"{first.shape} and {first.states}"
                 )
-        check_covered_once(name, parts[0].shape, [part.region for part in parts])
-    return {name: StoredTensor(shape=parts[0].shape, states=parts[0].dtypes) for name, parts in by_name.items()}
+        check_covered_once(name, first.shape, found)
+    return {name: StoredTensor(shape=found[0].shape, states=found[0].states) for name, found in by_name.items()}
+
+
+def check_covered_once(what: str, shape: Sequence[int], pieces: Sequence[StoredPiece]) -> None:
+    """Check that the pieces hold every element of the tensor exactly once.
+
+    Raises:
+        CheckpointError: naming `what` and the first elements that are outside the tensor, missing or held twice.
+    """
+    total = prod(shape)
+    for piece in pieces:
+        if not piece.region.fits(shape):
+            raise CheckpointError(f"{what}: the piece {piece.region} is empty or lies outside the shape {tuple(shape)}")
+    runs = [piece.runs for piece in pieces]
+    starts = np.concatenate([np.empty(0, np.int64), *(each.starts for each in runs)])
+    stops = np.concatenate([np.empty(0, np.int64), *(each.starts + each.length for each in runs)])
+    order = np.argsort(starts, kind="stable")
+    begin = np.append(starts[order], total)
+    end = np.insert(stops[order], 0, 0)
+    wrong = np.flatnonzero(begin != end)
+    if len(wrong) == 0:
+        return
+    at, reached = int(begin[wrong[0]]), int(end[wrong[0]])
+    if at > reached:
+        raise CheckpointError(f"{what}: elements {reached}:{at} of {total} are in no piece")
+    raise CheckpointError(f"{what}: elements {at}:{reached} of {total} are in more than one piece")
 
 
 def check_same_tensors(directory: Path, document: CheckpointDocument, wanted: Mapping[str, StoredTensor]) -> None:
@@ -135,9 +175,176 @@ def check_same_tensors(directory: Path, document: CheckpointDocument, wanted: Ma
             problems.append(f"{name}: shape {stored.shape} in the checkpoint, {present.shape} in the model")
         for state in sorted(stored.states.keys() | present.states.keys()):
             there, here = stored.states.get(state, "nothing"), present.states.get(state, "nothing")
-            unborn = there == "nothing" and state != "weight" and document.optimizer_steps == 0
+            unborn = there == "nothing" and state in STATE_NAMES and document.optimizer_steps == 0
             if there != here and not unborn:
                 problems.append(f"{state} of {name}: {there} in the checkpoint, {here} in the model")
     if problems:
         shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
         raise CheckpointError(f"{directory} does not fit the model: {shown}")
+
+
+class StoredPieces:
+    """All pieces of a checkpoint, checked to hold every element of every tensor exactly once, and read.
+
+    Into each wanted piece goes what overlaps it in whichever files hold it. Files are opened in a `with` statement and
+    closed at its end.
+
+    Args:
+        directory: the checkpoint.
+        document: its checkpoint.json.
+        headers: read_header of each of its rank files, by file name.
+    Raises:
+        CheckpointError: a key that cannot be understood; a piece of another type or size than announced; a gap or an
+            overlap, with tensor and range; tensors that are missing or unexpected.
+    """
+
+    def __init__(self, directory: Path, document: CheckpointDocument, headers: Mapping[str, Header]) -> None:
+        self.directory = directory
+        self.document = document
+        self._pieces: dict[tuple[str, str], list[StoredPiece]] = {}
+        self._open: dict[str, Any] = {}
+        self._stack = ExitStack()
+        for file, header in headers.items():
+            for key, (dtype, shape) in header.items():
+                state, piece = self._understood(file, key, dtype, prod(shape))
+                self._pieces.setdefault((state, piece.name), []).append(piece)
+        for name, tensor in document.tensors.items():
+            for state in tensor.states:
+                found = self._pieces.get((state, name), [])
+                check_covered_once(f"{directory}: {state} of {name}", tensor.shape, found)
+
+    def _understood(self, file: str, key: str, dtype: str, size: int) -> tuple[str, StoredPiece]:
+        where, parsed = f"{self.directory / file}: {key}", parse_key(key)
+        if parsed is None:
+            raise CheckpointError(f"{where}: not a piece; expected state:name@start:stop or state:name#[a:b,c:d]")
+        state, name, region = parsed
+        tensor = self.document.tensors.get(name)
+        if tensor is None or state not in tensor.states:
+            raise CheckpointError(f"{where}: {state} of {name} is not listed in checkpoint.json")
+        if not region.fits(tensor.shape):
+            raise CheckpointError(f"{where}: the piece is empty or lies outside the shape {tensor.shape}")
+        if (dtype, size) != (tensor.states[state], region.size):
+            raise CheckpointError(
+                f"{where}: {size} elements of {dtype} found, {region.size} of {tensor.states[state]} expected"
+            )
+        return state, StoredPiece(name=name, shape=tensor.shape, region=region, states={state: dtype}, file=file)
+
+    def __enter__(self) -> StoredPieces:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._open.clear()
+        self._stack.close()
+
+    def _file(self, name: str) -> Any:
+        if name not in self._open:
+            opened = safe_open(self.directory / name, framework="pt")  # type: ignore[no-untyped-call]
+            self._open[name] = self._stack.enter_context(opened)
+        return self._open[name]
+
+    @torch.no_grad()
+    def fill(self, state: str, name: str, region: Region, target: Tensor) -> None:
+        """Copy the stored elements of `region` into `target`, flat, [region.size], on any device.
+
+        Only the overlapping range of each stored piece is read. A box of columns means one short copy per row.
+        """
+        runs = region.runs(self.document.tensors[name].shape)
+        buffer = target if target.device.type == "cpu" else torch.empty(region.size, dtype=target.dtype)
+        copied = 0
+        for piece in self._pieces[state, name]:
+            sources, targets, lengths = (values.tolist() for values in overlap(piece.runs, runs))
+            if not lengths:
+                continue
+            base = sources[0]
+            stored = self._file(piece.file).get_slice(piece.key(state))[base : sources[-1] + lengths[-1]]
+            for source, start, length in zip(sources, targets, lengths, strict=True):
+                buffer[start : start + length].copy_(stored[source - base : source - base + length])
+                copied += length
+        if copied != region.size:
+            raise CheckpointError(f"{state} of {name}{region}: {copied} of {region.size} elements were found")
+        if buffer is not target:
+            target.copy_(buffer)
+
+    def whole(self, state: str, name: str) -> Tensor:
+        """One whole tensor on the CPU."""
+        tensor = self.document.tensors[name]
+        target = torch.empty(prod(tensor.shape), dtype=DTYPES[tensor.states[state]])
+        if target.numel():
+            self.fill(state, name, FlatRange(0, target.numel()), target)
+        return target.reshape(tensor.shape)
+
+
+def overlap(stored: Runs, wanted: Runs) -> tuple[Integers, Integers, Integers]:
+    """Common elements of two pieces, as segments.
+
+    Returns:
+        [S] offsets in the stored piece, [S] offsets in the wanted piece, [S] lengths. Both offsets ascend.
+    """
+    first = np.searchsorted(stored.starts + stored.length, wanted.starts, side="right")
+    behind = np.searchsorted(stored.starts, wanted.starts + wanted.length, side="left")
+    counts = np.maximum(behind - first, 0)  # [W] stored runs that meet each wanted run
+    wanted_run = np.repeat(np.arange(len(wanted.starts)), counts)  # [S]
+    within = np.arange(int(counts.sum())) - np.repeat(np.cumsum(counts) - counts, counts)
+    stored_run = np.repeat(first, counts) + within  # [S]
+    begin = np.maximum(stored.starts[stored_run], wanted.starts[wanted_run])
+    end = np.minimum(stored.starts[stored_run] + stored.length, wanted.starts[wanted_run] + wanted.length)
+    in_stored = begin - stored.starts[stored_run] + stored_run * stored.length
+    in_wanted = begin - wanted.starts[wanted_run] + wanted_run * wanted.length
+    return in_stored, in_wanted, end - begin
+
+
+def read_header(path: Path) -> Header:
+    """Keys, types and shapes in one rank's file.
+
+    Raises:
+        CheckpointError: it is not a safetensors file.
+    """
+    try:
+        with safe_open(path, framework="pt") as file:  # type: ignore[no-untyped-call]
+            slices = ((key, file.get_slice(key)) for key in file.keys())  # noqa: SIM118 (not a dict)
+            return {key: (each.get_dtype(), tuple(each.get_shape())) for key, each in slices}
+    except SafetensorError as error:
+        raise CheckpointError(f"{path}: not a safetensors file ({error})") from error
+
+
+def open_pieces(path: Path, document: CheckpointDocument, group: Group) -> StoredPieces:
+    """Compare every file with its checksums, each by one rank, and learn on every rank which pieces are in them all.
+
+    Raises:
+        CheckpointError: on every rank: files are damaged, or do not hold every element once.
+    """
+
+    def examine() -> dict[str, Header]:
+        mine = document.files[group.rank :: group.size]
+        check_sound(path, mine)
+        return {entry.name: read_header(path / entry.name) for entry in mine if entry in document.rank_files}
+
+    examined = together(group, f"checking {path}", examine)
+    headers = {name: header for found in examined for name, header in found.items()}
+    return StoredPieces(path, document, headers)  # the same on every rank, and so are its errors
+
+
+def read_full_state(path: Path, state: str = "weight", engine: str = "") -> dict[str, Tensor]:
+    """All tensors of one state ("weight", "exp_avg", "exp_avg_sq"), whole, on the CPU; no engine is needed.
+
+    Args:
+        engine: whose; empty = the run's own, without those of its hooks' engines (engine_group.py).
+
+    Raises:
+        CheckpointError: the checkpoint is not complete or damaged.
+    """
+    document = read_document(path)
+    with open_pieces(path, document, Group("world")) as pieces:
+        own = own_names(document, engine)
+        return {
+            short: pieces.whole(state, name) for short, name in own.items() if state in document.tensors[name].states
+        }
+
+
+def own_names(document: CheckpointDocument, engine: str = "") -> dict[str, str]:
+    """Names of one engine's tensors: as the engine has them -> as they are stored."""
+    if engine:
+        prefix = f"{engine}."
+        return {name.removeprefix(prefix): name for name in document.tensors if name.startswith(prefix)}
+    others = tuple(f"{name}." for name in other_engines(document.engine_state))
+    return {name: name for name in document.tensors if not name.startswith(others)}

@@ -9,7 +9,7 @@ from torch import nn
 
 from trp_scale.checkpoint.document import DOCUMENT_NAME
 from trp_scale.checkpoint.export import find_checkpoint
-from trp_scale.checkpoint.stored_pieces import read_full_state
+from trp_scale.checkpoint.format import read_full_state
 from trp_scale.config import RefusedError
 from trp_scale.models.given_weights import load_given_weights
 

@@ -9,27 +9,30 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
 
 from trp_scale.checkpoint.agreement import on_rank_zero, together
-from trp_scale.checkpoint.document import HOOKS_NAME, CheckpointDocument, read_document
+from trp_scale.checkpoint.document import (
+    HOOKS_NAME,
+    CheckpointDocument,
+    read_document,
+    read_hooks_state,
+    split_state,
+)
 from trp_scale.checkpoint.engine_group import check_same_engines
 from trp_scale.checkpoint.errors import CheckpointError, RankError
 from trp_scale.checkpoint.format import (
-    Part,
-    StoredPart,
+    StoredPiece,
     check_same_tensors,
-    collect_tensors,
-    describe,
-    parts_of,
-    write_parts,
+    join_pieces,
+    open_pieces,
+    without_values,
+    write_pieces,
 )
-from trp_scale.checkpoint.nested_state import join_state, split_state
 from trp_scale.checkpoint.run_directory import (
     checkpoint_path,
     incompleteness,
@@ -38,26 +41,10 @@ from trp_scale.checkpoint.run_directory import (
     retain,
     temporary_path,
 )
-from trp_scale.checkpoint.stored_pieces import StoredPieces, open_pieces
-from trp_scale.checkpoint.tensor_file import FileEntry, TensorInfo, write_tensor_file
+from trp_scale.checkpoint.tensor_file import FileEntry, Header, dtype_name, write_tensor_file
 from trp_scale.core.engine import Stores
+from trp_scale.core.pieces import Piece
 from trp_scale.distributed.groups import Group
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoadedCheckpoint:
-    """What was stored beside weights and moments; those are in the engine. Attributes as in CheckpointDocument."""
-
-    path: Path
-    step: int
-    optimizer_steps: int
-    hooks_state: dict[str, Any]
-    cursors: dict[str, int]
-    config: dict[str, Any]
-    extra: dict[str, Any]
-    engine: str
-    zero_stage: int | None
-    world_size: int
 
 
 def save(
@@ -103,9 +90,12 @@ def save(
         remove_leftovers(run_dir)
         temporary.mkdir(parents=True)
 
+    def write() -> tuple[FileEntry, list[StoredPiece]]:
+        return write_pieces(temporary / f"rank-{group.rank:05d}.safetensors", lambda: _owned(engine))
+
     try:
         on_rank_zero(group, f"preparing the checkpoint {final}", prepare)
-        written = together(group, f"writing the checkpoint {final}", lambda: _write_rank(temporary, engine, group.rank))
+        written = together(group, f"writing the checkpoint {final}", write)
         on_rank_zero(group, f"finishing {final}", lambda: _finish(temporary, written, hooks_state, facts))
         on_rank_zero(group, f"naming the checkpoint {final}", lambda: publish(temporary, final))
         on_rank_zero(group, f"{final} is written; removing older ones", lambda: retain(run_dir, final, keep))
@@ -116,39 +106,35 @@ def save(
     return final
 
 
-RankContent = tuple[FileEntry, list[StoredPart]]
-"""What one rank wrote."""
-
-
-def _write_rank(temporary: Path, engine: Stores, rank: int) -> RankContent:
-    """Write the pieces that this rank owns, going through them twice: the header comes first and needs their sizes."""
-    described = [describe(part) for part in _owned(engine)]
-    return write_parts(temporary / f"rank-{rank:05d}.safetensors", described, _owned(engine)), described
-
-
-def _owned(engine: Stores) -> Iterator[Part]:
-    return (part for part in parts_of(engine.pieces()) if part.owner)
+def _owned(engine: Stores) -> Iterator[Piece]:
+    """What this rank owns, pieces without elements left out."""
+    return (piece for piece in engine.pieces() if piece.owner and piece.region.size)
 
 
 def _finish(
-    temporary: Path, written: Sequence[RankContent], hooks_state: Mapping[str, Any], facts: Mapping[str, Any]
+    temporary: Path,
+    written: Sequence[tuple[FileEntry, list[StoredPiece]]],
+    hooks_state: Mapping[str, Any],
+    facts: Mapping[str, Any],
 ) -> None:
     """Write what rank 0 writes, checkpoint.json last, once the pieces of all ranks are on the disk."""
     hooks_document, hooks_tensors = split_state(hooks_state)
-    infos = {key: TensorInfo.of(tensor) for key, tensor in hooks_tensors.items()}
-    hooks_file = write_tensor_file(temporary / HOOKS_NAME, infos, hooks_tensors.items())
-    tensors = collect_tensors(part for _, parts in written for part in parts)
+    header: Header = {key: (dtype_name(tensor), tuple(tensor.shape)) for key, tensor in hooks_tensors.items()}
+    hooks_file = write_tensor_file(temporary / HOOKS_NAME, header, hooks_tensors.items())
+    tensors = join_pieces(piece for _, pieces in written for piece in pieces)
     files = (*(entry for entry, _ in written), hooks_file)
     CheckpointDocument(tensors=tensors, files=files, hooks=hooks_document, **facts).write(temporary)
     if problem := incompleteness(temporary):
         raise CheckpointError(problem)
 
 
-def load(path: Path, *, engine: Stores, group: Group) -> LoadedCheckpoint:
+def load(path: Path, *, engine: Stores, group: Group) -> CheckpointDocument:
     """Fill the engine from a checkpoint written by any engine on any number of ranks; all ranks call it together.
 
     Every file is compared with its checksums first, each by one rank.
 
+    Returns:
+        what was stored beside weights and moments, the tensors of the hooks' state in their places.
     Raises:
         CheckpointError: on every rank: the checkpoint is not complete, damaged, or does not fit the model.
     """
@@ -158,41 +144,25 @@ def load(path: Path, *, engine: Stores, group: Group) -> LoadedCheckpoint:
     # The engine's own collectives run in here: an error that only one rank meets cannot be announced to the others.
     engine.create_optimizer_state()
 
-    def described() -> list[StoredPart]:
-        return [describe(part) for part in _owned(engine)]  # replicas would be gathered once for each rank
+    def listed() -> list[StoredPiece]:
+        return [without_values(piece) for piece in _owned(engine)]  # replicas would be gathered once for each rank
 
-    wanted = together(group, f"listing the tensors for {path}", described)
+    wanted = together(group, f"listing the tensors for {path}", listed)
 
-    def fill() -> dict[str, Any]:
-        check_same_tensors(path, document, collect_tensors(part for parts in wanted for part in parts))
-        _fill_engine(engine, stored)
-        return join_state(document.hooks, load_file(path / HOOKS_NAME))  # type: ignore[no-any-return]
+    hooks: dict[str, Any] = {}
 
-    hooks_state: dict[str, Any] = {}
-    together(group, f"loading {path}", lambda: hooks_state.update(fill()))
+    def fill() -> None:
+        check_same_tensors(path, document, join_pieces(each for pieces in wanted for each in pieces))
+        with stored, torch.no_grad():
+            for piece in engine.pieces():  # replicas too
+                for state, target in piece.tensors.items():
+                    if state not in document.tensors[piece.name].states:
+                        target.zero_()  # only moments of a run that had made no step: check_same_tensors has seen to it
+                    elif target.numel():
+                        stored.fill(state, piece.name, piece.region, target)
+        hooks.update(read_hooks_state(path, document))
+
+    together(group, f"loading {path}", fill)
     engine.after_load(document.optimizer_steps)
     engine.load_extra_state(document.engine_state)
-    return LoadedCheckpoint(
-        path=path,
-        step=document.step,
-        optimizer_steps=document.optimizer_steps,
-        hooks_state=hooks_state,
-        cursors=document.cursors,
-        config=document.config,
-        extra=document.extra,
-        engine=document.engine,
-        zero_stage=document.zero_stage,
-        world_size=document.world_size,
-    )
-
-
-@torch.no_grad()
-def _fill_engine(engine: Stores, stored: StoredPieces) -> None:
-    tensors = stored.document.tensors
-    with stored.reader() as reader:
-        for part in parts_of(engine.pieces()):
-            for state, target in part.tensors.items():
-                if state in tensors[part.name].states:
-                    reader.fill(state, part.name, part.region, target)
-                else:  # only moments of a run that had made no step: check_same_tensors has seen to it
-                    target.zero_()
+    return replace(document, hooks=hooks)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -41,23 +41,18 @@ DTYPES = {
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
-@dataclass(frozen=True, kw_only=True)
-class TensorInfo:
-    """What a header says of one tensor. `dtype` is a name of the safetensors format."""
+Header = dict[str, tuple[str, tuple[int, ...]]]
+"""(dtype, shape) of each tensor in a file, by key; dtype is a name of the safetensors format."""
 
-    dtype: str
-    shape: tuple[int, ...]
 
-    @classmethod
-    def of(cls, tensor: Tensor) -> TensorInfo:
-        if tensor.dtype not in _NAMES:
-            known = ", ".join(str(dtype) for dtype in _NAMES)
-            raise CheckpointError(f"a tensor of {tensor.dtype} cannot be stored; these can: {known}")
-        return cls(dtype=_NAMES[tensor.dtype], shape=tuple(tensor.shape))
-
-    @property
-    def bytes(self) -> int:
-        return prod(self.shape) * DTYPES[self.dtype].itemsize
+def dtype_name(tensor: Tensor) -> str:
+    """Raises:
+    CheckpointError: the format has no such type.
+    """
+    if tensor.dtype not in _NAMES:
+        known = ", ".join(str(dtype) for dtype in _NAMES)
+        raise CheckpointError(f"a tensor of {tensor.dtype} cannot be stored; these can: {known}")
+    return _NAMES[tensor.dtype]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,31 +90,32 @@ class ChecksumWriter:
         return tuple(self._sums)
 
 
-def write_tensor_file(path: Path, infos: Mapping[str, TensorInfo], tensors: Iterable[tuple[str, Tensor]]) -> FileEntry:
+def write_tensor_file(path: Path, header: Header, tensors: Iterable[tuple[str, Tensor]]) -> FileEntry:
     """Write a safetensors file and flush it to the disk.
 
     Args:
-        infos: every tensor of the file, in the order in which they will come.
+        header: every tensor of the file, in the order in which they will come.
         tensors: (key, tensor) pairs, asked for one at a time; on any device.
     Raises:
-        CheckpointError: `tensors` does not give what `infos` announced.
+        CheckpointError: `tensors` does not give what `header` announced.
         OSError: the file cannot be written.
     """
-    header: dict[str, object] = {}
+    entries: dict[str, object] = {}
     offset = 0
-    for key, info in infos.items():
-        header[key] = {"dtype": info.dtype, "shape": list(info.shape), "data_offsets": [offset, offset + info.bytes]}
-        offset += info.bytes
-    encoded = json.dumps(header, separators=(",", ":")).encode()
+    for key, (dtype, shape) in header.items():
+        behind = offset + prod(shape) * DTYPES[dtype].itemsize
+        entries[key] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, behind]}
+        offset = behind
+    encoded = json.dumps(entries, separators=(",", ":")).encode()
     encoded += b" " * (-len(encoded) % 8)  # the format wants the data to begin at a multiple of 8
-    expected = list(infos.items())
+    expected = list(header.items())
     written = 0
     with path.open("wb") as file:
         output = ChecksumWriter(file)
         output.write(len(encoded).to_bytes(8, "little"))
         output.write(encoded)
         for key, tensor in tensors:
-            found = (key, TensorInfo.of(tensor))
+            found = (key, (dtype_name(tensor), tuple(tensor.shape)))
             if written >= len(expected) or found != expected[written]:
                 announced = expected[written] if written < len(expected) else "the end"
                 raise CheckpointError(f"{path}: tensor {found} came where {announced} was announced")

@@ -5,39 +5,145 @@ Every engine splits parameters over the ranks in its own way. Hooks, checkpoints
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from math import prod
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from trp_scale.distributed.groups import Group
+
+Integers = NDArray[np.int64]
 
 STATE_NAMES = ("exp_avg", "exp_avg_sq")
 """Optimizer moments that are part of a checkpoint, beside the weights."""
 
 
+@dataclass(frozen=True)
+class Runs:
+    """Runs of equal length in a flattened tensor.
+
+    Attributes:
+        starts: [R] int64, ascending, first element of each run; runs do not touch each other.
+        length: elements of one run. The piece stores run after run: run i begins at element i * length of the piece.
+    """
+
+    starts: Integers
+    length: int
+
+
+@dataclass(frozen=True)
+class FlatRange:
+    """Elements [start, stop) of the tensor flattened row by row."""
+
+    start: int
+    stop: int
+
+    def __str__(self) -> str:
+        return f"@{self.start}:{self.stop}"
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+    def fits(self, shape: Sequence[int]) -> bool:
+        """Whether the range lies inside a tensor of this shape and is not empty."""
+        return 0 <= self.start < self.stop <= prod(shape)
+
+    def of(self, whole: Tensor) -> Tensor:
+        """These elements of a whole tensor, which is contiguous: a view, [size]."""
+        return whole.view(-1)[self.start : self.stop]
+
+    def runs(self, shape: Sequence[int]) -> Runs:
+        """One run, whatever the shape."""
+        return Runs(np.array([self.start], dtype=np.int64), self.size)
+
+
+@dataclass(frozen=True)
+class Box:
+    """Elements of the tensor with start <= index < stop in every dimension, stored row by row."""
+
+    bounds: tuple[tuple[int, int], ...]
+
+    def __str__(self) -> str:
+        return "#[" + ",".join(f"{start}:{stop}" for start, stop in self.bounds) + "]"
+
+    @property
+    def size(self) -> int:
+        return prod(stop - start for start, stop in self.bounds)
+
+    def fits(self, shape: Sequence[int]) -> bool:
+        """Whether the box lies inside a tensor of this shape and is not empty."""
+        if len(self.bounds) != len(shape):
+            return False
+        return all(0 <= start < stop <= length for (start, stop), length in zip(self.bounds, shape, strict=True))
+
+    def of(self, whole: Tensor) -> Tensor:
+        """These elements of a whole tensor: a view in the box's shape."""
+        return whole[tuple(slice(start, stop) for start, stop in self.bounds)]
+
+    def runs(self, shape: Sequence[int]) -> Runs:
+        """Trailing dimensions that are whole join the last one that is cut: a box of whole rows is one run."""
+        last = len(shape) - 1
+        while last > 0 and self.bounds[last] == (0, shape[last]):
+            last -= 1
+        stride = prod(shape[last + 1 :])
+        start, stop = self.bounds[last]
+        length = (stop - start) * stride
+        starts = np.array([start * stride], dtype=np.int64)  # [1]
+        for dimension in range(last - 1, -1, -1):
+            stride *= shape[dimension + 1]
+            outer = np.arange(*self.bounds[dimension], dtype=np.int64) * stride
+            starts = (outer[:, None] + starts[None, :]).reshape(-1)  # [indices of this dimension x runs so far]
+        return Runs(starts, length)
+
+
+Region = FlatRange | Box
+"""Which elements of a parameter a piece holds: ZeRO cuts the flattened parameter, FSDP2 its rows (also a flat range),
+tensor parallelism its columns too (a box)."""
+
+
 @dataclass(kw_only=True)
 class Piece:
-    """The part of one parameter that this rank holds: a range of the parameter, flattened row by row.
+    """The part of one parameter that this rank holds. Checkpoints write and fill the same objects.
 
     Attributes:
         name: parameter name without any wrapper's prefix.
         shape: shape of the whole parameter.
-        start: first element of the range in the flattened parameter.
+        region: which of its elements.
         tensors: "weight" and, once the optimizer has state, "exp_avg" and "exp_avg_sq": flat fp32 views of what the
-            engine itself uses, [stop - start]; writing into them changes the engine.
+            engine itself uses, [region.size], in the order of the region's runs; writing into them changes the engine.
         owner: exactly one rank owns each element; pieces that are replicas of another rank's have owner False.
     """
 
     name: str
     shape: tuple[int, ...]
-    start: int
+    region: Region
     tensors: dict[str, Tensor]
     owner: bool = True
 
-    @property
-    def stop(self) -> int:
-        return self.start + int(self.tensors["weight"].numel())
+
+def whole_tensors(pieces: Iterable[Piece], parts: Iterable[Tensor], group: Group) -> dict[str, Tensor]:
+    """A vector over all parameters as one whole tensor for each, on the CPU of every rank; slow, for looking at it.
+
+    Args:
+        pieces: an engine's.
+        parts: this rank's part of the vector for each of the pieces.
+        group: the ranks that hold it together.
+    """
+    mine = [
+        (piece.name, piece.shape, piece.region, part.detach().cpu())
+        for piece, part in zip(pieces, parts, strict=True)
+        if piece.owner
+    ]
+    found: dict[str, Tensor] = {}
+    for name, shape, region, part in (each for rank in group.gather_objects(mine) for each in rank):
+        place = region.of(found.setdefault(name, part.new_empty(shape)))
+        place.copy_(part.view(place.shape))
+    return found
 
 
 @dataclass(frozen=True, kw_only=True)

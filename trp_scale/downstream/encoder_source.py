@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trp_scale.checkpoint.document import DOCUMENT_NAME, read_document
 from trp_scale.checkpoint.export import find_checkpoint
-from trp_scale.checkpoint.stored_pieces import read_full_state
+from trp_scale.checkpoint.format import read_full_state
 from trp_scale.config import Config, RefusedError
 from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.downstream.encoder_file import reading, stored_weights

@@ -10,7 +10,7 @@ from torch import nn
 
 from trp_scale.checkpoint.document import CheckpointDocument, read_document
 from trp_scale.checkpoint.export import find_checkpoint
-from trp_scale.checkpoint.stored_pieces import read_full_state
+from trp_scale.checkpoint.format import read_full_state
 from trp_scale.config import RefusedError
 from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.distributed.environment import Environment

@@ -8,13 +8,11 @@ from pathlib import Path
 from typing import TypeVar
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from trp_scale.checkpoint.document import HOOKS_NAME, CheckpointDocument, read_document
+from trp_scale.checkpoint.document import CheckpointDocument, read_document, read_hooks_state
 from trp_scale.checkpoint.export import find_checkpoint
-from trp_scale.checkpoint.nested_state import join_state
-from trp_scale.checkpoint.stored_pieces import read_full_state
+from trp_scale.checkpoint.format import read_full_state
 from trp_scale.config import Config, RefusedError
 from trp_scale.core.batch import Batch
 from trp_scale.data.index import DataError
@@ -188,6 +186,6 @@ def load_masking_network(trained: TrainedImages) -> MaskingNetwork | None:
 
 
 def _perturbation(checkpoint: Path, document: CheckpointDocument) -> Tensor:
-    state = join_state(document.hooks, load_file(checkpoint / HOOKS_NAME))
+    state = read_hooks_state(checkpoint, document)
     perturbation: Tensor = state["adversary"]["tensors"]["vector"]
     return perturbation

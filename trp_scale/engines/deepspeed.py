@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from trp_scale.config import Config
 from trp_scale.core.engine import EngineError
-from trp_scale.core.pieces import Piece, Shards
+from trp_scale.core.pieces import Piece, Shards, whole_tensors
 from trp_scale.distributed.groups import Group
 from trp_scale.engines.gradient_norm import sum_of_squares
 from trp_scale.engines.optimizer import adamw_response, build_optimizer, set_learning_rate
@@ -198,19 +198,9 @@ class DeepSpeedEngine(ShardOperations):
 
     def full_weights(self) -> dict[str, Tensor]:
         """Assembled from all ranks' master pieces."""
-        mine = [
-            (piece.name, piece.shape, piece.start, piece.tensors["weight"].detach().float().cpu())
-            for piece in self.pieces()
-            if piece.owner
-        ]
-        gathered = self.data_group.gather_objects(mine)
-        if self.data_group.rank != 0:
-            return {}
-        weights: dict[str, Tensor] = {}
-        for name, shape, start, flat in (piece for pieces in gathered for piece in pieces):
-            whole = weights.setdefault(name, torch.empty(shape))
-            whole.view(-1)[start : start + flat.numel()] = flat
-        return weights
+        weights = (piece.tensors["weight"].float() for piece in self.pieces())
+        found = whole_tensors(self.pieces(), weights, self.data_group)
+        return found if self.data_group.rank == 0 else {}
 
     def close(self) -> None:
         self.engine.destroy()

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from trp_scale.config import Config
 from trp_scale.core.engine import EngineError
-from trp_scale.core.pieces import STATE_NAMES, Piece, Shards
+from trp_scale.core.pieces import STATE_NAMES, FlatRange, Piece, Shards
 from trp_scale.distributed.groups import ALONE, Group
 from trp_scale.engines.gradient_norm import sum_of_squares
 from trp_scale.engines.optimizer import adamw_response, build_optimizer, empty_adamw_state, set_learning_rate
@@ -108,7 +108,7 @@ class PlainEngine(ShardOperations):
             yield Piece(
                 name=name,
                 shape=tuple(parameter.shape),
-                start=self.start_of(parameter),
+                region=FlatRange(start := self.start_of(parameter), start + flat.numel()),
                 tensors={"weight": flat, **moments},
             )
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from trp_scale.core.pieces import STATE_NAMES, Piece
+from trp_scale.core.pieces import STATE_NAMES, FlatRange, Piece
 from trp_scale.engines.zero_layout import ZeroLayout
 
 
@@ -36,7 +36,7 @@ class FlatLayout(ZeroLayout):
             yield Piece(
                 name=name,
                 shape=tuple(parameter.shape),
-                start=int(fragment.lp_fragment_address.start),
+                region=FlatRange(start := int(fragment.lp_fragment_address.start), start + place.numel),
                 tensors={key: tensor.narrow(0, place.start, place.numel) for key, tensor in whole.items()},
             )
 

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trp_scale.core.pieces import STATE_NAMES, Piece
+from trp_scale.core.pieces import STATE_NAMES, FlatRange, Piece
 from trp_scale.engines.zero_layout import ZeroLayout
 
 
@@ -40,7 +40,7 @@ class PartitionedLayout(ZeroLayout):
             yield Piece(
                 name=name,
                 shape=tuple(parameter.ds_shape),  # type: ignore[attr-defined]
-                start=start,
+                region=FlatRange(start, start + length),
                 tensors={key: tensor.narrow(0, offset, length) for key, tensor in whole.items()},
             )
 

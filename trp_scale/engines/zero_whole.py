@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trp_scale.core.pieces import STATE_NAMES, Piece
+from trp_scale.core.pieces import STATE_NAMES, FlatRange, Piece
 from trp_scale.engines.zero_layout import ZeroLayout
 
 
@@ -39,7 +39,11 @@ class WholeLayout(ZeroLayout):
             for owner, (start, stop) in enumerate(self._shares(parameter)):
                 tensors = {key: tensor.reshape(-1)[start:stop] for key, tensor in whole.items()}
                 yield Piece(
-                    name=name, shape=tuple(parameter.shape), start=start, tensors=tensors, owner=owner == self.rank
+                    name=name,
+                    shape=tuple(parameter.shape),
+                    region=FlatRange(start, stop),
+                    tensors=tensors,
+                    owner=owner == self.rank,
                 )
 
     def gradients(self) -> list[Tensor]:

@@ -21,7 +21,7 @@ from trp_scale.config import Config
 from trp_scale.core.batch import Batch
 from trp_scale.core.engine import Engine
 from trp_scale.core.hooks import StepContext
-from trp_scale.core.pieces import Shards
+from trp_scale.core.pieces import Shards, whole_tensors
 from trp_scale.masks.finite_difference import MaskDerivative
 from trp_scale.masks.head import HeadLevel, HeadStep, global_sum
 from trp_scale.masks.masks import MaskedWindow, MaskGradient
@@ -168,13 +168,5 @@ def _gradients(loss: Tensor, weights: Weights) -> Weights:
 
 def whole(engine: Engine, shards: Shards) -> Weights:
     """Every parameter's part of a vector, whole and in float64, on every rank."""
-    mine = [
-        (piece.name, piece.shape, piece.start, part.detach().double().cpu())
-        for piece, part in zip(engine.pieces(), shards.parts, strict=True)
-        if piece.owner
-    ]
-    found: Weights = {}
-    for name, shape, start, part in (each for rank in engine.data_group.gather_objects(mine) for each in rank):
-        target = found.setdefault(name, torch.empty(shape, dtype=torch.float64))
-        target.view(-1)[start : start + part.numel()] = part
+    found = whole_tensors(engine.pieces(), (part.double() for part in shards.parts), engine.data_group)
     return {name: value.to(engine.device) for name, value in found.items()}

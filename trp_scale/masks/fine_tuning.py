@@ -12,9 +12,9 @@ from torch import Tensor
 
 from trp_scale.config import Config
 from trp_scale.core.batch import Batch
-from trp_scale.core.engine import Engine, EngineError
+from trp_scale.core.engine import Engine, EngineError, Stores
 from trp_scale.core.hooks import StepContext
-from trp_scale.core.pieces import Shards
+from trp_scale.core.pieces import Region, Shards
 from trp_scale.core.run import MakeEngine
 from trp_scale.data.downstream import Downstream
 from trp_scale.masks.exact import Weights, whole
@@ -134,9 +134,9 @@ def second_encoder(config: Config, engine: Engine, make_engine: MakeEngine) -> E
     return tuned
 
 
-def lie_of(engine: Engine) -> list[tuple[str, tuple[int, ...], int, int, bool]]:
+def lie_of(engine: Stores) -> list[tuple[str, tuple[int, ...], Region, bool]]:
     """Which part of which parameter each piece is."""
-    return [(piece.name, piece.shape, piece.start, piece.stop, piece.owner) for piece in engine.pieces()]
+    return [(piece.name, piece.shape, piece.region, piece.owner) for piece in engine.pieces()]
 
 
 @torch.no_grad()

@@ -180,7 +180,7 @@ class Run:
     def resume(self, path: Path) -> None:
         """Take back weights, moments, hooks, cursors and the step of a checkpoint."""
         loaded = manager.load(path, engine=self.engines, group=self.world)
-        self.hooks.load_state_dict(loaded.hooks_state)
+        self.hooks.load_state_dict(loaded.hooks)
         self.sources.seek(loaded.cursors)
         self.state.step = loaded.step
         self.state.skipped = int(loaded.extra["skipped"])

@@ -46,7 +46,7 @@ def test_a_resumed_run_is_the_uninterrupted_one(balancing: str, tmp_path: Path) 
     take_steps(whole)
     resumed = trainer_with(balancing)
     loaded = load(tmp_path / "checkpoints" / f"step_{HALF:08d}", engine=resumed.engine, group=ALONE)
-    resumed.hooks.load_state_dict(loaded.hooks_state)
+    resumed.hooks.load_state_dict(loaded.hooks)
     resumed.state.step, resumed.source.cursor = loaded.step, loaded.cursors["train"]
     take_steps(resumed)
     weights, expected = resumed.engine.full_weights(), whole.engine.full_weights()

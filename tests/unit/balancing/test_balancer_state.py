@@ -13,7 +13,7 @@ import safetensors.torch
 from tests.unit.balancing.branching import Branching, BranchingObjective, elements, window
 from tests.unit.balancing.toy import balancer, take_step
 from trp_scale.balancing.base import TaskBalancer
-from trp_scale.checkpoint.nested_state import join_state, split_state
+from trp_scale.checkpoint.document import join_state, split_state
 
 OBJECTIVE = BranchingObjective(tasks=("a", "b", "c", "far"), outside={3: 0.3})
 ABSENT: Mapping[int, tuple[int, ...]] = {0: (2,), 3: (1,), 5: (0, 2)}

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from trp_scale.checkpoint.manager import save
-from trp_scale.core.pieces import STATE_NAMES, Piece
+from trp_scale.core.pieces import STATE_NAMES, FlatRange, Piece
 from trp_scale.distributed.groups import Group
 
 SHAPES: dict[str, tuple[int, ...]] = {"matrix": (7, 5), "bias": (13,), "scalar": (), "cube": (4, 3, 2), "one": (1, 1)}
@@ -68,7 +68,13 @@ class FakeEngine:
                         state: whole[name].reshape(-1)[start:stop].clone() for state, whole in self.state.items()
                     }
                     shape = tuple(next(iter(self.state.values()))[name].shape)
-                    piece = Piece(name=name, shape=shape, start=start, tensors=tensors, owner=owner == self.rank)
+                    piece = Piece(
+                        name=name,
+                        shape=shape,
+                        region=FlatRange(start, stop),
+                        tensors=tensors,
+                        owner=owner == self.rank,
+                    )
                     self.held.append(piece)
 
     @classmethod
@@ -104,7 +110,7 @@ def assemble(engines: list[FakeEngine]) -> dict[str, dict[str, Tensor]]:
         for piece in engine.held:
             for state, tensor in piece.tensors.items():
                 if piece.owner:
-                    whole[state][piece.name][piece.start : piece.stop] = tensor
+                    piece.region.of(whole[state][piece.name]).copy_(tensor)
     return {
         state: {name: tensors[name].reshape(shape) for name, shape in SHAPES.items()}
         for state, tensors in whole.items()

@@ -23,8 +23,8 @@ from tests.unit.models.small_images import small_model
 from trp_scale.checkpoint.engine_group import EngineGroup, other_engines
 from trp_scale.checkpoint.errors import CheckpointError
 from trp_scale.checkpoint.export import export
+from trp_scale.checkpoint.format import read_full_state
 from trp_scale.checkpoint.manager import load
-from trp_scale.checkpoint.stored_pieces import read_full_state
 from trp_scale.distributed.groups import Group
 from trp_scale.recipes.loader import to_dict
 

@@ -16,10 +16,19 @@ from safetensors.torch import load_file, save_file
 
 from trp_scale.checkpoint.document import CheckpointDocument, StoredTensor
 from trp_scale.checkpoint.errors import CheckpointError
-from trp_scale.checkpoint.format import Part, collect_tensors, describe, write_parts
-from trp_scale.checkpoint.regions import Box, FlatRange, Region, check_covered_once, overlap, parse_region
-from trp_scale.checkpoint.stored_pieces import StoredPieces, read_header
+from trp_scale.checkpoint.format import (
+    StoredPiece,
+    StoredPieces,
+    check_covered_once,
+    join_pieces,
+    overlap,
+    parse_key,
+    read_header,
+    without_values,
+    write_pieces,
+)
 from trp_scale.checkpoint.tensor_file import FileEntry
+from trp_scale.core.pieces import Box, FlatRange, Piece, Region
 
 SHAPES = st.lists(st.integers(1, 6), min_size=1, max_size=4).map(tuple)
 
@@ -57,13 +66,14 @@ def cut(tensor: torch.Tensor, region: Region) -> torch.Tensor:
 def test_runs_are_the_elements_that_indexing_takes(shape: tuple[int, ...], seed: int) -> None:
     numbers = torch.arange(prod(shape)).reshape(shape)
     regions = cut_at_random(shape, random.Random(seed))
-    check_covered_once("tensor", shape, regions)
+    check_covered_once("tensor", shape, stored(shape, regions))
     for region in regions:
         runs = region.runs(shape)
         elements = [start + offset for start in runs.starts.tolist() for offset in range(runs.length)]
         assert elements == cut(numbers, region).tolist()
         assert region.size == len(elements)
-        assert parse_region(str(region)) == region
+        assert parse_key(f"weight:a@b#c{region}") == ("weight", "a@b#c", region)
+        assert region.of(numbers).reshape(-1).tolist() == elements
 
 
 @settings(max_examples=60, deadline=None)
@@ -71,22 +81,25 @@ def test_runs_are_the_elements_that_indexing_takes(shape: tuple[int, ...], seed:
 def test_any_cut_is_read_into_any_other(shape: tuple[int, ...], seed: int) -> None:
     chooser = random.Random(seed)
     tensor = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-    stored_parts = [
-        Part(name="a@b#c", shape=shape, region=region, tensors={"weight": cut(tensor, region)})
+    pieces = [
+        Piece(name="a@b#c", shape=shape, region=region, tensors={"weight": cut(tensor, region)})
         for region in cut_at_random(shape, chooser)
     ]
     with tempfile.TemporaryDirectory() as directory:
         names = ["rank-00000.safetensors", "rank-00001.safetensors"]
         for rank, name in enumerate(names):
-            mine = stored_parts[rank::2]
-            write_parts(Path(directory) / name, [describe(part) for part in mine], mine)
-        stored = open_stored(Path(directory), collect_tensors(map(describe, stored_parts)), names)
-        with stored.reader() as reader:
+            mine = pieces[rank::2]
+            write_pieces(Path(directory) / name, lambda mine=mine: mine)
+        with open_stored(Path(directory), join_pieces(map(without_values, pieces)), names) as reader:
             assert torch.equal(reader.whole("weight", "a@b#c"), tensor)
             for region in cut_at_random(shape, chooser):
                 target = torch.full((region.size,), torch.nan)
                 reader.fill("weight", "a@b#c", region, target)
                 assert torch.equal(target, cut(tensor, region))
+
+
+def stored(shape: tuple[int, ...], regions: list[Region]) -> list[StoredPiece]:
+    return [StoredPiece(name="m", shape=shape, region=region, states={"weight": "F32"}) for region in regions]
 
 
 def open_stored(directory: Path, tensors: dict[str, StoredTensor], names: list[str]) -> StoredPieces:
@@ -110,11 +123,11 @@ def open_stored(directory: Path, tensors: dict[str, StoredTensor], names: list[s
 
 def test_files_are_safetensors_with_keys_that_can_be_read_by_people(tmp_path: Path) -> None:
     path = tmp_path / "rank-00000.safetensors"
-    parts = [
-        Part(name="m", shape=(2, 4), region=Box(((0, 2), (2, 4))), tensors={"exp_avg": torch.arange(4.0)}),
-        Part(name="m", shape=(2, 4), region=FlatRange(0, 2), tensors={"weight": torch.ones(2, dtype=torch.bfloat16)}),
+    pieces = [
+        Piece(name="m", shape=(2, 4), region=Box(((0, 2), (2, 4))), tensors={"exp_avg": torch.arange(4.0)}),
+        Piece(name="m", shape=(2, 4), region=FlatRange(0, 2), tensors={"weight": torch.ones(2, dtype=torch.bfloat16)}),
     ]
-    entry = write_parts(path, [describe(part) for part in parts], parts)
+    entry, _ = write_pieces(path, lambda: pieces)
     content = load_file(path)
     assert content.keys() == {"exp_avg:m#[0:2,2:4]", "weight:m@0:2"}
     assert torch.equal(content["exp_avg:m#[0:2,2:4]"], torch.arange(4.0))
@@ -124,8 +137,8 @@ def test_files_are_safetensors_with_keys_that_can_be_read_by_people(tmp_path: Pa
 
 def test_overlap_of_rows_with_columns() -> None:
     """Columns 2:4 of a 3 x 6 matrix that was stored as rows 1:3."""
-    stored, wanted = FlatRange(6, 18).runs((3, 6)), Box(((0, 3), (2, 4))).runs((3, 6))
-    sources, targets, lengths = overlap(stored, wanted)
+    rows, columns = FlatRange(6, 18).runs((3, 6)), Box(((0, 3), (2, 4))).runs((3, 6))
+    sources, targets, lengths = overlap(rows, columns)
     assert (sources.tolist(), targets.tolist(), lengths.tolist()) == ([2, 8], [2, 4], [2, 2])
 
 
@@ -144,7 +157,7 @@ def test_overlap_of_rows_with_columns() -> None:
 )
 def test_gaps_and_overlaps_are_named(regions: list[Region], said: str) -> None:
     with pytest.raises(CheckpointError, match=said):
-        check_covered_once("weight", (3, 4), regions)
+        check_covered_once("weight", (3, 4), stored((3, 4), regions))
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,8 @@ from trp_scale.checkpoint import manager, run_directory, tensor_file
 from trp_scale.checkpoint.agreement import check_shared_directory, on_rank_zero, together
 from trp_scale.checkpoint.document import CheckpointDocument
 from trp_scale.checkpoint.errors import CheckpointError, RankError
+from trp_scale.checkpoint.format import read_full_state
 from trp_scale.checkpoint.run_directory import checkpoints, newest_complete, remove_leftovers, set_aside_later
-from trp_scale.checkpoint.stored_pieces import read_full_state
 from trp_scale.config import RefusedError
 from trp_scale.distributed.groups import Group
 
@@ -64,7 +64,7 @@ def test_kill_9_while_tensors_are_written(tmp_path: Path) -> None:
     ("owner", "name"),
     [
         (manager, "remove_leftovers"),
-        (manager, "write_parts"),
+        (manager, "write_pieces"),
         (tensor_file.os, "fsync"),
         (manager, "write_tensor_file"),
         (CheckpointDocument, "write"),

@@ -24,9 +24,9 @@ from tests.unit.checkpoint.fake_engine import (
     whole_state,
 )
 from trp_scale.checkpoint.errors import CheckpointError, RankError
+from trp_scale.checkpoint.format import read_full_state
 from trp_scale.checkpoint.manager import load
 from trp_scale.checkpoint.run_directory import checkpoints
-from trp_scale.checkpoint.stored_pieces import read_full_state
 from trp_scale.distributed.groups import Group
 
 ALONE = Group("world")
@@ -64,7 +64,7 @@ def test_any_split_is_read_into_any_other(seed: int, writers: int, readers: int,
         for engine in engines:  # replicas too, not only what a rank owns
             for piece in engine.held:
                 for key in STATES:
-                    assert torch.equal(piece.tensors[key], state[key][piece.name].reshape(-1)[piece.start : piece.stop])
+                    assert torch.equal(piece.tensors[key], piece.region.of(state[key][piece.name]))
         assert_equal_state({key: read_full_state(paths[0], key) for key in STATES}, state)
 
 
@@ -85,8 +85,8 @@ def test_everything_beside_the_tensors_comes_back(tmp_path: Path) -> None:
     assert (loaded.config, loaded.extra, loaded.cursors) == (config, {"data_digest": "abc"}, {"train": 24})
     assert (loaded.engine, loaded.zero_stage, loaded.world_size) == ("fake", None, 1)
     assert engine.extra == {"loss_scale": 1024.0}
-    assert loaded.hooks_state.keys() == hooks.keys()
-    torch.testing.assert_close(loaded.hooks_state, hooks, rtol=0, atol=0, equal_nan=True)
+    assert loaded.hooks.keys() == hooks.keys()
+    torch.testing.assert_close(loaded.hooks, hooks, rtol=0, atol=0, equal_nan=True)
 
 
 @pytest.mark.parametrize(

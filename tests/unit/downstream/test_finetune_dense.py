@@ -14,8 +14,8 @@ import torch
 
 from tests.runs import lines
 from trp_scale import cli
+from trp_scale.checkpoint.format import read_full_state
 from trp_scale.checkpoint.run_directory import checkpoint_path
-from trp_scale.checkpoint.stored_pieces import read_full_state
 from trp_scale.config import RefusedError
 from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.distributed.groups import ALONE

@@ -15,7 +15,7 @@ from tests.runs import flags, pretrain_here
 from tests.unit.downstream.glue.small_data import finetune_here, glue_flags, write_cola
 from tests.unit.downstream.glue.standard_files import FILES, write_glue
 from trp_scale import cli
-from trp_scale.checkpoint.stored_pieces import read_full_state
+from trp_scale.checkpoint.format import read_full_state
 from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.distributed.environment import Environment
 from trp_scale.downstream.encoder_source import open_encoder

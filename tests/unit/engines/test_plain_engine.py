@@ -12,6 +12,7 @@ from torch import Tensor
 from tests.unit.engines.linear_model import Small, engine_of, gradients, push, state_of, weights_of
 from tests.unit.models.masked_rows import VOCABULARY, masked_rows, small_model
 from trp_scale.core.engine import EngineError
+from trp_scale.core.pieces import FlatRange
 from trp_scale.distributed.groups import Group
 from trp_scale.engines.optimizer import decay_groups
 from trp_scale.engines.plain import PlainEngine
@@ -221,7 +222,7 @@ def test_pieces_cover_every_parameter_once() -> None:
     named = dict(engine.module.named_parameters())
     assert [piece.name for piece in pieces] == list(named)
     for piece in pieces:
-        assert (piece.start, piece.stop) == (0, named[piece.name].numel()) and piece.owner
+        assert piece.region == FlatRange(0, named[piece.name].numel()) and piece.owner
         assert piece.shape == tuple(named[piece.name].shape)
         assert set(piece.tensors) == {"weight", "exp_avg", "exp_avg_sq"}
         assert all(tensor.dtype == torch.float32 and tensor.ndim == 1 for tensor in piece.tensors.values())

@@ -28,7 +28,7 @@ def engine_with_moments(**optimizer: Any) -> PlainEngine:
     generator = torch.Generator().manual_seed(5)
     for piece in engine.pieces():
         for kind in piece.tensors.keys() - {"weight"}:
-            drawn = torch.rand(piece.stop - piece.start, generator=generator, dtype=torch.float64)
+            drawn = torch.rand(piece.region.size, generator=generator, dtype=torch.float64)
             piece.tensors[kind].copy_(0.1 + drawn)
     engine.after_load(DONE)
     return engine

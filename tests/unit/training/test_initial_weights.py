@@ -9,7 +9,7 @@ import torch
 
 from tests.runs import image_flags, pretrain_here
 from trp_scale.checkpoint.export import find_checkpoint
-from trp_scale.checkpoint.stored_pieces import read_full_state
+from trp_scale.checkpoint.format import read_full_state
 from trp_scale.config import RefusedError
 
 

@@ -11,13 +11,11 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
 from torch import Tensor
 
-from trp_scale.checkpoint.document import DOCUMENT_NAME, HOOKS_NAME, read_document
+from trp_scale.checkpoint.document import DOCUMENT_NAME, read_document, read_hooks_state
 from trp_scale.checkpoint.export import find_checkpoint
-from trp_scale.checkpoint.nested_state import join_state
-from trp_scale.checkpoint.stored_pieces import read_full_state
+from trp_scale.checkpoint.format import read_full_state
 from trp_scale.config import Config, RefusedError
 from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.data.hashing import Integers
@@ -87,7 +85,7 @@ def stage_two(path: str) -> StageTwo | None:
     learned = config.masking.network != "none" and config.multilevel.feedback == "downstream"
     if not learned or isinstance(config, FinetuneConfig):
         return None
-    head = join_state(document.hooks, load_file(checkpoint / HOOKS_NAME))["multilevel"]["outer"]["head"]
+    head = read_hooks_state(checkpoint, document)["multilevel"]["outer"]["head"]
     return StageTwo(
         config=config,
         checkpoint=checkpoint,

@@ -13,7 +13,7 @@ from transformers import ViTMAEConfig
 
 from trp_scale.checkpoint.document import CheckpointDocument
 from trp_scale.checkpoint.errors import CheckpointError
-from trp_scale.checkpoint.stored_pieces import read_full_state
+from trp_scale.checkpoint.format import read_full_state
 from trp_scale.config import Config, RefusedError
 from trp_scale.models.image_patches import CHANNEL_DEVIATION, CHANNEL_MEAN
 from trp_scale.models.vit import feed_forward_ratio

@@ -10,7 +10,7 @@ from transformers import BertForPreTraining
 
 from trp_scale.checkpoint.document import DOCUMENT_NAME, CheckpointDocument
 from trp_scale.checkpoint.errors import CheckpointError
-from trp_scale.checkpoint.stored_pieces import read_full_state
+from trp_scale.checkpoint.format import read_full_state
 from trp_scale.config import ModelConfig, RefusedError
 from trp_scale.upstreams.pos_bert.model import PADDED_PARAMETERS, bert_config, to_transformers
 

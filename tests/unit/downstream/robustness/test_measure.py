@@ -11,7 +11,7 @@ import torch
 from tests.unit.data.images.stored import write_images
 from tests.unit.downstream.test_evaluate import reddish, tuned_run
 from trp_scale import cli
-from trp_scale.checkpoint.stored_pieces import read_full_state
+from trp_scale.checkpoint.format import read_full_state
 from trp_scale.config import RefusedError
 from trp_scale.core.batch import Batch
 from trp_scale.distributed.environment import Environment

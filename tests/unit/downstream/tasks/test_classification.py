@@ -20,8 +20,8 @@ from tests.unit.downstream.test_finetune import tuning_flags
 from tests.unit.models.encoder_peers import finetune_config
 from tests.unit.models.test_image_encoder import images
 from trp_scale import cli
+from trp_scale.checkpoint.format import read_full_state
 from trp_scale.checkpoint.run_directory import checkpoint_path
-from trp_scale.checkpoint.stored_pieces import read_full_state
 from trp_scale.config import RefusedError
 from trp_scale.core.batch import Batch
 from trp_scale.distributed.groups import Group
