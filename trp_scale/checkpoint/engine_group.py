@@ -1,18 +1,20 @@
-"""A run's engine and those of its hooks, such as a masking network's, as the one engine that a checkpoint knows.
+"""A run's engine and what its hooks hold beside it, as the one engine that a checkpoint knows.
 
-Tensors of the others carry their engine's name: "masking_network.hidden.weight". How many steps each has made, and what
-else it remembers, is under "masking_network.optimizer_steps" and so on in the checkpoint's engine_state.
+Tensors of a hook's own engine, such as a masking network's, carry that engine's name: "masking_network.hidden.weight".
+How many steps it has made, and what else it remembers, is under "masking_network.optimizer_steps" and so on in the
+checkpoint's engine_state. A hook's vector that lies like the run's weights, such as their average, is one more state of
+the run's own tensors, beside "weight" and the moments.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from trp_scale.checkpoint.errors import CheckpointError
 from trp_scale.core.engine import Stores
-from trp_scale.core.pieces import Piece
+from trp_scale.core.pieces import Piece, Shards
 
 STEPS = "optimizer_steps"
 
@@ -23,14 +25,20 @@ class EngineGroup:
     Args:
         main: the run's engine.
         others: by name; names have no dot.
+        sharded: the hooks' vectors by name, laid out like the main engine's weights; asked for at each save and load.
     """
 
-    def __init__(self, main: Stores, others: Mapping[str, Stores]) -> None:
-        self.main, self.others = main, others
+    def __init__(
+        self, main: Stores, others: Mapping[str, Stores], sharded: Callable[[], Mapping[str, Shards]] = dict
+    ) -> None:
+        self.main, self.others, self.sharded = main, others, sharded
         self.name, self.zero_stage = main.name, main.zero_stage
 
     def pieces(self) -> Iterator[Piece]:
-        yield from self.main.pieces()
+        vectors = self.sharded()
+        for number, piece in enumerate(self.main.pieces()):
+            parts = {name: vector.parts[number] for name, vector in vectors.items()}
+            yield replace(piece, tensors={**piece.tensors, **parts})
         for name, engine in self.others.items():
             for piece in engine.pieces():
                 yield replace(piece, name=f"{name}.{piece.name}")

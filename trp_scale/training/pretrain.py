@@ -115,7 +115,7 @@ class Run:
             steps_per_epoch=steps_per_epoch,
         )
         self.hooks = Hooks(build_balancer(self.context), self.upstream.hooks(self.context))
-        self.engines = EngineGroup(self.engine, self.hooks.engines())
+        self.engines = EngineGroup(self.engine, self.hooks.engines(), self.hooks.sharded_state)
         self.state = TrainingState()
         self.agreement = StepAgreement(self.world, config.data.max_corrupt_blocks)
         if selection.checkpoint is not None:

@@ -25,11 +25,13 @@ from trp_scale.checkpoint.errors import CheckpointError
 from trp_scale.checkpoint.export import export
 from trp_scale.checkpoint.format import read_full_state
 from trp_scale.checkpoint.manager import load
+from trp_scale.core.pieces import Shards
 from trp_scale.distributed.groups import Group
 from trp_scale.recipes.loader import to_dict
 
 ALONE = Group("world")
 NAME = "masking_network"
+SHARED = whole_state(8)["weight"]
 
 
 def held(seed: int, *, rank: int = 0, world: int = 1, steps: int = 5, scale: float = 1024.0) -> FakeEngine:
@@ -128,3 +130,46 @@ def test_the_engines_beside_the_main_one_are_named_by_their_step_counts() -> Non
     state = EngineGroup(held(1), {NAME: held(2, steps=7), "second": held(3)}).extra_state()
     assert state[f"{NAME}.optimizer_steps"] == 7
     assert other_engines(state) == [NAME, "second"]
+
+
+def vector(engine: FakeEngine, whole: dict[str, Tensor]) -> Shards:
+    """A vector over all parameters as the engine's pieces lie; whole tensors are given."""
+    return Shards(
+        parts=[piece.region.of(whole[piece.name]).clone() for piece in engine.held],
+        owned=[piece.owner for piece in engine.held],
+        group=ALONE,
+    )
+
+
+def test_a_hook_s_vector_comes_back_on_any_split(tmp_path: Path) -> None:
+    average, zero = SHARED, {name: torch.zeros(shape) for name, shape in SHAPES.items()}
+
+    def write(group: Group) -> Path:
+        main, other = (held(seed, rank=group.rank, world=3) for seed in (1, 2))
+        engines = EngineGroup(main, {NAME: other}, lambda: {"weight_average": vector(main, average)})
+        return save_step(tmp_path, 4, engine=engines, group=group)
+
+    def read(group: Group) -> tuple[FakeEngine, Shards]:
+        main, other = (fresh(seed, rank=group.rank, world=2) for seed in (1, 2))
+        own = vector(main, zero)
+        load(path, engine=EngineGroup(main, {NAME: other}, lambda: {"weight_average": own}), group=group)
+        return main, own
+
+    path = on_ranks(3, write)[0]
+    answers = on_ranks(2, read)
+    assert_equal_state(assemble([main for main, _ in answers]), whole_state(1))
+    for main, own in answers:
+        for piece, part in zip(main.held, own.parts, strict=True):
+            assert torch.equal(part, piece.region.of(average[piece.name])), piece.name
+    found = read_full_state(path, "weight_average")
+    assert found.keys() == SHAPES.keys() and all(torch.equal(found[name], average[name]) for name in SHAPES)
+
+
+def test_a_vector_that_only_one_of_checkpoint_and_run_has_is_refused(tmp_path: Path) -> None:
+    main = held(1)
+    path = save_step(tmp_path / "with", 4, engine=EngineGroup(main, {}, lambda: {"average": vector(main, SHARED)}))
+    with pytest.raises(CheckpointError, match="average of bias: F32 in the checkpoint, nothing in the model"):
+        load(path, engine=fresh(1), group=ALONE)
+    path, new = save_step(tmp_path / "without", 0, engine=fresh(1)), fresh(1)
+    with pytest.raises(CheckpointError, match="average of bias: nothing in the checkpoint, F32 in the model"):
+        load(path, engine=EngineGroup(new, {}, lambda: {"average": vector(new, SHARED)}), group=ALONE)
