@@ -25,13 +25,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from trp_scale.data.text.tokenizer import load_for_sharding, save_trained, train_word_piece
 from trp_scale.preparation.sharding.writing import new_tar
 from trp_scale.preparation.text.annotate import Annotator
-from trp_scale.preparation.text.corpus import plan_corpus
+from trp_scale.preparation.text.corpus import embedded_documents, plan_corpus
 from trp_scale.preparation.text.documents import Document, ReadSettings, read_portion
-from trp_scale.preparation.text.embedded import embedded_documents
 from trp_scale.preparation.text.portion import RowSettings, write_portion
-from trp_scale.preparation.text.sentences import SentenceSplitter
+from trp_scale.preparation.text.splitting import SentenceSplitter, split_keys, unit_keys
 from trp_scale.preparation.text.taggers import make_tagger
-from trp_scale.preparation.text.words import split_keys, unit_keys
 
 READ = ReadSettings(text_field="text", split="train", one_document_per_file=True, max_line_bytes=8_000_000)
 

@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 
 from trp_scale.preparation.images.shard import ShardImagesConfig, shard_images
-from trp_scale.preparation.text.embedded import embedded_documents
+from trp_scale.preparation.text.corpus import embedded_documents
 from trp_scale.preparation.text.shard import ShardTextConfig, shard_text
 
 

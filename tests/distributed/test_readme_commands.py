@@ -30,7 +30,7 @@ from tests.runs import SMALL, environment
 from tests.unit.downstream.glue.standard_files import write_glue
 from tests.unit.preparation.pseudo_labels.tiny_models import dpt_depth, mask2former
 from trp_scale import cli
-from trp_scale.preparation.text.embedded import embedded_documents
+from trp_scale.preparation.text.corpus import embedded_documents
 
 SMALL_IMAGES = {"samples_per_shard": 16, "rows_per_block": 8, "processes": 1}
 SMALL_SCENES = {**SMALL_IMAGES, "count": 48, "size": 48}

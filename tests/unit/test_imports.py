@@ -44,7 +44,7 @@ KNOWN = {
 }
 """What still goes against the direction, and has to go."""
 
-ONLY_WHEN_ASKED = ("wandb", "tensorboard", "datasets", "deepspeed")
+ONLY_WHEN_ASKED = ("wandb", "tensorboard", "datasets", "deepspeed", "nltk", "textblob", "webdataset")
 
 PICKLING_MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
 

@@ -51,8 +51,10 @@ def npy(array: npt.NDArray[np.generic]) -> bytes:
     return stream.getvalue()
 
 
-def write_shard(path: Path, blocks: dict[str, dict[str, bytes]], rows: dict[str, int]) -> None:
-    """A tar with its index: `blocks` maps a key to its members' contents by suffix."""
+def write_shard(
+    path: Path, blocks: dict[str, dict[str, bytes]], rows: dict[str, int], labels: dict[str, int] | None = None
+) -> None:
+    """A tar with its index: `blocks` maps a key to its members' contents by suffix, `labels` to an image's class."""
     entries = []
     with tarfile.open(path, "w") as tar:
         for key, members in blocks.items():
@@ -63,7 +65,7 @@ def write_shard(path: Path, blocks: dict[str, dict[str, bytes]], rows: dict[str,
                 offset = tar.offset + 512
                 tar.addfile(header, io.BytesIO(content))
                 placed[suffix] = Member(offset=offset, length=len(content), crc32=zlib.crc32(content))
-            entries.append(Block(key=key, rows=rows[key], members=placed))
+            entries.append(Block(key=key, rows=rows[key], members=placed, label=(labels or {}).get(key)))
     write_index(path, ShardIndex(shard=path.name, size=path.stat().st_size, blocks=entries))
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from trp_scale.data.dataset_directory import directory_fingerprint, load_dataset
 from trp_scale.data.index import DataError
+from trp_scale.preparation.dataset_directory import directory_fingerprint, load_dataset
 from trp_scale.preparation.images.samples import Listing, Loaded, Sample, UnusableError
 
 TORCHVISION = "torchvision:"

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from trp_scale.data.dataset_directory import is_dataset_directory
 from trp_scale.data.index import DataError
+from trp_scale.preparation.dataset_directory import is_dataset_directory
 from trp_scale.preparation.images.dataset_libraries import TORCHVISION, list_directory, list_torchvision
 from trp_scale.preparation.images.files import list_folder
 from trp_scale.preparation.images.map_descriptions import describe_maps

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from trp_scale.data.dataset_directory import files_fingerprint
 from trp_scale.data.images.members import VOID
 from trp_scale.data.index import DataError
+from trp_scale.preparation.dataset_directory import files_fingerprint
 from trp_scale.preparation.pseudo_labels.settings import FLAGS
 
 CONFIGURATION = "config.json"

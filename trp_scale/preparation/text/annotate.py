@@ -10,8 +10,8 @@ from tokenizers import Tokenizer
 
 from trp_scale.data.text.groups import GROUPS, WORD_START
 from trp_scale.data.text.tokenizer import is_bert_word_piece
+from trp_scale.preparation.text.splitting import UnitWords, key_text, split_keys, unit_keys
 from trp_scale.preparation.text.taggers import Tagger
-from trp_scale.preparation.text.words import UnitWords, key_text, split_keys, unit_keys
 
 MAX_REMEMBERED = 4_000_000
 """Characters of units whose words and pieces are remembered before the table starts again (about 300 MB)."""

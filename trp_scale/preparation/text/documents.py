@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
-from trp_scale.data.dataset_directory import load_dataset
+from trp_scale.preparation.dataset_directory import load_dataset
 from trp_scale.preparation.text.corpus import Portion, Span
 
 SKIP_REASONS = {

@@ -25,9 +25,8 @@ from trp_scale.preparation.sharding.job import ShardingJob, ShardingSettings, ch
 from trp_scale.preparation.sharding.workers import Advance, Progressed
 from trp_scale.preparation.sharding.writing import ShardWriter
 from trp_scale.preparation.text.annotate import Annotator
-from trp_scale.preparation.text.corpus import Corpus, Portion, plan_corpus
+from trp_scale.preparation.text.corpus import Corpus, Portion, embedded_documents, plan_corpus
 from trp_scale.preparation.text.documents import SKIP_REASONS, Document, ReadSettings, read_portion
-from trp_scale.preparation.text.embedded import embedded_documents
 from trp_scale.preparation.text.portion import RowSettings, TextReport, write_portion
 from trp_scale.preparation.text.taggers import make_tagger, resolve_tagger
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from importlib.metadata import version
-from typing import Protocol
+from typing import Any, Protocol
 
 from trp_scale.data.text.groups import group_of
+from trp_scale.errors import RefusedError
 
 NLTK_DATA = "averaged_perceptron_tagger_eng"
 NLTK_INSTALL = f"python -m nltk.downloader {NLTK_DATA}"
@@ -14,8 +16,23 @@ MAX_REMEMBERED = 500_000
 """Words whose group the pattern tagger remembers before it starts again."""
 
 
-class TaggerError(RuntimeError):
+class TaggerError(RefusedError):
     """A tagger that was asked for cannot be used; the message says what to install."""
+
+
+def text_library(name: str) -> Any:
+    """A module of NLTK or TextBlob, which only the sharding of text needs.
+
+    Raises:
+        TaggerError: it is not installed.
+    """
+    try:
+        return import_module(name)
+    except ImportError as error:
+        package = name.partition(".")[0]
+        raise TaggerError(
+            f"sharding text needs {package}, which cannot be imported ({error}): pip install 'trp-scale[text]'"
+        ) from error
 
 
 class Tagger(Protocol):
@@ -40,15 +57,12 @@ class NltkTagger:
     """
 
     def __init__(self) -> None:
-        import nltk
-        from nltk.tag.perceptron import PerceptronTagger
-
         if not nltk_data_present():
             raise TaggerError(
                 f"tagger nltk: the data {NLTK_DATA} is not installed; run `{NLTK_INSTALL}` or use --tagger textblob"
             )
-        self._tagger = PerceptronTagger()
-        self.name = f"nltk {nltk.__version__} {NLTK_DATA}"
+        self._tagger = text_library("nltk.tag.perceptron").PerceptronTagger()
+        self.name = f"nltk {version('nltk')} {NLTK_DATA}"
 
     def prepare(self, words: list[str]) -> None:
         """Nothing: tags depend on the words around."""
@@ -65,9 +79,7 @@ class TextBlobTagger:
     """
 
     def __init__(self) -> None:
-        from textblob.en import parser
-
-        self._parser = parser
+        self._parser = text_library("textblob.en").parser
         self._first: dict[str, int] = {}
         self._later: dict[str, int] = {}
         self.name = f"textblob {version('textblob')} PatternTagger"
@@ -102,10 +114,8 @@ class TextBlobTagger:
 
 def nltk_data_present() -> bool:
     """Whether NLTK finds the data of its English perceptron tagger."""
-    import nltk
-
     try:
-        nltk.data.find(f"taggers/{NLTK_DATA}/")
+        text_library("nltk").data.find(f"taggers/{NLTK_DATA}/")
     except LookupError:
         return False
     return True

@@ -1,23 +1,20 @@
-"""A small stored image data set for tests: tars by WebDataset's writer, indexes from what tarfile finds in them."""
+"""A small stored image data set for tests."""
 
 from __future__ import annotations
 
 import io
-import tarfile
-import zlib
 from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 import torch
 from PIL import Image
-from webdataset.writer import TarWriter
 
 from tests.unit.data import stored
 from trp_scale.config import Config
 from trp_scale.core.batch import Batch
 from trp_scale.data.images.dataset import open_image_dataset
-from trp_scale.data.index import Block, Member, ShardIndex, write_index, write_json
+from trp_scale.data.index import write_json
 from trp_scale.data.sources import open_sources
 
 CLASSES = ["ant", "bee", "cat"]
@@ -41,24 +38,13 @@ def jpeg(image: Image.Image) -> bytes:
 
 def write_tar(path: Path, samples: Iterable[dict[str, str | bytes]]) -> int:
     """A tar with its index; returns the number of samples. `samples`: "__key__" and members' contents by suffix."""
-    with TarWriter(str(path), encoder=False, mtime=0) as writer:
-        for sample in samples:
-            writer.write(sample)
-    found: dict[str, dict[str, Member]] = {}
-    labels: dict[str, int] = {}
-    content = path.read_bytes()
-    with tarfile.open(path) as tar:
-        for member in tar:
-            key, suffix = member.name.split(".", 1)
-            data = content[member.offset_data : member.offset_data + member.size]
-            found.setdefault(key, {})[suffix] = Member(
-                offset=member.offset_data, length=member.size, crc32=zlib.crc32(data)
-            )
-            if suffix == "cls":
-                labels[key] = int(data)
-    blocks = [Block(key=key, rows=1, members=members, label=labels.get(key)) for key, members in found.items()]
-    write_index(path, ShardIndex(shard=path.name, size=len(content), blocks=blocks))
-    return len(blocks)
+    members = {
+        str(sample["__key__"]): {suffix: bytes(each) for suffix, each in sample.items() if isinstance(each, bytes)}
+        for sample in samples
+    }
+    labels = {key: int(contents["cls"]) for key, contents in members.items() if "cls" in contents}
+    stored.write_shard(path, members, dict.fromkeys(members, 1), labels)
+    return len(members)
 
 
 def sample(number: int, height: int, width: int, **members: bytes) -> dict[str, str | bytes]:

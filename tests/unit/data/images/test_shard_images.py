@@ -16,7 +16,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import webdataset
 from PIL import Image
 
 from tests.fixtures import small_image_dataset
@@ -148,6 +147,7 @@ def test_the_index_gives_every_member_as_tarfile_does(made: Path) -> None:
 
 
 def test_the_webdataset_library_reads_the_shards(made: Path) -> None:
+    webdataset = pytest.importorskip("webdataset", reason="webdataset is not installed")
     dataset = read_json(made / "dataset.json")
     found = stored(made)
     for name in dataset["shards"]:

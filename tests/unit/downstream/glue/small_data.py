@@ -7,7 +7,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from trp_scale.preparation.text.embedded import embedded_documents
+from trp_scale.preparation.text.corpus import embedded_documents
 
 SMALL = {
     "model.layers": 2,

@@ -12,13 +12,13 @@ from nltk.tokenize.destructive import NLTKWordTokenizer
 from textblob.taggers import PatternTagger
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from tests.unit.preparation.text.test_words import PARTS
+from tests.unit.preparation.text.test_splitting import PARTS
 from trp_scale.data.text.groups import GROUP_BITS, OTHER, WORD_START, group_of
 from trp_scale.data.text.tokenizer import is_bert_word_piece, train_word_piece
 from trp_scale.preparation.text.annotate import Annotator
-from trp_scale.preparation.text.embedded import embedded_documents
-from trp_scale.preparation.text.taggers import TextBlobTagger, make_tagger
-from trp_scale.preparation.text.words import MAX_UNIT
+from trp_scale.preparation.text.corpus import embedded_documents
+from trp_scale.preparation.text.splitting import MAX_UNIT
+from trp_scale.preparation.text.taggers import TaggerError, TextBlobTagger, make_tagger
 
 
 @cache
@@ -184,5 +184,5 @@ def test_a_tokenizer_is_trained_to_the_same_numbers() -> None:
 
 
 def test_unknown_tagger_is_named() -> None:
-    with pytest.raises(RuntimeError, match="nltk, textblob or auto"):
+    with pytest.raises(TaggerError, match="nltk, textblob or auto"):
         make_tagger("spacy")

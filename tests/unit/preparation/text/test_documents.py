@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 
 from trp_scale.data.index import DataError
-from trp_scale.preparation.text.corpus import plan_corpus
+from trp_scale.preparation.text.corpus import embedded_documents, plan_corpus
 from trp_scale.preparation.text.documents import Document, ReadSettings, Skipped, read_portion
-from trp_scale.preparation.text.embedded import embedded_documents
 
 
 def read(

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trp_scale.preparation.text.rows import RowPacker, fill_rows, pad_sentence_ends
+from trp_scale.preparation.text.portion import RowPacker, fill_rows, pad_sentence_ends
 
 ROW = 10
 

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import webdataset
 from transformers import AutoTokenizer
 
 from tests.fixtures import small_text_dataset
@@ -135,6 +134,7 @@ def test_dataset_json_counts_what_is_stored(made: Path) -> None:
 
 
 def test_the_webdataset_library_and_memory_maps_read_the_shards(made: Path) -> None:
+    webdataset = pytest.importorskip("webdataset", reason="webdataset is not installed")
     dataset = read_json(made / "dataset.json")
     shard = made / "shards" / dataset["shards"][0]
     samples: Iterator[dict[str, bytes]] = iter(webdataset.WebDataset(str(shard), shardshuffle=False))
@@ -238,6 +238,17 @@ def test_taggers_say_what_is_missing_and_which_is_used(
     assert "tagger: textblob" in caplog.text
     monkeypatch.setattr(taggers, "nltk_data_present", lambda: True)
     assert resolve_tagger("auto") == "nltk"
+
+
+@pytest.mark.parametrize(("tagger", "library"), [("auto", "nltk"), ("textblob", "nltk"), ("textblob", "textblob")])
+def test_a_library_that_is_not_installed_is_named_with_its_extra(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tagger: str, library: str
+) -> None:
+    for name in [name for name in sys.modules if name.partition(".")[0] in (library, "textblob")]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, library, None)
+    with pytest.raises(TaggerError, match=rf"sharding text needs .*{library}.* pip install 'trp-scale\[text\]'"):
+        shard_text(config_of(made, tmp_path / "out", tagger=tagger))
 
 
 def test_nltk_tagger_gives_the_groups_of_nltk() -> None:

@@ -10,9 +10,15 @@ from hypothesis import strategies as st
 from nltk.tokenize.destructive import NLTKWordTokenizer
 from nltk.tokenize.punkt import PunktParameters, PunktSentenceTokenizer
 
-from trp_scale.preparation.text.embedded import embedded_documents
-from trp_scale.preparation.text.sentences import ABBREVIATIONS, SentenceSplitter
-from trp_scale.preparation.text.words import MAX_UNIT, key_text, split_keys, unit_keys
+from trp_scale.preparation.text.corpus import embedded_documents
+from trp_scale.preparation.text.splitting import (
+    ABBREVIATIONS,
+    MAX_UNIT,
+    SentenceSplitter,
+    key_text,
+    split_keys,
+    unit_keys,
+)
 
 PARTS = re.findall(
     r"\S+",
