@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import math
 import os
 import random
+import shutil
 import signal
 import time
 from collections.abc import Callable
@@ -19,7 +22,8 @@ from tests.distributed.launched import kill_all, launch, wait_for_steps
 from tests.ranks import Ranks
 from tests.runs import essence, flags, image_flags, lines, pretrain_here, start
 from trp_scale.checkpoint.format import read_full_state
-from trp_scale.checkpoint.run_directory import checkpoint_path, newest_complete
+from trp_scale.checkpoint.run_directory import checkpoint_path, checkpoints, newest_complete
+from trp_scale.config import RefusedError
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "fsdp": {"engine": "fsdp"},
@@ -84,6 +88,37 @@ def test_kill_9_of_a_whole_deepspeed_run_at_a_random_step_and_start_it_again(
         mine, theirs = (read_full_state(checkpoint_path(run_dir, 14), state=state) for run_dir in (killed, whole))
         assert mine.keys() == theirs.keys()
         assert [name for name, tensor in theirs.items() if not torch.equal(mine[name], tensor)] == [], state
+
+
+def run_and_listen(arguments: list[str]) -> tuple[int, str]:
+    """Exit status and what this rank printed; of a refusal 2 and its message."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        try:
+            return pretrain_here(arguments), printed.getvalue()
+        except RefusedError as error:
+            return 2, str(error)
+
+
+def test_a_run_goes_on_from_before_a_damaged_checkpoint(two_ranks: Ranks, text_dataset: Path, tmp_path: Path) -> None:
+    """One flipped bit in what the other rank wrote and reads."""
+    changes = {"training__steps": 8, "checkpoint__every": 2, "checkpoint__keep": 3, **LAYOUTS["fsdp"]}
+    whole, run_dir = tmp_path / "whole", tmp_path / "run"
+    two_ranks(pretrain_here, flags(text_dataset, whole, **changes))
+    shutil.copytree(whole, run_dir)
+    newest, taken = checkpoint_path(run_dir, 8), checkpoint_path(run_dir, 6)
+    content = bytearray((newest / "rank-00001.safetensors").read_bytes())
+    content[len(content) // 2] ^= 16
+    (newest / "rank-00001.safetensors").write_bytes(content)
+    refused = two_ranks(run_and_listen, flags(text_dataset, run_dir, resume=newest, **changes))
+    assert refused[0] == refused[1] and refused[0][0] == 2
+    assert f"--resume {newest}: the checkpoint is not whole" in refused[0][1]
+    (status, printed), other = two_ranks(run_and_listen, flags(text_dataset, run_dir, resume="auto", **changes))
+    assert (status, *other) == (0, 0, "")
+    assert f"{newest} is not whole and is passed over" in printed and "rank-00001.safetensors: bytes 0:" in printed
+    assert f"resuming from {taken}" in printed
+    same_run(run_dir, whole)
+    assert [step for step, _ in checkpoints(run_dir)] == [4, 6, 8]
 
 
 @pytest.mark.parametrize(

@@ -91,7 +91,7 @@ def read_document(directory: Path) -> CheckpointDocument:
         content = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: missing, so {directory} is not a finished checkpoint") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path}: not JSON ({error})") from error
     try:
         found = (content.pop("format"), content.pop("checksum_bytes"))
@@ -109,7 +109,9 @@ def read_document(directory: Path) -> CheckpointDocument:
             for entry in content.pop("files")
         )
         return CheckpointDocument(tensors=tensors, files=files, **content)
-    except (KeyError, TypeError, AttributeError) as error:
+    except CheckpointError:
+        raise
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise CheckpointError(f"{path}: not a checkpoint's document ({type(error).__name__}: {error})") from error
 
 

@@ -307,8 +307,11 @@ def read_header(path: Path) -> Header:
         raise CheckpointError(f"{path}: not a safetensors file ({error})") from error
 
 
-def open_pieces(path: Path, document: CheckpointDocument, group: Group) -> StoredPieces:
+def open_pieces(path: Path, document: CheckpointDocument, group: Group, *, checked: bool = False) -> StoredPieces:
     """Compare every file with its checksums, each by one rank, and learn on every rank which pieces are in them all.
+
+    Args:
+        checked: the checksums have been compared just now (resume.select): the files are not read once more for it.
 
     Raises:
         CheckpointError: on every rank: files are damaged, or do not hold every element once.
@@ -316,7 +319,8 @@ def open_pieces(path: Path, document: CheckpointDocument, group: Group) -> Store
 
     def examine() -> dict[str, Header]:
         mine = document.files[group.rank :: group.size]
-        check_sound(path, mine)
+        if not checked:
+            check_sound(path, mine)
         return {entry.name: read_header(path / entry.name) for entry in mine if entry in document.rank_files}
 
     examined = together(group, f"checking {path}", examine)

@@ -128,10 +128,10 @@ def _finish(
         raise CheckpointError(problem)
 
 
-def load(path: Path, *, engine: Stores, group: Group) -> CheckpointDocument:
+def load(path: Path, *, engine: Stores, group: Group, checked: bool = False) -> CheckpointDocument:
     """Fill the engine from a checkpoint written by any engine on any number of ranks; all ranks call it together.
 
-    Every file is compared with its checksums first, each by one rank.
+    Every file is compared with its checksums first, each by one rank, unless that was `checked` just now.
 
     Returns:
         what was stored beside weights and moments, the tensors of the hooks' state in their places.
@@ -140,7 +140,7 @@ def load(path: Path, *, engine: Stores, group: Group) -> CheckpointDocument:
     """
     document = on_rank_zero(group, f"reading {path}", lambda: read_document(path))
     check_same_engines(path, document.engine_state, engine.extra_state())  # the same on every rank
-    stored = open_pieces(path, document, group)
+    stored = open_pieces(path, document, group, checked=checked)
     # The engine's own collectives run in here: an error that only one rank meets cannot be announced to the others.
     engine.create_optimizer_state()
 

@@ -7,15 +7,14 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from trp_scale.checkpoint.document import DOCUMENT_NAME
+from trp_scale.checkpoint.agreement import on_rank_zero, together
+from trp_scale.checkpoint.document import DOCUMENT_NAME, read_document
 from trp_scale.checkpoint.durable import sync_directory
-from trp_scale.checkpoint.run_directory import (
-    incompleteness,
-    newest_complete,
-    remove_leftovers,
-    set_aside_later,
-)
+from trp_scale.checkpoint.errors import CheckpointError
+from trp_scale.checkpoint.run_directory import Found, checkpoints, remove_leftovers, set_aside_later
+from trp_scale.checkpoint.tensor_file import check_sound
 from trp_scale.config import RefusedError
+from trp_scale.distributed.groups import Group
 from trp_scale.observe.metrics import METRICS_FILE
 
 
@@ -32,28 +31,69 @@ class Selection:
     notices: tuple[str, ...]
 
 
-def select(run_dir: Path, resume: str) -> Selection:
-    """Decide what to start from; on one rank, whose answer the others take (agreement.on_rank_zero).
+def select(run_dir: Path, resume: str, group: Group) -> Selection:
+    """Decide what to start from; all ranks together. Every byte of what is taken has been compared with its checksum,
+    each file by one rank, so that a run goes on from the newest checkpoint that can be read at all.
 
     What a killed process left half-written in run_dir is removed first; another run's directory is only read.
 
     Args:
-        resume: "auto" = the newest complete checkpoint of run_dir, or a fresh start where there is none;
+        resume: "auto" = the newest whole checkpoint of run_dir, or a fresh start where there is none at all;
             "never" = a fresh start in an empty directory; else the path of a checkpoint or of a run directory.
     Raises:
-        RefusedError: "never" and the directory is not empty; a path without a complete checkpoint.
+        RefusedError: on every rank: "never" and the directory is not empty; a checkpoint given by its path that is not
+            whole; no whole one among those of a directory.
     """
+    what = f"looking into {run_dir}"
     if resume == "never":
-        return _fresh(run_dir)
+        return on_rank_zero(group, what, lambda: _fresh(run_dir))
     if resume == "auto":
-        remove_leftovers(run_dir)
-        found = newest_complete(run_dir)
-        if found.path is not None:
-            return Selection(checkpoint=found.path, notices=(*found.warnings, f"resuming from {found.path}"))
-        return Selection(
-            checkpoint=None, notices=(*found.warnings, f"no complete checkpoint in {run_dir}: starting from step 0")
-        )
-    return _given(Path(resume), run_dir)
+        on_rank_zero(group, what, lambda: remove_leftovers(run_dir))
+        found = newest_whole(run_dir, group)
+        if found.path is None and not found.warnings:
+            return Selection(checkpoint=None, notices=(f"no checkpoint in {run_dir}: starting from step 0",))
+        if found.path is None:
+            raise RefusedError(
+                f"--resume auto: {'; '.join(found.warnings)}; none is left. Put back a whole one, or start again in "
+                "another --run_dir"
+            )
+        return Selection(checkpoint=found.path, notices=(*found.warnings, f"resuming from {found.path}"))
+    path = Path(resume)
+    if on_rank_zero(group, what, lambda: _is_checkpoint(path, run_dir)):
+        if problem := damage(path, group):
+            raise RefusedError(f"--resume {path}: the checkpoint is not whole: {problem}")
+        return Selection(checkpoint=path, notices=(f"resuming from {path}",))
+    found = newest_whole(path, group)
+    if found.path is None:
+        why = "; ".join(found.warnings) or "there is no checkpoint in it"
+        raise RefusedError(f"--resume {path}: nothing to resume from: {why}")
+    return Selection(checkpoint=found.path, notices=(*found.warnings, f"resuming from {found.path}"))
+
+
+def newest_whole(run_dir: Path, group: Group) -> Found:
+    """The newest checkpoint of which every byte is as it was written; all ranks together. The warnings name newer ones
+    that are not."""
+    warnings: list[str] = []
+    for _, path in reversed(on_rank_zero(group, f"looking into {run_dir}", lambda: checkpoints(run_dir))):
+        problem = damage(path, group)
+        if problem is None:
+            return Found(path=path, warnings=tuple(warnings))
+        warnings.append(f"{path} is not whole and is passed over: {problem}")
+    return Found(path=None, warnings=tuple(warnings))
+
+
+def damage(path: Path, group: Group) -> str | None:
+    """Compare all files of a checkpoint with their checksums, each by one rank; all ranks together.
+
+    Returns:
+        what is missing or damaged, the same on every rank; None when all is whole.
+    """
+    try:
+        document = on_rank_zero(group, f"reading {path}", lambda: read_document(path))
+        together(group, f"checking {path}", lambda: check_sound(path, document.files[group.rank :: group.size]))
+    except CheckpointError as error:
+        return str(error)
+    return None
 
 
 def _fresh(run_dir: Path) -> Selection:
@@ -71,7 +111,8 @@ def _fresh(run_dir: Path) -> Selection:
     return Selection(checkpoint=None, notices=(f"starting from step 0 in {run_dir}",))
 
 
-def _given(path: Path, run_dir: Path) -> Selection:
+def _is_checkpoint(path: Path, run_dir: Path) -> bool:
+    """Whether what --resume names is a checkpoint, not a run directory."""
     if not path.is_dir():
         raise RefusedError(f"--resume {path}: no such directory; give auto, never, a checkpoint or a run directory")
     if (run_dir / METRICS_FILE).exists() and not path.resolve().is_relative_to(run_dir.resolve()):
@@ -79,15 +120,7 @@ def _given(path: Path, run_dir: Path) -> Selection:
             f"--resume {path} is of another run than --run_dir {run_dir}, which has {METRICS_FILE} of its own; "
             "give an empty --run_dir, or say --resume auto to go on with the run that is there"
         )
-    if (path / DOCUMENT_NAME).exists():
-        if problem := incompleteness(path):
-            raise RefusedError(f"--resume {path}: the checkpoint is not complete: {problem}")
-        return Selection(checkpoint=path, notices=(f"resuming from {path}",))
-    found = newest_complete(path)
-    if found.path is None:
-        why = "; ".join(found.warnings) or "there is no checkpoint in it"
-        raise RefusedError(f"--resume {path}: nothing to resume from: {why}")
-    return Selection(checkpoint=found.path, notices=(*found.warnings, f"resuming from {found.path}"))
+    return (path / DOCUMENT_NAME).exists()
 
 
 def take_back(run_dir: Path, step: int) -> list[str]:

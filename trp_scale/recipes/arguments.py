@@ -33,7 +33,7 @@ class Arguments:
     ds_config: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """DeepSpeed's JSON file; what the recipe states is "auto" in it."""
     resume: Annotated[str, tyro.conf.arg(metavar="auto|never|PATH")] = "auto"
-    """auto: go on from the newest complete checkpoint of the run directory, if there is one. never: start anew, in an
+    """auto: go on from the newest whole checkpoint of the run directory, if there is one. never: start anew, in an
     empty directory. PATH: start from this checkpoint or run directory."""
     local_rank: int = -1
     """Passed by the deepspeed launcher; ranks are read from the environment."""

@@ -91,7 +91,7 @@ class Run:
         if config.training.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses to be deterministic
             torch.use_deterministic_algorithms(True)
-        selection = on_rank_zero(self.world, f"looking into {run_dir}", lambda: select(run_dir, arguments.resume))
+        selection = select(run_dir, arguments.resume, self.world)
         self.upstream = build(config, environment)
         self.sources, self.objective = self.upstream.sources, self.upstream.objective
         self.world.require_equal(self.sources.digest(), f"the data set {config.data.path}")
@@ -179,7 +179,7 @@ class Run:
 
     def resume(self, path: Path) -> None:
         """Take back weights, moments, hooks, cursors and the step of a checkpoint."""
-        loaded = manager.load(path, engine=self.engines, group=self.world)
+        loaded = manager.load(path, engine=self.engines, group=self.world, checked=True)
         self.hooks.load_state_dict(loaded.hooks)
         self.sources.seek(loaded.cursors)
         self.state.step = loaded.step

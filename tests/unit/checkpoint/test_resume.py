@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 
-from tests.unit.checkpoint.fake_engine import save_step
+from tests.unit.checkpoint.fake_engine import FakeEngine, on_ranks, random_split, save_step, whole_state
 from trp_scale.checkpoint.resume import CutMetrics, cut_metrics, select, take_back
 from trp_scale.checkpoint.resume_rules import MAY_CHANGE, check_settings, may_change
+from trp_scale.checkpoint.run_directory import checkpoints
 from trp_scale.config import Config, RefusedError
+from trp_scale.distributed.groups import ALONE, Group
 from trp_scale.recipes.loader import to_dict
 
 PRESENT = to_dict(Config())
@@ -132,49 +134,95 @@ def test_settings_are_compared_as_json_gives_them_back() -> None:
 
 def test_never_refuses_a_directory_that_is_not_empty(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
-    assert select(run_dir, "never").checkpoint is None
+    assert select(run_dir, "never", ALONE).checkpoint is None
     (run_dir / "checkpoints").mkdir(parents=True)
     (run_dir / ".hidden").touch()
-    assert select(run_dir, "never").checkpoint is None
+    assert select(run_dir, "never", ALONE).checkpoint is None
     (run_dir / "config.yaml").touch()
     with pytest.raises(RefusedError, match=r"not empty \(it holds config.yaml\)"):
-        select(run_dir, "never")
+        select(run_dir, "never", ALONE)
     for number in range(10):
         (run_dir / f"file{number}").touch()
     with pytest.raises(RefusedError, match="file6 and 3 more"):
-        select(run_dir, "never")
+        select(run_dir, "never", ALONE)
 
 
 def test_auto_takes_the_newest_complete_one_or_starts_fresh(tmp_path: Path) -> None:
-    fresh = select(tmp_path, "auto")
+    fresh = select(tmp_path, "auto", ALONE)
     assert fresh.checkpoint is None
     assert "starting from step 0" in fresh.notices[-1]
     older, newer = save_step(tmp_path, 1), save_step(tmp_path, 2)
-    assert select(tmp_path, "auto").checkpoint == newer
+    assert select(tmp_path, "auto", ALONE).checkpoint == newer
     (newer / "hooks.safetensors").unlink()
     (tmp_path / "checkpoints" / ".step_00000003.tmp").mkdir()
-    selection = select(tmp_path, "auto")
+    selection = select(tmp_path, "auto", ALONE)
     assert selection.checkpoint == older
     assert str(newer) in selection.notices[0]
     assert str(older) in selection.notices[1]
     assert not (tmp_path / "checkpoints" / ".step_00000003.tmp").exists()
 
 
+def flip(file: Path) -> None:
+    """Change one bit in the middle."""
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 16
+    file.write_bytes(content)
+
+
+@pytest.mark.parametrize("file", ["rank-00000.safetensors", "rank-00001.safetensors", "hooks.safetensors"])
+def test_auto_passes_over_what_is_damaged_and_a_path_does_not(tmp_path: Path, file: str) -> None:
+    """On every rank, also where only the other one has read the damaged file."""
+    split = random_split(3, 2)
+
+    def saved(group: Group, step: int) -> Path:
+        return save_step(tmp_path, step, engine=FakeEngine(group.rank, split, whole_state(step)), group=group)
+
+    (first, _), (second, _), (third, _) = (on_ranks(2, lambda group, n=n: saved(group, n)) for n in (1, 2, 3))
+    flip(third / file)
+    flip(second / file)
+    for selection in on_ranks(2, lambda group: select(tmp_path, "auto", group)):
+        assert selection.checkpoint == first
+        assert len(selection.notices) == 3
+        for notice, path in zip(selection.notices, (third, second), strict=False):
+            assert notice.startswith(f"{path} is not whole and is passed over: ")
+            assert f"{path / file}: bytes 0:" in notice
+        assert selection.notices[-1] == f"resuming from {first}"
+    for error in on_ranks(2, lambda group: select(tmp_path, str(third), group)):
+        assert isinstance(error, RefusedError)
+        assert str(error).startswith(f"--resume {third}: the checkpoint is not whole: ")
+        assert f"{third / file}: bytes 0:" in str(error)
+    flip(first / file)
+    for error in on_ranks(2, lambda group: select(tmp_path, "auto", group)):
+        assert isinstance(error, RefusedError)
+        assert str(error).startswith(f"--resume auto: {third} is not whole") and "none is left" in str(error)
+
+
+def test_what_was_passed_over_does_not_push_out_a_whole_one(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        save_step(tmp_path, step)
+    flip(tmp_path / "checkpoints" / "step_00000003" / "rank-00000.safetensors")
+    selection = select(tmp_path, "auto", ALONE)
+    assert selection.checkpoint is not None and selection.checkpoint.name == "step_00000002"
+    take_back(tmp_path, 2)
+    save_step(tmp_path, 4, keep=2)
+    assert [step for step, _ in checkpoints(tmp_path)] == [2, 4]
+
+
 def test_a_path_is_a_checkpoint_or_a_run(tmp_path: Path) -> None:
     other, run_dir = tmp_path / "other", tmp_path / "run"
     older, newer = save_step(other, 1), save_step(other, 2)
     (other / "checkpoints" / ".step_00000003.tmp").mkdir()
-    assert select(run_dir, str(other)).checkpoint == newer
-    assert select(run_dir, str(older)).checkpoint == older
+    assert select(run_dir, str(other), ALONE).checkpoint == newer
+    assert select(run_dir, str(older), ALONE).checkpoint == older
     assert (other / "checkpoints" / ".step_00000003.tmp").exists(), "another run may be writing there now"
     (newer / "rank-00000.safetensors").unlink()
-    with pytest.raises(RefusedError, match=r"not complete: .*rank-00000\.safetensors: missing"):
-        select(run_dir, str(newer))
+    with pytest.raises(RefusedError, match=r"not whole: .*rank-00000\.safetensors: missing"):
+        select(run_dir, str(newer), ALONE)
     with pytest.raises(RefusedError, match="no such directory"):
-        select(run_dir, str(tmp_path / "nowhere"))
+        select(run_dir, str(tmp_path / "nowhere"), ALONE)
     (tmp_path / "empty").mkdir()
     with pytest.raises(RefusedError, match="there is no checkpoint in it"):
-        select(run_dir, str(tmp_path / "empty"))
+        select(run_dir, str(tmp_path / "empty"), ALONE)
 
 
 def test_metrics_are_cut_back_byte_for_byte(tmp_path: Path) -> None:
@@ -212,7 +260,7 @@ def test_a_run_taken_back_never_returns_to_what_it_left(tmp_path: Path) -> None:
         "metrics.jsonl: records after step 1 were cut off: 2",
         "metrics.jsonl: records that were not whole were dropped: 1",
     ]
-    selection = select(tmp_path, "auto")
+    selection = select(tmp_path, "auto", ALONE)
     assert selection.checkpoint == tmp_path / "checkpoints" / "step_00000001"
     assert len(selection.notices) == 1
     assert take_back(tmp_path, 1) == []
@@ -227,9 +275,9 @@ def test_another_run_s_checkpoint_does_not_continue_this_run_s_metrics(tmp_path:
     other = save_step(tmp_path / "other", 2)
     run_dir = tmp_path / "run"
     run_dir.mkdir()
-    assert select(run_dir, str(other)).checkpoint == other
+    assert select(run_dir, str(other), ALONE).checkpoint == other
     (run_dir / "metrics.jsonl").write_text('{"step": 1}\n', encoding="utf-8")
     with pytest.raises(RefusedError, match=r"another run than .* which has metrics\.jsonl of its own"):
-        select(run_dir, str(other))
+        select(run_dir, str(other), ALONE)
     own = save_step(run_dir, 3)
-    assert select(run_dir, str(own)).checkpoint == own
+    assert select(run_dir, str(own), ALONE).checkpoint == own
