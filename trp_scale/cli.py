@@ -159,7 +159,7 @@ class ReportArguments:
     run: Annotated[Path, tyro.conf.arg(metavar="DIR")]
     """Run directory, with metrics.jsonl in it."""
     pictures: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
-    """Of an image run with a checkpoint: draw reconstructions, and positions before and after the adversary's
+    """For an image run with a checkpoint: draw reconstructions, and positions before and after the adversary's
     perturbation, as PNG files into this directory (needs the extra `pictures`)."""
     data: Annotated[str, tyro.conf.arg(metavar="DIR")] = ""
     """For pictures: where the run's data is now, if it was moved or the run was started elsewhere."""

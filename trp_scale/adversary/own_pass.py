@@ -6,10 +6,10 @@ from trp_scale.core.hooks import StepContext
 
 
 def run_own_pass(ctx: StepContext) -> None:
-    """Forward and backward over this rank's window; what is left of it are the gradients of the hooks' own leaves.
+    """Forward and backward over this rank's window. Only the gradients of the hooks' own leaves remain.
 
-    They are of the loss that the balancer makes of this pass's own task losses: with minimax exact, of the weights at
-    the perturbation that the pass sees. The engine's gradients are dropped, its loss scale stays: where this pass
+    The loss is what the balancer makes of this pass's own task losses: minimax exact takes the weights at the
+    perturbation that the pass sees. The engine's gradients are dropped. Its loss scale stays: where this pass
     overflows, the leaf's gradient is not finite and the adversary stays where it is. Micro-batches that were joined to
     the window are not perturbed and take no part.
     """

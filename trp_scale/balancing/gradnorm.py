@@ -18,7 +18,7 @@ from trp_scale.core.objective import Objective, TappedObjective, TapPlace
 from trp_scale.core.run import RunContext
 
 SMALLEST_WEIGHT = 1e-3
-"""Of weights whose mean is 1: a step of Adam must not bring one to 0 or below, where no norm would bring it back."""
+"""Least weight, where their mean is 1. A step of Adam must not bring one to 0 or below: no norm brings it back."""
 
 
 class GradNorm(LossReadingBalancer):

@@ -1,7 +1,7 @@
 """Which settings may differ between a checkpoint and the run that goes on from it.
 
-Engine, launcher and number of ranks are not settings: they may always differ. Of the settings, only those may that
-leave the sequence of global batches, the model and the method as they were.
+Engine, launcher and number of ranks are not settings: they may always differ. A setting may differ if the sequence of
+global batches, the model and the method stay as they were.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ class Stores(Protocol):
         ...
 
     def extra_state(self) -> Mapping[str, float]:
-        """Small state of the engine's own, e.g. a loss scale; empty where there is none."""
+        """Small state of the engine's own, such as a loss scale; may be empty."""
         ...
 
     def load_extra_state(self, state: Mapping[str, float]) -> None:
@@ -185,7 +185,7 @@ class Probes(Protocol):
         ...
 
     def publish_weights(self) -> None:
-        """Carry what was written into pieces() between steps into what the next forward reads."""
+        """Carry what was written into pieces() between steps over to the weights that the next forward reads."""
         ...
 
     def full_weights(self) -> dict[str, Tensor]:
@@ -194,4 +194,4 @@ class Probes(Protocol):
 
 
 class Engine(Trains, Stores, Probes, Protocol):
-    """All three: what a run has."""
+    """The three together: the engine of a run."""

@@ -141,7 +141,7 @@ class Hook:
         return {}
 
     def validation(self) -> AbstractContextManager[None]:
-        """Around a validation: what the hook changes of the engine in here is back as it was afterwards."""
+        """Around a validation. The hook may change the engine inside, and must put it back afterwards."""
         return nullcontext()
 
     def metrics(self) -> Mapping[str, Any]:

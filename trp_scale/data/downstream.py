@@ -1,4 +1,4 @@
-"""What masks are learned from beside D_u: labelled images for the head, D_tr, and for the masking network, D_val."""
+"""The labelled images that masks are learned from: D_tr for the head, D_val for the masking network."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def _notices(
     rows: Rows,
     classes: int,
 ) -> list[str]:
-    """Of a source that is smaller than a batch, or that lacks classes altogether."""
+    """Notices of a source that is smaller than a batch, or that lacks some classes altogether."""
     found = []
     size = config.multilevel.batch_size or config.batch.global_size
     split = f"{shown} (--multilevel.validation_share {config.multilevel.validation_share:g})"

@@ -1,4 +1,4 @@
-"""Windows of two sources at once: what a step learns from that has a task on each (MLO-MAE eq. 5)."""
+"""Windows of two sources at once, for a step with a task on each (MLO-MAE eq. 5)."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class Sources:
         self.notices: list[str] = []
         if downstream is not None:
             self.notices = downstream.notices
-            downstream.train.tells = downstream.validation.tells = train
+            downstream.train.reports_to = downstream.validation.reports_to = train
         self.meta: Any = rows.meta  # the caller knows which kind it has asked for
         self.limit = rows.limit
         digest = hashlib.blake2b(digest_size=16)

@@ -1,4 +1,4 @@
-"""Splits by hashes of the blocks' keys: what is held out, and of the rest what masks are learned on."""
+"""Splits by hashes of the blocks' keys: the held-out blocks, and D_val among the others."""
 
 from __future__ import annotations
 

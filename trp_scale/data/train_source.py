@@ -1,4 +1,4 @@
-"""The endless stream of training rows: windows, the cursor, and what was fetched ahead."""
+"""The endless stream of training rows: windows, a cursor, and micro-batches fetched ahead."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class TrainSource:
         cursor: rows consumed by all ranks together; the only state there is.
         accumulation: micro-batches per window.
         wait_seconds: time that the last window, and the peeks before it, kept the caller waiting.
-        tells: a source whose next window also names the blocks that could not be read here: the loop counts those of
-            its own windows. None: this one's windows are the loop's.
+        reports_to: the source whose next window also carries the keys of blocks that could not be read here. The loop
+            counts such keys in its own windows only. None: the loop reads this source's windows itself.
 
     Args:
         plan: the order.
@@ -48,8 +48,8 @@ class TrainSource:
         self.rows = plan.rows
         self.cursor = 0
         self.wait_seconds = 0.0
-        self.tells: TrainSource | None = None
-        self._heard: set[str] = set()
+        self.reports_to: TrainSource | None = None
+        self._reported: set[str] = set()
         self.accumulation = check_partition(config.batch.global_size, config.batch.micro_size, world, flags=flags)
         self._fetcher = Fetcher(plan, builder)
         self._global_size, self._micro_size = config.batch.global_size, config.batch.micro_size
@@ -71,21 +71,22 @@ class TrainSource:
         Rank r gets positions [cursor + r B / W, cursor + (r + 1) B / W), cut into contiguous micro-batches.
         """
         window = self._ahead.popleft() if self._ahead else self._fetch()
-        self._pass_on(window)
+        self._report(window)
         self.cursor += self._global_size
         self.wait_seconds, self._waited = self._waited, 0.0
         return window
 
-    def _pass_on(self, window: list[Batch]) -> None:
-        if self.tells is not None:
-            self.tells._heard.update(key for micro in window for key in micro.corrupt)
-        if self._heard:
-            window[0].corrupt = [*window[0].corrupt, *sorted(self._heard)]
-            self._heard.clear()
+    def _report(self, window: list[Batch]) -> None:
+        """Hand the corrupt keys of a window to `reports_to`; add to it those that other sources have handed here."""
+        if self.reports_to is not None:
+            self.reports_to._reported.update(key for micro in window for key in micro.corrupt)
+        if self._reported:
+            window[0].corrupt = [*window[0].corrupt, *sorted(self._reported)]
+            self._reported.clear()
 
     def peek(self, count: int) -> list[list[Batch]]:
-        """The next `count` windows without consuming them: `next_window` gives these same objects, and the cursor waits
-        for it. `seek` and `close` drop them."""
+        """The next `count` windows without consuming them. `next_window` gives these same objects and moves the cursor.
+        `seek` and `close` drop them."""
         while len(self._ahead) < count:
             self._ahead.append(self._fetch())
         return list(itertools.islice(self._ahead, count))

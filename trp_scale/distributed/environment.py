@@ -114,7 +114,7 @@ class Environment:
 
 
 def report_refusal(error: Exception, info: RankInfo) -> None:
-    """Print why the run is refused: rank 0 at once, the others only if they outlive it, so that it is said once."""
+    """Print why the run is refused: rank 0 at once, the others only if they outlive it, so that it is printed once."""
     if info.rank == 0:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return

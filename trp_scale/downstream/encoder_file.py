@@ -1,4 +1,4 @@
-"""Weights and sizes in a directory of transformers or timm: what is damaged or missing there is said, by its name."""
+"""Weights and sizes in a directory of transformers or timm. Errors name the file that is damaged or missing."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ from trp_scale.downstream.task import DownstreamTask, measure
 from trp_scale.downstream.tasks import build_task
 
 EVALUATIONS = "evaluations"
-"""In the run's directory: what was measured later."""
+"""File in the run's directory with what was measured later."""
 
 TEXT = "glue"
 

@@ -27,7 +27,7 @@ GREYED = 0.5
 
 
 COLOURS = 20
-"""Of the palette; classes beyond take them again."""
+"""Colours of the palette. Classes beyond them take the same colours again."""
 
 
 @torch.no_grad()

@@ -14,7 +14,7 @@ from trp_scale.config import RefusedError
 
 RESULTS_FILE = "results.json"
 RESULT_FILE = "result.json"
-"""Of one seed, in its own run directory."""
+"""The result of one seed, in its own run directory."""
 
 
 @dataclass(kw_only=True)

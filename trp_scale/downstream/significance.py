@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 LEAST_SEEDS = 2
-"""Of a paired test."""
+"""Fewest seeds of a paired test."""
 
 ROUNDING = 1e-12
 """Differences that vary by less than this share of the largest figure are equal."""

@@ -2,7 +2,7 @@
 
 AdPE's Figure 1 draws accuracy against hours for k = 1, 2, 4 crops and a lighter decoder. Here the accuracy is a linear
 probe's, on the run's own held-out images or on a test set: it compares the runs of one sweep, and is not the paper's
-figure. Of MAE+ the probe sees whole images, whose outer positions were never trained and are not fine-tuned either.
+figure. For MAE+ the probe sees whole images, whose outer positions were never trained and are not fine-tuned either.
 """
 
 from __future__ import annotations

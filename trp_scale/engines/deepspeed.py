@@ -1,4 +1,4 @@
-"""DeepSpeed ZeRO 0-3 behind the engine protocol. What of it bites, and how it is held, is said where it is done."""
+"""DeepSpeed ZeRO 0-3 behind the engine protocol. Each surprise of DeepSpeed is described where it is undone."""
 
 from __future__ import annotations
 

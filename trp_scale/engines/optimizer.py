@@ -33,7 +33,7 @@ class Layered(Protocol):
 
 
 LEARNED_POSITIONS = "pos_embed"
-"""Of an image encoder: a table, but not decayed, as in timm."""
+"""Name of an image encoder's learned positions: a table, but not decayed, as in timm."""
 
 
 def decay_groups(

@@ -44,7 +44,7 @@ class ShardOperations(ABC):
 
     @abstractmethod
     def publish_weights(self) -> None:
-        """Carry what was written into `pieces()` into what the next forward reads, on all ranks."""
+        """Carry what was written into `pieces()` over to the weights that the next forward reads, on all ranks."""
 
     def gradient_of(self, losses: Sequence[Callable[[], Tensor]]) -> Shards:
         """Gradient of a sum of losses, summed over ranks; leaves no trace in weights, moments or gradients.
@@ -67,13 +67,15 @@ class ShardOperations(ABC):
 
     @contextmanager
     def perturbed(self, direction: Shards, scale: float | Tensor, *, base: Shards | None = None) -> Iterator[None]:
-        """Forwards read weights + scale x direction, or base + scale x direction; afterwards the weights are what they
-        were, bit for bit, also when the forward raises: other ranks may then be anywhere, so that what the next forward
-        reads is published by that forward.
+        """Forwards read weights + scale x direction, or base + scale x direction. Afterwards the weights are what they
+        were, bit for bit.
+
+        The same holds when a forward raises. Publishing is a collective, and other ranks may then be anywhere: the next
+        forward publishes what was put back.
 
         Args:
-            base: changes places with the weights while this lasts, so that no third copy is needed; it comes back with
-                its own values up to rounding.
+            base: changes places with the weights inside, so that no third copy is needed. It comes back with its own
+                values up to rounding.
         """
         saved = self.weights() if base is None else base
         self._move(direction, scale, exchange=base)
@@ -87,7 +89,7 @@ class ShardOperations(ABC):
         self.publish_weights()
 
     def publish_restored(self) -> None:
-        """Before a forward: publish what a `perturbed` that was interrupted has put back."""
+        """Before a forward: publish the weights that an interrupted `perturbed` has put back."""
         if self.unpublished:
             self.publish_weights()
             self.unpublished = False

@@ -72,7 +72,8 @@ class ZeroLayout(ABC):
 
     @abstractmethod
     def clear_unused_gradients(self) -> None:
-        """Zero what is left of earlier windows, and would be the gradient of a parameter that takes no part."""
+        """Zero the gradients that DeepSpeed keeps from earlier windows. A parameter that takes no part in this window
+        would have them again."""
 
     def last_backward(self) -> AbstractContextManager[None]:
         """Around the window's last backward pass."""

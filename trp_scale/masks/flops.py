@@ -99,7 +99,7 @@ def _mask_derivative(config: Config, passes: Passes) -> float:
 
 
 def _passes(config: Config, computed: bool) -> Passes:
-    """Of a curriculum, those of the ratio in the middle of the run."""
+    """The passes of these settings. A curriculum counts with the ratio in the middle of the run."""
     if config.masking.final_ratio:
         config = copy.deepcopy(config)
         config.masking.ratio = 0.5 * (config.masking.ratio + config.masking.final_ratio)

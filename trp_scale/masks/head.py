@@ -28,7 +28,7 @@ from trp_scale.engines.optimizer import decay_groups, empty_adamw_state, set_lea
 from trp_scale.models.initialise import initial_tensor
 
 HEAD_DEVIATION = 0.01
-"""Of the head's initial matrix, as of a linear probe's (He et al., A.1)."""
+"""Standard deviation of the head's first matrix, as of a linear probe's (He et al., A.1)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -299,7 +299,7 @@ class HeadLevel:
 
     @torch.enable_grad()
     def gradients(self, part: HeadInput, parameters: HeadParameters) -> LossGradients:
-        """Of the sum of the rows' losses."""
+        """Gradients of the sum of the rows' losses."""
         features, flat = leaf(part.features), leaf(parameters.flat())
         loss = self.loss(replace(part, features=features), parameters.like(flat))
         by_features, by_head = torch.autograd.grad(loss, (features, flat))

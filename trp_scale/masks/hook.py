@@ -76,7 +76,7 @@ class LearnedMasks(Hook):
             self.outer.before_last_step(ctx, window)
 
     def choose(self, ctx: StepContext, micros: Sequence[Batch], *, keep: bool = True) -> MaskedWindow:
-        """Masks for these micro-batches: what they look like from now on."""
+        """Choose masks for these micro-batches. Everything sees them with these masks from now on."""
         with self.clock("masks"):
             window = self.masker.choose(ctx.engine, micros, ctx.step, keep=keep)
         self.masked |= {micro.start: window for micro in micros}

@@ -32,7 +32,7 @@ from trp_scale.masks.head import HeadLevel, HeadRule, HeadStep
 from trp_scale.masks.masks import Hypergradient, MaskedWindow
 
 Choose = Callable[[StepContext, Sequence[Batch]], MaskedWindow]
-"""Masks for these micro-batches: what hooks and model see of them until the step itself begins."""
+"""Chooses masks for these micro-batches. Hooks and model see them with these until the step itself begins."""
 
 Clock = Callable[[str], AbstractContextManager[None]]
 """Counts the time inside as that of a named part."""

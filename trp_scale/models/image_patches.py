@@ -9,7 +9,7 @@ from trp_scale.models.patches import patchify
 
 CHANNEL_MEAN = (0.485, 0.456, 0.406)
 CHANNEL_DEVIATION = (0.229, 0.224, 0.225)
-"""Of ImageNet's pixels in [0, 1]; what enters the model has them taken out, as everywhere in this field."""
+"""Mean and deviation of ImageNet's pixels in [0, 1]. They are taken out of what enters a model, as is usual."""
 
 TARGET_EPS = 1e-6
 """Added to a patch's variance before its root is taken (He et al.)."""

@@ -95,7 +95,7 @@ def mae_step_flops(config: Config, *, rows: int, computed: bool = False) -> floa
 
 
 def encoder_forward_flops(config: Config) -> float:
-    """Of a forward pass of a masked autoencoder's encoder over one whole crop, no patch masked; counted as there."""
+    """FLOPs of a masked autoencoder's encoder over one whole crop, no patch masked, forward only."""
     model, vision = config.model, config.vision
     patches = (config.crops.size // vision.patch_size) ** 2
     block = vit_block_flops(config, patches, 1 + patches, model.hidden_size, model.heads, model.intermediate_size)
@@ -109,7 +109,7 @@ def classifier_step_flops(config: FinetuneConfig) -> float:
 
 
 def vit_block_flops(config: Config, patches: int, queries: int, width: int, heads: int, intermediate: int) -> int:
-    """Of a forward pass of one block over a class token and patches, for some of them as queries."""
+    """FLOPs of one block over a class token and patches, forward only; `queries` of the patches ask."""
     tokens = 1 + patches
     flops = 6 * tokens * width**2 + queries * (2 * width**2 + 4 * width * intermediate + 4 * tokens * width)
     if config.vision.positions == "relative":

@@ -21,7 +21,7 @@ KINDS_OF = {
 
 
 def adversary_problems(config: Config) -> Iterator[str]:
-    """What no adversary can be; nothing when there is none."""
+    """Settings that no adversary can have; none without an adversary."""
     adversary = config.adversary
     if adversary.kind == "none":
         return
@@ -79,7 +79,7 @@ def _pixels(adversary: AdversaryConfig) -> Iterator[str]:
 
 
 def _modalities(config: Config) -> Iterator[str]:
-    """Positions are perturbed at masked patches, of which none is in MM-MAE's encoder."""
+    """Adversaries perturb the positions of masked patches, and MM-MAE's encoder sees no masked patch."""
     kind = config.adversary.kind
     if kind != "pixels":
         yield (

@@ -29,7 +29,7 @@ READ_BY: dict[str, tuple[str, ...]] = {
 
 
 def balancer_problems(config: Config) -> Iterator[str]:
-    """What no run can have."""
+    """Balancer settings that no run can have."""
     balancer = config.balancer
     for name in AT_LEAST_ZERO:
         if not 0 <= (value := getattr(balancer, name)) < float("inf"):

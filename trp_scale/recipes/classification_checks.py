@@ -11,7 +11,7 @@ MOST_MAGNITUDE = 10
 
 
 def classification_problems(config: FinetuneConfig) -> Iterator[str]:
-    """What no run of classification can have."""
+    """Settings that no classification can have."""
     yield from crop_problems(config)
     augmentation, crops, micro_size = config.augmentation, config.crops, config.batch.micro_size
     if not 0 <= augmentation.magnitude <= MOST_MAGNITUDE:

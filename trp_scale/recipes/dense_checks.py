@@ -16,7 +16,7 @@ LEVELS = 4
 
 
 def dense_problems(config: FinetuneConfig) -> Iterator[str]:
-    """What no task of pixels can have."""
+    """Settings that neither segmentation nor depth can have."""
     dense, kind = config.dense, config.downstream.kind
     if not 0 < dense.min_scale <= dense.max_scale <= MOST_SCALE:
         yield (

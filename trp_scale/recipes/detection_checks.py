@@ -13,7 +13,7 @@ AT_LEAST_ONE = (
 
 
 def detection_problems(config: FinetuneConfig) -> Iterator[str]:
-    """What no run on boxes and masks can have."""
+    """Settings that no detection can have."""
     detection, patch_size, blocks = config.detection, config.vision.patch_size, config.model.layers
     for name in AT_LEAST_ONE:
         if getattr(detection, name) < 1:

@@ -9,7 +9,7 @@ from trp_scale.config import Config
 
 
 def modality_problems(config: Config) -> Iterator[str]:
-    """What no MM-MAE can have. Sizes and crops are checked with those of the other masked autoencoders."""
+    """Settings that no MM-MAE can have. Sizes and crops are checked with those of the other masked autoencoders."""
     yield from _lists(config)
     yield from _model(config)
     yield from _numbers(config)

@@ -32,7 +32,7 @@ OF_LABELS = tuple(
 
 
 def multilevel_problems(config: Config) -> Iterator[str]:
-    """What no run can have."""
+    """Settings of learned masks that no run can have."""
     yield from _numbers(config)
     model, masking = config.model, config.masking
     if masking.network == "none":

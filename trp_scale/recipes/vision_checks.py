@@ -14,7 +14,7 @@ OBJECTIVE_OF = {"bert": "pos_mlm", "mae": "mae", "mm_mae": "mm_mae"}
 
 
 def vision_problems(config: Config) -> Iterator[str]:
-    """What no image run can have; nothing for text."""
+    """Settings that no image run can have. Text has no such checks."""
     model, objective = config.model, config.objective
     if objective.kind != "pos_mlm" and objective.output_bias != "zero":
         yield f"--objective.output_bias is {objective.output_bias}, allowed for --objective.kind {objective.kind}: zero"

@@ -1,4 +1,4 @@
-"""The members of an image sample: which there may be, and nothing else is ever opened."""
+"""The members that an image sample may have. Nothing else is ever opened."""
 
 from __future__ import annotations
 

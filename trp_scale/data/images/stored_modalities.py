@@ -47,7 +47,7 @@ class StoredModality:
 
     @property
     def suffix(self) -> str:
-        """Of the members that hold the maps."""
+        """Suffix of the members that hold the maps."""
         return MODALITIES[self.name]
 
 

@@ -1,4 +1,4 @@
-"""The members of a text block: which there are, and how their bytes become arrays. Nothing is ever unpickled."""
+"""The members of a text block, and how their bytes become arrays. Nothing is ever unpickled."""
 
 from __future__ import annotations
 

@@ -10,7 +10,8 @@ from trp_scale.models.image_encoder import ImageEncoder, OnImageEncoder
 from trp_scale.models.initialise import initial_tensor, initialise_vision
 
 HEAD_DEVIATION = 2e-5
-"""Of the head's first weights: all classes start equally likely. MAE truncates at 2, which is 100,000 deviations."""
+"""Standard deviation of the head's first weights: all classes start equally likely. MAE truncates at 2, which is
+100,000 deviations."""
 
 
 class ImageClassifier(OnImageEncoder):

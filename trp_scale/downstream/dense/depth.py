@@ -73,7 +73,7 @@ class DepthTask(DenseTask):
         return 1
 
     def _statistics(self, data: DenseData) -> tuple[float, float]:
-        """Of the first maps of the training order, which is the same on all ranks."""
+        """Mean and deviation of the first maps in the training order, which is the same on all ranks."""
         config = self.config
         paths, rows = parse_paths(config.data.path), data.rows(config, whole=False)
         fraction = 0.0 if config.downstream.test_path else config.data.validation_fraction

@@ -23,7 +23,7 @@ from trp_scale.downstream.detection.voc_ap import Found, Truth, average_precisio
 Floats = npt.NDArray[np.float64]
 
 COCO_FIGURES = ("AP", "AP50", "AP75", "APs", "APm", "APl")
-"""Of COCOeval's statistics the first six: means over the overlaps 0.5, 0.55 ... 0.95, at 0.5, at 0.75, and of objects
+"""The first six of COCOeval's statistics: means over the overlaps 0.5, 0.55 ... 0.95, at 0.5, at 0.75, and of objects
 below 32^2 pixels, up to 96^2, and above."""
 
 VOC_METRIC = "AP50_11_points"

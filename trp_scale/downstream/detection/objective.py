@@ -53,7 +53,7 @@ class Detection:
         return torch.zeros_like(counts)
 
     def detections(self, forward: Callable[..., Any], batch: Batch) -> list[Target]:
-        """Of each row, as downstream/detection/model.py gives them."""
+        """Detections of each row, as downstream/detection/model.py gives them."""
         return forward(self._pixels(batch["images"]))  # type: ignore[no-any-return]
 
     def __call__(self, forward: Callable[..., Any], batch: Batch) -> TaskLosses:

@@ -35,7 +35,7 @@ class GlueFormat:
         return max(1, len(self.names))
 
     def files(self, split: str) -> dict[str, tuple[str, ...]]:
-        """Of the dev or the test set."""
+        """The files of the dev or the test set."""
         return self.dev if split == "dev" else self.test
 
 

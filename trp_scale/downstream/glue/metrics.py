@@ -45,7 +45,7 @@ def accuracy(predicted: Values, labels: Values) -> float:
 
 
 def f1(predicted: Values, labels: Values) -> float:
-    """Of label 1: 2 TP / (2 TP + FP + FN)."""
+    """F1 of label 1: 2 TP / (2 TP + FP + FN)."""
     from sklearn.metrics import f1_score
 
     if not (predicted == 1).any() and not (labels == 1).any():
@@ -145,7 +145,7 @@ def figure_name(figure: str, measured_set: str) -> str:
 
 
 def _by_label(task: str, predicted: Values, labels: Values) -> dict[str, Any]:
-    """Of each label: rows that have it, rows predicted to, rows of both."""
+    """Counts for each label: rows that have it, rows predicted to have it, rows of both."""
     return {
         name: {
             "rows": int((labels == number).sum()),

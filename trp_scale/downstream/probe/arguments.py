@@ -25,7 +25,7 @@ class LinearSettings:
     epochs: int = 90
     """Passes over the training images."""
     warmup_epochs: int = 10
-    """Of them, those in which the learning rate grows to its peak; after it falls by a cosine to 0."""
+    """Epochs in which the learning rate grows to its peak. After them it falls by a cosine to 0."""
     batch_size: int = 16384
     """Images of a step; where there are fewer, all of them."""
     base_lr: float = 0.1
@@ -42,7 +42,7 @@ class LogisticSettings:
     inverse_penalty: float = 1.0
     """Its C: a larger one penalises weights less."""
     iterations: int = 1000
-    """Of its solver, at most."""
+    """Largest number of iterations of the solver."""
 
 
 @dataclass(kw_only=True)
@@ -97,7 +97,7 @@ class ProbeArguments:
     batch_size: int = 64
     """Images of one forward pass on one rank."""
     precision: Literal["fp32", "bf16"] = "fp32"
-    """Of the encoder's forward passes."""
+    """Arithmetic of the encoder's forward passes."""
     workers: int = 1
     """Processes that decode images, for each rank (one, however many are given, but for --linear.crops fresh); 0 = this
     process decodes."""

@@ -1,4 +1,4 @@
-"""The methods by which features are told apart, and what is said of their answers."""
+"""The probe's methods, and the figures of their answers."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ class Probe:
         self.name = (arguments.test or Path(arguments.data)).resolve().name
 
     def settings(self, size: int) -> FinetuneConfig:
-        """Of the encoder and the images it is shown, `size` pixels wide."""
+        """Settings of the encoder and of the images that it is shown, `size` pixels wide."""
         arguments = self.arguments
         config = encoder_config(arguments.from_, recipe=arguments.recipe, size=size, batch=arguments.batch_size)
         config.data.path, config.data.workers = arguments.data, arguments.workers

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 Features = npt.NDArray[np.float32]
 
 FORMAT = 1
-"""Of a file of features; another number finds none of the older ones."""
+"""Version of a file of features. A file of another version is not found."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,7 +17,7 @@ from trp_scale.models.initialise import initial_tensor
 from trp_scale.training.schedule import learning_rate
 
 WEIGHT_DEVIATION = 0.01
-"""Of the layer's first weights."""
+"""Standard deviation of the layer's first weights."""
 
 NORM_EPS = 1e-6
 MOMENTUM = 0.9

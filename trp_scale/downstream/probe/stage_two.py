@@ -58,7 +58,7 @@ class StageTwo:
         return self.config.multilevel.pooling
 
     def encoder_weights(self) -> dict[str, Tensor] | None:
-        """Of level II's own encoder, where it fine-tunes one; None where it reads the run's."""
+        """Weights of Stage II's own encoder; None where it has none and reads the run's."""
         if self.config.multilevel.second_level != "fine_tuning":
             return None
         stored = read_full_state(self.checkpoint, engine=FINE_TUNED)

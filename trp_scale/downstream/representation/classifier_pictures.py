@@ -38,7 +38,7 @@ def classifier_pictures(
 
 
 def _decisions(run: FinetunedRun, shown: ShownImages, environment: Environment) -> list[Decision]:
-    """Of each image, as the run is measured on it."""
+    """What the run decides of each image, seen as it is measured."""
     model = ImageClassifier(run.config)
     predicting_engine(model, run, environment)
     model.eval()

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 SIDE = 1.2
-"""Of a small picture, in inches."""
+"""Side of a small picture, in inches."""
 
 DPI = 110
 

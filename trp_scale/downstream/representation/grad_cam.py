@@ -12,7 +12,7 @@ from trp_scale.downstream.classification.model import ImageClassifier
 
 
 class ClassActivation(NamedTuple):
-    """Of each image.
+    """Grad-CAM of each image.
 
     Attributes:
         maps: [B, G, G], zero or more, not scaled.

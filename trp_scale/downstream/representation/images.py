@@ -1,4 +1,4 @@
-"""Images of a data set to look at: some of them, the same ones every time."""
+"""A few images of a data set to look at, the same ones every time."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ MODALITY = {"segmentation": "semseg", "depth": "depth"}
 
 @dataclass(frozen=True, kw_only=True)
 class PixelMaps:
-    """Of each image.
+    """What a run predicts of each image.
 
     Attributes:
         kind: segmentation or depth.

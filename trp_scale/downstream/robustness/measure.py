@@ -96,7 +96,7 @@ class RobustClassifier:
         return names
 
     def accuracy(self, directory: Path, *, whole: bool = False) -> dict[str, Any]:
-        """Of all images of a set, among the set's own classes: accuracy, and in detail how many there are. Collective.
+        """Accuracy on all images of a set, among the set's own classes, and how many images these are. Collective.
 
         Args:
             whole: they are seen as they are, rather than as the run's own are measured.

@@ -18,7 +18,7 @@ _SHADOW_GAP = np.float32(2e-3)
 
 
 class Seen(NamedTuple):
-    """Of each ray: body [n] (WALL, GROUND, FIRST_SOLID + place), t [n], unit normal [3, n]."""
+    """What each ray meets: body [n] (WALL, GROUND, FIRST_SOLID + place), t [n], unit normal [3, n]."""
 
     body: NDArray[np.uint8]
     t: Floats

@@ -13,7 +13,7 @@ from torch.nn import functional
 from trp_scale.data.images.members import NOT_MEASURED, VOID
 
 LARGEST = 65535
-"""Of 16 bits."""
+"""The largest number of 16 bits."""
 
 Size = tuple[int, int]
 """(H, W) of an image."""

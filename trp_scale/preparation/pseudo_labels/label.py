@@ -91,7 +91,7 @@ def _images(dataset: Path, shard: str) -> int:
 
 
 def _devices(config: PseudoLabelConfig) -> tuple[str, ...]:
-    """Of the processes, in turn."""
+    """The device of each process, in turn."""
     count = 0 if config.device == "cpu" else torch.cuda.device_count()
     if config.device == "cuda" and not count:
         raise DataError("--device cuda: no GPU is there; give --device cpu, or see what CUDA_VISIBLE_DEVICES hides")

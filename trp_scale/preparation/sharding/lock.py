@@ -1,4 +1,4 @@
-"""One run at a time makes a data set: a lock that ends with its process, however that ends."""
+"""A lock on a data set: one run at a time makes it. The lock ends with its process, however that ends."""
 
 from __future__ import annotations
 

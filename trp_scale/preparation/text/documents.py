@@ -1,4 +1,4 @@
-"""The documents of a portion, each checked: what cannot be used is named with its reason and place, never dropped."""
+"""The documents of a portion, each checked. One that cannot be used is reported with its reason and place."""
 
 from __future__ import annotations
 

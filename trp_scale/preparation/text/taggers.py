@@ -41,7 +41,7 @@ class Tagger(Protocol):
     name: str
 
     def prepare(self, words: list[str]) -> None:
-        """Words that may come: what can be worked out once is."""
+        """Learn the words that may come, so that what does not depend on their neighbours is worked out once."""
         ...
 
     def groups(self, words: list[str]) -> list[int]:

@@ -193,7 +193,7 @@ def take_positions(given: dict[str, Tensor], name: str, order: PositionOrder) ->
 def fill(
     model: MaskedAutoencoder, sources: Mapping[str, Iterable[str]], given: Mapping[str, Tensor], class_position: Tensor
 ) -> None:
-    """Copy `given` into the model's parameters, of which each is made of the named sources, one below the other.
+    """Copy `given` into the model's parameters, each made of the named sources, one below the other.
 
     Raises:
         ValueError: names that are missing, unexpected or of another shape; then nothing has been written.

@@ -140,8 +140,8 @@ class MultimodalMaskedAutoencoder(nn.Module):
     def embed(self, patches: Mapping[str, Tensor], visible: Tensor) -> Tensor:
         """[R, 1 + V, D] what enters the encoder: the global token, which has no position, and the visible patches.
 
-        Each tokeniser gets the patch at the place of every visible token, and gives those that are its own: how many
-        that are changes from row to row, and shapes may not.
+        Each tokeniser reads the patch at the place of every visible token; tokens of other modalities are set to 0.
+        (The number of tokens of a modality changes from row to row, and shapes must not.)
         """
         count, dtype = self.grid**2, self.cls_token.dtype
         places = visible % count

@@ -20,7 +20,7 @@ ADAPTERS = {"rgb": "norm_rgb", "raw_rgb": "rgb", "depth": "depth", "semseg": "se
 """Their name of each task's decoder: what they call rgb are pixels as they are."""
 
 CHANNELS = {"rgb": 3, "raw_rgb": 3, "depth": 1}
-"""Of what is predicted; semseg has one for each class."""
+"""Channels of each prediction; semseg has one for each class."""
 
 DECODER_NAMES = {
     "embed": "proj_context",
