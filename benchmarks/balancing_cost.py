@@ -12,7 +12,9 @@ from rich.table import Table
 from benchmarks.image_steps import counted_flops, resized, same_step
 from benchmarks.rounds import Measured, alternate, pair_ratio
 from benchmarks.step_time import LENGTH, VOCABULARY, random_batch
-from trp_scale.config import BalancerConfig, BatchConfig, Config, ModelConfig, ObjectiveConfig, OptimizerConfig
+from trp_scale.config import BatchConfig, Config, ModelConfig, ObjectiveConfig, OptimizerConfig
+from trp_scale.config.components import settings_of
+from trp_scale.config.settings import Settings
 from trp_scale.core.batch import Batch
 from trp_scale.core.objective import Objective
 from trp_scale.data.text.groups import GROUPS
@@ -22,14 +24,14 @@ from trp_scale.upstreams.mm_mae.objective import MultimodalReconstruction
 from trp_scale.upstreams.pos_bert.model import BertForMaskedPositions
 from trp_scale.upstreams.pos_bert.objective import PosMaskedLanguageModelling
 
-BALANCING: dict[str, tuple[BalancerConfig, str]] = {
-    "uniform": (BalancerConfig(kind="uniform"), "T"),
-    "minimax": (BalancerConfig(kind="minimax"), "2T"),
-    "uncertainty": (BalancerConfig(kind="uncertainty"), "2T"),
-    "dwa": (BalancerConfig(kind="dwa", dwa_interval_steps=2), "3T"),
-    "gradnorm": (BalancerConfig(kind="gradnorm"), "4T"),
-    "gradnorm, representation": (BalancerConfig(kind="gradnorm", gradnorm_at="representation"), ""),
-    "group_dro": (BalancerConfig(kind="group_dro"), ""),
+BALANCING: dict[str, tuple[Settings, str]] = {
+    "uniform": (settings_of("balancer", "uniform"), "T"),
+    "minimax": (settings_of("balancer", "minimax"), "2T"),
+    "uncertainty": (settings_of("balancer", "uncertainty"), "2T"),
+    "dwa": (settings_of("balancer", "dwa", interval_steps=2), "3T"),
+    "gradnorm": (settings_of("balancer", "gradnorm"), "4T"),
+    "gradnorm, representation": (settings_of("balancer", "gradnorm", at="representation"), ""),
+    "group_dro": (settings_of("balancer", "group_dro"), ""),
 }
 """Settings, and the FLOPs that TRP's Table 3 states."""
 
@@ -75,7 +77,7 @@ def table_of(title: str, measured: dict[str, Measured], flops: dict[str, int]) -
 
 
 def text_step(
-    balancing: BalancerConfig, rows: int, precision: Literal["bf16", "fp32"], device: torch.device
+    balancing: Settings, rows: int, precision: Literal["bf16", "fp32"], device: torch.device
 ) -> Callable[[], object]:
     """A whole training step of PoS-BERT with `other` as a tenth task."""
     config = Config(
@@ -90,7 +92,7 @@ def text_step(
 
 
 def modalities_step(
-    balancing: BalancerConfig, rows: int, precision: Literal["bf16", "fp32"], device: torch.device
+    balancing: Settings, rows: int, precision: Literal["bf16", "fp32"], device: torch.device
 ) -> Callable[[], object]:
     """A whole training step of MM-MAE with an encoder of ViT-Ti."""
     config = resized(load_recipe("mm_mae_vit_b_in1k_400"), "tiny")

@@ -25,8 +25,8 @@ FEWEST = 30
 """A task with fewer held-out elements is not looked at for the worst: its loss is noise."""
 
 FLAGS = {
-    "uncertainty": ["--balancer.uncertainty_lr", "0.02"],  # the default is for 100,000s of steps
-    "dwa": ["--balancer.dwa_interval_steps", "20"],  # an epoch is most of these runs
+    "uncertainty": ["--balancer.lr", "0.02"],  # the default is for 100,000s of steps
+    "dwa": ["--balancer.interval_steps", "20"],  # an epoch is most of these runs
 }
 """What short runs need."""
 

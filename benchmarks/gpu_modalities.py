@@ -16,7 +16,8 @@ from benchmarks.gpu_setting import Notes, Precision, Setting, engine_with, lacki
 from benchmarks.image_steps import EncoderSize, resized
 from benchmarks.minimax_overhead import rows_of
 from benchmarks.rounds import alternate, pair_ratio
-from trp_scale.config import BalancerConfig, Config
+from trp_scale.config import Config
+from trp_scale.config.settings import Settings
 from trp_scale.core.engine import Engine
 from trp_scale.recipes.loader import load_recipe
 from trp_scale.training.loop import Trainer
@@ -97,7 +98,7 @@ def overheads(setting: Setting) -> Figures:
     return {"images": rows, "uniform_step_ms": measured["uniform"].wall * 1e3, **ratios}
 
 
-def checked_config(setting: Setting, precision: Precision, balancer: BalancerConfig | None = None) -> Config:
+def checked_config(setting: Setting, precision: Precision, balancer: Settings | None = None) -> Config:
     """A small model that is trained many times, two micro-batches a step."""
     rows = 2 if setting.small else 16
     config = modality_config(setting, size="tiny", rows=rows, accumulation=2, precision=precision, balancer="gradnorm")

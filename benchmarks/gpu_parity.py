@@ -13,10 +13,10 @@ from torch import Tensor
 
 from benchmarks.gpu_items import Figures, Item
 from benchmarks.gpu_setting import ENGINES, Notes, Precision, Setting, lacking, run_config, training
-from trp_scale.config import BalancerConfig
+from trp_scale.config.components import settings_of
 
 STEPS, FEW_STEPS, LR = 5, 2, 1e-3
-EXACT = BalancerConfig(kind="minimax", estimate="exact")
+EXACT = settings_of("balancer", "minimax", estimate="exact")
 WAITED = "called a synchronizing CUDA operation"
 EXPECTED_WAITS = 1
 """The .tolist() of Trainer.finish, which reads gradient norm, loss and weights together."""

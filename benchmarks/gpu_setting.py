@@ -15,11 +15,12 @@ from torch import nn
 
 from benchmarks.minimax_overhead import SameWindow, rows_of
 from benchmarks.step_time import VOCABULARY, random_batch
-from trp_scale.balancing import build_balancer
-from trp_scale.config import BalancerConfig, BatchConfig, Config, ModelConfig, OptimizerConfig, TrainingConfig
+from trp_scale.config import BatchConfig, Config, ModelConfig, OptimizerConfig, TrainingConfig
+from trp_scale.config.components import settings_of
+from trp_scale.config.settings import Settings
 from trp_scale.core.batch import Batch
 from trp_scale.core.engine import Engine
-from trp_scale.core.hooks import Hook, Hooks
+from trp_scale.core.hooks import Hook, build_hooks
 from trp_scale.core.objective import Objective
 from trp_scale.core.run import RunContext
 from trp_scale.data.text.groups import GROUPS
@@ -124,7 +125,7 @@ def run_config(
     accumulation: int = 1,
     precision: Precision = "bf16",
     compiled: bool = False,
-    balancer: BalancerConfig | None = None,
+    balancer: Settings | None = None,
     lr: float = 1e-4,
 ) -> Config:
     """Settings of a run without end at a constant learning rate."""
@@ -133,7 +134,7 @@ def run_config(
         batch=BatchConfig(global_size=rows * accumulation, micro_size=rows),
         training=TrainingConfig(steps=10**9, precision=precision, compile=compiled),
         optimizer=OptimizerConfig(warmup_steps=0, schedule="constant", lr=lr),
-        balancer=balancer or BalancerConfig(kind="uniform"),
+        balancer=balancer or settings_of("balancer", "uniform"),
     )
 
 
@@ -190,7 +191,7 @@ def loop_over(
     run = RunContext(config=config, objective=objective, engine=engine)
     return Trainer(
         run_context=run,
-        hooks=Hooks(build_balancer(run), others),
+        hooks=build_hooks(run, others),
         source=SameWindow(window),
         observer=Notes(),  # type: ignore[arg-type]
         agreement=StepAgreement(ALONE, 0),

@@ -11,10 +11,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.minimax_overhead import SameWindow, Unobserved
 from trp_scale.adversary import build_adversary
-from trp_scale.balancing import build_balancer
 from trp_scale.config import Config, split_patches
 from trp_scale.core.batch import Batch
-from trp_scale.core.hooks import Hook, Hooks
+from trp_scale.core.hooks import Hook, build_hooks
 from trp_scale.core.objective import Objective
 from trp_scale.core.run import RunContext
 from trp_scale.distributed.groups import ALONE
@@ -81,7 +80,7 @@ def repeated_step(run: RunContext, batch: Batch, others: Sequence[Hook] = ()) ->
     """The loop's own step over the same micro-batch every time, with the balancer and other hooks."""
     trainer = Trainer(
         run_context=run,
-        hooks=Hooks(build_balancer(run), others),
+        hooks=build_hooks(run, others),
         source=SameWindow([batch]),
         observer=Unobserved(),  # type: ignore[arg-type]
         agreement=StepAgreement(ALONE, 0),

@@ -26,7 +26,8 @@ import tyro
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.step_time import LENGTH, VOCABULARY, random_batch
-from trp_scale.config import BalancerConfig, BatchConfig, Config, ModelConfig, OptimizerConfig
+from trp_scale.config import BatchConfig, Config, ModelConfig, OptimizerConfig
+from trp_scale.config.components import settings_of
 from trp_scale.data.text.groups import GROUPS
 from trp_scale.distributed.environment import Environment
 from trp_scale.engines.build import build_engine
@@ -71,7 +72,7 @@ def measure(rank: int, layout: str, options: Options, answers: Any) -> None:
         ),
         batch=BatchConfig(global_size=ROWS * world, micro_size=ROWS),
         optimizer=OptimizerConfig(warmup_steps=0),
-        balancer=BalancerConfig(kind="uniform"),
+        balancer=settings_of("balancer", "uniform"),
     )
     if engine_name == "deepspeed":
         import deepspeed  # noqa: F401  its import belongs to the base line

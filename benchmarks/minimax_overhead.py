@@ -16,14 +16,16 @@ from pathlib import Path
 import torch
 import tyro
 
+from trp_scale.config.settings import Settings
+from trp_scale.core.hooks import build_hooks
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.rounds import alternate, print_ratios
 from benchmarks.step_time import LENGTH, VOCABULARY, random_batch
-from trp_scale.balancing import build_balancer
-from trp_scale.config import BalancerConfig, BatchConfig, Config, ModelConfig, OptimizerConfig, TrainingConfig
+from trp_scale.config import BatchConfig, Config, ModelConfig, OptimizerConfig, TrainingConfig
+from trp_scale.config.components import settings_of
 from trp_scale.core.batch import Batch
-from trp_scale.core.hooks import Hooks
 from trp_scale.core.run import RunContext
 from trp_scale.data.text.groups import GROUPS
 from trp_scale.distributed.groups import ALONE
@@ -34,9 +36,9 @@ from trp_scale.upstreams.pos_bert.model import BertForMaskedPositions
 from trp_scale.upstreams.pos_bert.objective import PosMaskedLanguageModelling
 
 BALANCING = {
-    "uniform": BalancerConfig(kind="uniform"),
-    "minimax lagged": BalancerConfig(kind="minimax", estimate="lagged"),
-    "minimax exact": BalancerConfig(kind="minimax", estimate="exact"),
+    "uniform": settings_of("balancer", "uniform"),
+    "minimax lagged": settings_of("balancer", "minimax", estimate="lagged"),
+    "minimax exact": settings_of("balancer", "minimax", estimate="exact"),
 }
 
 
@@ -77,9 +79,7 @@ def rows_of(batch: Batch, start: int, stop: int) -> Batch:
     return replace(batch, fields=fields, keys=batch.keys[start:stop], start=start)
 
 
-def step_of(
-    balancing: BalancerConfig, options: Options, accumulation: int, device: torch.device
-) -> Callable[[], object]:
+def step_of(balancing: Settings, options: Options, accumulation: int, device: torch.device) -> Callable[[], object]:
     """One whole training step, hooks and optimizer included."""
     micro = options.rows // accumulation
     config = Config(
@@ -95,7 +95,7 @@ def step_of(
     run = RunContext(config=config, objective=objective, engine=engine)
     trainer = Trainer(
         run_context=run,
-        hooks=Hooks(build_balancer(run)),
+        hooks=build_hooks(run),
         source=SameWindow([rows_of(batch, first, first + micro) for first in range(0, options.rows, micro)]),
         observer=Unobserved(),  # type: ignore[arg-type]
         agreement=StepAgreement(ALONE, 0),

@@ -9,11 +9,10 @@ import torch
 
 from benchmarks.image_steps import random_images
 from benchmarks.minimax_overhead import SameWindow, Unobserved, rows_of
-from trp_scale.balancing import build_balancer
 from trp_scale.config import Config
 from trp_scale.core.batch import Batch
 from trp_scale.core.engine import Engine
-from trp_scale.core.hooks import Hooks
+from trp_scale.core.hooks import build_hooks
 from trp_scale.core.run import MakeEngine, RunContext
 from trp_scale.distributed.groups import ALONE
 from trp_scale.engines.plain import PlainEngine
@@ -75,7 +74,7 @@ def masks_trainer(config: Config, rows: int, make_engine: MakeEngine) -> Trainer
     masks = build_multilevel(run)
     trainer = Trainer(
         run_context=run,
-        hooks=Hooks(build_balancer(run), [masks] if masks else []),
+        hooks=build_hooks(run, [masks] if masks else []),
         source=served.train,
         observer=Unobserved(),  # type: ignore[arg-type]
         agreement=StepAgreement(ALONE if engine.data_group.size == 1 else engine.data_group, 0),

@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.balancing_cost import CLASSES, random_modalities, whole_step
 from benchmarks.image_steps import EncoderSize, counted_flops, resized
 from benchmarks.rounds import Measured, alternate
-from trp_scale.config import BalancerConfig
+from trp_scale.config.components import settings_of
 from trp_scale.recipes.loader import load_recipe
 from trp_scale.upstreams.mm_mae.flops import mm_mae_step_flops
 from trp_scale.upstreams.mm_mae.model import MultimodalMaskedAutoencoder
@@ -58,7 +58,7 @@ def main(options: Options) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     config = resized(load_recipe("mm_mae_vit_b_in1k_400"), options.model)
     config.training.precision, config.training.compile = options.precision, options.compile
-    config.balancer = BalancerConfig(kind="uniform")
+    config.balancer = settings_of("balancer", "uniform")
     model, objective = MultimodalMaskedAutoencoder(config, CLASSES), MultimodalReconstruction(config)
     step = whole_step(config, model, objective, random_modalities(config, options.rows), device)
     dtype = torch.bfloat16 if options.precision == "bf16" else torch.float32

@@ -15,9 +15,7 @@ from torch import Tensor, nn
 
 from benchmarks.minimax_overhead import Unobserved
 from benchmarks.mlo_steps import plain_engines
-from trp_scale.balancing import build_balancer
 from trp_scale.config import (
-    BalancerConfig,
     BatchConfig,
     Config,
     CropsConfig,
@@ -29,8 +27,9 @@ from trp_scale.config import (
     TrainingConfig,
     VisionConfig,
 )
+from trp_scale.config.components import settings_of
 from trp_scale.core.batch import Batch
-from trp_scale.core.hooks import Hooks
+from trp_scale.core.hooks import build_hooks
 from trp_scale.core.run import MakeEngine, RunContext
 from trp_scale.distributed.groups import ALONE
 from trp_scale.masks import build_multilevel
@@ -150,7 +149,7 @@ def planted_config(seed: int, network: str, steps: int) -> Config:
         batch=BatchConfig(global_size=16, micro_size=16),
         training=TrainingConfig(steps=steps, seed=seed),
         optimizer=OptimizerConfig(lr=3e-3, beta2=0.95, warmup_steps=20, schedule="constant"),
-        balancer=BalancerConfig(kind="uniform"),
+        balancer=settings_of("balancer", "uniform"),
     )
 
 
@@ -223,7 +222,7 @@ def planted_run(
     hook = build_multilevel(run)
     trainer = Trainer(
         run_context=run,
-        hooks=Hooks(build_balancer(run), [] if hook is None else [hook]),
+        hooks=build_hooks(run, [] if hook is None else [hook]),
         source=source,
         observer=Unobserved(),  # type: ignore[arg-type]
         agreement=StepAgreement(ALONE, 0),

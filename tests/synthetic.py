@@ -10,9 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from trp_scale.balancing import build_balancer
+from tests.settings import changed
 from trp_scale.config import (
-    BalancerConfig,
     BatchConfig,
     Config,
     ModelConfig,
@@ -20,9 +19,10 @@ from trp_scale.config import (
     OptimizerConfig,
     TrainingConfig,
 )
+from trp_scale.config.components import settings_of
 from trp_scale.core.batch import Batch, StepStats
 from trp_scale.core.engine import Engine
-from trp_scale.core.hooks import Hooks, StepContext
+from trp_scale.core.hooks import StepContext, build_hooks
 from trp_scale.core.run import RunContext
 from trp_scale.data.text.groups import GROUPS
 from trp_scale.distributed.groups import Group
@@ -111,14 +111,9 @@ def small_config(layout: Layout, **changes: Any) -> Config:
         batch=BatchConfig(global_size=8, micro_size=layout.micro_size),
         training=TrainingConfig(steps=8, seed=3),
         optimizer=OptimizerConfig(lr=1e-3, warmup_steps=0, schedule="constant"),
-        balancer=BalancerConfig(),
+        balancer=settings_of("balancer", "minimax"),
     )
-    for section, values in changes.items():
-        for name, value in values.items():
-            if not hasattr(getattr(config, section), name):
-                raise AttributeError(f"{section}.{name} is no setting")
-            setattr(getattr(config, section), name, value)
-    return config
+    return changed(config, **changes)
 
 
 def data_group() -> Group:
@@ -164,7 +159,7 @@ def trainer_for(layout: Layout, config: Config, **source: Any) -> RecordingTrain
     run = RunContext(config=config, objective=objective, engine=engine)
     return RecordingTrainer(
         run_context=run,
-        hooks=Hooks(build_balancer(run)),
+        hooks=build_hooks(run),
         source=SyntheticSource(config, group, **source),  # type: ignore[arg-type]
         observer=SilentObserver(),  # type: ignore[arg-type]
         agreement=StepAgreement(group, 0),

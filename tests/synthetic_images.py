@@ -9,12 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.settings import changed
 from tests.synthetic import Layout, RecordingTrainer, Result, SilentObserver, data_group
 from trp_scale.adversary import build_adversary
-from trp_scale.balancing import build_balancer
 from trp_scale.config import (
     AdversaryConfig,
-    BalancerConfig,
     BatchConfig,
     Config,
     CropsConfig,
@@ -25,9 +24,10 @@ from trp_scale.config import (
     TrainingConfig,
     VisionConfig,
 )
+from trp_scale.config.components import settings_of
 from trp_scale.core.batch import Batch, TaskLosses
 from trp_scale.core.engine import Engine
-from trp_scale.core.hooks import Hook, Hooks
+from trp_scale.core.hooks import Hook, build_hooks
 from trp_scale.core.run import RunContext
 from trp_scale.distributed.groups import Group
 from trp_scale.engines.build import build_engine
@@ -123,15 +123,10 @@ def image_config(layout: Layout, **changes: Any) -> Config:
         batch=BatchConfig(global_size=8, micro_size=layout.micro_size),
         training=TrainingConfig(steps=6, seed=3),
         optimizer=OptimizerConfig(lr=1e-3, warmup_steps=0, schedule="constant"),
-        balancer=BalancerConfig(kind="uniform"),
+        balancer=settings_of("balancer", "uniform"),
         adversary=AdversaryConfig(),
     )
-    for section, values in changes.items():
-        for name, value in values.items():
-            if not hasattr(getattr(config, section), name):
-                raise AttributeError(f"{section}.{name} is no setting")
-            setattr(getattr(config, section), name, value)
-    return config
+    return changed(config, **changes)
 
 
 def make_image_engine(layout: Layout, config: Config, group: Group) -> Engine:
@@ -162,7 +157,7 @@ def image_trainer(layout: Layout, config: Config, *, halves: bool = False) -> tu
         others.append(Uniformity(objective))
     trainer = RecordingTrainer(
         run_context=run,
-        hooks=Hooks(build_balancer(run), others),
+        hooks=build_hooks(run, others),
         source=SyntheticImages(config, group),
         observer=SilentObserver(),  # type: ignore[arg-type]
         agreement=StepAgreement(group, 0),

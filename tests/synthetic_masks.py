@@ -12,11 +12,10 @@ from torch import Tensor, nn
 from tests.synthetic import Layout, RecordingTrainer, Result, SilentObserver, data_group
 from tests.synthetic_images import PATCH, SyntheticImages, TwoHalves, batch, by_projection, image_config
 from trp_scale.adversary import build_adversary
-from trp_scale.balancing import build_balancer
 from trp_scale.config import Config
 from trp_scale.core.batch import Batch
 from trp_scale.core.engine import Engine
-from trp_scale.core.hooks import Hook, Hooks
+from trp_scale.core.hooks import Hook, build_hooks
 from trp_scale.core.run import RunContext
 from trp_scale.data.joined_windows import JoinedWindows
 from trp_scale.distributed.groups import Group
@@ -173,7 +172,7 @@ def masks_run(
     others = [each for each in (hook, adversary, *last) if each is not None]
     trainer = RecordingTrainer(
         run_context=run,
-        hooks=Hooks(build_balancer(run), others),
+        hooks=build_hooks(run, others),
         source=source,
         observer=SilentObserver(),  # type: ignore[arg-type]
         agreement=StepAgreement(group, 0),

@@ -10,11 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tests.settings import changed
 from tests.synthetic import Layout, RecordingTrainer, Result, SilentObserver, data_group
 from tests.synthetic_images import by_projection
-from trp_scale.balancing import build_balancer
 from trp_scale.config import (
-    BalancerConfig,
     BatchConfig,
     Config,
     CropsConfig,
@@ -25,9 +24,10 @@ from trp_scale.config import (
     TrainingConfig,
     VisionConfig,
 )
+from trp_scale.config.components import settings_of
 from trp_scale.core.batch import Batch
 from trp_scale.core.engine import Engine
-from trp_scale.core.hooks import Hooks
+from trp_scale.core.hooks import build_hooks
 from trp_scale.core.run import RunContext
 from trp_scale.distributed.groups import Group
 from trp_scale.engines.build import build_engine
@@ -122,14 +122,9 @@ def modality_config(layout: Layout | None = None, **changes: Any) -> Config:
         batch=BatchConfig(global_size=8, micro_size=(layout or Layout()).micro_size),
         training=TrainingConfig(steps=6, seed=3),
         optimizer=OptimizerConfig(lr=1e-3, eps=1e-4, warmup_steps=0, schedule="constant"),
-        balancer=BalancerConfig(kind="uniform"),
+        balancer=settings_of("balancer", "uniform"),
     )
-    for section, values in changes.items():
-        for name, value in values.items():
-            if not hasattr(getattr(config, section), name):
-                raise AttributeError(f"{section}.{name} is no setting")
-            setattr(getattr(config, section), name, value)
-    return config
+    return changed(config, **changes)
 
 
 def make_modality_engine(layout: Layout, config: Config, group: Group) -> Engine:
@@ -153,7 +148,7 @@ def modality_trainer(layout: Layout, config: Config, **source: Any) -> Recording
     run = RunContext(config=config, objective=objective, engine=engine)
     return RecordingTrainer(
         run_context=run,
-        hooks=Hooks(build_balancer(run)),
+        hooks=build_hooks(run),
         source=SyntheticModalities(config, group, **source),
         observer=SilentObserver(),  # type: ignore[arg-type]
         agreement=StepAgreement(group, 0),

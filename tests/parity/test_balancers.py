@@ -21,12 +21,12 @@ STEPS = 5
 """Adverbs are absent from the first two; with intervals of two steps DWA's weights follow losses in the last."""
 
 BALANCING: dict[str, dict[str, Any]] = {
-    "group_dro": {"kind": "group_dro", "group_dro_rate": 0.3, "group_dro_adjustment": 1.0},
-    "multimae": {"kind": "uncertainty", "uncertainty_lr": 0.05},
-    "kendall": {"kind": "uncertainty", "uncertainty_lr": 0.05, "uncertainty_form": "kendall"},
-    "dwa": {"kind": "dwa", "dwa_interval_steps": 2, "dwa_temperature": 0.05, "total": "paper"},
-    "weights": {"kind": "gradnorm", "gradnorm_lr": 0.05},
-    "representation": {"kind": "gradnorm", "gradnorm_lr": 0.05, "gradnorm_at": "representation", "total": "paper"},
+    "group_dro": {"kind": "group_dro", "rate": 0.3, "adjustment": 1.0},
+    "multimae": {"kind": "uncertainty", "lr": 0.05},
+    "kendall": {"kind": "uncertainty", "lr": 0.05, "form": "kendall"},
+    "dwa": {"kind": "dwa", "interval_steps": 2, "temperature": 0.05, "total": "paper"},
+    "weights": {"kind": "gradnorm", "lr": 0.05},
+    "representation": {"kind": "gradnorm", "lr": 0.05, "at": "representation", "total": "paper"},
 }
 ACCUMULATIONS = {1: Layout(micro_size=8), 2: Layout(micro_size=4)}
 TWO_RANKS = {

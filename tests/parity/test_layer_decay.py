@@ -13,10 +13,9 @@ from tests.ranks import Ranks
 from tests.synthetic import Layout, RecordingTrainer, Result, SilentObserver, data_group
 from tests.synthetic_images import SyntheticImages, by_projection
 from tests.unit.models.encoder_peers import CLASSES, finetune_config
-from trp_scale.balancing import build_balancer
 from trp_scale.config import OptimizerConfig, TrainingConfig
 from trp_scale.core.batch import Batch
-from trp_scale.core.hooks import Hooks
+from trp_scale.core.hooks import build_hooks
 from trp_scale.core.run import RunContext
 from trp_scale.downstream.classification.model import ImageClassifier
 from trp_scale.downstream.classification.objective import ImageClassification
@@ -71,7 +70,7 @@ def tuned(layout: Layout, optimizer: dict[str, Any], **downstream: Any) -> Resul
     run = RunContext(config=config, objective=objective, engine=engine)
     trainer = RecordingTrainer(
         run_context=run,
-        hooks=Hooks(build_balancer(run)),
+        hooks=build_hooks(run),
         source=SyntheticImages(config, group, make=partial(batch, size=config.crops.size)),
         observer=SilentObserver(),  # type: ignore[arg-type]
         agreement=StepAgreement(group, 0),

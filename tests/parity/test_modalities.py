@@ -19,11 +19,11 @@ BALANCING: dict[str, dict[str, Any]] = {
     "uniform": {"kind": "uniform"},
     "proportional": {"kind": "proportional"},
     "minimax": {"kind": "minimax", "alpha": 4.0, "scale": "initial"},
-    "group_dro": {"kind": "group_dro", "group_dro_rate": 0.3},
-    "uncertainty": {"kind": "uncertainty", "uncertainty_lr": 0.05, "uncertainty_form": "kendall"},
-    "dwa": {"kind": "dwa", "dwa_interval_steps": 1, "dwa_temperature": 0.05},
-    "gradnorm": {"kind": "gradnorm", "gradnorm_lr": 0.05},
-    "representation": {"kind": "gradnorm", "gradnorm_lr": 0.05, "gradnorm_at": "representation"},
+    "group_dro": {"kind": "group_dro", "rate": 0.3},
+    "uncertainty": {"kind": "uncertainty", "lr": 0.05, "form": "kendall"},
+    "dwa": {"kind": "dwa", "interval_steps": 1, "temperature": 0.05},
+    "gradnorm": {"kind": "gradnorm", "lr": 0.05},
+    "representation": {"kind": "gradnorm", "lr": 0.05, "at": "representation"},
 }
 ACROSS = ("minimax", "uncertainty", "gradnorm", "representation")
 """Compared over engines here; the other balancers read nothing but losses, and all are in test_balancers.py."""

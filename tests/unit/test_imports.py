@@ -25,6 +25,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("upstreams",),
     ("training",),
     ("preparation", "downstream"),
+    ("components",),
     ("cli",),
 )
 """The core, which knows no kind, then the rooms that hold one thing whole. A part imports itself and parts above it in

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trp_scale.config import BalancerConfig
+from trp_scale.balancing.settings import FixedSumSettings
+from trp_scale.config.settings import Settings
 from trp_scale.core.batch import TaskLosses
 from trp_scale.core.hooks import Balancer, StepContext
 from trp_scale.core.run import RunContext
@@ -18,14 +19,14 @@ class TaskBalancer(Balancer):
     """Total loss sum_t w_t S_t / n_t: w from a subclass for the balanced tasks, from the objective for the others.
 
     Args:
-        config: settings.
+        settings: of this kind of balancer.
         run: whose objective says which tasks are balanced, and what the others weigh.
     """
 
     name = "balancer"
 
-    def __init__(self, config: BalancerConfig, run: RunContext) -> None:
-        self.config = config
+    def __init__(self, settings: Settings, run: RunContext) -> None:
+        self.settings = settings
         self.run = run
         self.objective = run.objective
         self.device = run.device
@@ -54,7 +55,8 @@ class TaskBalancer(Balancer):
             counts: [T] elements.
         """
         there = torch.where(self.present(counts), weights, 0.0)
-        return there if self.config.total == "paper" else normalised(there)
+        assert isinstance(self.settings, FixedSumSettings), "of methods whose weights have a fixed sum"
+        return there if self.settings.total == "paper" else normalised(there)
 
     def set_weights(self, ctx: StepContext, losses: Tensor | None) -> None:
         """Fix the weights of this step; no gradient flows through them."""
@@ -72,7 +74,7 @@ class TaskBalancer(Balancer):
     def metrics(self) -> Mapping[str, Any]:
         """kind, and effective_elements: (sum_t w_t)^2 / sum_t (w_t^2 / n_t) over the balanced tasks, the number of
         equally weighted elements whose mean would be as noisy as this step's balanced loss."""
-        return {"kind": self.config.kind, "effective_elements": self.effective_elements()}
+        return {"kind": self.settings.kind, "effective_elements": self.effective_elements()}
 
     def effective_elements(self) -> float | None:
         ctx = self._last

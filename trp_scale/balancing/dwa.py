@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from trp_scale.balancing.loss_reading import LossReadingBalancer
-from trp_scale.config import BalancerConfig, RefusedError
+from trp_scale.balancing.settings import DwaSettings
+from trp_scale.config import RefusedError
 from trp_scale.core.batch import StepStats
 from trp_scale.core.hooks import StepContext
 from trp_scale.core.run import RunContext
@@ -52,19 +53,21 @@ class IntervalMeans:
 class Dwa(LossReadingBalancer):
     """T softmax((L[e-1] / L[e-2]) / temperature) over the balanced tasks; 1 each in the first two intervals.
 
-    An interval is an epoch (paper) or `dwa_interval_steps`; its L are means over applied steps in which the task was
+    An interval is an epoch (paper) or `interval_steps`; its L are means over applied steps in which the task was
     present. A task with fewer than two means has the mean of the others' ratios.
 
     Raises:
         RefusedError: an interval of one epoch, whose length is not known.
     """
 
-    def __init__(self, config: BalancerConfig, run: RunContext) -> None:
-        super().__init__(config, run)
-        self.interval_steps = config.dwa_interval_steps or run.steps_per_epoch
+    settings: DwaSettings
+
+    def __init__(self, settings: DwaSettings, run: RunContext) -> None:
+        super().__init__(settings, run)
+        self.interval_steps = settings.interval_steps or run.steps_per_epoch
         if self.interval_steps < 1:
             raise RefusedError(
-                "--balancer.dwa_interval_steps is 0, one epoch, and nothing says how many steps an epoch has; "
+                "--balancer.interval_steps is 0, one epoch, and nothing says how many steps an epoch has; "
                 "allowed here: 1 or more"
             )
         nothing, unseen = self.vector(0.0), self.vector(torch.nan)
@@ -83,7 +86,7 @@ class Dwa(LossReadingBalancer):
         return torch.where(known, ratios, mean)
 
     def balanced_weights(self, ctx: StepContext, losses: Tensor | None) -> Tensor:
-        scores = torch.where(self.balanced, self.ratios(ctx.step) / self.config.dwa_temperature, -torch.inf)
+        scores = torch.where(self.balanced, self.ratios(ctx.step) / self.settings.temperature, -torch.inf)
         return self.totalled(len(self.objective.balanced) * torch.softmax(scores, dim=0), ctx.counts)
 
     def after_step(self, ctx: StepContext, stats: StepStats) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trp_scale.balancing.loss_reading import LossReadingBalancer
-from trp_scale.config import BalancerConfig
+from trp_scale.balancing.settings import GlobalLossSettings
 from trp_scale.core.batch import StepStats, TaskLosses
 from trp_scale.core.hooks import StepContext
 from trp_scale.core.run import RunContext
@@ -29,11 +29,13 @@ class GlobalLossBalancer(LossReadingBalancer):
     uniform at the first one; `micro` the losses of each micro-batch alone, which is not the algorithm.
     """
 
+    settings: GlobalLossSettings
+
     steadier: ClassVar[str]
     """Flags that make the method lean less on few elements."""
 
-    def __init__(self, config: BalancerConfig, run: RunContext) -> None:
-        super().__init__(config, run)
+    def __init__(self, settings: GlobalLossSettings, run: RunContext) -> None:
+        super().__init__(settings, run)
         self.last_losses = self.vector(torch.nan)  # NaN marks a task that was never seen
         self._warned_at = -(10**9)
         self._micro_weights = self.vector(0.0)
@@ -55,13 +57,13 @@ class GlobalLossBalancer(LossReadingBalancer):
 
     def smoothed(self, losses: Tensor) -> Tensor:
         """[T] loss_ema x last + (1 - loss_ema) x losses; a task's first loss stands for itself."""
-        keep = self.config.loss_ema
+        keep = self.settings.loss_ema
         return torch.where(self.last_losses.isnan(), losses, keep * self.last_losses + (1 - keep) * losses)
 
     def eligible(self, counts: Tensor) -> Tensor:
         """[T] bool: balanced, present, with min_count elements; when min_count leaves none, all that are present."""
         present = self.present(counts)
-        enough = present & (counts >= self.config.min_count)
+        enough = present & (counts >= self.settings.min_count)
         return torch.where(enough.any(), enough, present)
 
     def balanced_weights(self, ctx: StepContext, losses: Tensor | None) -> Tensor:
@@ -72,9 +74,9 @@ class GlobalLossBalancer(LossReadingBalancer):
 
     def before_step(self, ctx: StepContext) -> None:
         self._last = ctx
-        if self.config.estimate == "lagged":
+        if self.settings.estimate == "lagged":
             self.set_weights(ctx, None)
-        elif self.config.estimate == "micro":
+        elif self.settings.estimate == "micro":
             self._micro_weights.zero_()
         elif len(ctx.window) > 1:
             self.set_weights(ctx, ctx.means(self.prepass(ctx)))
@@ -86,7 +88,7 @@ class GlobalLossBalancer(LossReadingBalancer):
             return ctx.gather_sums(torch.stack([ctx.losses_of(micro).sums for micro in ctx.window]).sum(0))
 
     def total(self, ctx: StepContext, losses: TaskLosses) -> Tensor:
-        if self.config.estimate == "micro":
+        if self.settings.estimate == "micro":
             return self._micro_total(ctx, losses)
         if ctx.weights is None:  # exact with one micro-batch: the weights come out of the pass that is weighted
             self.set_weights(ctx, ctx.means(ctx.gather_sums(losses.sums)))
@@ -104,7 +106,7 @@ class GlobalLossBalancer(LossReadingBalancer):
         return (weights / losses.counts.clamp(min=1) * losses.sums).sum() / parts
 
     def gradients(self, ctx: StepContext) -> None:
-        if self.config.estimate == "micro":
+        if self.settings.estimate == "micro":
             ctx.weigh(ctx.data_group.sum(self._micro_weights))  # what each task's loss counted on average
 
     def after_step(self, ctx: StepContext, stats: StepStats) -> None:
@@ -120,8 +122,8 @@ class GlobalLossBalancer(LossReadingBalancer):
         """Those of all balancers, and estimate."""
         ctx = self._last
         if ctx is None or ctx.weights is None:
-            return {"kind": self.config.kind}
-        values = {**super().metrics(), "estimate": self.config.estimate}
+            return {"kind": self.settings.kind}
+        values = {**super().metrics(), "estimate": self.settings.estimate}
         effective = values["effective_elements"]
         if effective is not None and effective < FEW_ELEMENTS and ctx.step >= self._warned_at + 1000:
             self._warned_at = ctx.step

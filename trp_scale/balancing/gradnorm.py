@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from trp_scale.balancing.loss_reading import LossReadingBalancer
+from trp_scale.balancing.settings import GradNormSettings
 from trp_scale.balancing.task_adam import TaskAdam
 from trp_scale.balancing.task_gradients import TaskGradients
-from trp_scale.config import BalancerConfig, RefusedError
+from trp_scale.config import RefusedError
 from trp_scale.core.batch import Batch, StepStats, TaskLosses
 from trp_scale.core.hooks import StepContext
 from trp_scale.core.objective import Objective, TappedObjective, TapPlace
@@ -35,12 +36,14 @@ class GradNorm(LossReadingBalancer):
         RefusedError: a single balanced task; an objective without taps; a balanced task that passes no tap.
     """
 
-    def __init__(self, config: BalancerConfig, run: RunContext) -> None:
-        super().__init__(config, run)
-        tapped = check_taps(self.objective, config.gradnorm_at)
-        self.gradients_of_tasks = TaskGradients(tapped, self.objective.balanced, config.gradnorm_at, self.device)
+    settings: GradNormSettings
+
+    def __init__(self, settings: GradNormSettings, run: RunContext) -> None:
+        super().__init__(settings, run)
+        tapped = check_taps(self.objective, settings.at)
+        self.gradients_of_tasks = TaskGradients(tapped, self.objective.balanced, settings.at, self.device)
         self.task_weights = self.vector(1.0)
-        self.adam = TaskAdam(self.vector(0.0), config.gradnorm_lr)
+        self.adam = TaskAdam(self.vector(0.0), settings.lr)
         self._sizes, self._norms, self._targets, self._rates = (self.vector(torch.nan) for _ in range(4))
 
     def balanced_weights(self, ctx: StepContext, losses: Tensor | None) -> Tensor:
@@ -68,7 +71,7 @@ class GradNorm(LossReadingBalancer):
         self._norms = self.task_weights * self._sizes  # G_t
         self._rates = self.training_rates(ctx.means(ctx.sums), present)
         mean = self._norms.sum() / present.sum().clamp(min=1)
-        self._targets = torch.where(present, mean * self._rates**self.config.gradnorm_alpha, 0.0)
+        self._targets = torch.where(present, mean * self._rates**self.settings.alpha, 0.0)
 
     def training_rates(self, losses: Tensor, present: Tensor) -> Tensor:
         """[T] r_t: what is left of each loss, as a share of its first value, over the mean of that share; 0 where
@@ -97,7 +100,7 @@ class GradNorm(LossReadingBalancer):
         """task_weights: w after this step, sum T; gradient_norms: G_t; targets; training_rates: r_t; loss: L_grad."""
         return {
             **super().metrics(),
-            "at": self.config.gradnorm_at,
+            "at": self.settings.at,
             "task_weights": self.by_task(self.task_weights),
             "gradient_norms": self.by_task(self._norms),
             "targets": self.by_task(self._targets),
@@ -134,8 +137,8 @@ def check_taps(objective: Objective, at: TapPlace) -> TappedObjective:
     passing = objective.tapped(at)
     if aside := [objective.tasks[place] for place in objective.balanced if place not in passing]:
         raise RefusedError(
-            f"--balancer.gradnorm_at {at}: the balanced task(s) {', '.join(aside)} do not pass the last layer that the "
-            "others share; allowed: --balancer.gradnorm_at representation, a setting that takes them out of the "
+            f"--balancer.at {at}: the balanced task(s) {', '.join(aside)} do not pass the last layer that the "
+            "others share; allowed: --balancer.at representation, a setting that takes them out of the "
             "balance (such as --objective.next_sentence outside), or another --balancer.kind"
         )
     return objective

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trp_scale.balancing.global_losses import GlobalLossBalancer
 from trp_scale.balancing.minimax import softmax_weights
-from trp_scale.config import BalancerConfig
+from trp_scale.balancing.settings import GroupDroSettings
 from trp_scale.core.batch import StepStats
 from trp_scale.core.hooks import StepContext
 from trp_scale.core.run import RunContext
@@ -26,18 +26,20 @@ class GroupDro(GlobalLossBalancer):
     micro-batch by q raised with its own losses. q itself always moves by the losses of the global batch.
     """
 
-    steadier = "--balancer.min_count, --balancer.loss_ema or a smaller --balancer.group_dro_rate"
+    settings: GroupDroSettings
 
-    def __init__(self, config: BalancerConfig, run: RunContext) -> None:
-        super().__init__(config, run)
+    steadier = "--balancer.min_count, --balancer.loss_ema or a smaller --balancer.rate"
+
+    def __init__(self, settings: GroupDroSettings, run: RunContext) -> None:
+        super().__init__(settings, run)
         # Logarithms: a share of e^-1000 comes back, one that was rounded to 0 would not.
         start = -math.log(max(1, len(self.objective.balanced)))
         self.log_shares = torch.where(self.balanced, start, self.vector(-torch.inf))
 
     def raised(self, losses: Tensor, counts: Tensor) -> Tensor:
         """[T] log q + rate (scaled loss + C / sqrt(n)), not normalised."""
-        adjustment = self.config.group_dro_adjustment / counts.clamp(min=1).sqrt()
-        return self.log_shares + self.config.group_dro_rate * (self.scaled(losses) + adjustment)
+        adjustment = self.settings.adjustment / counts.clamp(min=1).sqrt()
+        return self.log_shares + self.settings.rate * (self.scaled(losses) + adjustment)
 
     def weights_of(self, ctx: StepContext, losses: Tensor, counts: Tensor, eligible: Tensor) -> Tensor:
         return softmax_weights(self.raised(losses, counts), 1.0, eligible)

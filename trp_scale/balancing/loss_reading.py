@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from trp_scale.balancing.base import TaskBalancer
-from trp_scale.config import BalancerConfig, RefusedError
+from trp_scale.balancing.settings import LossReadingSettings
+from trp_scale.config import RefusedError
 from trp_scale.core.batch import StepStats
 from trp_scale.core.hooks import StepContext
 from trp_scale.core.run import RunContext
@@ -26,12 +27,14 @@ class LossReadingBalancer(TaskBalancer):
     The total is of the losses as they are; `scale` decides what the weights are made of.
     """
 
-    def __init__(self, config: BalancerConfig, run: RunContext) -> None:
-        super().__init__(config, run)
+    settings: LossReadingSettings
+
+    def __init__(self, settings: LossReadingSettings, run: RunContext) -> None:
+        super().__init__(settings, run)
         tasks = self.objective.tasks
-        if unknown := sorted(set(config.reference) - set(tasks)):
+        if unknown := sorted(set(settings.reference) - set(tasks)):
             raise RefusedError(f"balancer.reference names {unknown}; the tasks are {list(tasks)}")
-        reference = [config.reference.get(task, 0.0) for task in tasks]
+        reference = [settings.reference.get(task, 0.0) for task in tasks]
         self.reference = torch.tensor(reference, dtype=torch.float64).to(self.device)
         # NaN marks a task that was never seen.
         self.first_losses = self.vector(torch.nan)
@@ -42,14 +45,14 @@ class LossReadingBalancer(TaskBalancer):
 
     def scaled(self, losses: Tensor) -> Tensor:
         """[T] losses as the balancer reads them."""
-        if self.config.scale == "initial":
+        if self.settings.scale == "initial":
             first = torch.where(self.first_losses.isnan(), losses, self.first_losses)
             return losses / first.clamp(min=SMALLEST_LOSS)  # segmentation into a single class begins at 0
-        return losses - self.reference if self.config.scale == "reference" else losses
+        return losses - self.reference if self.settings.scale == "reference" else losses
 
     def left(self, losses: Tensor) -> Tensor:
         """[T] the same, kept above 0: a loss at its reference or below counts as SMALLEST_EXCESS above it."""
-        smallest = SMALLEST_EXCESS if self.config.scale == "reference" else SMALLEST_LOSS
+        smallest = SMALLEST_EXCESS if self.settings.scale == "reference" else SMALLEST_LOSS
         return self.scaled(losses).clamp(min=smallest)
 
     def after_step(self, ctx: StepContext, stats: StepStats) -> None:
@@ -68,7 +71,7 @@ class LossReadingBalancer(TaskBalancer):
         """Those of all balancers, and scaled: the losses as they are read, where that is not as they are."""
         values = dict(super().metrics())
         losses = self.losses_read()
-        if self.config.scale != "none" and losses is not None:
+        if self.settings.scale != "none" and losses is not None:
             values["scaled"] = self.by_task(self.scaled(losses))
         return values
 

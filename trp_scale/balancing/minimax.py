@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from trp_scale.balancing.global_losses import GlobalLossBalancer
+from trp_scale.balancing.settings import MinimaxSettings
 from trp_scale.core.hooks import StepContext
 
 
@@ -39,21 +40,23 @@ def softmax_weights(losses: Tensor, alpha: float, eligible: Tensor) -> Tensor:
 class Minimax(GlobalLossBalancer):
     """Eq. 7 on the global batch's losses; `lagged` takes those of the last step that each task was seen in."""
 
+    settings: MinimaxSettings
+
     steadier = "--balancer.min_count, --balancer.loss_ema or a smaller --balancer.alpha"
 
     def alpha(self, step: int) -> float:
         """Sharpness at a step."""
-        if self.config.alpha_schedule == "hard":
+        if self.settings.alpha_schedule == "hard":
             return math.inf
-        if self.config.alpha_schedule == "theorem":
+        if self.settings.alpha_schedule == "theorem":
             return theorem_alpha(
                 step,
                 tasks=len(self.objective.balanced),
-                radius=self.config.radius,
-                lipschitz=self.config.lipschitz,
-                bound=self.config.bound,
+                radius=self.settings.radius,
+                lipschitz=self.settings.lipschitz,
+                bound=self.settings.bound,
             )
-        return self.config.alpha
+        return self.settings.alpha
 
     def weights_of(self, ctx: StepContext, losses: Tensor, counts: Tensor, eligible: Tensor) -> Tensor:
         return softmax_weights(self.scaled(losses), self.alpha(ctx.step), eligible)

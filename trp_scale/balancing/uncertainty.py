@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from trp_scale.balancing.loss_reading import LossReadingBalancer
+from trp_scale.balancing.settings import UncertaintySettings
 from trp_scale.balancing.task_adam import TaskAdam
-from trp_scale.config import BalancerConfig
 from trp_scale.core.batch import StepStats
 from trp_scale.core.hooks import StepContext
 from trp_scale.core.run import RunContext
@@ -24,15 +24,17 @@ class Uncertainty(LossReadingBalancer):
     absent task's s stands still. Weights c exp(-s) have no fixed sum: `total` does not touch them.
     """
 
-    def __init__(self, config: BalancerConfig, run: RunContext) -> None:
-        super().__init__(config, run)
-        kendall = config.uncertainty_form == "kendall"
+    settings: UncertaintySettings
+
+    def __init__(self, settings: UncertaintySettings, run: RunContext) -> None:
+        super().__init__(settings, run)
+        kendall = settings.form == "kendall"
         self.slope = 0.5 if kendall else 1.0  # b
         distances, tasks = self.objective.regression, self.objective.tasks
         factors = [0.5 if kendall and place in distances else 1.0 for place in range(len(tasks))]
         self.factors = torch.tensor(factors, dtype=torch.float64).to(self.device)  # c [T]
         self.log_variances = self.vector(0.0)
-        self.adam = TaskAdam(self.log_variances, config.uncertainty_lr)
+        self.adam = TaskAdam(self.log_variances, settings.lr)
 
     def task_weights(self) -> Tensor:
         """[T] c exp(-s)."""

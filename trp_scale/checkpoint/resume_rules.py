@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trp_scale.config import Config, RefusedError
-from trp_scale.recipes.loader import to_dict
+from trp_scale.recipes.loader import flat, to_dict
 
 MAY_CHANGE = (
     "batch.micro_size",
@@ -57,8 +57,8 @@ def check_settings(
     Raises:
         RefusedError: listing every difference that is not.
     """
-    before = {**_flat(to_dict(Config())), **_flat(stored)}
     now = _flat(present)
+    before = {**{name: value for name, value in _flat(to_dict(Config())).items() if name in now}, **_flat(stored)}
     same_data = stored_digest is not None and stored_digest == present_digest
     allowed: list[str] = []
     refused: list[str] = []
@@ -92,8 +92,7 @@ def _consequence(field: str, now: Mapping[str, Any]) -> str:
 
 def _flat(nested: Mapping[str, Any]) -> dict[str, Any]:
     """{"section.field": value}, values as they come back from JSON."""
-    plain = json.loads(json.dumps(nested))
-    return {f"{section}.{field}": value for section, fields in plain.items() for field, value in fields.items()}
+    return flat(json.loads(json.dumps(nested)))
 
 
 def _shown(value: Any) -> str:

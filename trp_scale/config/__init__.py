@@ -8,8 +8,12 @@ checking live in `trp_scale/recipes/`.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Annotated, Any
 
-from trp_scale.config.hooks import AdversaryConfig, BalancerConfig
+import tyro.conf
+
+from trp_scale.config.components import default_settings
+from trp_scale.config.hooks import AdversaryConfig
 from trp_scale.config.modalities import ModalitiesConfig
 from trp_scale.config.multilevel import MultilevelConfig
 from trp_scale.config.patches import MOST_PATCHES, PatchSplit, split_patches
@@ -34,7 +38,6 @@ from trp_scale.errors import RefusedError, nearest
 __all__ = [
     "MOST_PATCHES",
     "AdversaryConfig",
-    "BalancerConfig",
     "BatchConfig",
     "CheckpointConfig",
     "Config",
@@ -59,8 +62,12 @@ __all__ = [
 
 @dataclass(kw_only=True)
 class Config:
-    """One run."""
+    """One run. A hook that is listed has a section of its name beside these (`run_type`)."""
 
+    modules: Annotated[list[str], tyro.conf.Suppress] = field(default_factory=list)
+    """Set by --module: modules of your own whose components this run may use."""
+    hooks: list[str] = field(default_factory=list)
+    """Methods that act on each step beside the balancer, in the order in which they are called."""
     model: ModelConfig = field(default_factory=ModelConfig)
     vision: VisionConfig = field(default_factory=VisionConfig)
     modalities: ModalitiesConfig = field(default_factory=ModalitiesConfig)
@@ -71,7 +78,8 @@ class Config:
     batch: BatchConfig = field(default_factory=BatchConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    balancer: BalancerConfig = field(default_factory=BalancerConfig)
+    balancer: Any = field(default_factory=default_settings("balancer", "minimax"), metadata={"role": "balancer"})
+    """Settings of the balancer of this kind."""
     adversary: AdversaryConfig = field(default_factory=AdversaryConfig)
     multilevel: MultilevelConfig = field(default_factory=MultilevelConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)

@@ -5,14 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from trp_scale.config.settings import setting
+
 
 @dataclass(kw_only=True)
 class BatchConfig:
     """Sizes in rows. Accumulation is derived: global_size / (micro_size x ranks)."""
 
-    global_size: int = 256
+    global_size: int = setting(256, at_least=1)
     """Rows per optimizer step over all ranks."""
-    micro_size: int = 32
+    micro_size: int = setting(32, at_least=1)
     """Rows per forward pass on one rank."""
 
 
@@ -20,15 +22,15 @@ class BatchConfig:
 class TrainingConfig:
     """Length, precision and stopping of a run."""
 
-    steps: int = 1_000_000
+    steps: int = setting(1_000_000, at_least=1)
     """Optimizer steps in all."""
-    seed: int = 0
+    seed: int = setting(0, at_least=0)
     """The only source of randomness: order, masks, pairs, initial weights and dropout follow from it."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Precision of the forward and backward pass; master weights stay fp32. fp16 needs a GPU and DeepSpeed."""
-    max_hours: float = 0.0
+    max_hours: float = setting(0.0, at_least=0)
     """Stop with a checkpoint after this many hours of this process; 0 = no limit."""
-    max_skipped_steps: int = 10
+    max_skipped_steps: int = setting(10, at_least=0)
     """Stop with a checkpoint when more steps than this were skipped for a loss or gradient that is not finite."""
     deterministic: bool = False
     """Deterministic kernels on the GPU (slower); needed for a bit-exact resume there."""
@@ -42,24 +44,24 @@ class OptimizerConfig:
 
     kind: Literal["adamw", "sgd"] = "adamw"
     """adamw, or plain gradient descent (for checks that must not divide by a gradient's size)."""
-    lr: float = 2e-4
+    lr: float = setting(2e-4, above=0)
     """Peak learning rate."""
-    beta1: float = 0.9
+    beta1: float = setting(0.9, at_least=0, below=1)
     """Decay of the first moment."""
-    beta2: float = 0.999
+    beta2: float = setting(0.999, at_least=0, below=1)
     """Decay of the second moment."""
-    eps: float = 1e-6
+    eps: float = setting(1e-6, above=0)
     """Added to the root of the second moment. 1e-6 is BERT's; the image recipes take AdamW's usual 1e-8."""
-    weight_decay: float = 0.01
+    weight_decay: float = setting(0.01, at_least=0)
     """Decoupled decay of matrices. Vectors are never decayed: biases, norms, and class and mask tokens, which MAE's and
     AdPE's code does decay."""
-    warmup_steps: int = 10_000
+    warmup_steps: int = setting(10_000, at_least=0)
     """Steps of linear warm-up."""
     schedule: Literal["linear", "cosine", "constant"] = "linear"
     """Shape after warm-up, down to min_lr at the last step."""
-    min_lr: float = 0.0
+    min_lr: float = setting(0.0, at_least=0)
     """Learning rate at the last step."""
-    clipping: float = 0.0
+    clipping: float = setting(0.0, at_least=0)
     """Largest gradient norm; 0 = no clipping."""
     layer_decay: float = 1.0
     """Of fine-tuning: each block learns at this times the rate of the block after it, the embeddings at this times the
@@ -70,7 +72,7 @@ class OptimizerConfig:
 class ValidationConfig:
     """Losses on the held-out rows."""
 
-    every: int = 0
+    every: int = setting(0, at_least=0)
     """Validate each N steps and after the last; 0 = never."""
 
 
@@ -78,9 +80,9 @@ class ValidationConfig:
 class CheckpointConfig:
     """When checkpoints are written. The last step always writes one."""
 
-    every: int = 0
+    every: int = setting(0, at_least=0)
     """Write one each N steps; 0 = only at the end."""
-    keep: int = 2
+    keep: int = setting(2, at_least=0)
     """Newest checkpoints that are kept; 0 = all."""
 
 
@@ -88,7 +90,7 @@ class CheckpointConfig:
 class LoggingConfig:
     """What is reported while the run goes on."""
 
-    every: int = 10
+    every: int = setting(10, at_least=1)
     """Write a line of metrics each N steps."""
     progress: bool = True
     """Live display on the terminal of rank 0."""

@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 
 import tyro.conf
 
+from trp_scale.config.settings import setting
+
 
 @dataclass(kw_only=True)
 class ModelConfig:
@@ -15,21 +17,21 @@ class ModelConfig:
     kind: Literal["bert", "mae", "mm_mae"] = "bert"
     """bert: text. mae: masked autoencoder on images; its other settings are under --vision, and it has no dropout.
     mm_mae: the same with depth and segmentation beside the image (TRP 4.2), set under --modalities."""
-    layers: int = 12
+    layers: int = setting(12, at_least=1)
     """Number of transformer blocks."""
-    hidden_size: int = 768
+    hidden_size: int = setting(768, at_least=1)
     """Width of the residual stream."""
-    heads: int = 12
+    heads: int = setting(12, at_least=1)
     """Attention heads; must divide hidden_size."""
-    intermediate_size: int = 3072
+    intermediate_size: int = setting(3072, at_least=1)
     """Width of the feed-forward layer."""
-    max_positions: int = 512
+    max_positions: int = setting(512, at_least=8)
     """Longest sequence the position table can hold, special tokens included."""
-    dropout: float = 0.1
+    dropout: float = setting(0.1, at_least=0, below=1)
     """Dropout of hidden states and attention probabilities."""
-    initializer_range: float = 0.02
+    initializer_range: float = setting(0.02, above=0)
     """Standard deviation of the normal initialisation."""
-    layer_norm_eps: float = 1e-12
+    layer_norm_eps: float = setting(1e-12, above=0)
     """Epsilon of the layer norms."""
     weights: str = ""
     """Start from the weights of another library's model, a directory with model.safetensors or such a file:
@@ -76,7 +78,7 @@ class ObjectiveConfig:
     unmasked = never chosen for masking, task = a tenth task in the maximum."""
     next_sentence: Literal["outside", "inside", "off"] = "outside"
     """Next-sentence prediction: outside the maximum with next_sentence_weight, inside it, or off."""
-    next_sentence_weight: float = 1.0
+    next_sentence_weight: float = setting(1.0, at_least=0)
     """Weight of next-sentence prediction when it is outside the maximum."""
     output_bias: Literal["zero", "frequency"] = "zero"
     """pos_mlm: where the bias of the word prediction starts. frequency: the logarithm of how often each piece occurs in
@@ -87,7 +89,7 @@ class ObjectiveConfig:
     reduction: Literal["sample", "element"] = "sample"
     """mm_mae, a task's loss: sample = the mean of each image's masked elements, then over images that have any
     (MultiMAE); element = the mean over all masked elements of the global batch."""
-    uniformity: float = 0.0
+    uniformity: float = setting(0.0, at_least=0)
     """mae: weight of U-MAE's second loss, the mean square of the cosines between the class tokens of all pairs of the
     global batch (Zhang et al. 2022); 0 = none. U-MAE takes 0.01."""
 
@@ -98,15 +100,15 @@ class DataConfig:
 
     path: str = ""
     """Directory with dataset.json, or several with weights: 'books:0.7=/a,wiki:0.3=/b'."""
-    workers: int = 1
+    workers: int = setting(1, at_least=0)
     """Loader processes per rank; 0 fetches in the training process."""
-    prefetch: int = 4
+    prefetch: int = setting(4, at_least=1)
     """Micro-batches each worker prepares ahead."""
-    blocks_per_group: int = 16
+    blocks_per_group: int = setting(16, at_least=1)
     """Blocks whose rows are shuffled together. Part of the order: a resumed run cannot change it."""
-    validation_fraction: float = 0.01
+    validation_fraction: float = setting(0.01, at_least=0, below=1)
     """Share of the blocks held out for validation, chosen by a hash of their keys."""
-    max_corrupt_blocks: int = 0
+    max_corrupt_blocks: int = setting(0, at_least=0)
     """Unreadable blocks (of images: single images) that are left out and reported before the run stops on all ranks."""
     verify: bool = False
     """Check the checksum of each block the first time it is read, of each image; depth and segmentation maps always
@@ -117,11 +119,11 @@ class DataConfig:
 class MaskingConfig:
     """Which positions are predicted."""
 
-    ratio: float = 0.15
+    ratio: float = setting(0.15, above=0, below=1)
     """Share of the pieces of a row that are predicted (TRP 4.1.1), or of the patches of an image (MAE: 0.75)."""
-    limit: int = 0
+    limit: int = setting(0, at_least=0)
     """Masked positions a row is padded to; 0 = round(ratio x sequence length)."""
-    maskings: int = 10
+    maskings: int = setting(10, at_least=0)
     """Different maskings per row, used in turn by epoch (TRP 001, D.1: ten); 0 = a fresh one each epoch."""
     unit: Literal["piece", "word"] = "piece"
     """Draw single word pieces, or whole words."""

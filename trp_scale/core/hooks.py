@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trp_scale.config.components import find
 from trp_scale.core.batch import Batch, StepStats, TaskLosses
 from trp_scale.core.engine import Engine
 from trp_scale.core.pieces import STATE_NAMES, Shards
@@ -174,6 +175,21 @@ class Balancer(Hook):
     def total(self, ctx: StepContext, losses: TaskLosses) -> Tensor:
         """sum_t w_t * S_t / n_t of one micro-batch, n_t of the global batch."""
         raise NotImplementedError(f"{type(self).__name__} does not say how it totals task losses")
+
+
+def build_hooks(run: RunContext, others: Sequence[Hook] = ()) -> Hooks:
+    """The hooks of a run: those that `hooks` lists, in its order, those of the upstream, and the balancer.
+
+    Args:
+        run: whose settings are checked.
+        others: what the upstream's own methods need.
+
+    Raises:
+        RefusedError: a method that cannot act in this run; names the flag to change.
+    """
+    listed = [find("hook", name).load()(getattr(run.config, name, None), run) for name in run.config.hooks]
+    settings = run.config.balancer
+    return Hooks(find("balancer", settings.kind).load()(settings, run), [*others, *listed])
 
 
 class Hooks:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
 import difflib
-from collections.abc import Sequence
+import inspect
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
@@ -11,8 +14,19 @@ from typing import Annotated, Any, Literal, TypeVar
 import tyro
 
 from trp_scale.config import Config, RefusedError
+from trp_scale.config.components import find, load_module, user_modules
+from trp_scale.config.settings import Settings
 from trp_scale.recipes.checks import check
-from trp_scale.recipes.loader import known_recipes, load_recipe
+from trp_scale.recipes.loader import (
+    base_type,
+    elsewhere,
+    from_dict,
+    known_recipes,
+    load_recipe,
+    read_yaml,
+    setting_name,
+    to_dict,
+)
 
 EngineName = Literal["plain", "fsdp", "deepspeed"]
 
@@ -25,6 +39,11 @@ class Arguments:
     """The settings: the recipe's, changed by the flags."""
     recipe: Annotated[str, tyro.conf.arg(metavar="NAME|PATH")] = ""
     """Name of a recipe of the package, or the path of a .yaml file."""
+    module: Annotated[tyro.conf.UseAppendAction[list[str]], tyro.conf.arg(metavar="FILE.py|NAME")] = field(
+        default_factory=list
+    )
+    """A module of your own, by its file or its dotted name, that registers balancers, hooks, modalities or upstreams;
+    may be given several times."""
     run_dir: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     """Directory for everything the run leaves behind; runs/<recipe>-<date>-<time> when it is not given."""
     engine: EngineName | None = None
@@ -58,11 +77,6 @@ class Arguments:
 AnyArguments = TypeVar("AnyArguments", bound=Arguments)
 
 
-@dataclass(kw_only=True)
-class _RecipeFlag:
-    recipe: str = ""
-
-
 def parse(argv: Sequence[str], *, prog: str = "trp-scale pretrain", quiet: bool = False) -> Arguments:
     """Read the command line of a pre-training run: the recipe first, then the flags with its values as defaults.
 
@@ -92,32 +106,31 @@ def parse_run(
     Raises: as `parse`.
     """
     asks_help = any(argument in ("-h", "--help") for argument in argv)
-    flag, _ = tyro.cli(
-        _RecipeFlag,
-        args=argv,
-        return_unknown_args=True,
-        add_help=False,
-        use_underscores=True,
-        console_outputs=not quiet,
-    )
-    if not flag.recipe and not asks_help:
+    first = read_first(argv)
+    for module in first.modules:
+        load_module(module)
+    if not first.recipe and not asks_help:
         misspelt = difflib.get_close_matches("--recipe", argv, n=1)
         hint = f" (is {misspelt[0]} meant for it?)" if misspelt else ""
         raise RefusedError(
             f"--recipe is missing{hint}; allowed: {', '.join(known_recipes(settings))}, or a path to a .yaml file"
         )
-    config = load_recipe(flag.recipe) if flag.recipe else settings()
-    if type(config) is not settings:
+    config = load_recipe(first.recipe) if first.recipe else settings()
+    if base_type(config) is not settings:
         raise RefusedError(
-            f"--recipe {flag.recipe} is not one of {prog}'s; allowed: {', '.join(known_recipes(settings))}, or a path "
+            f"--recipe {first.recipe} is not one of {prog}'s; allowed: {', '.join(known_recipes(settings))}, or a path "
             "to a .yaml file of that kind"
         )
+    config = with_components(config, first)
+    config.modules = user_modules()
+    require_modules(first.run_dir, config.modules)
+    refuse_settings_of_others(argv, config)
     arguments = tyro.cli(
         kind,
         prog=prog,
         description=description,
         args=argv,
-        default=kind(config=config, recipe=flag.recipe),
+        default=kind(config=config, recipe=first.recipe, module=list(first.modules)),
         use_underscores=True,
         console_outputs=not quiet,
         config=(tyro.conf.FlagConversionOff,),
@@ -125,6 +138,104 @@ def parse_run(
     )
     _check_flags(arguments)
     return arguments
+
+
+@dataclass(frozen=True, kw_only=True)
+class First:
+    """What the command line says of which settings there are; read before the settings themselves.
+
+    Attributes:
+        recipe: name or path.
+        run_dir: directory, or "".
+        modules: given by --module.
+        hooks: given by --hooks; None = those of the recipe.
+        kinds: {section: kind} given by --section.kind.
+    """
+
+    recipe: str
+    run_dir: str
+    modules: tuple[str, ...]
+    hooks: tuple[str, ...] | None
+    kinds: Mapping[str, str]
+
+
+def read_first(argv: Sequence[str]) -> First:
+    """The flags that decide which other flags there are; all others are left to be read after them."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--recipe", default="")
+    parser.add_argument("--run_dir", "--run-dir", default="")
+    parser.add_argument("--module", action="append", default=[])
+    parser.add_argument("--hooks", nargs="*")
+    for section in component_sections(Config):
+        parser.add_argument(f"--{section}.kind", dest=f"kind of {section}")
+    try:
+        found = vars(parser.parse_known_args(list(argv))[0])
+    except SystemExit:  # a flag without its value: told by who reads all flags
+        return First(recipe="", run_dir="", modules=(), hooks=None, kinds={})
+    kinds = {section: kind for section in component_sections(Config) if (kind := found[f"kind of {section}"])}
+    hooks = found["hooks"]
+    return First(
+        recipe=found["recipe"],
+        run_dir=found["run_dir"],
+        modules=tuple(found["module"]),
+        hooks=None if hooks is None else tuple(hooks),
+        kinds=kinds,
+    )
+
+
+def component_sections(kind: type[Config]) -> dict[str, str]:
+    """{section: role} of the sections whose settings are those of a component of this kind."""
+    return {each.name: each.metadata["role"] for each in dataclasses.fields(kind) if "role" in each.metadata}
+
+
+def with_components(config: Config, first: First) -> Config:
+    """The same settings with the components that the flags name. Another kind starts from its own defaults, but for the
+    settings that both kinds have from one class; another list of hooks keeps the sections of those that stay."""
+    document = to_dict(config)
+    for section, role in component_sections(type(config)).items():
+        if (kind := first.kinds.get(section)) and kind != getattr(config, section).kind:
+            old, new = type(getattr(config, section)), find(role, kind, f"--{section}.kind").settings
+            shared = {name for name, owner in _owners(new).items() if _owners(old).get(name) is owner}
+            document[section] = {"kind": kind} | {
+                name: value for name, value in document[section].items() if name in shared - {"kind"}
+            }
+    if first.hooks is not None:
+        for name in (*config.hooks, *first.hooks):
+            find("hook", name, "--hooks")
+            if name not in first.hooks:
+                document.pop(name, None)
+        document["hooks"] = list(first.hooks)
+    return from_dict(document)
+
+
+def _owners(kind: type[Settings]) -> dict[str, type[Any]]:
+    """{setting: class that declares it}."""
+    return {setting_name(name): owner for owner in reversed(kind.__mro__) for name in inspect.get_annotations(owner)}
+
+
+def require_modules(run_dir: str, given: Sequence[str]) -> None:
+    """Refuse to go on in a run directory without the modules that its run was made with."""
+    path = Path(run_dir) / "config.yaml"
+    if not run_dir or not path.is_file():
+        return
+    document = read_yaml(path)
+    made_with = document.get("modules", []) if isinstance(document, Mapping) else []
+    if missing := [name for name in made_with if name not in given]:
+        raise RefusedError(
+            f"{run_dir} is a run with --module {' --module '.join(map(str, missing))}; give it here too, by its "
+            "file or its dotted name, or another --run_dir"
+        )
+
+
+def refuse_settings_of_others(argv: Sequence[str], config: Config) -> None:
+    """Refuse a flag of another kind's setting, or of a setting that has a new name, and say whose it is."""
+    for argument in argv:
+        section, _, name = argument.removeprefix("--").partition("=")[0].replace("-", "_").partition(".")
+        if not argument.startswith("--") or not isinstance(own := getattr(config, section, None), Settings):
+            continue
+        known = {setting_name(each.name) for each in dataclasses.fields(own)}
+        if name not in known and (words := elsewhere(type(own), name, section)):
+            raise RefusedError(f"--{section}.{name}: {words}")
 
 
 def _check_flags(arguments: Arguments) -> None:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from trp_scale.config import Config, RefusedError
+from trp_scale.config.components import find
 from trp_scale.config.finetuning import FinetuneConfig
+from trp_scale.config.settings import Settings, range_problems, sections
 from trp_scale.recipes.adversary_checks import adversary_cautions, adversary_problems
-from trp_scale.recipes.balancer_checks import balancer_cautions, balancer_problems
 from trp_scale.recipes.multilevel_checks import multilevel_cautions, multilevel_problems
 from trp_scale.recipes.vision_checks import unread_settings, vision_problems
 
@@ -20,7 +21,6 @@ def check(config: Config) -> None:
     """
     problems = [
         *general_problems(config),
-        *balancer_problems(config),
         *vision_problems(config),
         *adversary_problems(config),
         *multilevel_problems(config),
@@ -32,7 +32,11 @@ def check(config: Config) -> None:
 
 def general_problems(config: Config) -> Iterator[str]:
     """What neither a pre-training nor a fine-tuning run can have."""
-    yield from _ranges(config)
+    yield from range_problems(config)
+    for section in sections(config).values():
+        if isinstance(section, Settings):
+            yield from section.problems(config)
+    yield from hook_problems(config)
     yield from _relations(config)
 
 
@@ -49,7 +53,9 @@ def cautions(config: Config, steps_per_epoch: int = 0) -> list[str]:
             f"--optimizer.warmup_steps {optimizer.warmup_steps} is not below --training.steps {steps}: "
             f"the learning rate never reaches --optimizer.lr {optimizer.lr:g}"
         )
-    found += balancer_cautions(config, steps_per_epoch)
+    for section in sections(config).values():
+        if isinstance(section, Settings):
+            found += section.cautions(config, steps_per_epoch)
     found += multilevel_cautions(config)
     found += unread_settings(config)
     return found + adversary_cautions(config)
@@ -72,45 +78,15 @@ def check_engine(config: Config, engine: str, *, gpu: bool) -> None:
         raise RefusedError("--training.precision fp16 needs a GPU, this machine shows none; allowed: bf16, fp32")
 
 
-def _ranges(config: Config) -> Iterator[str]:
-    at_least = {
-        "model": {"layers": 1, "hidden_size": 1, "heads": 1, "intermediate_size": 1, "max_positions": 8},
-        "objective": {"next_sentence_weight": 0, "uniformity": 0},
-        "data": {"workers": 0, "prefetch": 1, "blocks_per_group": 1, "max_corrupt_blocks": 0},
-        "masking": {"limit": 0, "maskings": 0},
-        "batch": {"global_size": 1, "micro_size": 1},
-        "training": {"steps": 1, "seed": 0, "max_hours": 0, "max_skipped_steps": 0},
-        "optimizer": {"weight_decay": 0, "warmup_steps": 0, "min_lr": 0, "clipping": 0},
-        "validation": {"every": 0},
-        "checkpoint": {"every": 0, "keep": 0},
-        "logging": {"every": 1},
-    }
-    above_zero = {
-        "model": ["initializer_range", "layer_norm_eps"],
-        "masking": ["ratio"],
-        "optimizer": ["lr", "eps"],
-    }
-    below_one = {
-        "model": ["dropout"],
-        "data": ["validation_fraction"],
-        "masking": ["ratio"],
-        "optimizer": ["beta1", "beta2"],
-    }
-    for section, limits in at_least.items():
-        for name, limit in limits.items():
-            value = getattr(getattr(config, section), name)
-            if not limit <= value < float("inf"):
-                yield f"--{section}.{name} is {value}, allowed: {limit} or more"
-    for section, names in above_zero.items():
-        for name in names:
-            value = getattr(getattr(config, section), name)
-            if not 0 < value < float("inf"):
-                yield f"--{section}.{name} is {value}, allowed: more than 0"
-    for section, names in below_one.items():
-        for name in names:
-            value = getattr(getattr(config, section), name)
-            if not 0 <= value < 1:
-                yield f"--{section}.{name} is {value}, allowed: from 0 to below 1"
+def hook_problems(config: Config) -> Iterator[str]:
+    """A hook that is listed twice, or before one that must come first."""
+    listed = config.hooks
+    for name in dict.fromkeys(name for name in listed if listed.count(name) > 1):
+        yield f"--hooks has {name} more than once; allowed: each once"
+    for place, name in enumerate(listed):
+        late = [first for first in find("hook", name).after if first in listed[place + 1 :]]
+        if late:
+            yield f"--hooks has {name} before {', '.join(late)}; allowed: {name} after {', '.join(late)}"
 
 
 def _relations(config: Config) -> Iterator[str]:

@@ -11,7 +11,16 @@ from typing import Annotated, Any
 import tyro
 
 from trp_scale.config import Config
-from trp_scale.recipes.loader import RECIPES, known_recipes, load_recipe, recipe_path, resolve, to_dict, write_yaml
+from trp_scale.recipes.loader import (
+    RECIPES,
+    base_type,
+    known_recipes,
+    load_recipe,
+    recipe_path,
+    resolve,
+    to_dict,
+    write_yaml,
+)
 
 DEFAULT = "default"
 
@@ -37,7 +46,7 @@ def listed() -> Iterator[str]:
     """The names of the package's recipes, those of each command together, with what they say of themselves."""
     names = known_recipes()
     width = max(map(len, names))
-    pre_training = [name for name in names if type(load_recipe(name)) is Config]
+    pre_training = [name for name in names if base_type(load_recipe(name)) is Config]
     for command, those in (
         ("pretrain", pre_training),
         ("finetune", [name for name in names if name not in pre_training]),

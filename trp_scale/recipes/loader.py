@@ -7,6 +7,7 @@ rules of YAML 1.2, in which `2e-4` is a number and `off` is a word. A file may e
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -15,7 +16,9 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import yaml
 
 from trp_scale.config import Config, RefusedError, nearest
+from trp_scale.config.components import find, names, registered, unknown_component
 from trp_scale.config.finetuning import FinetuneConfig
+from trp_scale.config.settings import Settings
 from trp_scale.recipes.inheritance import Inherited, inherit
 
 RECIPES = Path(__file__).parent
@@ -54,7 +57,7 @@ for _tag, _pattern, _first in (
 def known_recipes(kind: type[Config] | None = None) -> list[str]:
     """Names of the recipes that come with the package; of pre-training (Config) or of fine-tuning alone if asked."""
     names = sorted(path.stem for path in RECIPES.glob("*.yaml"))
-    return names if kind is None else [name for name in names if type(load_recipe(name)) is kind]
+    return names if kind is None else [name for name in names if base_type(load_recipe(name)) is kind]
 
 
 def load_recipe(name_or_path: str | Path) -> Config:
@@ -72,13 +75,14 @@ def resolve(path: Path) -> tuple[Config, Inherited]:
 
     Raises: as `load_recipe`; a wrong setting is told of the file that it stands in.
     """
-    recipe = inherit(path, _read, _extended_path)
+    recipe = inherit(path, read_yaml, _extended_path)
     for file in recipe.chain[:-1]:
-        from_dict(inherit(file, _read, _extended_path).document, source=str(file))
+        from_dict(inherit(file, read_yaml, _extended_path).document, source=str(file))
     return from_dict(recipe.document, source=str(path)), recipe
 
 
-def _read(path: Path) -> object:
+def read_yaml(path: Path) -> object:
+    """The document in a YAML file; refused where there is none."""
     try:
         return yaml.load(path.read_text(encoding="utf-8"), Loader=_Yaml12Loader)
     except OSError as error:
@@ -122,11 +126,22 @@ def recipe_path(name_or_path: str, said_by: str = "--recipe", said: str | None =
 
 
 def to_dict(config: Config) -> dict[str, Any]:
-    """`config` as plain dictionaries, numbers and strings, every field written out."""
+    """`config` as plain dictionaries, lists, numbers and strings, every field written out."""
     return {
-        section: {setting_name(field): value for field, value in fields.items()}
+        section: {setting_name(field): value for field, value in fields.items()} if isinstance(fields, dict) else fields
         for section, fields in dataclasses.asdict(config).items()
     }
+
+
+def flat(document: Mapping[str, Any]) -> dict[str, Any]:
+    """{"section.field": value} of nested settings; what is no section stands under its own name."""
+    found: dict[str, Any] = {}
+    for section, fields in document.items():
+        if isinstance(fields, Mapping):
+            found |= {f"{section}.{field}": value for field, value in fields.items()}
+        else:
+            found[section] = fields
+    return found
 
 
 def setting_name(field: str) -> str:
@@ -157,15 +172,43 @@ def from_dict(document: Mapping[str, Any], source: str = "settings") -> Config:
         source: named in error messages.
 
     Raises:
-        RefusedError: unknown keys and wrong types, all of them, each with its path.
+        RefusedError: unknown keys, kinds and wrong types, all of them, each with its path.
     """
     problems: list[str] = []
-    config = _build(FinetuneConfig if "downstream" in document else Config, document, "", problems)
+    hooks = document.get("hooks") if isinstance(document, Mapping) else None
+    kind = run_type(FinetuneConfig if "downstream" in document else Config, _known_hooks(hooks, problems))
+    config = _build(kind, document, "", problems)
     if problems:
         listed = "\n".join(f"  {problem}" for problem in problems)
         raise RefusedError(f"{source} has {len(problems)} wrong setting(s):\n{listed}")
     assert isinstance(config, Config)
     return config
+
+
+def _known_hooks(listed: object, problems: list[str]) -> tuple[str, ...]:
+    """Those of the listed hooks that there are; the others are problems."""
+    given = [str(name) for name in listed] if isinstance(listed, list) else []
+    known = names("hook")
+    problems += [f"hooks: {unknown_component('hook', name)}" for name in given if name not in known]
+    return tuple(name for name in given if name in known)
+
+
+@functools.cache
+def run_type(kind: type[Config], hooks: tuple[str, ...]) -> type[Config]:
+    """The settings of a run with these hooks: those of `kind`, and a section for each hook that has settings of its
+    own beside them."""
+    own = {field.name for field in dataclasses.fields(kind)}
+    added = [
+        (name, found, dataclasses.field(default_factory=found))
+        for name in dict.fromkeys(hooks)
+        if name not in own and len(dataclasses.fields(found := find("hook", name).settings)) > 1  # beside `kind`
+    ]
+    return dataclasses.make_dataclass(kind.__name__, added, bases=(kind,), kw_only=True) if added else kind
+
+
+def base_type(config: Config) -> type[Config]:
+    """`Config` or `FinetuneConfig`, whatever sections the hooks of a run add."""
+    return FinetuneConfig if isinstance(config, FinetuneConfig) else Config
 
 
 def _build(kind: type[Any], document: object, path: str, problems: list[str]) -> Any:
@@ -174,21 +217,60 @@ def _build(kind: type[Any], document: object, path: str, problems: list[str]) ->
         allowed = ", ".join(setting_name(field.name) for field in dataclasses.fields(kind))
         problems.append(f"{path or 'the file'}: {document!r} is no section; allowed: keys {allowed}")
         return kind()
-    fields = {setting_name(field): field for field in get_type_hints(kind)}
+    fields = {setting_name(field.name): field for field in dataclasses.fields(kind)}
     types = get_type_hints(kind)
     values: dict[str, Any] = {}
     for key, value in document.items():
         where = f"{path}.{key}" if path else str(key)
         if key not in fields:
-            problems.append(f"{where}: unknown key{_suggestion(str(key), path, fields)}")
-        elif dataclasses.is_dataclass(types[fields[key]]):
-            values[key] = _build(types[fields[key]], value, where, problems)  # type: ignore[arg-type]
+            problems.append(f"{where}: {_unknown(kind, str(key), path, fields)}")
+            continue
+        field = fields[key]
+        if "role" in field.metadata:
+            values[field.name] = _component(field, value, where, problems)
+        elif dataclasses.is_dataclass(types[field.name]):
+            values[field.name] = _build(types[field.name], value, where, problems)  # type: ignore[arg-type]
         else:
             try:
-                values[fields[key]] = _value(types[fields[key]], value)
+                values[field.name] = _value(types[field.name], value)
             except TypeError as error:
                 problems.append(f"{where}: {value!r} is {type(value).__name__}, allowed: {error}")
     return kind(**values)
+
+
+def _component(field: dataclasses.Field[Any], document: object, where: str, problems: list[str]) -> Any:
+    """The section of a component, whose settings are those of its `kind`."""
+    default = field.default_factory()  # type: ignore[operator,misc]  # these fields have one
+    named = document.get("kind", default.kind) if isinstance(document, Mapping) else default.kind
+    try:
+        return _build(find(field.metadata["role"], str(named), f"{where}.kind").settings, document, where, problems)
+    except RefusedError as error:
+        problems.append(str(error))
+        return default
+
+
+def _unknown(kind: type[Any], key: str, path: str, siblings: Mapping[str, Any]) -> str:
+    """Why a section has no such key: a component's other kinds may have it, or it has another name now."""
+    if issubclass(kind, Settings) and (words := elsewhere(kind, key, path)):
+        return words
+    return f"unknown key{_suggestion(key, path, siblings)}"
+
+
+def elsewhere(kind: type[Settings], key: str, section: str) -> str:
+    """Where a setting is that a component's section has not: under a new name, or in other kinds of its role."""
+    for field in dataclasses.fields(kind):
+        if field.metadata.get("was") == key:
+            return f"this setting is now {section}.{setting_name(field.name)}"
+    own = kind().kind
+    role = next((role for role, name, settings in registered() if settings is kind), "")
+    having = [
+        f"{name}{f' (as {setting_name(field.name)})' if field.metadata.get('was') == key else ''}"
+        for other, name, settings in registered()
+        if other == role
+        for field in dataclasses.fields(settings)
+        if key in (setting_name(field.name), field.metadata.get("was"))
+    ]
+    return f"a setting of kind {', '.join(having)}; this run's {section}.kind is {own}" if having else ""
 
 
 def _suggestion(key: str, path: str, siblings: Iterable[str]) -> str:
@@ -201,12 +283,8 @@ def _suggestion(key: str, path: str, siblings: Iterable[str]) -> str:
 
 def nearest_field(name: str) -> str:
     """Like `nearest`, over the last parts of all `section.field` names."""
-    fields = [
-        f"{section.name}.{setting_name(field.name)}"
-        for section in dataclasses.fields(Config)
-        for field in dataclasses.fields(get_type_hints(Config)[section.name])
-    ]
-    same = [field for field in fields if field.split(".")[1] == name.split(".")[-1]]
+    fields = list(flat(to_dict(Config())))
+    same = [field for field in fields if field.split(".")[-1] == name.split(".")[-1]]
     return f"; did you mean {' or '.join(same)}?" if same else nearest(name, fields)
 
 

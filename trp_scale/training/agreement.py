@@ -16,7 +16,7 @@ from trp_scale.config import Config, RefusedError
 from trp_scale.core.batch import Batch
 from trp_scale.data.index import DataError
 from trp_scale.distributed.groups import Group
-from trp_scale.recipes.loader import to_dict
+from trp_scale.recipes.loader import flat, to_dict
 
 
 @dataclass(kw_only=True)
@@ -41,13 +41,11 @@ def require_same_settings(world: Group, config: Config) -> None:
     Raises:
         RefusedError: on every rank, naming each setting that differs and its value on each rank.
     """
-    settings = world.gather_objects(to_dict(config))
+    settings = world.gather_objects(flat(to_dict(config)))
     differing = [
-        f"{section}.{name}: "
-        + ", ".join(f"rank {rank} has {each[section][name]}" for rank, each in enumerate(settings))
-        for section, fields in settings[0].items()
-        for name in fields
-        if any(each[section][name] != fields[name] for each in settings)
+        f"{name}: " + ", ".join(f"rank {rank} has {each.get(name)}" for rank, each in enumerate(settings))
+        for name in dict.fromkeys(name for each in settings for name in each)
+        if any(each.get(name) != settings[0].get(name) for each in settings)
     ]
     if differing:
         listed = "\n  ".join(differing)

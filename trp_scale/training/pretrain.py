@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from trp_scale.balancing import build_balancer
 from trp_scale.checkpoint import manager
 from trp_scale.checkpoint.agreement import check_shared_directory, on_rank_zero, together
 from trp_scale.checkpoint.document import read_document
@@ -19,7 +18,7 @@ from trp_scale.checkpoint.engine_group import EngineGroup
 from trp_scale.checkpoint.resume import select, take_back
 from trp_scale.checkpoint.resume_rules import check_settings
 from trp_scale.config import Config
-from trp_scale.core.hooks import Hooks
+from trp_scale.core.hooks import build_hooks
 from trp_scale.core.run import RunContext
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.stop import StopRequests
@@ -114,7 +113,7 @@ class Run:
             make_engine=partial(build_second_engine, engine_name, **settings),
             steps_per_epoch=steps_per_epoch,
         )
-        self.hooks = Hooks(build_balancer(self.context), self.upstream.hooks(self.context))
+        self.hooks = build_hooks(self.context, self.upstream.hooks(self.context))
         self.engines = EngineGroup(self.engine, self.hooks.engines(), self.hooks.sharded_state)
         self.state = TrainingState()
         self.agreement = StepAgreement(self.world, config.data.max_corrupt_blocks)

@@ -11,10 +11,8 @@ from torch import Tensor, nn
 
 from tests.synthetic import RecordingTrainer, SilentObserver
 from trp_scale.adversary import build_adversary
-from trp_scale.balancing import build_balancer
 from trp_scale.config import (
     AdversaryConfig,
-    BalancerConfig,
     BatchConfig,
     Config,
     CropsConfig,
@@ -23,8 +21,9 @@ from trp_scale.config import (
     TrainingConfig,
     VisionConfig,
 )
+from trp_scale.config.components import settings_of
 from trp_scale.core.batch import Batch, TaskLosses
-from trp_scale.core.hooks import Hook, Hooks
+from trp_scale.core.hooks import Hook, build_hooks
 from trp_scale.core.run import RunContext
 from trp_scale.distributed.groups import Group
 from trp_scale.engines.plain import PlainEngine
@@ -118,7 +117,7 @@ class Setting:
             optimizer=OptimizerConfig(
                 **{"kind": "sgd", "lr": 0.01, "warmup_steps": 0, "schedule": "constant", **self.optimizer}
             ),
-            balancer=BalancerConfig(**self.balancer),
+            balancer=settings_of("balancer", **self.balancer),
             adversary=AdversaryConfig(**{"kind": "relative_coordinate", **self.adversary}),
         )
 
@@ -143,7 +142,7 @@ def toy_trainer(setting: Setting, hook: Hook | None = None) -> RecordingTrainer:
     )
     return RecordingTrainer(
         run_context=run,
-        hooks=Hooks(build_balancer(run), [hook or toy_hook(setting)]),
+        hooks=build_hooks(run, [hook or toy_hook(setting)]),
         source=Elements(config, setting.shape.numel),
         observer=SilentObserver(),  # type: ignore[arg-type]
         agreement=StepAgreement(group, 0),

@@ -41,7 +41,7 @@ class Case:
 
 
 def gradnorm_case(at: str, total: str) -> Case:
-    settings = {"kind": "gradnorm", "gradnorm_at": at, "gradnorm_lr": 0.03, "gradnorm_alpha": 1.2, "total": total}
+    settings = {"kind": "gradnorm", "at": at, "lr": 0.03, "alpha": 1.2, "total": total}
     return Case(
         settings=settings,
         reference=lambda: gradnorm(TASKS, at=at, alpha=1.2, lr=0.03, smallest=SMALLEST_WEIGHT),
@@ -52,7 +52,7 @@ def gradnorm_case(at: str, total: str) -> Case:
 
 def dwa_case(total: str) -> Case:
     return Case(
-        settings={"kind": "dwa", "dwa_interval_steps": 6, "dwa_temperature": 0.4, "total": total},
+        settings={"kind": "dwa", "interval_steps": 6, "temperature": 0.4, "total": total},
         reference=lambda: dwa(TASKS, interval=6, temperature=0.4),
         total=1.0 if total == "1" else None,
     )
@@ -60,15 +60,15 @@ def dwa_case(total: str) -> Case:
 
 CASES = {
     "group_dro": Case(
-        settings={"kind": "group_dro", "group_dro_rate": 0.3, "group_dro_adjustment": 0.7},
+        settings={"kind": "group_dro", "rate": 0.3, "adjustment": 0.7},
         reference=lambda: group_dro(TASKS, rate=0.3, adjustment=0.7),
     ),
     "uncertainty multimae": Case(
-        settings={"kind": "uncertainty", "uncertainty_lr": 0.05},
+        settings={"kind": "uncertainty", "lr": 0.05},
         reference=lambda: uncertainty(TASKS, lr=0.05, regression=None),
     ),
     "uncertainty kendall": Case(
-        settings={"kind": "uncertainty", "uncertainty_lr": 0.05, "uncertainty_form": "kendall", "total": "paper"},
+        settings={"kind": "uncertainty", "lr": 0.05, "form": "kendall"},
         reference=lambda: uncertainty(TASKS, lr=0.05, regression=(1,)),
     ),
     "dwa": dwa_case("1"),

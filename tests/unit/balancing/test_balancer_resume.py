@@ -13,10 +13,10 @@ from trp_scale.checkpoint.manager import load, save
 from trp_scale.distributed.groups import ALONE
 
 BALANCING: dict[str, dict[str, Any]] = {
-    "group_dro": {"kind": "group_dro", "group_dro_rate": 0.3},
-    "uncertainty": {"kind": "uncertainty", "uncertainty_lr": 0.05},
-    "dwa": {"kind": "dwa", "dwa_interval_steps": 1},
-    "gradnorm": {"kind": "gradnorm", "gradnorm_lr": 0.05},
+    "group_dro": {"kind": "group_dro", "rate": 0.3},
+    "uncertainty": {"kind": "uncertainty", "lr": 0.05},
+    "dwa": {"kind": "dwa", "interval_steps": 1},
+    "gradnorm": {"kind": "gradnorm", "lr": 0.05},
 }
 HALF = 3
 

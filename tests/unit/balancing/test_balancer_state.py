@@ -20,15 +20,15 @@ ABSENT: Mapping[int, tuple[int, ...]] = {0: (2,), 3: (1,), 5: (0, 2)}
 STEPS = 8
 
 SETTINGS: dict[str, dict[str, Any]] = {
-    "group_dro": {"kind": "group_dro", "group_dro_rate": 0.5},
+    "group_dro": {"kind": "group_dro", "rate": 0.5},
     "group_dro lagged": {"kind": "group_dro", "estimate": "lagged", "loss_ema": 0.5, "scale": "initial"},
-    "group_dro micro": {"kind": "group_dro", "estimate": "micro", "group_dro_adjustment": 1.0},
-    "uncertainty": {"kind": "uncertainty", "uncertainty_lr": 0.05},
-    "uncertainty scaled": {"kind": "uncertainty", "uncertainty_form": "kendall", "scale": "initial"},
-    "dwa": {"kind": "dwa", "dwa_interval_steps": 2},
-    "dwa reference": {"kind": "dwa", "dwa_interval_steps": 1, "scale": "reference", "reference": {"a": 0.5}},
+    "group_dro micro": {"kind": "group_dro", "estimate": "micro", "adjustment": 1.0},
+    "uncertainty": {"kind": "uncertainty", "lr": 0.05},
+    "uncertainty scaled": {"kind": "uncertainty", "form": "kendall", "scale": "initial"},
+    "dwa": {"kind": "dwa", "interval_steps": 2},
+    "dwa reference": {"kind": "dwa", "interval_steps": 1, "scale": "reference", "reference": {"a": 0.5}},
     "gradnorm": {"kind": "gradnorm"},
-    "gradnorm representation": {"kind": "gradnorm", "gradnorm_at": "representation", "total": "paper"},
+    "gradnorm representation": {"kind": "gradnorm", "at": "representation", "total": "paper"},
 }
 
 

@@ -8,14 +8,15 @@ from typing import Any
 import pytest
 
 from tests.unit.balancing.toy import ToyObjective, balancer, batch, given, stand_in_run, take_step
-from trp_scale.balancing import build_balancer
-from trp_scale.config import BalancerConfig, RefusedError
+from trp_scale.config import RefusedError
+from trp_scale.config.components import settings_of
+from trp_scale.core.hooks import build_hooks
 
 THREE = ToyObjective(tasks=("a", "b", "c"))
 
 
 def run(history: list[dict[int, float]], **settings: Any) -> tuple[Any, list[list[float]]]:
-    weigher = balancer(THREE, "dwa", **{"dwa_interval_steps": 2, "total": "paper", **settings})
+    weigher = balancer(THREE, "dwa", **{"interval_steps": 2, "total": "paper", **settings})
     weights = [
         take_step(weigher, THREE, given, [batch({t: [loss] for t, loss in losses.items()})], step=number).weights
         for number, losses in enumerate(history)
@@ -42,17 +43,17 @@ def test_weights_are_ones_in_two_intervals_and_then_follow_the_ratio_of_their_me
 
 def test_an_interval_is_an_epoch_unless_steps_are_given() -> None:
     def steps(interval_steps: int, epoch: int) -> Any:
-        config = BalancerConfig(kind="dwa", dwa_interval_steps=interval_steps)
-        return build_balancer(stand_in_run(config, THREE, epoch)).metrics()["interval_steps"]
+        config = settings_of("balancer", "dwa", interval_steps=interval_steps)
+        return build_hooks(stand_in_run(config, THREE, epoch)).balancer.metrics()["interval_steps"]
 
     assert steps(0, 7) == 7
     assert steps(3, 7) == 3
-    with pytest.raises(RefusedError, match=r"--balancer\.dwa_interval_steps is 0.*allowed here: 1 or more"):
+    with pytest.raises(RefusedError, match=r"--balancer\.interval_steps is 0.*allowed here: 1 or more"):
         steps(0, 0)
 
 
 def test_a_mean_is_over_the_applied_steps_in_which_the_task_was_there() -> None:
-    weigher = balancer(THREE, "dwa", dwa_interval_steps=3, total="paper")
+    weigher = balancer(THREE, "dwa", interval_steps=3, total="paper")
     losses: list[tuple[dict[int, float], bool]] = [
         ({0: 4.0, 1: 1.0, 2: 3.0}, True),
         ({0: 2.0, 1: 1.0}, True),
@@ -84,7 +85,7 @@ def test_an_absent_task_has_no_weight_and_total_one_divides_by_the_others() -> N
 
 
 def test_the_temperature_flattens() -> None:
-    _, weights = run([*HISTORY, {0: 1.0, 1: 1.0, 2: 1.0}], dwa_temperature=0.5)
+    _, weights = run([*HISTORY, {0: 1.0, 1: 1.0, 2: 1.0}], temperature=0.5)
     assert weights[4] == pytest.approx(from_ratios([1 / 3, 2.0, 1.0], 0.5), rel=1e-14)
 
 

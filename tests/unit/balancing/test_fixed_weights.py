@@ -34,7 +34,7 @@ def test_uniform_with_the_papers_total_is_one_over_all_tasks() -> None:
 @pytest.mark.parametrize(("total", "expected"), [("paper", [1.0, 1.0, 0.0]), ("1", [0.5, 0.5, 0.0])])
 def test_the_uniform_sum_is_one_for_each_task_only_with_the_papers_total(total: str, expected: list[float]) -> None:
     """MultiMAE: the sum of the losses of the tasks that are there."""
-    weigher = balancer(THREE, "uniform", total=total, uniform_form="sum")
+    weigher = balancer(THREE, "uniform", total=total, form="sum")
     assert take_step(weigher, THREE, given, SPLITS[0]).weights == expected
     # Elements of equal weight count the same whatever the weights sum to: 3 and 1 elements at equal task weights.
     assert weigher.metrics()["effective_elements"] == pytest.approx(4 / (1 / 3 + 1), rel=1e-14)

@@ -34,7 +34,7 @@ def step_of(weigher: GradNorm, model: Any, step: int = 0, micro_batches: int = 3
 
 
 def test_the_target_is_the_mean_norm_times_the_relative_rate_to_the_power_of_alpha() -> None:
-    weigher, model = gradnorm(gradnorm_alpha=1.5), Branching(3)
+    weigher, model = gradnorm(alpha=1.5), Branching(3)
     found = []
     for step in range(2):
         taken = step_of(weigher, model, step)
@@ -56,7 +56,7 @@ def test_the_norms_do_not_depend_on_what_the_step_s_weights_sum_to_or_on_the_spl
     found = []
     for total in ("1", "paper"):
         for micro_batches in (1, 3):
-            weigher = gradnorm(gradnorm_at=at, total=total)
+            weigher = gradnorm(at=at, total=total)
             taken = step_of(weigher, Branching(3), micro_batches=micro_batches)
             assert sum(taken.weights) == pytest.approx(1.0 if total == "1" else 3.0)
             found.append(weigher.metrics()["gradient_norms"])
@@ -64,7 +64,7 @@ def test_the_norms_do_not_depend_on_what_the_step_s_weights_sum_to_or_on_the_spl
 
 
 def test_a_weight_is_kept_above_zero_and_all_of_them_sum_to_their_number() -> None:
-    weigher, model = gradnorm(gradnorm_lr=1.5), Branching(3)
+    weigher, model = gradnorm(lr=1.5), Branching(3)
     for step in range(4):
         step_of(weigher, model, step)
         weights = weigher.state_dict()["task_weights"]
@@ -191,7 +191,7 @@ def test_passes_of_other_hooks_are_not_tapped_and_change_nothing() -> None:
     [
         (ToyObjective(tasks=("a", "b")), {}, "the objective ToyObjective does not tell them apart"),
         (BranchingObjective(tasks=("a", "far"), outside={1: 1.0}), {}, r"the balanced ones are \['a'\]"),
-        (BranchingObjective(tasks=("a", "b", "next"), beside=(2,)), {}, "gradnorm_at representation"),
+        (BranchingObjective(tasks=("a", "b", "next"), beside=(2,)), {}, "at representation"),
     ],
 )
 def test_what_cannot_be_told_apart_is_refused_at_start(objective: Any, settings: dict[str, Any], message: str) -> None:
@@ -202,4 +202,4 @@ def test_what_cannot_be_told_apart_is_refused_at_start(objective: Any, settings:
 def test_a_task_beside_the_shared_layer_is_fine_outside_the_balance_or_at_the_representation() -> None:
     names = ("a", "b", "next")
     balancer(BranchingObjective(tasks=names, beside=(2,), outside={2: 1.0}), "gradnorm")
-    balancer(BranchingObjective(tasks=names, beside=(2,)), "gradnorm", gradnorm_at="representation")
+    balancer(BranchingObjective(tasks=names, beside=(2,)), "gradnorm", at="representation")

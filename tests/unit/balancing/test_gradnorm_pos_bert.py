@@ -22,7 +22,7 @@ WITH_SENTENCES: dict[str, Any] = {"other": "task", "next_sentence": "inside"}
 
 def trainer_with(at: TapPlace, objective: dict[str, Any], **training: Any) -> RecordingTrainer:
     layout = Layout(micro_size=4)  # two micro-batches
-    balancer = {"kind": "gradnorm", "gradnorm_at": at, "gradnorm_lr": 0.1}
+    balancer = {"kind": "gradnorm", "at": at, "lr": 0.1}
     model = {"layers": 1 if training else 2}
     sections = {"balancer": balancer, "objective": objective, "training": training, "model": model}
     return trainer_for(layout, small_config(layout, **sections))
@@ -71,7 +71,7 @@ def test_norms_from_taps_are_those_of_a_backward_pass_for_each_task(at: TapPlace
 
 
 def test_next_sentence_prediction_inside_the_balance_does_not_pass_the_transform() -> None:
-    with pytest.raises(RefusedError, match=r"(?s)gradnorm_at weights.*next_sentence.*--balancer.gradnorm_at represent"):
+    with pytest.raises(RefusedError, match=r"(?s)at weights.*next_sentence.*--balancer.at represent"):
         trainer_with("weights", WITH_SENTENCES)
 
 

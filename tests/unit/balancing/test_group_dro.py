@@ -22,7 +22,7 @@ def weights_of(weigher: Any, *history: dict[int, float]) -> list[list[float]]:
 
 
 def dro(**settings: Any) -> Any:
-    return balancer(THREE, "group_dro", **{"group_dro_rate": 0.5, **settings})
+    return balancer(THREE, "group_dro", **{"rate": 0.5, **settings})
 
 
 def shares(powers: dict[int, float]) -> list[float]:
@@ -69,9 +69,9 @@ def test_a_task_that_takes_no_part_keeps_its_share(absent: dict[int, list[float]
 
 def test_the_adjustment_is_of_the_elements_of_the_global_batch() -> None:
     window: list[Batch] = [batch({0: [1.0] * 4, 1: [1.0]}), batch({0: [1.0] * 5})]
-    found = take_step(dro(group_dro_adjustment=2.0), THREE, given, window).weights
+    found = take_step(dro(adjustment=2.0), THREE, given, window).weights
     assert found == pytest.approx(shares({0: 0.5 * (1 + 2 / 3), 1: 0.5 * (1 + 2.0)}), rel=1e-14)
-    twins = take_step(dro(group_dro_adjustment=2.0), THREE, given, window, group=Twins()).weights
+    twins = take_step(dro(adjustment=2.0), THREE, given, window, group=Twins()).weights
     assert twins == pytest.approx(shares({0: 0.5 * (1 + 2 / 18**0.5), 1: 0.5 * (1 + 2.0 / 2**0.5)}), rel=1e-14)
 
 
@@ -85,7 +85,7 @@ def test_the_losses_are_scaled_and_smoothed_as_minimax_s_are() -> None:
 
 
 def test_a_share_too_small_for_a_float_comes_back() -> None:
-    weigher = dro(group_dro_rate=10.0)
+    weigher = dro(rate=10.0)
     *_, fallen = weights_of(weigher, *[{0: 20.0, 1: 1.0}] * 6)
     assert fallen[1] == 0.0  # e^-1140
     back = weights_of(weigher, *[{0: 1.0, 1: 20.0}] * 6)[-1]

@@ -75,9 +75,8 @@ def test_the_hard_maximum_takes_the_worst_mean_not_the_worst_sum() -> None:
 
 def test_the_weights_of_balanced_tasks_sum_to_one_beside_the_outside_ones() -> None:
     objective = ToyObjective(tasks=("a", "b", "far"), outside={2: 0.7})
-    for total in ("1", "paper"):  # the method's own sum is 1
-        step = take_step(balancer(objective, total=total), objective, given, [batch({0: [1.0], 1: [2.0], 2: [50.0]})])
-        assert step.weights == exactly([*softmax({0: 1.0, 1: 2.0}, 2), 0.7])
+    step = take_step(balancer(objective), objective, given, [batch({0: [1.0], 1: [2.0], 2: [50.0]})])
+    assert step.weights == exactly([*softmax({0: 1.0, 1: 2.0}, 2), 0.7])
 
 
 def test_a_task_below_min_count_takes_no_part() -> None:

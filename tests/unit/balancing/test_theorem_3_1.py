@@ -20,7 +20,9 @@ DISTANCES = ClosedForm(lambda x: (x - CENTRES).abs(), len(CENTRES))
 
 def gap(start: float, kind: str = "minimax", **settings: Any) -> float:
     """max_t f_t at the average of the K points, above its least value."""
-    weigher = balancer(DISTANCES, kind, radius=RADIUS, lipschitz=LIPSCHITZ, bound=BOUND, **settings)
+    if kind == "minimax":
+        settings = {"radius": RADIUS, "lipschitz": LIPSCHITZ, "bound": BOUND, **settings}
+    weigher = balancer(DISTANCES, kind, **settings)
     rate = RADIUS / (LIPSCHITZ * math.sqrt(STEPS))
     path = descend(DISTANCES, weigher, [start], steps=STEPS, rate=lambda step: rate)
     return DISTANCES.worst(path.points.mean(0)) - 1.0

@@ -9,12 +9,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from trp_scale.balancing import build_balancer
 from trp_scale.balancing.base import TaskBalancer
-from trp_scale.config import BalancerConfig, Config
+from trp_scale.config import Config
+from trp_scale.config.components import settings_of
+from trp_scale.config.settings import Settings
 from trp_scale.core.batch import Batch, StepStats, TaskLosses
 from trp_scale.core.engine import Engine
-from trp_scale.core.hooks import Hooks, StepContext
+from trp_scale.core.hooks import Hooks, StepContext, build_hooks
 from trp_scale.core.run import RunContext
 from trp_scale.distributed.groups import ALONE, Group
 
@@ -74,10 +75,11 @@ def batch(elements: Mapping[int, Sequence[Any]]) -> Batch:
 
 def balancer(objective: Any, kind: str = "minimax", **settings: Any) -> TaskBalancer:
     """The balancer of these settings."""
-    return build_balancer(stand_in_run(BalancerConfig(kind=cast(Any, kind), **settings), objective))
+    made = build_hooks(stand_in_run(settings_of("balancer", kind, **settings), objective)).balancer
+    return cast(TaskBalancer, made)
 
 
-def stand_in_run(settings: BalancerConfig, objective: Any, steps_per_epoch: int = 0) -> RunContext:
+def stand_in_run(settings: Settings, objective: Any, steps_per_epoch: int = 0) -> RunContext:
     """What a balancer is told of a run."""
     engine = cast(Engine, StandInEngine())
     return RunContext(

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
+from tests.settings import changed
 from trp_scale.config import Config
 from trp_scale.data.index import Block, Member, ShardIndex, write_index, write_json
 from trp_scale.data.text.groups import GROUPS, WORD_START
@@ -118,8 +119,4 @@ def config_for(path: Path | str, **sections: dict[str, object]) -> Config:
     config.data.validation_fraction = 0.0
     config.data.blocks_per_group = 3
     config.batch.global_size, config.batch.micro_size = 12, 3
-    for section, fields in sections.items():
-        for name, value in fields.items():
-            assert hasattr(getattr(config, section), name), f"no setting {section}.{name}"
-            setattr(getattr(config, section), name, value)
-    return config
+    return changed(config, **sections)

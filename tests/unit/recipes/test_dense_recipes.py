@@ -11,7 +11,7 @@ from trp_scale.config import RefusedError
 from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.recipes.dense_checks import dense_problems
 from trp_scale.recipes.finetune_checks import check_finetune
-from trp_scale.recipes.loader import load_recipe
+from trp_scale.recipes.loader import flat, load_recipe
 
 JITTER = {"dense.min_scale": 0.1, "dense.max_scale": 2.0, "dense.scaled_side": "longer"}
 """Ghiasi et al.'s LSJ."""
@@ -75,7 +75,7 @@ def recipe(name: str) -> FinetuneConfig:
 def test_recipes_follow_their_tables(name: str) -> None:
     config = recipe(name)
     check_finetune(config)
-    found = {f"{section}.{key}": value for section, values in asdict(config).items() for key, value in values.items()}
+    found = flat(asdict(config))
     assert {key: found[key] for key in TABLES[name]} == TABLES[name]
     assert (config.optimizer.kind, config.optimizer.beta1, config.optimizer.beta2) == ("adamw", 0.9, 0.999)
 

@@ -44,7 +44,7 @@ def test_recipes_of_detection_are_allowed_and_train_the_plain_sum(name: str) -> 
     assert isinstance(config, FinetuneConfig)
     check_finetune(config)
     balancer = config.balancer
-    assert (balancer.kind, balancer.total, balancer.uniform_form) == ("uniform", "paper", "sum")
+    assert (balancer.kind, balancer.total, balancer.form) == ("uniform", "paper", "sum")
     config.detection.box_samples = 0
     with pytest.raises(RefusedError, match=r"--detection\.box_samples is 0"):
         check_finetune(config)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from tests.unit.recipes import resolved as fixture
 from trp_scale.config import RefusedError
 from trp_scale.recipes.listing import listed, recipes, resolved, summary
 from trp_scale.recipes.loader import RECIPES, known_recipes, load_recipe, to_dict
-
-RESOLVED = json.loads((Path(__file__).parent / "resolved.json").read_text(encoding="utf-8"))
 
 
 def write(directory: Path, **files: str) -> Path:
@@ -29,22 +27,14 @@ def refusal(path: Path) -> str:
     return str(caught.value)
 
 
-def flat(values: dict[str, Any]) -> dict[str, Any]:
-    return {f"{section}.{key}": value for section, fields in values.items() for key, value in fields.items()}
-
-
-def test_every_recipe_is_in_the_table_of_resolved_ones() -> None:
-    assert sorted(RESOLVED["recipes"]) == known_recipes()
+def test_every_recipe_is_among_the_resolved_ones() -> None:
+    assert sorted(json.loads(fixture.FILE.read_text(encoding="utf-8"))["recipes"]) == known_recipes()
 
 
 @pytest.mark.parametrize("name", known_recipes())
 def test_a_recipe_resolves_to_the_values_it_stands_for(name: str) -> None:
-    """resolved.json was written when no recipe extended another: the defaults, and each recipe's difference from them.
-    Whoever changes a recipe's value changes it there too."""
-    expected = dict(RESOLVED["recipes"][name])
-    of = expected.pop("of")
-    defaults = RESOLVED["defaults"]["pretrain"] | (RESOLVED["defaults"]["finetune"] if of == "finetune" else {})
-    assert flat(to_dict(load_recipe(name))) == defaults | expected
+    """Whoever changes a recipe's value writes resolved.json anew, where the change is then seen."""
+    assert to_dict(load_recipe(name)) == fixture.kept(name)
 
 
 def test_sections_are_merged_lists_replaced_and_null_takes_away(tmp_path: Path) -> None:
@@ -63,11 +53,11 @@ def test_sections_are_merged_lists_replaced_and_null_takes_away(tmp_path: Path) 
 
 
 def test_a_section_of_another_kind_takes_nothing_of_the_extended_one(tmp_path: Path) -> None:
-    base = "balancer: {kind: gradnorm, alpha: 3, min_count: 5}\n"
+    base = "balancer: {kind: gradnorm, alpha: 3, scale: initial}\n"
     other = load_recipe(write(tmp_path, base=base, mine="extends: base.yaml\nbalancer: {kind: dwa}\n"))
-    assert (other.balancer.kind, other.balancer.alpha, other.balancer.min_count) == ("dwa", 1.0, 0)
+    assert (other.balancer.kind, other.balancer.scale) == ("dwa", "none")
     same = load_recipe(write(tmp_path, base=base, mine="extends: base.yaml\nbalancer: {kind: gradnorm, alpha: 2}\n"))
-    assert (same.balancer.alpha, same.balancer.min_count) == (2.0, 5)
+    assert (same.balancer.alpha, same.balancer.scale) == (2.0, "initial")
 
 
 def test_a_file_extends_a_recipe_of_the_package_and_a_path_is_meant_from_its_own_place(tmp_path: Path) -> None:
@@ -130,7 +120,7 @@ def test_a_value_taken_away_comes_from_the_default(tmp_path: Path) -> None:
     lines = [" ".join(line.split()) for line in resolved(path)]
     assert any(line.startswith("lr: ") and line.endswith("# default") for line in lines)
     assert f"kind: dwa # {path}" in lines
-    assert "alpha: 1.0 # default" in lines
+    assert "temperature: 2.0 # default" in lines
 
 
 def test_every_recipe_is_listed_with_the_sentence_at_its_head() -> None:

@@ -9,6 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from trp_scale.config import Config, RefusedError
+from trp_scale.config.components import settings_of
 from trp_scale.recipes.checks import check
 from trp_scale.recipes.loader import dump, from_dict, known_recipes, load_recipe, to_dict
 
@@ -32,7 +33,7 @@ def test_numbers_and_words_are_read_by_the_rules_of_yaml_1_2(tmp_path: Path) -> 
     assert (config.optimizer.lr, config.optimizer.eps) == (2e-4, 1.5e-8)
     assert (config.optimizer.warmup_steps, config.training.steps) == (1000, 1000)
     assert isinstance(config.optimizer.warmup_steps, int)
-    config = load_recipe(write(tmp_path, "objective: {next_sentence: off}\nbalancer: {total: 1}\n"))
+    config = load_recipe(write(tmp_path, "objective: {next_sentence: off}\nbalancer: {kind: uniform, total: 1}\n"))
     assert (config.objective.next_sentence, config.balancer.total) == ("off", "1")
 
 
@@ -50,7 +51,7 @@ def test_everything_wrong_is_named_at_once_with_the_nearest_name(tmp_path: Path)
     for expected in (
         "optimizer.warmup_step: unknown key; did you mean optimizer.warmup_steps?",
         "balncer: unknown key; did you mean balancer?",
-        "balancer.lr: unknown key; did you mean optimizer.lr or adversary.lr or multilevel.lr?",
+        "balancer.lr: a setting of kind uncertainty, gradnorm; this run's balancer.kind is minimax",
         "model.layers: 1.5 is float, allowed: a whole number",
         "model.dropout: 'yes' is str, allowed: a number",
         "training.deterministic: 1 is int, allowed: true or false",
@@ -116,7 +117,7 @@ def test_the_papers_recipes_are_tables_4_of_trp() -> None:
     assert (base.batch.global_size, base.training.steps, base.model.max_positions) == (256, 1_000_000, 512)
     assert (base.balancer.kind, base.balancer.alpha, base.balancer.estimate) == ("minimax", 1.0, "exact")
     # The baseline is the same run on the plain loss: every masked word counts, the ungrouped ones too.
-    base.balancer.kind, base.objective.other = "proportional", "task"
+    base.balancer, base.objective.other = settings_of("balancer", "proportional"), "task"
     assert base == baseline
 
 

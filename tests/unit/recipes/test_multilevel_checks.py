@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.settings import changed
 from trp_scale.config import Config, MultilevelConfig, RefusedError, split_patches
 from trp_scale.recipes.checks import cautions, check
 from trp_scale.recipes.loader import from_dict, load_recipe, to_dict
@@ -17,11 +18,11 @@ def config(recipe: str = "mae_vit_b", **changes: Any) -> Config:
     """MAE ViT-B with a masking network and `section__field=value` changes: 196 patches, batches of 4096 in 64s."""
     document = to_dict(load_recipe(recipe))
     document["data"]["path"] = "data"
+    given: dict[str, dict[str, Any]] = {}
     for name, value in ({"masking__network": "flattened"} | changes).items():
         section, field = name.split("__")
-        assert field in document[section]
-        document[section][field] = value
-    return from_dict(document)
+        given.setdefault(section, {})[field] = value
+    return changed(from_dict(document), **given)
 
 
 def problem(**changes: Any) -> str:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from PIL import Image
 
+from tests.settings import changed
 from tests.unit.data import stored
 from trp_scale.config import Config
 from trp_scale.core.batch import Batch
@@ -89,11 +90,7 @@ def config_for(path: Path | str, **sections: dict[str, object]) -> Config:
     config.model.kind, config.objective.kind = "mae", "mae"
     config.vision.patch_size, config.masking.ratio, config.masking.maskings = 8, 0.75, 0
     config.crops.count, config.crops.size, config.crops.view_size = 2, 32, 48
-    for section, fields in sections.items():
-        for name, value in fields.items():
-            assert hasattr(getattr(config, section), name), f"no setting {section}.{name}"
-            setattr(getattr(config, section), name, value)
-    return config
+    return changed(config, **sections)
 
 
 def joined(windows: list[list[Batch]]) -> dict[str, torch.Tensor]:

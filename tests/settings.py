@@ -1,0 +1,20 @@
+"""Settings with some of their values changed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from trp_scale.config import Config
+from trp_scale.recipes.loader import from_dict, to_dict
+
+
+def changed(config: Config, **changes: Mapping[str, Any]) -> Any:
+    """`config` with `changes`, section dicts such as balancer={"kind": "uniform"}; another kind starts from its own
+    defaults. Refuses what is no setting."""
+    document = to_dict(config)
+    for section, values in changes.items():
+        own = document.get(section, {})
+        kept = own if values.get("kind", own.get("kind")) == own.get("kind") else {}
+        document[section] = {**kept, **values}
+    return from_dict(document)

@@ -1,0 +1,181 @@
+"""Settings of the balancers: how the losses of the tasks become one loss (TRP 3, 6; docs/algorithms.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+from trp_scale.config import Config
+from trp_scale.config.components import component
+from trp_scale.config.settings import Settings, setting
+
+
+@dataclass(kw_only=True)
+class FixedSumSettings(Settings):
+    """Of balancers whose own weights have a fixed sum."""
+
+    total: Literal["1", "paper"] = "1"
+    """Sum of the balanced weights: 1, so that methods are comparable, or the method's own (uniform with form = sum,
+    gradnorm, dwa: T)."""
+
+
+@dataclass(kw_only=True)
+class LossReadingSettings(Settings):
+    """Of balancers whose weights are made of losses."""
+
+    scale: Literal["none", "initial", "reference"] = "none"
+    """The losses that the balancer reads: as they are (paper), as L / L at the first step, or as L - reference."""
+    reference: dict[str, float] = setting(dict)
+    """Loss subtracted from each task's for scale = reference, by task name."""
+
+    def problems(self, config: Config) -> Iterator[str]:
+        if self.scale == "reference" and not self.reference:
+            yield (
+                "--balancer.scale is reference but --balancer.reference is empty; allowed, for example: verb 2.1 noun 3"
+            )
+
+    def cautions(self, config: Config, steps_per_epoch: int) -> Iterator[str]:
+        if self.reference and self.scale != "reference":
+            yield f"--balancer.reference is given but --balancer.scale is {self.scale}: it has no effect"
+
+
+@dataclass(kw_only=True)
+class GlobalLossSettings(LossReadingSettings):
+    """Of balancers that weigh a batch by its own losses."""
+
+    estimate: Literal["exact", "lagged", "micro"] = "exact"
+    """exact: losses of this global batch (one more forward pass if there is accumulation). lagged: of the last step,
+    free. micro: of each micro-batch alone; wrong, kept as a labelled baseline."""
+    loss_ema: float = setting(0.0, at_least=0, below=1)
+    """Smoothing of the losses that the weights are made of; 0 = none (paper)."""
+    min_count: int = setting(0, at_least=0)
+    """A task with fewer elements than this in the global batch takes no part in the maximum of this step."""
+
+    def cautions(self, config: Config, steps_per_epoch: int) -> Iterator[str]:
+        yield from super().cautions(config, steps_per_epoch)
+        if self.estimate == "micro":
+            yield (
+                "--balancer.estimate micro weighs each micro-batch by its own losses alone: a wrong estimate of the "
+                "method, kept as a baseline; exact and lagged use the losses of the global batch"
+            )
+
+
+@dataclass(kw_only=True)
+class RatioSettings(LossReadingSettings):
+    """Of balancers that divide by losses or take their logarithm."""
+
+    def cautions(self, config: Config, steps_per_epoch: int) -> Iterator[str]:
+        yield from super().cautions(config, steps_per_epoch)
+        if self.scale == "initial" and self.kind != "uncertainty":
+            yield (
+                f"--balancer.scale initial has no effect with --balancer.kind {self.kind}, which reads only how many "
+                "times smaller a loss has become"
+            )
+        if self.scale == "reference":
+            yield (
+                f"--balancer.scale reference with --balancer.kind {self.kind}: a loss at its reference or below counts "
+                "as 0.001 above it, and its weight follows that floor from there on"
+            )
+
+
+@component("balancer", "uniform", "trp_scale.balancing.uniform:Uniform")
+@dataclass(kw_only=True)
+class UniformSettings(FixedSumSettings):
+    """The same weight for every task (TRP eq. 4)."""
+
+    form: Literal["mean", "sum"] = setting("mean", was="uniform_form")
+    """With total = paper: 1/T each (TRP eq. 4), or 1 each (MultiMAE)."""
+
+    def cautions(self, config: Config, steps_per_epoch: int) -> Iterator[str]:
+        if self.form == "sum" and self.total == "1":
+            yield "--balancer.form sum has no effect with --balancer.total 1; --balancer.total paper keeps the sum"
+
+
+@component("balancer", "proportional", "trp_scale.balancing.proportional:Proportional")
+@dataclass(kw_only=True)
+class ProportionalSettings(Settings):
+    """Weights by the number of elements (plain BERT)."""
+
+
+@component("balancer", "minimax", "trp_scale.balancing.minimax:Minimax")
+@dataclass(kw_only=True)
+class MinimaxSettings(GlobalLossSettings):
+    """Softmax of alpha x loss over the tasks (TRP eq. 7)."""
+
+    alpha: float = setting(1.0, at_least=0)
+    """Sharpness of the softmax over task losses."""
+    alpha_schedule: Literal["constant", "theorem", "hard"] = "constant"
+    """constant, theorem = the growing alpha of TRP Theorem 3.1 (radius, lipschitz, bound), hard = the worst alone."""
+    radius: float = setting(1.0, above=0)
+    """R0 of Theorem 3.1: distance from the start to the optimum."""
+    lipschitz: float = setting(1.0, above=0)
+    """L' of Theorem 3.1: Lipschitz constant of the task losses."""
+    bound: float = setting(1.0, above=0)
+    """B of Theorem 3.1: bound of the task losses."""
+
+    def cautions(self, config: Config, steps_per_epoch: int) -> Iterator[str]:
+        yield from super().cautions(config, steps_per_epoch)
+        if self.estimate == "micro" and self.loss_ema > 0:
+            yield (
+                f"--balancer.loss_ema {self.loss_ema:g} has no effect with --balancer.estimate micro, which takes each "
+                "micro-batch's losses as they are; exact and lagged smooth them"
+            )
+
+
+@component("balancer", "group_dro", "trp_scale.balancing.group_dro:GroupDro")
+@dataclass(kw_only=True)
+class GroupDroSettings(GlobalLossSettings):
+    """Exponentiated gradient ascent on the weights (Sagawa et al. 2020, Algorithm 1)."""
+
+    rate: float = setting(0.01, above=0, was="group_dro_rate")
+    """Step size of the weights' ascent, eta_q of Sagawa et al."""
+    adjustment: float = setting(0.0, at_least=0, was="group_dro_adjustment")
+    """C of the adjustment C / sqrt(n_t) that is added to each loss, n_t elements of the global batch."""
+
+
+@component("balancer", "uncertainty", "trp_scale.balancing.uncertainty:Uncertainty")
+@dataclass(kw_only=True)
+class UncertaintySettings(RatioSettings):
+    """A learned variance for each task (Kendall et al. 2018). The weights have no fixed sum."""
+
+    form: Literal["multimae", "kendall"] = setting("multimae", was="uncertainty_form")
+    """multimae: sum of exp(-s) L + s. kendall: L / (2 sigma^2) for regression, L / sigma^2 for classification, plus
+    log sigma, where s = log sigma^2."""
+    lr: float = setting(1e-3, above=0, was="uncertainty_lr")
+    """Learning rate of the s, by Adam without decay."""
+
+
+@component("balancer", "gradnorm", "trp_scale.balancing.gradnorm:GradNorm")
+@dataclass(kw_only=True)
+class GradNormSettings(FixedSumSettings, RatioSettings):
+    """Gradients of equal training rates (Chen et al. 2018, Algorithm 1)."""
+
+    at: Literal["weights", "representation"] = setting("weights", was="gradnorm_at")
+    """The norm of each task's gradient of the last shared layer's weights (Chen et al.), or of the shared
+    representation itself."""
+    alpha: float = setting(1.5, at_least=0, was="gradnorm_alpha")
+    """Strength of the pull towards equal training rates (Chen et al.)."""
+    lr: float = setting(0.025, above=0, was="gradnorm_lr")
+    """Learning rate of the weights, by Adam without decay."""
+
+
+@component("balancer", "dwa", "trp_scale.balancing.dwa:Dwa")
+@dataclass(kw_only=True)
+class DwaSettings(FixedSumSettings, RatioSettings):
+    """Dynamic weight average: weights by how fast losses fall (Liu et al. 2019, section 3.2)."""
+
+    temperature: float = setting(2.0, above=0, was="dwa_temperature")
+    """Temperature of the softmax over the ratios of losses (Liu et al.)."""
+    interval_steps: int = setting(0, at_least=0, was="dwa_interval_steps")
+    """Steps over which losses are averaged; 0 = one epoch (paper)."""
+
+    def cautions(self, config: Config, steps_per_epoch: int) -> Iterator[str]:
+        yield from super().cautions(config, steps_per_epoch)
+        interval = self.interval_steps or steps_per_epoch
+        if interval and 2 * interval >= config.training.steps:
+            of_epoch = "" if self.interval_steps else f", an epoch of {interval} steps,"
+            yield (
+                f"--balancer.interval_steps {self.interval_steps}{of_epoch} leaves no third interval in "
+                f"--training.steps {config.training.steps}: all weights stay equal"
+            )

@@ -1,0 +1,5 @@
+"""The package's own components: importing their settings registers them. This is the one list of its rooms."""
+
+from trp_scale.balancing import settings as balancing
+
+__all__ = ["balancing"]

@@ -1,0 +1,217 @@
+"""The registry: which balancers, hooks, modalities and upstreams there are, by role and name. It knows no kind itself.
+
+A component is a class, and a settings dataclass that is a section of a recipe. One file is enough:
+
+    @component("balancer", "random")
+    class RandomWeights(TaskBalancer):
+        @dataclass(kw_only=True)
+        class Settings(Settings):
+            temperature: float = setting(1.0, above=0)
+            \"\"\"What the draws are divided by.\"\"\"
+
+The components of the package name their class as text instead, so that `--help` need not import torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+import importlib.util
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field, is_dataclass, make_dataclass
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+from trp_scale.config.settings import Settings
+from trp_scale.errors import RefusedError, nearest
+
+ENTRY_POINTS = "trp_scale.components"
+"""Group of entry points whose modules register components when they are imported."""
+
+BUILT_IN = "trp_scale.components"
+"""Module that imports the package's own."""
+
+Role = Literal["balancer", "hook", "adversary", "modality", "upstream", "task"]
+
+Class = TypeVar("Class", bound=type[Any])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Component:
+    """One registered component.
+
+    Attributes:
+        role: what it stands in for.
+        name: `kind` in its section, or for a hook the section's name.
+        settings: its section.
+        module: that registered it.
+        after: hooks: names of those that must come before it where both are on.
+        implementation: "module:Class", or the class.
+    """
+
+    role: str
+    name: str
+    settings: type[Settings]
+    module: str
+    after: tuple[str, ...]
+    implementation: str | type[Any]
+
+    def load(self) -> Any:
+        """The class; its module is imported now."""
+        if not isinstance(self.implementation, str):
+            return self.implementation
+        module, _, name = self.implementation.partition(":")
+        return getattr(importlib.import_module(module), name)
+
+    @property
+    def summary(self) -> str:
+        """What it is, in a line."""
+        return (self.settings.__doc__ or "").strip().split("\n")[0]
+
+
+_components: dict[tuple[str, str], Component] = {}
+_loaded = False
+_modules: list[str] = []
+"""Given by --module, in order."""
+
+
+def component(
+    role: Role, name: str, implementation: str = "", *, after: tuple[str, ...] = ()
+) -> Callable[[Class], Class]:
+    """Register the class below: a settings dataclass where `implementation` names the class as "module:Class", or the
+    class itself, whose inner dataclass `Settings` (none: it has no settings) is its section.
+
+    Args:
+        role: balancer, hook, modality, upstream or task.
+        name: that a recipe calls it by.
+        after: hooks: names of those that must come before it where both are on.
+
+    Raises:
+        RefusedError: the name is taken, by another module.
+    """
+
+    def register(cls: Class) -> Class:
+        own = cls if implementation else cls.__dict__.get("Settings", Settings)
+        if not (isinstance(own, type) and is_dataclass(own) and issubclass(own, Settings)):
+            raise RefusedError(
+                f"{cls.__module__}.{cls.__qualname__}: Settings is {own!r}; allowed: a dataclass derived from "
+                "trp_scale.config.settings.Settings"
+            )
+        known = _components.get((role, name))
+        if known is not None and known.module != cls.__module__:
+            raise RefusedError(f"{cls.__module__}: the {role} {name!r} is registered already, by {known.module}")
+        tagged = _tagged(own, name, documented_by=cls)
+        if not implementation:
+            cls.Settings = tagged
+        _components[role, name] = Component(
+            role=role,
+            name=name,
+            settings=tagged,
+            module=cls.__module__,
+            after=after,
+            implementation=implementation or cls,
+        )
+        return tagged if implementation else cls  # type: ignore[return-value]
+
+    return register
+
+
+def _tagged(own: type[Settings], name: str, documented_by: type[Any]) -> type[Settings]:
+    """The same section, whose `kind` is this name and no other."""
+    tagged = make_dataclass(own.__name__, [("kind", Literal[name], field(default=name))], bases=(own,), kw_only=True)
+    tagged.__module__, tagged.__qualname__ = own.__module__, own.__qualname__
+    tagged.__doc__ = documented_by.__doc__ if own is Settings else own.__doc__
+    return tagged
+
+
+def _load_all() -> None:
+    """Import the package's own components, and those of installed packages, once."""
+    global _loaded
+    if _loaded:
+        return
+    _loaded = True
+    importlib.import_module(BUILT_IN)
+    for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
+        entry.load()
+
+
+def find(role: str, name: str, said: str = "") -> Component:
+    """A component by its name.
+
+    Args:
+        said: the flag or key that names it, for the message.
+
+    Raises:
+        RefusedError: there is none; names the nearest and all known ones.
+    """
+    _load_all()
+    if (role, name) in _components:
+        return _components[role, name]
+    raise RefusedError(f"{said or role} is {name!r}: {unknown_component(role, name)}")
+
+
+def unknown_component(role: str, name: str) -> str:
+    """Words for a name that no component of a role has."""
+    known = names(role)
+    return (
+        f"no such {role}{nearest(name, known)}\nKnown: {', '.join(known) or 'none'}; one of your own is registered by "
+        "--module FILE.py or --module PACKAGE"
+    )
+
+
+def names(role: str) -> list[str]:
+    """Names of all components of a role, in the order of registration."""
+    _load_all()
+    return [name for own, name in _components if own == role]
+
+
+def registered() -> list[tuple[str, str, type[Settings]]]:
+    """(role, name, settings) of all components."""
+    _load_all()
+    return [(each.role, each.name, each.settings) for each in _components.values()]
+
+
+def settings_of(role: str, kind: str, **values: Any) -> Any:
+    """The section of a component with these values."""
+    return find(role, kind).settings(**values)
+
+
+def default_settings(role: str, name: str) -> Callable[[], Settings]:
+    """Makes the default section of a component, looked up when it is called."""
+    return lambda: find(role, name).settings()
+
+
+def load_module(name_or_path: str) -> None:
+    """Import a user's module by the path of its file or its dotted name; it registers components.
+
+    Raises:
+        RefusedError: no such file or module, or it fails; names the error.
+    """
+    _load_all()
+    path = Path(name_or_path)
+    if path.suffix == ".py":
+        if not path.is_file():
+            raise RefusedError(f"--module {name_or_path}: there is no such file")
+        # By its name and from its folder: loader workers, which start afresh, must find it too.
+        folder, name = str(path.resolve().parent), path.stem
+        if folder not in sys.path:
+            sys.path.insert(0, folder)
+    else:
+        name = name_or_path
+    try:
+        module = importlib.import_module(name)
+    except RefusedError:
+        raise
+    except Exception as error:
+        raise RefusedError(f"--module {name_or_path}: {type(error).__name__}: {error}") from error
+    found = getattr(module, "__file__", None)
+    if path.suffix == ".py" and found and Path(found).resolve() != path.resolve():
+        raise RefusedError(f"--module {name_or_path}: a module {name} from {found} is in its place; rename the file")
+    if name not in _modules:
+        _modules.append(name)
+
+
+def user_modules() -> list[str]:
+    """Names of the modules that were loaded, in order."""
+    return list(_modules)

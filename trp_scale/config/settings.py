@@ -1,0 +1,94 @@
+"""A setting with its range, and what all sections have in common. Nothing here imports torch: `--help` reads it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trp_scale.config import Config
+
+
+@dataclass(frozen=True, kw_only=True)
+class Range:
+    """The numbers that a setting may have; infinity is none of them.
+
+    Attributes: at_least, above, at_most, below: bounds, None where there is none.
+    """
+
+    at_least: float | None = None
+    above: float | None = None
+    at_most: float | None = None
+    below: float | None = None
+
+    def __contains__(self, value: float) -> bool:
+        return (
+            value != float("inf")
+            and (self.at_least is None or value >= self.at_least)
+            and (self.above is None or value > self.above)
+            and (self.at_most is None or value <= self.at_most)
+            and (self.below is None or value < self.below)
+        )
+
+    def __str__(self) -> str:
+        upper = f"below {self.below:g}" if self.below is not None else ""
+        upper = f"at most {self.at_most:g}" if self.at_most is not None else upper
+        if self.at_least is not None:
+            return f"from {self.at_least:g} to {upper}" if upper else f"{self.at_least:g} or more"
+        lower = f"more than {self.above:g}" if self.above is not None else ""
+        return f"{lower} and {upper}" if lower and upper else lower or upper
+
+
+def setting(default: Any, *, was: str = "", **bounds: float) -> Any:
+    """A field of a settings dataclass.
+
+    Args:
+        default: a value, or a function without arguments for a list or dict.
+        was: name that the setting had; who still writes it is told the new one.
+        bounds: at_least, above, at_most, below.
+    """
+    metadata = {"range": Range(**bounds) if bounds else None, "was": was}
+    if callable(default):
+        return field(default_factory=default, metadata=metadata)
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(kw_only=True)
+class Settings:
+    """A section that one component owns. The string under a field is its help; `setting` gives its range."""
+
+    kind: str = ""
+    """Name of the component; given by the registry."""
+
+    def problems(self, config: Config) -> Iterator[str]:
+        """What no run can have, beside ranges: each line names the flag, the value found and what is allowed."""
+        return iter(())
+
+    def cautions(self, config: Config, steps_per_epoch: int) -> Iterator[str]:
+        """What is allowed but rarely meant.
+
+        Args:
+            config: all settings.
+            steps_per_epoch: global batches that the training rows make; 0 = not known yet.
+        """
+        return iter(())
+
+
+def sections(config: Config) -> Mapping[str, Any]:
+    """The sections of a run by name."""
+    return {
+        each.name: value
+        for each in dataclasses.fields(config)
+        if dataclasses.is_dataclass(value := getattr(config, each.name))
+    }
+
+
+def range_problems(config: Config) -> Iterator[str]:
+    """Every number outside its range."""
+    for name, section in sections(config).items():
+        for each in dataclasses.fields(section):
+            allowed = each.metadata.get("range")
+            if allowed is not None and (value := getattr(section, each.name)) not in allowed:
+                yield f"--{name}.{each.name.rstrip('_')} is {value}, allowed: {allowed}"
