@@ -29,7 +29,7 @@ def show(shard: Path, rows: int = 5, block: str = "", output: Path | None = None
 def show_text(console, shard, rows, block, output):  # type: ignore[no-untyped-def]
     """Rows of text."""
     from trp_scale.data.index import DataError
-    from trp_scale.preparation.text.display import legend, row_texts
+    from trp_scale.preparation.text.stored import legend, row_texts
 
     if output is not None:
         raise DataError(f"--output {output}: goes with images, {shard} holds text")

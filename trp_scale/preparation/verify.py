@@ -11,7 +11,7 @@ from typing import IO, Any, Protocol
 from trp_scale.data.images.stored_modalities import second_directories
 from trp_scale.data.index import Block, DataError, ShardIndex, read_index, read_json
 from trp_scale.preparation.images import verify as images
-from trp_scale.preparation.text import verify as text
+from trp_scale.preparation.text import stored as text
 
 _TAR_UNIT = 512
 

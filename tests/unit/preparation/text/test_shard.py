@@ -20,10 +20,10 @@ from transformers import AutoTokenizer
 from tests.fixtures import small_text_dataset
 from trp_scale.data.index import DataError, read_index, read_json
 from trp_scale.data.text.groups import GROUP_BITS, GROUPS, OTHER, WORD_START
-from trp_scale.data.text.members import read_block
 from trp_scale.preparation.sharding.lock import only_run
 from trp_scale.preparation.text import taggers
 from trp_scale.preparation.text.shard import ShardTextConfig, shard_text
+from trp_scale.preparation.text.stored import read_block
 from trp_scale.preparation.text.taggers import NLTK_INSTALL, TaggerError, make_tagger, resolve_tagger
 
 ROOT = Path(__file__).resolve().parents[4]
