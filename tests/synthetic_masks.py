@@ -17,7 +17,7 @@ from trp_scale.core.batch import Batch
 from trp_scale.core.engine import Engine
 from trp_scale.core.hooks import Hook, build_hooks
 from trp_scale.core.run import RunContext
-from trp_scale.data.joined_windows import JoinedWindows
+from trp_scale.data.train_source import JoinedWindows
 from trp_scale.distributed.groups import Group
 from trp_scale.engines.build import build_engine
 from trp_scale.masks import build_multilevel

@@ -6,6 +6,8 @@ import itertools
 import time
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import replace
+from typing import Protocol
 
 from trp_scale.config import Config
 from trp_scale.core.batch import Batch
@@ -135,3 +137,28 @@ class TrainSource:
             for first in range(start, start + self._rank_size, self._micro_size):
                 yield range(first, first + self._micro_size)
             cursor += self._global_size
+
+
+class Windows(Protocol):
+    """An endless source."""
+
+    def next_window(self) -> list[Batch]: ...
+
+
+class JoinedWindows:
+    """This rank's micro-batches of the next global batch of one source, and after them those of another, which are
+    marked as joined. Both sources keep their own cursors.
+
+    The first ones use every parameter of the model: engines need that of a window's first micro-batch.
+
+    Args:
+        own: the window's own source.
+        joined: the other.
+    """
+
+    def __init__(self, own: Windows, joined: Windows) -> None:
+        self.own, self.joined = own, joined
+
+    def next_window(self) -> list[Batch]:
+        """The micro-batches of both."""
+        return [*self.own.next_window(), *(replace(micro, joined=True) for micro in self.joined.next_window())]

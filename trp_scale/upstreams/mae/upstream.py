@@ -13,8 +13,8 @@ from trp_scale.config import Config
 from trp_scale.core.hooks import Hook
 from trp_scale.core.objective import PatchObjective
 from trp_scale.core.run import RunContext
-from trp_scale.data.joined_windows import JoinedWindows
 from trp_scale.data.sources import open_sources
+from trp_scale.data.train_source import JoinedWindows
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group
 from trp_scale.masks import build_multilevel
