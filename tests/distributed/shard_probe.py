@@ -54,8 +54,9 @@ class ShardProbe:
         self.group = ALONE if layout.engine == "plain" else data_group()
         self.engine = make_image_engine(layout, self.config, self.group)
         self.engine.train(True)
+        self.engine.watch_micro_batches()
         self.losses = Losses(self.config)
-        self.grad_norm = 0.0
+        self.grad_norm = self.squares = 0.0
 
     def window(self, number: int) -> list[Batch]:
         return SyntheticImages(self.config, self.group, cursor=number * self.config.batch.global_size).next_window()
@@ -73,6 +74,7 @@ class ShardProbe:
         for place, share in enumerate(shares):
             self.engine.backward(share(), last=place == len(shares) - 1)
         self.grad_norm = float(self.engine.check_gradients())
+        self.squares = float(self.engine.micro_batch_squares())
         self.engine.step(LR)
 
     @torch.no_grad()
@@ -142,6 +144,19 @@ class Double:
         names, parameters = zip(*self.module.named_parameters(), strict=True)
         found = torch.autograd.grad(self.loss(number, *kinds), parameters, materialize_grads=True)
         return dict(zip(names, found, strict=True))
+
+    def micro_batch_squares(self, number: int) -> float:
+        """Sum over the global batch's pairs of images of the squared norm of each one's gradient."""
+        size = self.config.batch.global_size
+        (whole,) = SyntheticImages(self.config, ALONE, cursor=number * size).next_window()
+        total = 0.0
+        for start in range(0, size, 2):
+            fields = {name: field[start : start + 2] for name, field in whole.fields.items()}
+            batch = Batch(fields=fields, keys=whole.keys[start : start + 2], start=0)
+            loss = self.losses.reconstruction(self.module, batch)
+            found = torch.autograd.grad(loss, list(self.module.parameters()))
+            total += sum(float(each.square().sum()) for each in found)
+        return total
 
     def moved(self, direction: Named, scale: float) -> Double:
         return Double({name: value + scale * direction[name] for name, value in self.module.state_dict().items()})

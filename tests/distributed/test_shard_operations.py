@@ -52,6 +52,8 @@ class Seen:
     later_weights: Named = field(default_factory=dict)
     exchanged: dict[float, float] = field(default_factory=dict)
     bases: list[Named] = field(default_factory=list)
+    swapped: list[float] = field(default_factory=list)
+    squares: float = 0.0
     moved: list[str] = field(default_factory=list)
     last: Named = field(default_factory=dict)
 
@@ -105,6 +107,20 @@ class Exercise:
             raise InterruptionError
         self.seen.looks["restored", 0.0] = self.probe.look(3)
 
+    def exchange(self) -> None:
+        """With weights all of which are a little off."""
+        other = self.engine.weights().shifted(FAR / 10)
+        before, present = self.probe.whole(other), self.probe.look(3)
+        with self.leaving_no_trace("exchanged"), self.engine.exchanged(other):
+            self.seen.swapped = [present, self.probe.look(3)]
+        raised = pytest.raises(InterruptionError)
+        with self.leaving_no_trace("exchanged, interrupted"), raised, self.engine.exchanged(other):
+            self.probe.look(3)
+            raise InterruptionError
+        self.seen.swapped.append(self.probe.look(3))
+        after = self.probe.whole(other)
+        self.seen.moved += [f"exchanged: {key}" for key, value in before.items() if not torch.equal(after[key], value)]
+
     def run(self) -> Seen:
         probe, seen = self.probe, self.seen
         probe.step(0)
@@ -126,8 +142,9 @@ class Exercise:
         with self.leaving_no_trace("base, interrupted"), raised, self.engine.perturbed(direction, FAR, base=base):
             raise InterruptionError
         seen.bases.append(probe.whole(base))
+        self.exchange()
         probe.step(2)
-        seen.last = self.engine.full_weights()
+        seen.last, seen.squares = self.engine.full_weights(), probe.squares
         self.engine.close()
         return seen
 
@@ -211,6 +228,27 @@ def test_weights_and_a_base_change_places(seen_on: SeenOn, name: str) -> None:
             assert seen.exchanged[scale] == pytest.approx(moved, rel=1e-5)
         for base in seen.bases:
             assert largest_difference(base, first.weights) < 1e-7
+
+
+@every_engine
+def test_weights_and_others_change_places_bit_for_bit(seen_on: SeenOn, name: str) -> None:
+    first, *others = seen_on(name)
+    double = Double(first.later_weights)
+    shifted = double.moved({key: torch.ones_like(value) for key, value in first.later_weights.items()}, FAR / 10)
+    expected = [double.look(3), shifted.look(3)]
+    assert abs(expected[1] / expected[0] - 1) > 1e-4, "too near to tell"
+    for seen in (first, *others):
+        assert seen.swapped[:2] == pytest.approx(expected, rel=1e-5)
+        assert seen.swapped[2] == seen.swapped[0]
+
+
+@every_engine
+def test_squares_of_micro_batches_gradients_in_float64(seen_on: SeenOn, name: str) -> None:
+    """Of the step's own backward passes, whatever gradients were asked for before it."""
+    first, *others = seen_on(name)
+    expected = Double(first.later_weights).micro_batch_squares(2)
+    for seen in (first, *others):
+        assert seen.squares == pytest.approx(expected, rel=1e-5)
 
 
 @every_engine

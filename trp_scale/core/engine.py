@@ -164,6 +164,20 @@ class Probes(Protocol):
         """Forwards read weights (or base) + scale x direction; restored bit for bit."""
         ...
 
+    def exchanged(self, other: Shards) -> AbstractContextManager[None]:
+        """Forwards read `other`, which holds the weights for that time; both come back bit for bit."""
+        ...
+
+    def watch_micro_batches(self) -> None:
+        """From now on note the norm of each micro-batch's own gradient while the backward passes compute it; these
+        raise EngineError where the library shows no such gradient."""
+        ...
+
+    def micro_batch_squares(self) -> Tensor:
+        """Sum over the window's micro-batches on all ranks of the squared norm of the gradient of each one's loss, as
+        given to `backward`; 0-dimensional float64. Asked for after the last backward and before the step."""
+        ...
+
     def step_response(self, direction: Shards, *, lr: float, grad_norm: float) -> Shards:
         """direction times d(-step) / d(gradient) of the last step, element by element: a step of gradient descent gives
         lr, AdamW lr (1 - beta1) / (1 - beta1^t) / (sqrt(v_hat) + eps) with its second moment held; both times the

@@ -18,7 +18,7 @@ from trp_scale.config import Config
 from trp_scale.core.engine import EngineError
 from trp_scale.core.pieces import Piece, Shards, whole_tensors
 from trp_scale.distributed.groups import Group
-from trp_scale.engines.gradient_norm import sum_of_squares
+from trp_scale.engines.gradients import sum_of_squares
 from trp_scale.engines.optimizer import adamw_response, build_optimizer, set_learning_rate
 from trp_scale.engines.shards import ShardOperations
 from trp_scale.engines.zero_flat import FlatLayout, FlatOffloadLayout
@@ -108,6 +108,7 @@ class DeepSpeedEngine(ShardOperations):
         return self.engine(*args, **kwargs)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
+        self.watch_backward()
         self.engine.set_gradient_accumulation_boundary(last)
         # DeepSpeed averages over ranks ("sum" is refused on stage 3) and would divide by the accumulation steps.
         loss = loss * (self.data_group.size * self.layout.loss_factor())
@@ -124,12 +125,17 @@ class DeepSpeedEngine(ShardOperations):
     def step(self, lr: float) -> None:
         set_learning_rate(self.layout.torch_optimizer, lr)
         self.engine.step()
+        self.forget_micro_batches()
         self._steps += 1
 
-    def reduce_hook_gradient(self, gradient: Tensor) -> Tensor:
-        return self.data_group.sum(gradient) / (self.data_group.size * self._loss_scale())
+    def leaves(self) -> Iterator[Tensor]:
+        return self.module.parameters()
+
+    def loss_factor(self) -> float:
+        return self.data_group.size * self._loss_scale()
 
     def discard_gradients(self) -> None:
+        self.forget_micro_batches()
         self.layout.clear_gradients()
         self.engine.zero_grad()
 

@@ -1,22 +1,111 @@
 """Fills in a DeepSpeed configuration from the recipe and refuses what contradicts it.
 
 Batch sizes, clipping, precision, optimizer and schedule are stated once, in the recipe. DeepSpeed's file says how the
-states are sharded; whatever else it repeats must agree. Pure functions on the parsed JSON; DeepSpeed is not imported.
+states are sharded; whatever else it repeats must agree. What is not listed here is refused: keys that DeepSpeed has
+removed, keys that would take over what the recipe or the loop decides (data_efficiency, tensor_parallel, pipeline,
+hybrid_engine, autotuning, expert_parallel, zenflow), and misspelt ones, which DeepSpeed ignores without a word at the
+top level. Pure functions on the parsed JSON; DeepSpeed is not imported.
 """
 
 from __future__ import annotations
 
 import copy
 import json
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from trp_scale.config import Config, RefusedError, nearest
-from trp_scale.engines.ds_blocks import AUTO, optimizer_differences, same, scheduler_differences
-from trp_scale.engines.ds_keys import DEEPSPEED_AUTO, TOP_LEVEL, ZERO
 
 Document = dict[str, Any]
+
+AUTO = "auto"
+
+TOP_LEVEL = frozenset(
+    {
+        "train_batch_size",
+        "train_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps",
+        "gradient_clipping",
+        "optimizer",
+        "scheduler",
+        "bf16",
+        "fp16",
+        "torch_autocast",
+        "data_types",
+        "zero_optimization",
+        "zero_allow_untested_optimizer",
+        "zero_force_ds_cpu_optimizer",
+        "communication_data_type",
+        "prescale_gradients",
+        "gradient_predivide_factor",
+        "gradient_allreduce_op",
+        "activation_checkpointing",
+        "aio",
+        "checkpoint",
+        "comet",
+        "comms_logger",
+        "compile",
+        "csv_monitor",
+        "disable_allgather",
+        "disable_python_gc",
+        "dump_state",
+        "flops_profiler",
+        "log_level",
+        "memory_breakdown",
+        "steps_per_print",
+        "tensorboard",
+        "timers",
+        "wall_clock_breakdown",
+        "wandb",
+    }
+)
+"""Keys that mean the same here as in DeepSpeed (0.19)."""
+
+ZERO = frozenset(
+    {
+        "stage",
+        "allgather_bucket_size",
+        "allgather_partitions",
+        "contiguous_gradients",
+        "compute_grad_norm",
+        "enable_sanity_checks",
+        "ignore_unused_parameters",
+        "leaf_module",
+        "load_from_fp32_weights",
+        "log_trace_cache_warnings",
+        "memory_efficient_linear",
+        "offload_optimizer",
+        "offload_param",
+        "overlap_comm",
+        "override_module_apply",
+        "parameter_alignment",
+        "pipeline_loading_checkpoint",
+        "reduce_bucket_size",
+        "reduce_scatter",
+        "round_robin_gradients",
+        "stage3_allgather_sequential",
+        "stage3_gather_16bit_weights_on_model_save",
+        "stage3_max_live_parameters",
+        "stage3_max_reuse_distance",
+        "stage3_model_persistence_threshold",
+        "stage3_module_granularity_threshold",
+        "stage3_param_persistence_threshold",
+        "stage3_prefetch_bucket_size",
+        "stage3_use_all_reduce_for_fetch_params",
+        "sub_group_size",
+        "use_multi_rank_bucket_allreduce",
+        "zero_hpz_partition_size",
+        "zero_quantized_gradients",
+        "zero_quantized_nontrainable_weights",
+        "zero_quantized_weights",
+    }
+)
+"""The same for the block zero_optimization."""
+
+DEEPSPEED_AUTO = frozenset({"data_types.keep_in_fp32_modules"})
+"""Paths at which DeepSpeed itself knows the word "auto"."""
 
 
 def read(path: Path) -> Document:
@@ -223,3 +312,100 @@ def _left_over(value: object, path: str = "") -> Iterator[str]:
             yield from _left_over(item, f"{path}.{index}")
     elif value == AUTO and path not in DEEPSPEED_AUTO:
         yield f'{path} is "auto", and its value is not known here; write a value'
+
+
+def same(found: object, stated: object) -> bool:
+    """Equality of a JSON value and a recipe's value; numbers up to their decimal notation."""
+    if isinstance(found, bool) or isinstance(stated, bool):
+        return found is stated
+    if isinstance(found, (int, float)) and isinstance(stated, (int, float)):
+        return math.isclose(found, stated, rel_tol=1e-9)
+    return found == stated
+
+
+def optimizer_differences(block: object, config: Config, path: str = "optimizer") -> Iterator[str]:
+    """A sentence for each value of the block that is not the recipe's; "auto" and what is left out agree with it."""
+    if not isinstance(block, Mapping):
+        yield f"{path} is {block!r}; allowed: a block with type and params"
+        return
+    yield from _unknown(block, ("type", "params", "legacy_fusion"), path)
+    settings = config.optimizer
+    names = {"adamw": ("adamw", "adam"), "sgd": ("sgd",)}[settings.kind]
+    kind = block.get("type", AUTO)
+    if kind != AUTO and str(kind).lower() not in names:
+        yield f"{path}.type is {kind!r}, the recipe says {settings.kind} (--optimizer.kind)"
+    params = block.get("params", {})
+    if not isinstance(params, Mapping):
+        yield f"{path}.params is {params!r}; allowed: a block"
+        return
+    stated: dict[str, tuple[object, str]] = {
+        "lr": (settings.lr, "--optimizer.lr"),
+        "weight_decay": (settings.weight_decay, "--optimizer.weight_decay"),
+        "max_grad_norm": (settings.clipping, "--optimizer.clipping"),
+    }
+    if settings.kind == "adamw":
+        stated["eps"] = (settings.eps, "--optimizer.eps")
+        stated["bias_correction"] = (True, "fixed: AdamW corrects its bias")
+        stated["amsgrad"] = (False, "fixed: plain AdamW")
+        stated["adam_w_mode"] = (True, "fixed: decoupled decay")
+        yield from _betas(params.get("betas", AUTO), config, f"{path}.params.betas")
+    else:
+        stated["momentum"] = (0.0, "fixed: plain gradient descent")
+    implementation = ("torch_adam", "fused", "foreach", "betas")  # how, not what, is computed; betas are above
+    yield from _unknown(params, (*stated, *implementation), f"{path}.params")
+    yield from _differing(params, stated, f"{path}.params")
+
+
+def scheduler_differences(block: object, config: Config, path: str = "scheduler") -> Iterator[str]:
+    """The same for the learning-rate schedule."""
+    if not isinstance(block, Mapping):
+        yield f"{path} is {block!r}; allowed: a block with type and params"
+        return
+    yield from _unknown(block, ("type", "params"), path)
+    settings, steps = config.optimizer, config.training.steps
+    kinds = {"WarmupLR": "constant", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+    kind = block.get("type", AUTO)
+    if kind != AUTO and kinds.get(str(kind)) != settings.schedule:
+        meant = f" = {kinds[str(kind)]}" if str(kind) in kinds else ""
+        yield f"{path}.type is {kind!r}{meant}, the recipe says {settings.schedule} (--optimizer.schedule)"
+        return
+    params = block.get("params", {})
+    if not isinstance(params, Mapping):
+        yield f"{path}.params is {params!r}; allowed: a block"
+        return
+    stated: dict[str, tuple[object, str]] = {
+        "warmup_num_steps": (settings.warmup_steps, "--optimizer.warmup_steps"),
+        "warmup_max_lr": (settings.lr, "--optimizer.lr"),
+        "warmup_min_lr": (0.0, "fixed: warm-up starts at 0"),
+        "warmup_min_ratio": (0.0, "fixed: warm-up starts at 0"),
+        "warmup_type": ("linear", "fixed: linear warm-up"),
+        "total_num_steps": (steps, "--training.steps"),
+        "cos_min_ratio": (settings.min_lr / settings.lr if settings.lr else 0.0, "--optimizer.min_lr / --optimizer.lr"),
+    }
+    yield from _unknown(params, (*stated, "last_batch_iteration"), f"{path}.params")
+    yield from _differing(params, stated, f"{path}.params")
+
+
+def _betas(betas: object, config: Config, path: str) -> Iterator[str]:
+    stated = [config.optimizer.beta1, config.optimizer.beta2]
+    if betas == AUTO:
+        return
+    if (
+        not isinstance(betas, list)
+        or len(betas) != 2
+        or not all(b == AUTO or same(b, s) for b, s in zip(betas, stated, strict=True))
+    ):
+        yield f"{path} is {betas!r}, the recipe says {stated} (--optimizer.beta1, --optimizer.beta2)"
+
+
+def _differing(block: Mapping[str, Any], stated: Mapping[str, tuple[object, str]], path: str) -> Iterator[str]:
+    for name, (value, flag) in stated.items():
+        found = block.get(name, AUTO)
+        if found != AUTO and not same(found, value):
+            yield f"{path}.{name} is {found!r}, the recipe says {value!r} ({flag})"
+
+
+def _unknown(block: Mapping[str, Any], known: tuple[str, ...], path: str) -> Iterator[str]:
+    for name in block:
+        if name not in known:
+            yield f"{path}.{name} is not known; allowed: {', '.join(known)}"

@@ -34,19 +34,34 @@ class FsdpEngine(PlainEngine):
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         cast(FSDPModule, self.module).set_requires_gradient_sync(last)
+        self.watch_backward()
         # FSDP2 averages over the ranks (its divide factor cannot be set on gloo); the loss is a share of a global sum.
-        (loss * self.data_group.size).backward()  # type: ignore[no-untyped-call]
+        (loss * self.loss_factor()).backward()  # type: ignore[no-untyped-call]
 
     def discard_gradients(self) -> None:
         super().discard_gradients()
+        for gathered in self._gathered():
+            # Gradients of a window whose last backward never came are still with the gathered parameters. No public
+            # call drops them on every torch >= 2.11, and gathering again could wait for a rank that failed.
+            gathered.grad = None
+
+    def _gathered(self) -> Iterator[Tensor]:
+        """The whole parameters that forwards read, once a forward has gathered them; their memory may be free."""
         for unit in self.module.modules():
             if isinstance(unit, FSDPModule):
-                # Gradients of a window whose last backward never came are still with the gathered parameters. No
-                # public call drops them on every torch >= 2.11, and gathering again could wait for a rank that failed.
                 group = unit._get_fsdp_state()._fsdp_param_group
                 for parameter in group.fsdp_params if group is not None else ():
                     if (gathered := getattr(parameter, "_unsharded_param", None)) is not None:
-                        gathered.grad = None
+                        yield gathered
+
+    def leaves(self) -> Iterator[Tensor]:
+        found = list(self._gathered())
+        if not found:
+            raise EngineError(
+                f"torch {torch.__version__} does not show the gradients of single micro-batches under --engine fsdp; "
+                "leave out what asks for them, or use --engine deepspeed"
+            )
+        return iter(found)
 
     def local(self, tensor: Tensor) -> Tensor:
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor

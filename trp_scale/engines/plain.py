@@ -13,7 +13,7 @@ from trp_scale.config import Config
 from trp_scale.core.engine import EngineError
 from trp_scale.core.pieces import STATE_NAMES, FlatRange, Piece, Shards
 from trp_scale.distributed.groups import ALONE, Group
-from trp_scale.engines.gradient_norm import sum_of_squares
+from trp_scale.engines.gradients import sum_of_squares
 from trp_scale.engines.optimizer import adamw_response, build_optimizer, empty_adamw_state, set_learning_rate
 from trp_scale.engines.shards import ShardOperations
 
@@ -57,6 +57,7 @@ class PlainEngine(ShardOperations):
             return self.forward_module(*args, **kwargs)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
+        self.watch_backward()
         loss.backward()  # type: ignore[no-untyped-call]
 
     def local(self, tensor: Tensor) -> Tensor:
@@ -80,14 +81,18 @@ class PlainEngine(ShardOperations):
             torch._foreach_mul_(self._gradients(), factor.float())
         set_learning_rate(self.optimizer, lr)
         self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.discard_gradients()
         self._steps += 1
 
-    def reduce_hook_gradient(self, gradient: Tensor) -> Tensor:
-        return self.data_group.sum(gradient) / self.data_group.size  # FSDP2's losses carry the world
+    def leaves(self) -> Iterator[Tensor]:
+        return self.module.parameters()
+
+    def loss_factor(self) -> float:
+        return float(self.data_group.size)  # FSDP2's losses carry the world
 
     def discard_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
+        self.forget_micro_batches()
 
     def skip(self) -> bool:
         self.discard_gradients()

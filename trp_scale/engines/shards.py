@@ -12,6 +12,7 @@ from torch import Tensor
 
 from trp_scale.core.pieces import Piece, Shards
 from trp_scale.distributed.groups import Group
+from trp_scale.engines.gradients import MicroBatchSquares
 
 
 class ShardOperations(ABC):
@@ -23,6 +24,7 @@ class ShardOperations(ABC):
     device: torch.device
     data_group: Group
     unpublished: bool = False
+    micro_batches: MicroBatchSquares | None = None
 
     @abstractmethod
     def pieces(self) -> Iterator[Piece]: ...
@@ -32,6 +34,14 @@ class ShardOperations(ABC):
 
     @abstractmethod
     def discard_gradients(self) -> None: ...
+
+    @abstractmethod
+    def leaves(self) -> Iterator[Tensor]:
+        """The parameters as forwards read them: where a backward pass leaves whole gradients."""
+
+    @abstractmethod
+    def loss_factor(self) -> float:
+        """What the losses of this window were multiplied by before a rank's gradient was taken."""
 
     @abstractmethod
     def piece_gradients(self) -> list[Tensor]:
@@ -45,6 +55,29 @@ class ShardOperations(ABC):
     @abstractmethod
     def publish_weights(self) -> None:
         """Carry what was written into `pieces()` over to the weights that the next forward reads, on all ranks."""
+
+    def reduce_hook_gradient(self, gradient: Tensor) -> Tensor:
+        """See core/engine.py: Trains."""
+        return self.data_group.sum(gradient) / self.loss_factor()
+
+    def watch_micro_batches(self) -> None:
+        """See core/engine.py: Probes."""
+        self.micro_batches = MicroBatchSquares()
+
+    def watch_backward(self) -> None:
+        """Before each backward pass."""
+        if self.micro_batches is not None:
+            self.micro_batches.watch(self.leaves())
+
+    def micro_batch_squares(self) -> Tensor:
+        """See core/engine.py: Probes."""
+        assert self.micro_batches is not None, "watch_micro_batches() comes first"
+        return self.data_group.sum(self.micro_batches.total(self.device)) / self.loss_factor() ** 2
+
+    def forget_micro_batches(self) -> None:
+        """The window is over: what was noted of its micro-batches goes."""
+        if self.micro_batches is not None:
+            self.micro_batches.clear()
 
     def gradient_of(self, losses: Sequence[Callable[[], Tensor]]) -> Shards:
         """Gradient of a sum of losses, summed over ranks; leaves no trace in weights, moments or gradients.
@@ -88,6 +121,28 @@ class ShardOperations(ABC):
         self._restore(saved, direction, scale, base=base)
         self.publish_weights()
 
+    @contextmanager
+    def exchanged(self, other: Shards) -> Iterator[None]:
+        """Forwards read `other`, which holds the weights for that time; afterwards both are what they were, bit for
+        bit. Also when the forward raises; see `perturbed`."""
+        self._exchange(other)
+        self.publish_weights()
+        try:
+            yield
+        except BaseException:
+            self._exchange(other)
+            self.unpublished = True
+            raise
+        self._exchange(other)
+        self.publish_weights()
+
+    @torch.no_grad()
+    def _exchange(self, other: Shards) -> None:
+        for weight, part in zip(self._weights_to_write(), other.parts, strict=True):
+            before = weight.clone()
+            weight.copy_(part)
+            part.copy_(before)
+
     def publish_restored(self) -> None:
         """Before a forward: publish the weights that an interrupted `perturbed` has put back."""
         if self.unpublished:
@@ -96,12 +151,10 @@ class ShardOperations(ABC):
 
     @torch.no_grad()
     def _move(self, direction: Shards, scale: float | Tensor, *, exchange: Shards | None) -> None:
-        for number, weight in enumerate(self._weights_to_write()):
-            if exchange is not None:
-                before = weight.clone()
-                weight.copy_(exchange.parts[number])
-                exchange.parts[number].copy_(before)
-            weight.add_((scale * direction.parts[number]).to(weight.dtype))
+        if exchange is not None:
+            self._exchange(exchange)
+        for weight, part in zip(self._weights_to_write(), direction.parts, strict=True):
+            weight.add_((scale * part).to(weight.dtype))
         self.publish_weights()
 
     @torch.no_grad()
