@@ -1,4 +1,4 @@
-"""How images are changed while a classifier learns from them, and which part of a measured image it sees."""
+"""Augmentation of a classifier's training images, and the part of a measured image that it sees."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class AugmentationConfig:
     smoothing: float = 0.0
     """Label smoothing: this share of each target is spread evenly over all classes (Szegedy et al. 2016)."""
     measured: Literal["centre", "whole"] = "centre"
-    """What is seen of a measured image. centre: the central square after the shorter side is resized to crops.size /
-    centre_share. whole: all of it, squashed to a square."""
+    """The part of a measured image that the classifier sees. centre: the shorter side is resized to crops.size /
+    centre_share, and the central square is taken. whole: the whole image, squashed to a square."""
     centre_share: float = 0.875
     """Side of the central square over the image's shorter side: 224 of 256 pixels; above 224 pixels MAE takes 1."""

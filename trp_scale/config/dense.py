@@ -1,4 +1,4 @@
-"""Fine-tuning on a value for each pixel: segmentation and depth."""
+"""Fine-tuning that gives each pixel a value: segmentation and depth."""
 
 from __future__ import annotations
 
@@ -24,19 +24,18 @@ class DenseConfig:
     min_scale: float = 0.1
     """Large-scale jitter (Ghiasi et al. 2021): smallest size of the image in a crop, as a share of crops.size."""
     max_scale: float = 2.0
-    """Large-scale jitter: largest size of the image, as a share of crops.size. What is beyond the crop is cut off at a
-    random place; what the image does not fill is grey, and counts nowhere."""
+    """Large-scale jitter: largest size of the image, as a share of crops.size. A larger image is cut at a random place.
+    A smaller one is surrounded by grey, which counts nowhere."""
     scaled_side: Literal["longer", "shorter"] = "longer"
     """The side of the image that is crops.size at a scale of 1: the longer one (Ghiasi et al.), or the shorter one
     (MMSegmentation)."""
     ignored: list[int] = field(default_factory=list)
-    """segmentation: numbers of classes that are void: never learned, predicted or counted. 255 always is void."""
+    """segmentation: numbers of void classes. They are never learned, predicted or counted. 255 is always void."""
     measured: Literal["windows", "squashed"] = "windows"
-    """What is measured, at the full resolution of the label. windows: the image is scaled until its shorter side is
-    crops.size, and predictions of overlapping windows of that size are averaged. squashed: the whole image as one
-    square."""
+    """How an image is measured, at the full resolution of its label. windows: its shorter side is scaled to crops.size,
+    and the predictions of overlapping windows of that size are averaged. squashed: the whole image as one square."""
     overlap: float = 1 / 3
-    """windows: share of a window that the next one repeats, at least."""
+    """windows: least share of a window that the next one repeats."""
     target: Literal["metric", "inverse"] = "metric"
     """depth: learn depth as it is stored, or its inverse (disparity). Maps whose larger numbers are nearer are inverse
     already, and are learned so."""
@@ -44,15 +43,15 @@ class DenseConfig:
     """depth: measure predictions as they are, or after the scale and shift for each image that fit its map best in
     least squares (Ranftl et al. 2022): the only fair way for maps without metres."""
     min_depth: float = 1e-3
-    """depth: nearer pixels, in metres, count nowhere, and nothing nearer is predicted. In units of the map if it has no
-    metres."""
+    """depth: smallest depth in metres, or in units of a map without metres. Nearer pixels count nowhere, and nothing
+    nearer is predicted."""
     max_depth: float = 0.0
-    """depth: farther pixels count nowhere, and nothing farther is predicted; 0 = no such limit. NYUv2: 10 metres."""
+    """depth: largest depth; 0 = no limit. Farther pixels count nowhere, and nothing farther is predicted. NYUv2: 10."""
     region: Literal["whole", "eigen"] = "whole"
     """depth: pixels that are measured. eigen: rows 45 to 471 and columns 41 to 601 of 480 x 640 (Eigen et al. 2014),
     in proportion for other sizes."""
     depth_mean: float = 0.0
-    """depth: the head predicts target = depth_mean + depth_deviation x output. Set by the data where the deviation is
+    """depth: the head predicts target = depth_mean + depth_deviation x output. The data set it if depth_deviation is
     0."""
     depth_deviation: float = 0.0
-    """depth: unit of the head's output; 0 = mean and deviation are taken from up to 256 training maps."""
+    """depth: unit of the head's output; 0 = mean and deviation of up to 256 training maps."""

@@ -15,13 +15,13 @@ class ModalitiesConfig:
     outputs: list[Literal["rgb", "depth", "semseg", "raw_rgb"]] = field(
         default_factory=lambda: ["rgb", "depth", "semseg"]
     )
-    """Modalities that are predicted, each a task with a decoder of its own; raw_rgb: pixels without each patch's
-    normalisation, beside rgb or in its place."""
+    """Modalities that are predicted. Each is a task with its own decoder. raw_rgb predicts pixels as they are; rgb
+    normalises each patch first."""
     visible_tokens: int = 98
     """Patches of all inputs together that the encoder sees (TRP 001, Table 6)."""
     concentration: float = 1.0
-    """Of the symmetric Dirichlet distribution over the inputs' shares of the visible patches; 1 = all shares equally
-    likely."""
+    """Concentration of the symmetric Dirichlet distribution from which the inputs' shares of the visible patches are
+    drawn; 1 = all shares are equally likely."""
     segmentation_stride: int = 4
     """Segmentation is read and predicted at 1/stride of the image's resolution; must divide vision.patch_size."""
     class_embedding: int = 64

@@ -31,7 +31,8 @@ class TrainingConfig:
     max_hours: float = setting(0.0, at_least=0)
     """Stop with a checkpoint after this many hours of this process; 0 = no limit."""
     max_skipped_steps: int = setting(10, at_least=0)
-    """Stop with a checkpoint when more steps than this were skipped for a loss or gradient that is not finite."""
+    """Stop with a checkpoint after more skipped steps than this. A step is skipped when its loss or gradient is not
+    finite."""
     deterministic: bool = False
     """Deterministic kernels on the GPU (slower); needed for a bit-exact resume there."""
     compile: bool = False
@@ -64,8 +65,8 @@ class OptimizerConfig:
     clipping: float = setting(0.0, at_least=0)
     """Largest gradient norm; 0 = no clipping."""
     layer_decay: float = 1.0
-    """Of fine-tuning: each block learns at this times the rate of the block after it, the embeddings at this times the
-    first block's; the head at lr itself (Clark et al. 2020; MAE: 0.75 for ViT-L, 0.65 for ViT-B). 1 = all at lr."""
+    """Fine-tuning: each block's learning rate is this times that of the block after it, and the embeddings' this times
+    the first block's. The head learns at lr (Clark et al. 2020; MAE: 0.75 for ViT-L, 0.65 for ViT-B). 1 = all at lr."""
 
 
 @dataclass(kw_only=True)

@@ -34,8 +34,8 @@ class ModelConfig:
     layer_norm_eps: float = setting(1e-12, above=0)
     """Epsilon of the layer norms."""
     weights: str = ""
-    """Start from the weights of another library's model, a directory with model.safetensors or such a file:
-    transformers' BertForPreTraining or ViTMAEForPreTraining, timm's ViT (its encoder), or MultiMAE's. Empty = from the
+    """Start from another library's weights: a safetensors file, or a directory with model.safetensors. Allowed:
+    transformers' BertForPreTraining or ViTMAEForPreTraining, timm's ViT (its encoder), MultiMAE. Empty = from the
     seed."""
 
 
@@ -81,9 +81,9 @@ class ObjectiveConfig:
     next_sentence_weight: float = setting(1.0, at_least=0)
     """Weight of next-sentence prediction when it is outside the maximum."""
     output_bias: Literal["zero", "frequency"] = "zero"
-    """pos_mlm: where the bias of the word prediction starts. frequency: the logarithm of how often each piece occurs in
-    the first training rows, so that the encoder need not learn it: a short run otherwise does little else, and ends
-    with nearly the same output for all words. Weights given by --model.weights bring their own."""
+    """pos_mlm: first value of the word prediction's bias. frequency: the logarithm of each piece's share of the first
+    training rows. A short run otherwise learns little but these shares, and gives nearly the same output for all words.
+    --model.weights brings a bias of its own."""
     target: Literal["normalised", "pixels"] = "normalised"
     """What mae predicts: pixels with each patch's mean and deviation taken out (He et al.), or as they are."""
     reduction: Literal["sample", "element"] = "sample"
@@ -109,10 +109,10 @@ class DataConfig:
     validation_fraction: float = setting(0.01, at_least=0, below=1)
     """Share of the blocks held out for validation, chosen by a hash of their keys."""
     max_corrupt_blocks: int = setting(0, at_least=0)
-    """Unreadable blocks (of images: single images) that are left out and reported before the run stops on all ranks."""
+    """Most unreadable blocks (text) or images that are left out and reported. One more stops the run on all ranks."""
     verify: bool = False
-    """Check the checksum of each block the first time it is read, of each image; depth and segmentation maps always
-    are."""
+    """Compare the checksum of each block at its first reading, and of each image. Those of depth and segmentation maps
+    are always compared."""
 
 
 @dataclass(kw_only=True)
@@ -130,19 +130,19 @@ class MaskingConfig:
     sampling: Literal["uniform", "stratified"] = "uniform"
     """stratified: positions are drawn systematically over the groups; each group's count then varies less."""
     network: Literal["none", "flattened", "patchwise"] = "none"
-    """none: masks are drawn at random. Else a network gives every patch of an image its probability and the most
-    probable are masked; it learns under --multilevel (MLO-MAE). flattened: two linear layers over all patch embeddings
-    of the image at once (paper). patchwise: the same two layers for each patch, which sees itself, its position and the
-    image's mean; under a million weights."""
+    """none: masks are drawn at random. Otherwise a network gives each patch of an image a probability, and the most
+    probable patches are masked (MLO-MAE; --multilevel says how it learns). flattened: two linear layers over all patch
+    embeddings at once (paper). patchwise: two layers for each patch, which sees itself, its position and the image's
+    mean; under a million weights."""
     hidden_size: int = 512
     """Width between the masking network's two layers (MLO-MAE, B.2)."""
     weights: Literal["raw", "normalised"] = "raw"
     """A masked patch's error counts times its probability. raw: divided by the number of masked patches (eq. 1).
     normalised: by the sum of their probabilities, so that scaling all of them changes nothing."""
     selection: Literal["hard", "straight_through", "softsort"] = "hard"
-    """How the choice itself is differentiated: not at all, as the identity, or as SoftSort (MLO-MAE, A.4)."""
+    """Derivative of the selection itself: none, the identity's, or SoftSort's (MLO-MAE, A.4)."""
     temperature: float = 0.1
-    """Of SoftSort, in units of the probability."""
+    """Temperature of SoftSort, in units of the probability."""
     final_ratio: float = 0.0
     """masking.ratio grows to this linearly over the run (MLO-MAE, D.4: 0.5 to 0.9); 0 = it stays."""
 
