@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
+from multiprocessing.util import Finalize
 from typing import Protocol
 
 import numpy as np
@@ -133,6 +134,9 @@ class MicroBatches:
             generator=torch.Generator(),  # the default would draw from, and so move, the global generator
         )
         self._workers: list[BaseProcess] = []
+        # A process that ends without close(), say by an error before training, would send them SIGTERM, to which they
+        # are deaf, and wait for them for ever.
+        self._kill_workers = Finalize(self, _kill, args=(self._workers,), exitpriority=0)
         self._feeders: list[threading.Thread] = []
 
     def __iter__(self) -> Iterator[Batch]:
@@ -148,10 +152,7 @@ class MicroBatches:
     def close(self) -> None:
         """End the workers. Drop iterators first: torch asks the workers to end when the last one goes."""
         self._loader, had_workers = None, bool(self._workers)
-        for worker in self._workers:
-            if worker.is_alive():  # stuck, say in a read that does not return; it is deaf to the SIGTERM torch sends
-                worker.kill()
-        self._workers = []
+        self._kill_workers()
         for thread in self._feeders:  # they feed the workers' queues, and hold their semaphores for a moment longer
             thread.join(FEEDER_SECONDS)
         self._feeders = []
@@ -159,6 +160,14 @@ class MicroBatches:
             # What is left of the loader in a cycle still holds semaphores. A process that then ends by os._exit leaves
             # them behind, and the standard library's tracker says so on the terminal (seen in one small run of three).
             gc.collect()
+
+
+def _kill(workers: list[BaseProcess]) -> None:
+    """End those that live on: stuck, say in a read that does not return, and deaf to the SIGTERM torch sends."""
+    for worker in workers:
+        if worker.is_alive():
+            worker.kill()
+    workers.clear()
 
 
 def start_worker_server(module: str) -> None:

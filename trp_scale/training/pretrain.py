@@ -135,17 +135,17 @@ class Run:
                 was stopped.
         """
         try:
-            reason = self.trainer.run()
-        except BaseException as error:
-            # Only what cannot wait for another rank: the display gives the terminal back, the report says what was, and
-            # no loader worker is left that the process would wait for at its end.
-            self.observer.close(f"{type(error).__name__}: {error}")
-            self.sources.close()
-            raise
-        self.observer.close(reason)
-        if self.state.step >= self.config.training.steps:
-            then()
-        self.sources.close()
+            try:
+                reason = self.trainer.run()
+            except BaseException as error:
+                # Only what cannot wait for another rank: the display gives the terminal back, the report says what was.
+                self.observer.close(f"{type(error).__name__}: {error}")
+                raise
+            self.observer.close(reason)
+            if self.state.step >= self.config.training.steps:
+                then()
+        finally:
+            self.sources.close()  # whatever happened, no loader worker is left
         for engine in (*self.hooks.engines().values(), self.engine):
             engine.close()
         return EXIT_SKIPPED if self.state.skipped > self.config.training.max_skipped_steps else EXIT_FINISHED

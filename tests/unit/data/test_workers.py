@@ -90,20 +90,36 @@ def test_close_ends_a_worker_that_does_not_answer(train: TrainSource) -> None:
     assert gone(workers[0].pid, within=5.0)
 
 
-def test_workers_end_when_the_training_process_is_killed(dataset: Path) -> None:
+def training_process(dataset: Path, then: str) -> tuple[subprocess.Popen[str], list[int]]:
+    """A process that has taken a window, and its two workers."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "tests.unit.data.loading", str(dataset), "2"],
+        [sys.executable, "-m", "tests.unit.data.loading", str(dataset), "2", then],
         cwd=ROOT,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
     )
     assert process.stdout is not None
     workers = [int(word) for word in process.stdout.readline().split()]
-    process.kill()
-    process.wait()
-    process.stdout.close()
     assert len(workers) == 2
+    return process, workers
+
+
+def test_workers_end_when_the_training_process_is_killed(dataset: Path) -> None:
+    process, workers = training_process(dataset, "wait")
+    process.kill()
+    process.communicate()
+    assert all(gone(worker, within=10.0) for worker in workers)
+
+
+def test_a_process_that_fails_does_not_wait_for_workers_that_nobody_has_closed(dataset: Path) -> None:
+    process, workers = training_process(dataset, "fail")
+    try:
+        said = process.communicate(timeout=60)[1]
+    finally:
+        process.kill()
+    assert process.returncode == 1 and "RuntimeError: a fault while" in said
     assert all(gone(worker, within=10.0) for worker in workers)
 
 

@@ -8,10 +8,14 @@ from pathlib import Path
 import pytest
 
 from tests.runs import flags, pretrain_here
+from trp_scale.observe.observer import Observer
 from trp_scale.upstreams.pos_bert.objective import PosMaskedLanguageModelling
 
 
-def test_loader_workers_end_with_it(text_dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("reported", [True, False], ids=["", "and its report fails too"])
+def test_loader_workers_end_with_it(
+    text_dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reported: bool
+) -> None:
     before = set(multiprocessing.active_children())
     working: list[int] = []
 
@@ -19,6 +23,8 @@ def test_loader_workers_end_with_it(text_dataset: Path, tmp_path: Path, monkeypa
         working.append(len(set(multiprocessing.active_children()) - before))
         raise ArithmeticError("on purpose")
 
+    if not reported:
+        monkeypatch.setattr(Observer, "close", lambda *_: 1 / 0)
     monkeypatch.setattr(PosMaskedLanguageModelling, "__call__", fail)
     with pytest.raises(ArithmeticError) as raised:
         pretrain_here(flags(text_dataset, tmp_path, data__workers=1))
