@@ -25,7 +25,8 @@ class LossReadingSettings(Settings):
     """Of balancers whose weights are made of losses."""
 
     scale: Literal["none", "initial", "reference"] = "none"
-    """The losses that the balancer reads: as they are (paper), as L / L at the first step, or as L - reference."""
+    """How the balancer reads losses. none: as they are (paper). initial: over the loss at the first step. reference:
+    minus a reference."""
     reference: dict[str, float] = setting(dict)
     """Loss subtracted from each task's for scale = reference, by task name."""
 
@@ -45,8 +46,8 @@ class GlobalLossSettings(LossReadingSettings):
     """Of balancers that weigh a batch by its own losses."""
 
     estimate: Literal["exact", "lagged", "micro"] = "exact"
-    """exact: losses of this global batch (one more forward pass if there is accumulation). lagged: of the last step,
-    free. micro: of each micro-batch alone; wrong, kept as a labelled baseline."""
+    """exact: losses of this global batch, at one more forward pass if there is accumulation. lagged: losses of the last
+    step, free. micro: losses of each micro-batch alone; this is not the algorithm, and stays as a labelled baseline."""
     loss_ema: float = setting(0.0, at_least=0, below=1)
     """Smoothing of the losses that the weights are made of; 0 = none (paper)."""
     min_count: int = setting(0, at_least=0)
@@ -152,8 +153,8 @@ class GradNormSettings(FixedSumSettings, RatioSettings):
     """Gradients of equal training rates (Chen et al. 2018, Algorithm 1)."""
 
     at: Literal["weights", "representation"] = setting("weights", was="gradnorm_at")
-    """The norm of each task's gradient of the last shared layer's weights (Chen et al.), or of the shared
-    representation itself."""
+    """weights: norm of each task's gradient of the last shared layer's weights (Chen et al.). representation: of its
+    gradient of the shared representation itself."""
     alpha: float = setting(1.5, at_least=0, was="gradnorm_alpha")
     """Strength of the pull towards equal training rates (Chen et al.)."""
     lr: float = setting(0.025, above=0, was="gradnorm_lr")

@@ -60,13 +60,13 @@ class EvaluateArguments:
     robustness: Annotated[tyro.conf.UseAppendAction[list[str]], tyro.conf.arg(metavar="a|r|sketch|c=DIR")] = field(
         default_factory=list
     )
-    """A set of another kind of images, instead of --data; once for each."""
+    """A set of another kind of images, in place of --data. May be given several times."""
     classes: Annotated[str, tyro.conf.arg(metavar="DIR")] = ""
-    """For --robustness: data set with the names of the model's classes, where the run's checkpoint does not know
+    """For --robustness: a data set with the names of the model's classes, if the run's checkpoint does not have
     them."""
     partial: bool = False
-    """For --robustness c: take the mean over the corruptions and severities that are there, named as partial, rather
-    than refuse."""
+    """For --robustness c: take the mean over the corruptions and severities that are there, and call it partial,
+    instead of refusing."""
     output: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     """Directory for results.json; None = RUN/evaluations/NAME, after what is measured."""
     micro_size: int = 0

@@ -31,8 +31,8 @@ class LinearSettings:
     base_lr: float = 0.1
     """Peak learning rate for 256 images of a step; it grows with the images of a step."""
     crops: Literal["cached", "fresh"] = "cached"
-    """cached: the features of each whole image, computed once. fresh: those of a random crop, mirrored half of the
-    time, drawn anew in each epoch, as MAE has it: the encoder runs over all images in every epoch."""
+    """cached: features of each whole image, computed once. fresh: features of a random crop, drawn anew in each epoch
+    and mirrored half of the time, as in MAE; the encoder then runs over all images in every epoch."""
 
 
 @dataclass(kw_only=True)
@@ -40,7 +40,7 @@ class LogisticSettings:
     """scikit-learn's LogisticRegression on standardised features: the fast one."""
 
     inverse_penalty: float = 1.0
-    """Its C: a larger one penalises weights less."""
+    """C of the logistic regression. A larger one penalises weights less."""
     iterations: int = 1000
     """Largest number of iterations of the solver."""
 
@@ -51,9 +51,9 @@ class KnnSettings:
     2021)."""
 
     k: int = 20
-    """Images that vote."""
+    """Nearest neighbours that vote."""
     temperature: float = 0.07
-    """A lower one gives nearer images more of the vote."""
+    """Temperature of the votes. A lower one gives nearer images more weight."""
 
 
 @dataclass(kw_only=True)
@@ -79,7 +79,8 @@ class ProbeArguments:
     pooling: Pooling = "mean"
     """mean: of the patch tokens, normalised by the encoder's last norm. class: the class token."""
     seeds: int = 1
-    """Probes, with seeds --seed, --seed + 1, ...: of the linear layer, and of the weights of --from scratch."""
+    """Number of probes, with seeds --seed, --seed + 1, ... A seed draws the linear layer, and the weights of --from
+    scratch."""
     seed: int = 0
     """The first seed."""
     validation_fraction: float = 0.1
@@ -87,8 +88,8 @@ class ProbeArguments:
     split: Literal["dev", "test"] | None = None
     """What the measured images are called; None = test with --test, else dev."""
     seen: Literal["centre", "whole"] = "centre"
-    """What is seen of an image. centre: the central square after the shorter side is resized to image_size /
-    centre_share. whole: all of it, squashed to a square, as for images that are small squares already."""
+    """Part of an image that the encoder sees. centre: the shorter side is resized to image_size / centre_share, and the
+    central square is taken. whole: the whole image, squashed to a square."""
     centre_share: float = 0.875
     """Side of the central square over the image's shorter side: 224 of 256 pixels."""
     linear: LinearSettings = field(default_factory=LinearSettings)
@@ -99,10 +100,10 @@ class ProbeArguments:
     precision: Literal["fp32", "bf16"] = "fp32"
     """Arithmetic of the encoder's forward passes."""
     workers: int = 1
-    """Processes that decode images, for each rank (one, however many are given, but for --linear.crops fresh); 0 = this
-    process decodes."""
+    """Processes that decode images, for each rank; 0 = this process decodes. More than one is used by --linear.crops
+    fresh alone."""
     cache: Annotated[Path, tyro.conf.arg(metavar="DIR")] = Path("runs/features")
-    """Where features are kept."""
+    """Directory where features are kept."""
     run_dir: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     """Directory for results.json; None = runs/probe-METHOD-DATE-TIME."""
     baseline: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None

@@ -37,21 +37,21 @@ class RepresentArguments:
     """The encoder: a run directory of trp-scale pretrain or finetune, an export, a directory of transformers (ViTMAE)
     or of timm (ViT, such as DINO's); scratch: weights drawn at random, in the sizes of --recipe, for comparison."""
     data: Annotated[Path, tyro.conf.arg(metavar="DIR")]
-    """Images that data_tools/shard_images.py wrote; with classes for all that needs them."""
+    """Sharded images to look at. Figures about classes need images with classes."""
     output: Annotated[Path, tyro.conf.arg(metavar="DIR")]
     """Directory to write; made if it is not there."""
     run: Annotated[list[Path], tyro.conf.arg(metavar="DIR")] = field(default_factory=list)
     """Fine-tuned runs of one kind of task, each the run directory of a seed (DIR/TASK/seed_N): Grad-CAM of classifiers,
     predicted maps of segmentation and depth, side by side."""
     images: int = 1024
-    """Images at most that figures, plane and averaged attention are made of; 0 = all of them."""
+    """Largest number of images that figures, plane and averaged attention are made of; 0 = all."""
     recipe: Annotated[str, tyro.conf.arg(metavar="NAME|PATH")] = ""
     """For --from scratch: a recipe of images with the encoder's sizes; a run's config.yaml is one too."""
     image_size: int = 0
     """Side of the images in pixels, a multiple of the patches'; 0 = that of the pre-training."""
     seen: Literal["centre", "whole"] = "centre"
-    """What is seen of an image. centre: the central square, image_size of image_size / 0.875 pixels. whole: all of it,
-    squashed to a square, as for images that are small squares already."""
+    """Part of an image that the encoder sees. centre: the central square, image_size of image_size / 0.875 pixels.
+    whole: the whole image, squashed to a square."""
     shown: int = 6
     """Images in the pictures that show images."""
     pooling: Pooling = "mean"

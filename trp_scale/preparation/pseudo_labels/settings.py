@@ -28,12 +28,12 @@ class PseudoLabelConfig:
     """Depth estimator (DPT and Depth Anything, and others that transformers has): a directory that save_pretrained
     wrote, or a name on the Hugging Face hub. Weights are read from safetensors alone, and no code of theirs is run."""
     segmentation_model: str = ""
-    """Model for semantic or panoptic segmentation (Mask2Former, SegFormer, UPerNet and others), as --depth_model. Its
-    classes, at most 255, become the data set's. One for instances (such as ...-coco-instance) will not do: it knows
-    things only, and sky, walls and ground would become some thing."""
+    """Model for semantic or panoptic segmentation (Mask2Former, SegFormer, UPerNet and others), given as --depth_model
+    is. Its classes, at most 255, become the data set's. A model for instances (such as ...-coco-instance) is refused:
+    it knows things only, and would call sky, walls and ground a thing."""
     depth_scale: float | None = None
-    """Depth in metres: stored as 16-bit numbers of so many metres each (0.001: up to 65 m); for a model whose output
-    is in metres. Without it each image's output goes to 1..65535, from its smallest to its largest."""
+    """Metres per unit of the stored 16-bit depth (0.001: up to 65 m), for a model whose output is in metres. Without it
+    each image's output is stretched to 1..65535."""
     larger_is: Literal["auto", "nearer", "farther"] = "auto"
     """What a larger output of the depth estimator means; auto: farther if it is in metres by --depth_scale or by the
     model's configuration, else nearer (DPT and Depth Anything estimate inverse depth)."""
@@ -42,7 +42,7 @@ class PseudoLabelConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto: every GPU there is, else the CPU."""
     precision: Literal["auto", "bf16", "fp32"] = "auto"
-    """Of the models' arithmetic; auto: bf16 on a GPU that has it, else fp32. In bf16 depth has about three digits."""
+    """Arithmetic of the models; auto: bf16 on a GPU that has it, else fp32. In bf16 depth has about three digits."""
     processes: int = 0
     """Processes at work, each with its share of the shards and, in turn, of the GPUs; 0 = one for each GPU, or one on
     the CPU."""
@@ -56,8 +56,8 @@ class PseudoLabelConfig:
     segmentation_directory: str = "semseg"
     """Directory of the segmentation maps within the data set."""
     replace: bool = False
-    """Let these labels stand for a modality that dataset.json has already. The old maps stay where they are, and their
-    description under "replaced"."""
+    """Replace a modality that dataset.json has already. The old maps stay where they are, described under
+    "replaced"."""
     max_skipped: float = 0.01
     """Largest share of images that may be without a label because they cannot be decoded."""
     progress: bool = True
