@@ -40,7 +40,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 # Order-only: a newer installation does not make the corpus old.
 $(CORPUS): | $(INSTALLED)
-	$(BIN)/python data_tools/shard_text.py --embedded --output data/embedded --length 128 --vocab_size 8192 --rows_per_block 64 --processes 2
+	$(BIN)/trp-scale shard-text --embedded --output data/embedded --length 128 --vocab_size 8192 --rows_per_block 64 --processes 2
 
 pretrain: $(INSTALLED) $(CORPUS)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$(THREADS)} $(BIN)/deepspeed --num_gpus $(RANKS) launch/pretrain.py --ds_config ds_configs/zero2.json --recipe pos_bert_tiny

@@ -69,7 +69,7 @@ def train(recipe: str, balancer: str, seed: int, directory: Path, steps: int) ->
             "checkpoint.keep": 1,
         }
         flags = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
-        command = [sys.executable, "-m", "trp_scale.cli", "pretrain", "--recipe", recipe, *flags]
+        command = [sys.executable, "-m", "trp_scale", "pretrain", "--recipe", recipe, *flags]
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TRP_SCALE_PROGRESS": "plain"}
         ended = subprocess.run(
             [*command, *FLAGS.get(balancer, [])], env=environment, capture_output=True, text=True, check=False

@@ -31,7 +31,7 @@ from benchmarks.rounds import Measured, print_pairs, print_ratios
 from trp_scale.config import Config
 from trp_scale.core.batch import Batch
 from trp_scale.distributed.environment import Environment
-from trp_scale.downstream.finetune import parse_finetune
+from trp_scale.downstream.arguments import parse_finetune
 from trp_scale.downstream.glue.folders import read_glue
 from trp_scale.downstream.tasks import build_task
 from trp_scale.training.pretrain import Run

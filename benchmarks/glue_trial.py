@@ -17,7 +17,8 @@ import tyro
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from trp_scale import cli
-from trp_scale.downstream.encoder_source import SCRATCH, open_encoder
+from trp_scale.downstream.arguments import SCRATCH
+from trp_scale.downstream.encoder_source import open_encoder
 from trp_scale.downstream.glue.folders import read_glue
 from trp_scale.downstream.glue.metrics import FIGURES
 from trp_scale.downstream.results import read_results

@@ -62,7 +62,7 @@ class Settings:
     """What is measured."""
 
     data: Path | None = None
-    """A data set made by data_tools/shard_images.py; none = noise."""
+    """A data set made by trp-scale shard-images; none = noise."""
     images: int = 512
     """Images per round."""
     micro_size: int = 64

@@ -60,7 +60,7 @@ class Settings:
     """What is measured."""
 
     data: Path | None = None
-    """A data set made by data_tools/shard_text.py; none = random rows."""
+    """A data set made by trp-scale shard-text; none = random rows."""
     length: int = 128
     """Pieces of a finished sequence, for random rows."""
     micro_sizes: tuple[int, ...] = (32, 256)

@@ -168,7 +168,7 @@ def run(directory: Path, settings: dict[str, object]) -> None:
     Raises:
         RefusedError: it did not finish.
     """
-    command = [sys.executable, "-m", "trp_scale.cli", "pretrain", *flags_of(directory, settings)]
+    command = [sys.executable, "-m", "trp_scale", "pretrain", *flags_of(directory, settings)]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "TRP_SCALE_PROGRESS": "plain"}
     with tempfile.TemporaryFile("w+") as output:
         started = subprocess.Popen(command, env=environment, stdout=output, stderr=output, text=True)

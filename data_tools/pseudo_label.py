@@ -1,30 +1,6 @@
 """A data set of images -> depth and segmentation maps for it, predicted by models, in shards beside the images'."""
 
-from __future__ import annotations
-
-import sys
-from pathlib import Path
-
-
-def main() -> int:
-    # This folder holds inspect.py, which must not stand in for the standard library's module of that name.
-    sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != Path(__file__).resolve().parent]
-    import logging
-
-    import tyro
-
-    from trp_scale.data.index import DataError
-    from trp_scale.preparation.pseudo_labels.label import PseudoLabelConfig, pseudo_label
-
-    config = tyro.cli(PseudoLabelConfig, use_underscores=True)
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    try:
-        pseudo_label(config)
-    except DataError as error:
-        print(f"pseudo_label: {error}", file=sys.stderr)
-        return 1
-    return 0
-
+from trp_scale.cli import console
 
 if __name__ == "__main__":
-    sys.exit(main())
+    console("pseudo-label")

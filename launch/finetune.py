@@ -4,15 +4,10 @@
     torchrun --nproc_per_node 8 launch/finetune.py --recipe glue --task all --from RUN --data.path DIR
     deepspeed launch/finetune.py --ds_config ds_configs/zero2.json --recipe glue --task all --from RUN --data.path DIR
 
---help explains every flag.
+--help shows the flags that most runs need, --help-all every flag.
 """
 
-import sys
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a checkout works without being installed
-
-from trp_scale.cli import finetune, leave
+from trp_scale.cli import console
 
 if __name__ == "__main__":
-    leave(finetune(sys.argv[1:]))
+    console("finetune")

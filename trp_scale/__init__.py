@@ -1,1 +1,3 @@
-"""trp_scale: pre-training of encoders that are good at their worst downstream task."""
+"""Pre-training of encoders under minimax task weights, adversarial positions and learned masks."""
+
+__version__ = "0.2.0"

@@ -1,60 +1,110 @@
-"""The command `trp-scale`: pretrain, report and export. Every command is imported only when it is asked for."""
+"""The command `trp-scale`: a table of its commands, each imported only when it is chosen."""
 
 from __future__ import annotations
 
+import importlib
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Literal, NoReturn
+from typing import NoReturn
 
-import tyro
-
-from trp_scale.config import RefusedError
+import trp_scale
+from trp_scale.command_line import HELP, speaks
 from trp_scale.distributed.launchers import FIRST_WORD_SECONDS
+from trp_scale.errors import RefusedError, nearest
 
-USAGE = """usage: trp-scale COMMAND ...
 
-  pretrain   pre-train from a recipe, on one process, FSDP2 or DeepSpeed
-  report     print what a run has reached so far, or at its end
-  finetune   fine-tune an encoder on downstream tasks, over seeds, and measure it
-  evaluate   measure what was fine-tuned on other data, also corrupted or unusual images, without training
-  probe      measure how far a frozen encoder tells classes apart: linear, logistic, nearest neighbours
-  compare    put what several runs reached on their tasks side by side, with p values
-  represent  draw and measure what an image encoder has learned, on one page
-  export     write a run's weights as a directory that other libraries load
-  sweep      train several image runs that differ in named settings, and compare accuracy and hours
-  recipes    list the recipes, or print all settings of one and where each comes from
+@dataclass(frozen=True)
+class Command:
+    """One command.
 
-trp-scale COMMAND --help explains the flags of a command.
-"""
+    Attributes:
+        place: module and function; the function takes the arguments behind the command's name and returns the status.
+        line: what it does.
+    """
+
+    place: str
+    line: str
+
+    def __call__(self, argv: Sequence[str]) -> int:
+        module, _, function = self.place.partition(":")
+        status: int = getattr(importlib.import_module(module), function)(argv)
+        return status
+
+
+COMMANDS: dict[str, dict[str, Command]] = {
+    "make data": {
+        "shard-text": Command("trp_scale.commands.preparation:shard_text", "tag, tokenize and shard English text"),
+        "shard-images": Command("trp_scale.commands.preparation:shard_images", "shard images, or render small scenes"),
+        "pseudo-label": Command(
+            "trp_scale.commands.preparation:pseudo_label", "give images the maps that depth and segmentation models see"
+        ),
+        "inspect": Command("trp_scale.commands.preparation:inspect", "show rows of a shard"),
+        "verify": Command("trp_scale.commands.preparation:verify", "check every byte of a data set"),
+    },
+    "train": {
+        "recipes": Command("trp_scale.recipes.listing:recipes", "list the recipes, or print all settings of one"),
+        "pretrain": Command(
+            "trp_scale.commands.training:pretrain", "pre-train from a recipe, on one process, FSDP2 or DeepSpeed"
+        ),
+        "finetune": Command(
+            "trp_scale.commands.training:finetune",
+            "fine-tune an encoder on downstream tasks, over seeds",
+        ),
+        "sweep": Command(
+            "trp_scale.commands.training:sweep", "train image runs that differ in named settings, and compare them"
+        ),
+    },
+    "look at what was trained": {
+        "report": Command("trp_scale.commands.measuring:report", "print what a run has reached so far, or at its end"),
+        "evaluate": Command(
+            "trp_scale.commands.measuring:evaluate", "measure fine-tuned runs on other data, also unusual images"
+        ),
+        "probe": Command("trp_scale.commands.measuring:probe", "measure how far a frozen encoder tells classes apart"),
+        "represent": Command(
+            "trp_scale.commands.measuring:represent", "draw and measure what an image encoder has learned, on one page"
+        ),
+        "compare": Command(
+            "trp_scale.commands.measuring:compare", "put what several runs reached side by side, with p values"
+        ),
+        "export": Command(
+            "trp_scale.commands.measuring:export", "write a run's weights as a directory that other libraries load"
+        ),
+    },
+}
+"""The commands, in the groups that `trp-scale --help` shows."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status: 2 for a mistake of the user's, shown as one message."""
     arguments = list(sys.argv[1:] if argv is None else argv)
-    commands: dict[str, Callable[[Sequence[str]], int]] = {
-        "pretrain": _pretrain,
-        "finetune": _finetune,
-        "evaluate": _evaluate,
-        "probe": _probe,
-        "compare": _compare,
-        "represent": _represent,
-        "report": _report,
-        "export": _export,
-        "sweep": _sweep,
-        "recipes": _recipes,
-    }
-    if not arguments or arguments[0] in ("-h", "--help"):
-        print(USAGE, end="")
+    if not arguments or arguments[0] in HELP:
+        print("\n".join(usage()))
         return 0 if arguments else 2
+    if arguments[0] == "--version":
+        print(f"trp-scale {trp_scale.__version__}")
+        return 0
     name, rest = arguments[0], arguments[1:]
+    commands = {name: command for group in COMMANDS.values() for name, command in group.items()}
     if name not in commands:
-        print(f"error: {name!r} is no command of trp-scale; allowed: {', '.join(commands)}", file=sys.stderr)
-        return 2
+        return run(lambda: _refuse(name, commands))
     return run(lambda: commands[name](rest))
+
+
+def usage() -> Iterator[str]:
+    """The commands, a line each."""
+    width = max(len(name) for group in COMMANDS.values() for name in group)
+    yield "usage: trp-scale COMMAND ...      trp-scale --version"
+    for title, group in COMMANDS.items():
+        yield f"\n{title}:"
+        yield from (f"  {name:<{width}}  {command.line}" for name, command in group.items())
+    yield "\ntrp-scale COMMAND --help explains what a command needs, --help-all all of its flags."
+
+
+def _refuse(name: str, commands: dict[str, Command]) -> int:
+    raise RefusedError(f"{name!r} is no command of trp-scale{nearest(name, commands)}; allowed: {', '.join(commands)}")
 
 
 def run(command: Callable[[], int]) -> int:
@@ -65,200 +115,15 @@ def run(command: Callable[[], int]) -> int:
         _let_rank_0_speak_first()
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 2
-
-
-def pretrain(argv: Sequence[str]) -> int:
-    """`trp-scale pretrain`, and launch/pretrain.py under python, torchrun, deepspeed and srun."""
-    return run(lambda: _pretrain(argv))
-
-
-def _pretrain(argv: Sequence[str]) -> int:
-    from trp_scale.recipes.arguments import parse
-
-    try:
-        arguments = parse(argv, quiet=not _speaks())
-    except SystemExit as error:
+    except SystemExit as error:  # a wrong flag, which the parser has told on rank 0
         if error.code:
             _let_rank_0_speak_first()
         raise
-    from trp_scale.training.pretrain import pretrain as train
-
-    return int(train(arguments) or 0)
-
-
-def finetune(argv: Sequence[str]) -> int:
-    """`trp-scale finetune`, and launch/finetune.py under python, torchrun, deepspeed and srun."""
-    return run(lambda: _finetune(argv))
-
-
-def _finetune(argv: Sequence[str]) -> int:
-    from trp_scale.downstream.finetune import finetune as train
-    from trp_scale.downstream.finetune import parse_finetune
-
-    try:
-        arguments = parse_finetune(argv, quiet=not _speaks())
-    except SystemExit as error:
-        if error.code:
-            _let_rank_0_speak_first()
-        raise
-    return train(arguments)
-
-
-def _compare(argv: Sequence[str]) -> int:
-    from trp_scale.downstream.compare import compare
-
-    return compare(argv)
-
-
-def _represent(argv: Sequence[str]) -> int:
-    from trp_scale.downstream.representation.represent import represent
-
-    return represent(argv)
-
-
-def evaluate(argv: Sequence[str]) -> int:
-    """`trp-scale evaluate`, and launch/evaluate.py under python, torchrun, deepspeed and srun."""
-    return run(lambda: _evaluate(argv))
-
-
-def _evaluate(argv: Sequence[str]) -> int:
-    from trp_scale.downstream.evaluate import evaluate as measure
-    from trp_scale.downstream.evaluate import parse_evaluate
-
-    try:
-        arguments = parse_evaluate(argv, quiet=not _speaks())
-    except SystemExit as error:
-        if error.code:
-            _let_rank_0_speak_first()
-        raise
-    return measure(arguments)
-
-
-def probe(argv: Sequence[str]) -> int:
-    """`trp-scale probe`, and launch/probe.py under python, torchrun, deepspeed and srun."""
-    return run(lambda: _probe(argv))
-
-
-def _probe(argv: Sequence[str]) -> int:
-    from trp_scale.downstream.probe.arguments import parse_probe
-    from trp_scale.downstream.probe.command import probe as measure
-
-    try:
-        arguments = parse_probe(argv, quiet=not _speaks())
-    except SystemExit as error:
-        if error.code:
-            _let_rank_0_speak_first()
-        raise
-    return measure(arguments)
-
-
-@dataclass(kw_only=True)
-class ReportArguments:
-    """Print the table of a run that goes on or has ended: each task's loss at the start and now, and its weight."""
-
-    run: Annotated[Path, tyro.conf.arg(metavar="DIR")]
-    """Run directory, with metrics.jsonl in it."""
-    pictures: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
-    """For an image run with a checkpoint: draw reconstructions, and positions before and after the adversary's
-    perturbation, as PNG files into this directory (needs the extra `pictures`)."""
-    data: Annotated[str, tyro.conf.arg(metavar="DIR")] = ""
-    """For pictures: where the run's data is now, if it was moved or the run was started elsewhere."""
-
-
-def _report(argv: Sequence[str]) -> int:
-    arguments = tyro.cli(ReportArguments, prog="trp-scale report", args=argv, use_underscores=True)
-    from trp_scale.observe.report import report
-
-    print(report(arguments.run), end="")
-    if arguments.pictures is not None:
-        from trp_scale.downstream.pictures import draw_pictures
-
-        print("\n".join(draw_pictures(arguments.run, arguments.pictures, data=arguments.data)))
-    return 0
-
-
-@dataclass(kw_only=True)
-class ExportArguments:
-    """Write a run's weights as a directory that other libraries load."""
-
-    run: Annotated[Path, tyro.conf.arg(metavar="DIR")]
-    """Run directory (its newest complete checkpoint is taken), or a checkpoint in it."""
-    output: Annotated[Path, tyro.conf.arg(metavar="DIR")]
-    """Directory to write; it must not exist, or be empty."""
-    to: Literal["hf", "timm"] = "hf"
-    """hf: for transformers' from_pretrained, of BertForPreTraining or ViTMAEForPreTraining. timm: an image run's
-    encoder, for timm.create_model("local-dir:DIR", pretrained=True); without pretrained=True timm makes random weights
-    and does not say so."""
-    image_size: int = 224
-    """timm: side of the images in pixels; the encoder's fixed positions are written for their grid."""
-
-
-def _export(argv: Sequence[str]) -> int:
-    arguments = tyro.cli(ExportArguments, prog="trp-scale export", args=argv, use_underscores=True)
-    from trp_scale.checkpoint.export import export, loading_call
-
-    checkpoint = export(arguments.run, arguments.output, to=arguments.to, image_size=arguments.image_size)
-    print(f"{checkpoint} -> {arguments.output}\nloaded by: {loading_call(arguments.output)}")
-    if arguments.to == "timm":
-        print("without pretrained=True timm makes random weights and does not say so")
-    return 0
-
-
-@dataclass(kw_only=True)
-class SweepArguments:
-    """Train image runs that differ in named settings, one after the other, and compare what each reached in how many
-    hours. Every other --section.field flag is for all of them, as for `trp-scale pretrain`. Finished runs are not
-    trained again. The accuracy is a linear probe's on the run's held-out images, or on those of --test, not the paper's
-    fine-tuning."""
-
-    recipe: Annotated[str, tyro.conf.arg(metavar="NAME|PATH")]
-    """Recipe of all runs."""
-    run_dir: Annotated[Path, tyro.conf.arg(metavar="DIR")]
-    """Directory of the sweep: a run directory for each combination, sweep.json and sweep.png."""
-    vary: Annotated[tyro.conf.UseAppendAction[list[str]], tyro.conf.arg(metavar="SECTION.FIELD=VALUE,VALUE")]
-    """What differs, once for each setting: --vary crops.count=1,2,4 --vary vision.decoder=transformer,linear."""
-    launcher: str = ""
-    """Words before the run's own, such as "torchrun --nproc_per_node 8"; empty = one process."""
-    probe_size: int = 0
-    """Side of the probe's images in pixels; 0 = twice the crops' for MAE+, the crops' for MAE."""
-    test: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
-    """Data set of the same classes, on all of whose images the accuracy is measured; refused if more than one in a
-    hundred of them is in --data.path. None = on the images that --data.validation_fraction holds out."""
-
-
-def _sweep(argv: Sequence[str]) -> int:
-    arguments, flags = tyro.cli(
-        SweepArguments, prog="trp-scale sweep", args=argv, use_underscores=True, return_unknown_args=True
-    )
-    from trp_scale.downstream.sweep import print_table, sweep
-
-    points = sweep(
-        recipe=arguments.recipe,
-        run_dir=arguments.run_dir,
-        vary=arguments.vary,
-        flags=flags,
-        launcher=arguments.launcher,
-        probe_size=arguments.probe_size,
-        test=arguments.test,
-    )
-    print_table(points)
-    return 0
-
-
-def _recipes(argv: Sequence[str]) -> int:
-    from trp_scale.recipes.listing import recipes
-
-    return recipes(argv)
-
-
-def _speaks() -> bool:
-    """Whether this process speaks for all ranks; a lenient reading, before the environment is checked."""
-    return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
 
 
 def _let_rank_0_speak_first() -> None:
     """All ranks read the same command; when rank 0 stops for it too, the launcher ends this one while it waits."""
-    if not _speaks():
+    if not speaks():
         time.sleep(FIRST_WORD_SECONDS)
 
 
@@ -271,10 +136,6 @@ def leave(status: int) -> NoReturn:
     os._exit(status)
 
 
-def console() -> NoReturn:
-    """The console command."""
-    leave(main())
-
-
-if __name__ == "__main__":
-    console()
+def console(*command: str) -> NoReturn:
+    """The console command, and the scripts in launch/ and data_tools/, which name their command."""
+    leave(main([*command, *sys.argv[1:]]))

@@ -89,7 +89,7 @@ def test_one_too_many_stops_all_ranks_together(
     status, message = answers[0]
     assert status == 1
     assert message.startswith(f"1 blocks could not be read ({key})")
-    assert "--data.max_corrupt_blocks allows 0" in message and "data_tools/verify.py" in message
+    assert "--data.max_corrupt_blocks allows 0" in message and "trp-scale verify" in message
     assert len(lines(tmp_path / "run")) < steps
     assert key in (tmp_path / "run" / "summary.json").read_text(encoding="utf-8")
 

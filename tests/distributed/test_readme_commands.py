@@ -13,7 +13,6 @@ import io
 import json
 import os
 import re
-import runpy
 import subprocess
 import sys
 import traceback
@@ -25,7 +24,7 @@ import pytest
 from PIL import Image
 
 from tests.ranks import Ranks, free_port
-from tests.readme import COMMANDS, PRETRAIN, README, ROOT, SCRIPTS, Command, script_place
+from tests.readme import COMMANDS, PRETRAIN, README, ROOT, Command, script_place
 from tests.runs import SMALL, environment
 from tests.unit.downstream.glue.standard_files import write_glue
 from tests.unit.preparation.pseudo_labels.tiny_models import dpt_depth, mask2former
@@ -96,30 +95,13 @@ def started_as_a_process(words: list[str]) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-def run_script(words: list[str]) -> int:
-    """`python SCRIPT ...` in this process."""
-    path, arguments = list(sys.path), list(sys.argv)
-    sys.argv = words[1:]
-    try:
-        runpy.run_path(words[1], run_name="__main__")
-    except SystemExit as ended:
-        return int(ended.code or 0)
-    finally:
-        sys.path[:], sys.argv[:] = path, arguments
-    return 0
-
-
 def run_here(words: list[str]) -> tuple[int, str]:
     """A command in this process; returns its exit status and what it printed."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         try:
-            if words[0] == "trp-scale":
-                status = cli.main(words[1:])
-            elif words[1] in SCRIPTS:
-                status = cli.main([Path(words[1]).stem, *words[2:]])
-            else:
-                status = run_script(words)
+            own = words[1:] if words[0] == "trp-scale" else [Path(words[1]).stem, *words[2:]]
+            status = cli.main(own)
         except Exception:  # as a process would end; the test that asks for this command shows it
             status = 1
             traceback.print_exc()
@@ -142,13 +124,13 @@ def run_on_rank(directory: str, variables: dict[str, str], words: list[str]) -> 
 def made_small(command: Command, books: Path) -> list[str]:
     """The command's words with its absolute paths in the test's directory, and small."""
     words = [word.replace("/data/", f"{books.parent}/") for word in command.words]
-    if "data_tools/shard_text.py" in words:
+    if "shard-text" in words:
         return [*words, *as_flags(SMALL_TEXT)]
-    if "data_tools/shard_images.py" in words:
+    if "shard-images" in words:
         return [*words, *as_flags(SMALL_SCENES if "--embedded" in words else SMALL_IMAGES)]
-    if "data_tools/pseudo_label.py" in words:
+    if "pseudo-label" in words:
         return [*words, *as_flags({"processes": 1, "batch": 4})]
-    if PRETRAIN in words:
+    if "pretrain" in words or PRETRAIN in words:
         return [*words, *small_training(STEPS + LONGER if "--resume" in words else STEPS)]
     if "finetune" in words or "launch/finetune.py" in words:
         return [*words, *small_tuning(words)]
@@ -185,7 +167,7 @@ def place(text_dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
     """A checkout to stand in: the scripts, the built-in corpus (a small one), some books in text files, an image folder
     of two classes, and small models in directories named as those of the hub."""
     directory = tmp_path_factory.mktemp("readme")
-    for name in ("launch", "ds_configs", "data_tools"):
+    for name in ("launch", "ds_configs"):
         (directory / name).symlink_to(ROOT / name)
     (directory / "data").mkdir()
     (directory / "data" / "embedded").symlink_to(text_dataset)
@@ -269,8 +251,8 @@ def test_balancers_and_loggers_are_those_of_the_command(results: dict[Command, t
 
 def test_the_sharded_books_are_shown_and_whole(results: dict[Command, tuple[int, str]], place: Path) -> None:
     outputs = {command.words[1]: output for command, (_, output) in results.items() if "data/books" in str(command)}
-    assert "are whole" in outputs["data_tools/verify.py"]
-    assert "text-000000-00000 row 0" in outputs["data_tools/inspect.py"]
+    assert "are whole" in outputs["verify"]
+    assert "text-000000-00000 row 0" in outputs["inspect"]
     assert json.loads((place / "data" / "books" / "dataset.json").read_text(encoding="utf-8"))["length"] == 64
 
 

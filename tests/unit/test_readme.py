@@ -16,19 +16,18 @@ from trp_scale.recipes.arguments import parse
 
 
 @functools.cache
-def help_of(*command: str) -> str:
-    """What a command prints for --help, in a wide window so that no flag is broken."""
+def help_of(*command: str, asks: str = "--help-all") -> str:
+    """What a command prints of its flags, in a wide window so that no flag is broken."""
     environment = {"COLUMNS": "400", "PATH": "/usr/bin:/bin", "PYTHONPATH": str(ROOT)}
-    result = subprocess.run(
-        [*command, "--help"], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert result.returncode == 0, f"{' '.join(command)} --help: {result.stderr[-2000:]}"
+    result = subprocess.run([*command, asks], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, f"{' '.join(command)} {asks}: {result.stderr[-2000:]}"
     return result.stdout
 
 
-def check_flags(words: Sequence[str], *command: str) -> None:
+def check_flags(words: Sequence[str], *command: str, asks: str = "--help-all") -> None:
     for flag in (word.split("=")[0] for word in words if word.startswith("--")):
-        assert re.search(rf"(?<![\w-]){re.escape(flag)}(?![\w.-])", help_of(*command)), f"{command[-1]} has no {flag}"
+        found = re.search(rf"(?<![\w-]){re.escape(flag)}(?![\w.-])", help_of(*command, asks=asks))
+        assert found, f"{command[-1]} has no {flag}"
 
 
 def check_launcher(words: Sequence[str]) -> None:
@@ -37,7 +36,7 @@ def check_launcher(words: Sequence[str]) -> None:
     if launcher == "torchrun":
         get_args_parser().parse_args([*flags, PRETRAIN])
     elif launcher == "deepspeed":
-        check_flags(flags, sys.executable, "-m", "deepspeed.launcher.runner")
+        check_flags(flags, sys.executable, "-m", "deepspeed.launcher.runner", asks="--help")
         for file in (flags[number + 1] for number, flag in enumerate(flags) if flag == "--hostfile"):
             assert (ROOT / file).is_file(), file
     else:
@@ -69,11 +68,13 @@ def check(words: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
             check_flags(words[place + 1 :], sys.executable, script)
     elif list(words[:2]) == ["trp-scale", "sweep"]:
         own = [word for word in rest[1:] if word.startswith("--") and "." not in word]
-        check_flags(own, sys.executable, "-m", "trp_scale.cli", "sweep")
+        check_flags(own, sys.executable, "-m", "trp_scale", "sweep")
         place = next(number for number, word in enumerate(rest) if word.startswith("--") and "." in word)
         check_pretrain(["--recipe", rest[rest.index("--recipe") + 1], *rest[place:]], monkeypatch)
+    elif list(words[:2]) == ["trp-scale", "pretrain"]:
+        check_pretrain(words[2:], monkeypatch)
     elif program == "trp-scale":
-        check_flags(rest, sys.executable, "-m", "trp_scale.cli", rest[0])
+        check_flags(rest, sys.executable, "-m", "trp_scale", rest[0])
     else:
         assert program == "python", f"the README starts {program!r}, which this test does not know"
         assert (ROOT / rest[0]).is_file(), rest[0]
@@ -93,7 +94,7 @@ def test_commands_exist(command: Command, monkeypatch: pytest.MonkeyPatch) -> No
     "line",
     [
         "make pretraining",
-        "python launch/pretrain.py --recipe pos_bert_tinny",
+        "trp-scale pretrain --recipe pos_bert_tinny",
         "python launch/pretrain.py --recipe pos_bert_tiny --balancer.alfa 4",
         "python launch/pretrain.py --recipe pos_bert_tiny --balancer.kind maximin",
         "torchrun --ranks 2 launch/pretrain.py --recipe pos_bert_tiny",
@@ -101,6 +102,8 @@ def test_commands_exist(command: Command, monkeypatch: pytest.MonkeyPatch) -> No
         "sbatch launch/slurm/train.sbatch --recipe pos_bert_tiny",
         "python data_tools/shard.py --inputs a",
         "python data_tools/shard_text.py --input a",
+        "trp-scale shard-text --input a",
+        "trp-scale shard --inputs a",
         "trp-scale export --model a",
         "bash launch/everything.sh",
     ],

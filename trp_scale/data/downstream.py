@@ -165,6 +165,6 @@ def _notices(
         listed = ", ".join(str(number) if names is None else names[number] for number in lacking[:5])
         found.append(
             f"{split} has no image of {len(lacking)} of {classes} classes ({listed}{', ...' if lacking[5:] else ''}); "
-            "smaller blocks (--rows_per_block of data_tools/shard_images.py) spread classes better"
+            "smaller blocks (--rows_per_block of trp-scale shard-images) spread classes better"
         )
     return found

@@ -4,46 +4,26 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
-
-import tyro
 
 from trp_scale.config import RefusedError
+from trp_scale.downstream import result_tables
 from trp_scale.downstream.comparison import Comparison, compare_results
-from trp_scale.downstream.result_tables import csv_text, markdown, print_comparison
 from trp_scale.downstream.results import read_results
 
 
-@dataclass(kw_only=True)
-class CompareArguments:
-    """Compare runs on their downstream tasks: mean and spread over seeds, the worst task of each run, and whether what
-    differs from the first run is more than the seeds do. Figures by another metric or on another split (dev, test) are
-    never compared."""
-
-    runs: Annotated[tyro.conf.Positional[list[Path]], tyro.conf.arg(name="run", metavar="RUN [RUN ...]")]
-    """Directories with results.json, of trp-scale finetune, evaluate or probe; the first is the baseline."""
-    markdown: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Write the tables there as Markdown."""
-    csv: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
-    """Write the figures there as CSV, one line for each task of each run."""
-
-
-def compare(argv: Sequence[str]) -> int:
-    """Run `trp-scale compare`; returns the exit status.
+def compare(runs: Sequence[Path], *, markdown: Path | None = None, csv: Path | None = None) -> None:
+    """Print what the runs reached, and write it as Markdown and as CSV where a file is given.
 
     Raises:
         RefusedError: a directory without results.json, the same one twice, or a file that cannot be written.
     """
-    arguments = tyro.cli(CompareArguments, prog="trp-scale compare", args=argv, use_underscores=True)
-    comparison = compare_directories(arguments.runs)
-    print_comparison(comparison)
-    for path, text in ((arguments.markdown, markdown), (arguments.csv, csv_text)):
+    comparison = compare_directories(runs)
+    result_tables.print_comparison(comparison)
+    for path, text in ((markdown, result_tables.markdown), (csv, result_tables.csv_text)):
         if path is not None:
             _write(path, text(comparison))
             print(path)
-    return 0
 
 
 def _write(path: Path, text: str) -> None:

@@ -16,6 +16,7 @@ from trp_scale.checkpoint.export import find_checkpoint
 from trp_scale.checkpoint.format import read_full_state
 from trp_scale.config import Config, RefusedError
 from trp_scale.config.finetuning import FinetuneConfig
+from trp_scale.downstream.arguments import SCRATCH
 from trp_scale.downstream.encoder_file import reading, stored_weights
 from trp_scale.downstream.timm_encoder import open_timm
 from trp_scale.models.given_weights import FILE
@@ -27,9 +28,6 @@ from trp_scale.upstreams.mm_mae.export import images_alone
 
 POSITION_NUMBERS = "embeddings.position_ids"
 """0, 1, 2, ...: stored by earlier versions of transformers."""
-
-SCRATCH = "scratch"
-"""As --from: no pre-training, the seed's weights in the recipe's sizes."""
 
 
 @dataclass(frozen=True, kw_only=True)

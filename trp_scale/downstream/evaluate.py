@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Literal
-
-import tyro
 
 from trp_scale.checkpoint.agreement import check_shared_directory, on_rank_zero
 from trp_scale.config import RefusedError
 from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.data.mixture import parse_paths
 from trp_scale.distributed.environment import Environment
+from trp_scale.downstream.arguments import EvaluateArguments
 from trp_scale.downstream.finetuned_run import FinetunedRun, find_runs, origin_of, predicting_engine
 from trp_scale.downstream.result_tables import print_results
 from trp_scale.downstream.results import RESULTS_FILE, Results, SeedResult, TaskResult, join, read_results, write_json
@@ -28,75 +24,6 @@ EVALUATIONS = "evaluations"
 """File in the run's directory with what was measured later."""
 
 TEXT = "glue"
-
-
-@dataclass(kw_only=True)
-class EvaluateArguments:
-    """Measure what `trp-scale finetune` has trained, without training it further: results.json and a table.
-
-    Classifiers can also be measured on sets that ask how robust they are, each sharded first from its folders:
-
-        python data_tools/shard_images.py --inputs imagenet-a --output shards/a --split test
-        for level in imagenet-c/*/*; do
-            python data_tools/shard_images.py --inputs $level --output shards/c/${level#imagenet-c/} --split test
-        done
-        trp-scale evaluate --run RUN --robustness a=shards/a --robustness c=shards/c
-
-    a, r and sketch (ImageNet-A, -R, -Sketch): accuracy among the classes that the set has, matched by the names of
-    their folders. c (ImageNet-C, DIR/CORRUPTION/SEVERITY): mean corruption error over 15 corruptions of 5 severities,
-    on the images as they are.
-    """
-
-    run: Annotated[Path, tyro.conf.arg(metavar="DIR", aliases=["--finetuned"])] = Path()
-    """A directory of trp-scale finetune, with all its tasks and seeds, or one of its seeds. Under torchrun say
-    --finetuned: it takes --run for one of its own flags, wherever it stands."""
-    data: Annotated[str, tyro.conf.arg(metavar="DIR")] = ""
-    """Data to measure on, all of it: shards, or for GLUE its directory; empty = what the run was measured on."""
-    images: Annotated[str, tyro.conf.arg(metavar="DIR")] = ""
-    """Detection: folder of the images of --data."""
-    split: Literal["dev", "test"] | None = None
-    """What the measured rows are called; for GLUE, which of its files are read. None = as in the run; test for images
-    of --data."""
-    robustness: Annotated[tyro.conf.UseAppendAction[list[str]], tyro.conf.arg(metavar="a|r|sketch|c=DIR")] = field(
-        default_factory=list
-    )
-    """A set of another kind of images, in place of --data. May be given several times."""
-    classes: Annotated[str, tyro.conf.arg(metavar="DIR")] = ""
-    """For --robustness: a data set with the names of the model's classes, if the run's checkpoint does not have
-    them."""
-    partial: bool = False
-    """For --robustness c: take the mean over the corruptions and severities that are there, and call it partial,
-    instead of refusing."""
-    output: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
-    """Directory for results.json; None = RUN/evaluations/NAME, after what is measured."""
-    micro_size: int = 0
-    """Rows of one forward pass on one rank; 0 = the run's batch.micro_size."""
-    baseline: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
-    """Directory with another results.json: the table gives differences to it."""
-    local_rank: int = -1
-    """Passed by the deepspeed launcher; ranks are read from the environment."""
-
-
-def parse_evaluate(argv: Sequence[str], *, quiet: bool = False) -> EvaluateArguments:
-    """Read and check the command line.
-
-    Raises:
-        RefusedError: flags that cannot be, or contradict each other.
-        SystemExit: 2 for an unknown flag, 0 after --help.
-    """
-    arguments = tyro.cli(
-        EvaluateArguments, prog="trp-scale evaluate", args=list(argv), use_underscores=True, console_outputs=not quiet
-    )
-    if arguments.run == Path():
-        raise RefusedError("--run is missing; allowed: a directory of trp-scale finetune, or one of its seeds")
-    if not arguments.run.is_dir():
-        raise RefusedError(f"--run {arguments.run}: there is no such directory")
-    if arguments.robustness and (arguments.data or arguments.split):
-        raise RefusedError("--robustness names its own data, which is of the split test; leave out --data and --split")
-    if arguments.micro_size < 0:
-        raise RefusedError(f"--micro_size is {arguments.micro_size}, allowed: 1 or more, or 0 for the run's")
-    parse_sets(arguments.robustness)
-    return arguments
 
 
 def evaluate(arguments: EvaluateArguments) -> int:

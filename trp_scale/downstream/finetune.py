@@ -5,11 +5,9 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
-
-import tyro
+from typing import Any
 
 from trp_scale.checkpoint.agreement import check_shared_directory, on_rank_zero
 from trp_scale.checkpoint.document import read_document
@@ -19,8 +17,7 @@ from trp_scale.config import Config, RefusedError
 from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.stop import StopRequests
-from trp_scale.downstream.encoder_source import SCRATCH, open_encoder
-from trp_scale.downstream.glue.folders import require_folders
+from trp_scale.downstream.arguments import FinetuneArguments, tasks_of
 from trp_scale.downstream.result_tables import print_results
 from trp_scale.downstream.results import (
     RESULT_FILE,
@@ -34,62 +31,10 @@ from trp_scale.downstream.results import (
 )
 from trp_scale.downstream.task import DownstreamTask, measure
 from trp_scale.downstream.tasks import build_task
-from trp_scale.recipes.arguments import Arguments, parse_run
 from trp_scale.recipes.checks import check_engine
-from trp_scale.recipes.finetune_checks import check_finetune
 from trp_scale.recipes.loader import to_dict
 from trp_scale.training import rundir
 from trp_scale.training.pretrain import EXIT_FINISHED, Run
-
-GLUE_TASKS = ("cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte")
-"""What --task all runs, in the order of TRP's Table 1; wnli is left out, as there."""
-
-
-@dataclass(kw_only=True)
-class FinetuneArguments(Arguments):
-    """Fine-tune a pre-trained encoder on a downstream task, over seeds, and measure it: results.json and a table."""
-
-    config: Annotated[FinetuneConfig, tyro.conf.arg(name="")] = field(default_factory=FinetuneConfig)
-    """The settings: the recipe's, changed by the flags."""
-    from_: Annotated[str, tyro.conf.arg(name="from", metavar="RUN|DIR|scratch")] = ""
-    """The encoder: a run directory of trp-scale pretrain, an export, a directory of transformers (BERT, ViTMAE) or of
-    timm (ViT); scratch: no pre-training, in the sizes of the recipe. Of a run its newest checkpoint is taken: where
-    the run goes on, name the checkpoint itself to repeat the command."""
-    seeds: int = 1
-    """Runs of each task, with training.seed, training.seed + 1, ..."""
-    task: str = ""
-    """GLUE: a task, several with commas between, or all; empty = the recipe's --downstream.task."""
-    baseline: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
-    """Directory of another finetune: the table gives differences to it."""
-
-
-def parse_finetune(argv: Sequence[str], *, quiet: bool = False) -> FinetuneArguments:
-    """Read the command line, take the encoder's sizes, and check all settings.
-
-    Raises:
-        RefusedError, SystemExit: as recipes.arguments.parse, or no such encoder.
-    """
-    arguments = parse_run(
-        argv, FinetuneArguments, FinetuneConfig, prog="trp-scale finetune", description=__doc__ or "", quiet=quiet
-    )
-    config = arguments.config
-    if not arguments.from_:
-        raise RefusedError(
-            f"--from is missing; allowed: a run directory, an export, a directory of transformers or timm, or {SCRATCH}"
-        )
-    if arguments.from_ != SCRATCH:
-        open_encoder(arguments.from_).adopt(config)
-    if arguments.seeds < 1:
-        raise RefusedError(f"--seeds is {arguments.seeds}, allowed: 1 or more")
-    if arguments.resume not in ("auto", "never"):
-        raise RefusedError(
-            f"--resume {arguments.resume}: allowed: auto or never; repeat --run_dir to go on with its runs"
-        )
-    tasks_of(arguments)
-    check_finetune(config)
-    if config.downstream.kind == "glue":  # all tasks, before the first is trained for hours
-        require_folders(Path(config.data.path), tasks_of(arguments))
-    return arguments
 
 
 def finetune(arguments: FinetuneArguments) -> int:
@@ -124,25 +69,6 @@ def finetune(arguments: FinetuneArguments) -> int:
             print_results(results, baseline)
             print(run_dir / RESULTS_FILE)
     return EXIT_FINISHED
-
-
-def tasks_of(arguments: FinetuneArguments) -> list[str]:
-    """Names of the tasks to run."""
-    downstream = arguments.config.downstream
-    if downstream.kind != "glue":
-        if arguments.task:
-            raise RefusedError(f"--task {arguments.task} is for GLUE; --downstream.kind is {downstream.kind}")
-        return [downstream.task or downstream.kind]
-    named = arguments.task or downstream.task
-    if named == "all":
-        return list(GLUE_TASKS)
-    tasks = [name.strip() for name in named.split(",") if name.strip()]
-    wrong = [name for name in tasks if name not in (*GLUE_TASKS, "wnli")]
-    if wrong or not tasks:
-        raise RefusedError(f"--task {named!r}: allowed: all, or of {', '.join(GLUE_TASKS)}, wnli, with commas between")
-    if len(set(tasks)) < len(tasks):
-        raise RefusedError(f"--task {named!r}: a task is given twice; allowed: each once")
-    return tasks
 
 
 def of_seed(arguments: FinetuneArguments, task: str, number: int, run_dir: Path) -> FinetuneArguments:

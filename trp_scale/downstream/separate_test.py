@@ -28,7 +28,7 @@ def check_test(config: Config, test: Path) -> None:
     kind = read_json(test / "dataset.json").get("kind")
     if kind != "image":
         raise RefusedError(
-            f"--test {test}: kind {kind!r} found, 'image' allowed: a directory that data_tools/shard_images.py wrote"
+            f"--test {test}: kind {kind!r} found, 'image' allowed: a directory that trp-scale shard-images wrote"
         )
     train = [open_image_dataset(path.path, path.name) for path in parse_paths(config.data.path)]
     found = open_image_dataset(test)

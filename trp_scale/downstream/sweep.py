@@ -155,7 +155,7 @@ def _as_flags(settings: dict[str, str]) -> list[str]:
 def _train(directory: Path, command: list[str], launcher: str) -> None:
     if read_summary(directory).get("exit_reason") == "finished":
         return
-    words = [*(shlex.split(launcher) or [sys.executable]), "-m", "trp_scale.cli", "pretrain", *command]
+    words = [*(shlex.split(launcher) or [sys.executable]), "-m", "trp_scale", "pretrain", *command]
     status = subprocess.run(words, check=False).returncode
     if status or read_summary(directory).get("exit_reason") != "finished":
         raise RefusedError(

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
 
+from trp_scale.command_line import asks_for_help, read
 from trp_scale.config import Config, RefusedError
 from trp_scale.config.components import find, load_module, user_modules
 from trp_scale.config.settings import Settings
@@ -33,7 +34,8 @@ EngineName = Literal["plain", "fsdp", "deepspeed"]
 
 @dataclass(kw_only=True)
 class Arguments:
-    """Everything a run is started with."""
+    """Pre-train an encoder: a recipe, and flags that change its settings. Under torchrun, deepspeed and srun each rank
+    runs the same command line."""
 
     config: Annotated[Config, tyro.conf.arg(name="")] = field(default_factory=Config)
     """The settings: the recipe's, changed by the flags."""
@@ -77,26 +79,23 @@ class Arguments:
 AnyArguments = TypeVar("AnyArguments", bound=Arguments)
 
 
-def parse(argv: Sequence[str], *, prog: str = "trp-scale pretrain", quiet: bool = False) -> Arguments:
+def parse(argv: Sequence[str], *, prog: str = "trp-scale pretrain") -> Arguments:
     """Read the command line of a pre-training run: the recipe first, then the flags with its values as defaults.
 
     Args:
         argv: arguments without the program's name.
         prog: program name in `--help`.
-        quiet: print nothing (ranks other than the first).
 
     Raises:
         RefusedError: no or an unknown recipe, settings that cannot be, flags that contradict each other.
         SystemExit: 2 for an unknown or wrong flag (the nearest one is printed), 0 after `--help`.
     """
-    arguments = parse_run(argv, Arguments, Config, prog=prog, description=__doc__, quiet=quiet)
+    arguments = parse_run(argv, Arguments, Config, prog=prog)
     check(arguments.config)
     return arguments
 
 
-def parse_run(
-    argv: Sequence[str], kind: type[AnyArguments], settings: type[Config], *, prog: str, description: str, quiet: bool
-) -> AnyArguments:
+def parse_run(argv: Sequence[str], kind: type[AnyArguments], settings: type[Config], *, prog: str) -> AnyArguments:
     """The command line of a run, settings not yet checked.
 
     Args:
@@ -105,11 +104,10 @@ def parse_run(
 
     Raises: as `parse`.
     """
-    asks_help = any(argument in ("-h", "--help") for argument in argv)
     first = read_first(argv)
     for module in first.modules:
         load_module(module)
-    if not first.recipe and not asks_help:
+    if not first.recipe and not asks_for_help(argv):
         misspelt = difflib.get_close_matches("--recipe", argv, n=1)
         hint = f" (is {misspelt[0]} meant for it?)" if misspelt else ""
         raise RefusedError(
@@ -125,14 +123,11 @@ def parse_run(
     config.modules = user_modules()
     require_modules(first.run_dir, config.modules)
     refuse_settings_of_others(argv, config)
-    arguments = tyro.cli(
+    arguments = read(
         kind,
+        argv,
         prog=prog,
-        description=description,
-        args=argv,
         default=kind(config=config, recipe=first.recipe, module=list(first.modules)),
-        use_underscores=True,
-        console_outputs=not quiet,
         config=(tyro.conf.FlagConversionOff,),
         registry=_registry(),
     )

@@ -107,8 +107,8 @@ def _relations(config: Config) -> Iterator[str]:
         )
     if not config.data.path:
         yield (
-            "--data.path is empty; allowed: the directory with dataset.json that data_tools/shard_text.py or "
-            "data_tools/shard_images.py wrote"
+            "--data.path is empty; allowed: the directory with dataset.json that trp-scale shard-text or "
+            "trp-scale shard-images wrote"
         )
     if optimizer.min_lr > optimizer.lr > 0:
         yield f"--optimizer.min_lr is {optimizer.min_lr}, allowed: at most --optimizer.lr {optimizer.lr}"

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import tyro
 
+from trp_scale.command_line import read
 from trp_scale.config import Config
 from trp_scale.recipes.loader import (
     RECIPES,
@@ -36,7 +37,7 @@ class RecipesArguments:
 
 def recipes(argv: Sequence[str]) -> int:
     """The command."""
-    arguments = tyro.cli(RecipesArguments, prog="trp-scale recipes", args=argv, use_underscores=True)
+    arguments = read(RecipesArguments, argv, prog="trp-scale recipes")
     lines = resolved(recipe_path(arguments.name, "trp-scale recipes")) if arguments.name else listed()
     print("\n".join(lines))
     return 0

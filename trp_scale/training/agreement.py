@@ -101,6 +101,6 @@ class StepAgreement:
             raise DataError(
                 f"{len(self.corrupt)} blocks could not be read ({', '.join(sorted(self.corrupt))}); "
                 f"--data.max_corrupt_blocks allows {self.max_corrupt_blocks}; "
-                "data_tools/verify.py names the damaged bytes"
+                "trp-scale verify names the damaged bytes"
             )
         return new

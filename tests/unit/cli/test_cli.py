@@ -12,16 +12,22 @@ from pathlib import Path
 
 import pytest
 
+import trp_scale
 from trp_scale import cli
 from trp_scale.config import RefusedError
 
 ROOT = Path(__file__).parents[3]
 
 
-def launched(*argv: str, directory: Path = ROOT, **variables: str) -> subprocess.CompletedProcess[str]:
-    """launch/pretrain.py as a process of its own, not helped by PYTHONPATH."""
-    environ = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"} | variables
-    command = [sys.executable, str(ROOT / "launch" / "pretrain.py"), *argv]
+COMMANDS = {name: command for group in cli.COMMANDS.values() for name, command in group.items()}
+
+HEAVY = ("torch", "timm", "transformers", "nltk", "textblob", "deepspeed", "torchvision", "scipy", "sklearn")
+
+
+def launched(script: str, *argv: str, directory: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """A script as a process of its own, somewhere else than in the checkout."""
+    command = [sys.executable, str(ROOT / script), *argv]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     return subprocess.run(command, cwd=directory, env=environ, capture_output=True, text=True, timeout=60, check=False)
 
 
@@ -29,19 +35,65 @@ def test_no_command_and_help_list_the_commands(capsys: pytest.CaptureFixture[str
     assert cli.main([]) == 2
     assert cli.main(["--help"]) == 0
     listed = capsys.readouterr().out
-    assert "pretrain" in listed
-    assert "report" in listed
-    assert "export" in listed
+    for name, command in COMMANDS.items():
+        assert re.search(rf"^  {name} +{re.escape(command.line)}$", listed, flags=re.MULTILINE)
+    assert max(map(len, listed.splitlines())) <= 100
     assert cli.main(["pretrian"]) == 2
-    assert "allowed: pretrain, finetune, evaluate, probe, compare, represent, report" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "'pretrian' is no command of trp-scale; did you mean pretrain?; allowed: shard-text, shard-images" in said
 
 
-@pytest.mark.parametrize("command", ["pretrain", "compare", "represent", "report", "export"])
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"trp-scale {trp_scale.__version__}\n"
+    assert re.fullmatch(r"\d+\.\d+\.\d+", trp_scale.__version__)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
 def test_each_command_explains_its_flags(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as caught:
-        cli.main([command, "--help"])
-    assert caught.value.code == 0
-    assert f"usage: trp-scale {command}" in capsys.readouterr().out
+    screens = []
+    for asked in ("--help", "--help-all"):
+        with pytest.raises(SystemExit) as caught:
+            cli.main([command, asked])
+        assert caught.value.code == 0
+        screens.append(capsys.readouterr().out)
+        assert f"usage: trp-scale {command}" in screens[-1]
+    first, every = ({*re.findall(r"^. (--[a-z_.]+)", screen, re.MULTILINE)} for screen in screens)
+    assert first <= every
+    assert (f"trp-scale {command} --help-all explains every flag." in screens[0]) == (first < every)
+
+
+def test_the_first_screen_names_the_sections_and_leaves_their_flags_to_help_all(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["finetune", "--help"])
+    first = capsys.readouterr().out
+    assert re.search(r"^  optimizer +\S", first, flags=re.MULTILINE) and "--optimizer.lr" not in first
+    assert re.search(r"^  downstream +\S", first, flags=re.MULTILINE) and "--from " in first
+    assert len(first.splitlines()) < 80
+    with pytest.raises(SystemExit):
+        cli.main(["finetune", "--recipe", "glue", "--help-all"])
+    every = " ".join(re.sub("[│|]", " ", capsys.readouterr().out).split())
+    assert re.search(r"--optimizer.lr FLOAT .*?\(default: 2e-05\)", every)
+
+
+def test_nothing_heavy_is_imported_for_help() -> None:
+    """--help and --help-all of every command, in one fresh interpreter. `time trp-scale COMMAND --help` shows why."""
+    code = (
+        "import contextlib, io, sys\n"
+        "from trp_scale import cli\n"
+        f"for name in {list(COMMANDS)!r}:\n"
+        "    for asked in ('--help', '--help-all'):\n"
+        "        with contextlib.suppress(SystemExit), contextlib.redirect_stdout(io.StringIO()):\n"
+        "            cli.main([name, asked])\n"
+        f"        print(name, *(heavy for heavy in {HEAVY!r} if heavy in sys.modules))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [name for name in COMMANDS for _ in range(2)]
 
 
 def test_report_prints_the_table_of_a_run_that_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -67,16 +119,33 @@ def test_export_of_a_directory_that_is_no_run_is_refused(tmp_path: Path, capsys:
 
 
 def test_a_refusal_is_one_message_without_a_traceback(tmp_path: Path) -> None:
-    done = launched("--recipe", "pos_bert_tiny", "--model.heads", "7", directory=tmp_path)
+    done = launched("launch/pretrain.py", "--recipe", "pos_bert_tiny", "--model.heads", "7", directory=tmp_path)
     assert done.returncode == 2
     assert done.stderr.startswith("error: 1 setting(s) cannot be used:\n  --model.heads is 7")
     assert "Traceback" not in done.stderr
 
 
-def test_a_checkout_works_without_being_installed(tmp_path: Path) -> None:
-    done = launched("--recipe", "pos_bert_tiny", "--help", directory=tmp_path)
-    assert done.returncode == 0
-    assert "--balancer.kind" in done.stdout
+@pytest.mark.parametrize(
+    ("script", "command"),
+    [
+        *((f"launch/{name}.py", name) for name in ("pretrain", "finetune", "evaluate", "probe")),
+        *((f"data_tools/{name}.py", name.replace("_", "-")) for name in ("shard_text", "shard_images", "pseudo_label")),
+        ("data_tools/inspect_shards.py", "inspect"),
+        ("data_tools/verify.py", "verify"),
+    ],
+)
+def test_a_script_is_its_command(script: str, command: str, tmp_path: Path) -> None:
+    done = launched(script, "--help", directory=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(f"usage: trp-scale {command} ")
+
+
+def test_python_m_is_the_command(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "trp_scale", "inspect", str(tmp_path / "none")]
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ") and "Traceback" not in done.stderr
 
 
 def test_rank_0_speaks_and_the_others_wait_for_it(

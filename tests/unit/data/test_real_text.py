@@ -1,4 +1,4 @@
-"""The loader on what data_tools/shard_text.py writes."""
+"""The loader on what trp-scale shard-text writes."""
 
 from __future__ import annotations
 

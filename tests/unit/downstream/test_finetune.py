@@ -10,7 +10,7 @@ import pytest
 from tests.runs import SMALL_IMAGES, image_flags, pretrain_here
 from trp_scale import cli
 from trp_scale.config import RefusedError
-from trp_scale.downstream.finetune import parse_finetune
+from trp_scale.downstream.arguments import parse_finetune
 from trp_scale.downstream.results import read_results
 
 KEPT = ("model.", "crops.", "batch.", "logging.", "data.workers", "vision.patch")

@@ -19,8 +19,8 @@ from trp_scale.checkpoint.run_directory import checkpoint_path
 from trp_scale.config import RefusedError
 from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.distributed.groups import ALONE
+from trp_scale.downstream.arguments import parse_finetune
 from trp_scale.downstream.dense.depth import DepthTask
-from trp_scale.downstream.finetune import parse_finetune
 from trp_scale.downstream.results import read_results
 from trp_scale.preparation.images.settings import ShardImagesConfig
 from trp_scale.preparation.images.shard import shard_images

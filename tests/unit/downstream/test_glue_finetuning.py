@@ -18,8 +18,8 @@ from trp_scale import cli
 from trp_scale.checkpoint.format import read_full_state
 from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.distributed.environment import Environment
+from trp_scale.downstream.arguments import parse_finetune
 from trp_scale.downstream.encoder_source import open_encoder
-from trp_scale.downstream.finetune import parse_finetune
 from trp_scale.downstream.glue.task import GlueTask
 from trp_scale.downstream.results import read_results
 from trp_scale.preparation.text.shard import ShardTextConfig, shard_text

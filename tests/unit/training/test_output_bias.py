@@ -22,7 +22,7 @@ BIAS = "cls.predictions.bias"
 
 
 def upstream(dataset: Path, run_dir: Path, **changes: Any) -> TextUpstream:
-    config = parse(flags(dataset, run_dir, **changes), quiet=True).config
+    config = parse(flags(dataset, run_dir, **changes)).config
     return TextUpstream(config, Environment())
 
 
@@ -66,4 +66,4 @@ def test_given_weights_bring_their_own(text_dataset: Path, tmp_path: Path, monke
 
 def test_images_have_none(image_dataset: Path, tmp_path: Path) -> None:
     with pytest.raises(RefusedError, match=r"output_bias is frequency, allowed for --objective.kind mae: zero"):
-        parse(image_flags("adpe_tiny", image_dataset, tmp_path, objective__output_bias="frequency"), quiet=True)
+        parse(image_flags("adpe_tiny", image_dataset, tmp_path, objective__output_bias="frequency"))

@@ -25,7 +25,7 @@ def read_aligned(directory: Path, modality: StoredModality, images: SampleTable)
     Raises:
         DataError: a tar, a member or a key is missing or another than beside the image.
     """
-    advice = f"make the {modality.name} maps again (data_tools/pseudo_label.py), or copy {modality.directory} again"
+    advice = f"make the {modality.name} maps again (trp-scale pseudo-label), or copy {modality.directory} again"
     suffixes = (modality.suffix,)
     try:
         maps = read_samples(directory / modality.directory, [path.name for path in images.shards], suffixes, suffixes)

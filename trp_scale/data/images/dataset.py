@@ -201,7 +201,7 @@ def _require_one_direction(datasets: Sequence[ImageDataset]) -> None:
             raise DataError(
                 f"data.path: members of a mixture must have depth of the same direction: larger is {directions[0][1]} "
                 f"in {directions[0][0]}, {larger_is} in {name}. Label one of them anew with a depth model of the "
-                f"other's direction (data_tools/pseudo_label.py; --larger_is says what a model means by a larger "
+                f"other's direction (trp-scale pseudo-label; --larger_is says what a model means by a larger "
                 f"output, if that was wrong), or train on one data set at a time"
             )
 

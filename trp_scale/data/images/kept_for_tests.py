@@ -43,7 +43,7 @@ def refuse_test_sets(datasets: Sequence[ImageDataset], network: str) -> None:
         if is_test_set(dataset.split):
             raise RefusedError(
                 f"{dataset.directory}: dataset.json says that these images are split {dataset.split!r} "
-                f"(settings.split; --split of data_tools/shard_images.py); --masking.network {network} would learn "
+                f"(settings.split; --split of trp-scale shard-images); --masking.network {network} would learn "
                 "masks from images that are kept for a test; allowed: images of another split, such as train, or "
                 "--masking.network none"
             )

@@ -142,7 +142,7 @@ def required(directory: Path, found: dict[str, StoredModality], used: Sequence[s
             there = ", ".join(["rgb", *found])
             raise RefusedError(
                 f"--modalities.inputs or --modalities.outputs has {name}, but {directory} has {there} only; make the "
-                f"maps with data_tools/pseudo_label.py, or leave {name} out of both"
+                f"maps with trp-scale pseudo-label, or leave {name} out of both"
             )
     if "semseg" in used and found["semseg"].classes is None:
         raise RefusedError(

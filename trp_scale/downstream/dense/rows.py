@@ -50,7 +50,7 @@ class DenseData:
 
 
 def open_dense(config: FinetuneConfig, paths: Sequence[MemberPath], name: MapName) -> DenseData:
-    """Open data sets that data_tools/shard_images.py wrote with maps.
+    """Open data sets that trp-scale shard-images wrote with maps.
 
     Raises:
         DataError: the data is missing, damaged or of another format, or the members of a mixture differ.
@@ -77,8 +77,7 @@ def _check(path: MemberPath, name: MapName) -> None:
     """Refuse what is no data set with such maps, with the command that makes one."""
     extra = " --semseg_classes NAMES.txt" if name == "semseg" else " --depth_scale 0.001"
     command = (
-        f"python data_tools/shard_images.py --inputs IMAGES --modality {name}=MAPS{extra} --output DATA, then "
-        "--data.path DATA"
+        f"trp-scale shard-images --inputs IMAGES --modality {name}=MAPS{extra} --output DATA, then --data.path DATA"
     )
     document = path.path / "dataset.json"
     if path.path.is_dir() and not document.is_file():

@@ -11,9 +11,10 @@ from trp_scale.config import RefusedError
 from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.data.mixture import parse_paths
 from trp_scale.distributed.environment import Environment
+from trp_scale.downstream.arguments import SCRATCH
 from trp_scale.downstream.dense.model import PixelModel
 from trp_scale.downstream.dense.rows import DenseData, MapName, open_dense
-from trp_scale.downstream.encoder_source import SCRATCH, open_encoder
+from trp_scale.downstream.encoder_source import open_encoder
 from trp_scale.downstream.task import TaskParts, open_task_sources, take_encoder
 from trp_scale.observe.counted_flops import forward_flops
 from trp_scale.observe.throughput import TRAINING_OVER_FORWARD

@@ -11,11 +11,12 @@ from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.core.batch import Batch
 from trp_scale.data.mixture import parse_paths
 from trp_scale.distributed.environment import Environment
+from trp_scale.downstream.arguments import SCRATCH
 from trp_scale.downstream.detection.metrics import VOC_METRIC, DetectionMetrics
 from trp_scale.downstream.detection.model import Detector, Target
 from trp_scale.downstream.detection.objective import Detection
 from trp_scale.downstream.detection.rows import detection_rows, learned, open_detection, settle_masks, training_notices
-from trp_scale.downstream.encoder_source import SCRATCH, open_encoder
+from trp_scale.downstream.encoder_source import open_encoder
 from trp_scale.downstream.task import TaskParts, open_task_sources, take_encoder
 
 

@@ -10,8 +10,9 @@ from typing import Annotated, Literal
 
 import tyro
 
+from trp_scale.command_line import read
 from trp_scale.config import RefusedError
-from trp_scale.downstream.encoder_source import SCRATCH
+from trp_scale.downstream.arguments import SCRATCH
 
 Method = Literal["logistic", "linear", "knn"]
 Pooling = Literal["mean", "class"]
@@ -116,16 +117,15 @@ class ProbeArguments:
         return f"probe-{self.method}"
 
 
-def parse_probe(argv: Sequence[str], *, quiet: bool = False) -> ProbeArguments:
+def parse_probe(argv: Sequence[str]) -> ProbeArguments:
     """Read and check the command line.
 
     Raises:
         RefusedError: flags that cannot be; all of them in one message.
         SystemExit: 2 for an unknown flag, 0 after --help.
     """
-    arguments = tyro.cli(
-        ProbeArguments, prog="trp-scale probe", args=list(argv), use_underscores=True, console_outputs=not quiet
-    )
+    first = ("from_", "data", "test", "method", "recipe", "image_size", "pooling", "seeds", "run_dir")
+    arguments = read(ProbeArguments, argv, prog="trp-scale probe", first=first)
     if problems := list(_problems(arguments)):
         raise RefusedError("\n".join(problems))
     return arguments
@@ -139,7 +139,7 @@ def _problems(arguments: ProbeArguments) -> list[str]:
             f"--from is missing; allowed: a run directory, an export, a directory of transformers or timm, or {SCRATCH}"
         )
     if not arguments.data:
-        found.append("--data is missing; allowed: a directory that data_tools/shard_images.py wrote, with classes")
+        found.append("--data is missing; allowed: a directory that trp-scale shard-images wrote, with classes")
     if scratch and not arguments.recipe:
         found.append(
             "--from scratch needs --recipe, for the encoder's sizes: a name, or a .yaml file such as RUN/config.yaml"

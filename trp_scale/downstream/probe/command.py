@@ -12,7 +12,7 @@ from trp_scale.checkpoint.agreement import check_shared_directory, on_rank_zero
 from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.data.hashing import Integers
 from trp_scale.distributed.environment import Environment
-from trp_scale.downstream.encoder_source import SCRATCH
+from trp_scale.downstream.arguments import SCRATCH
 from trp_scale.downstream.probe.arguments import ProbeArguments
 from trp_scale.downstream.probe.classifiers import accuracy, accuracy_by_class, classify
 from trp_scale.downstream.probe.encoder import FrozenEncoder, encoder_config

@@ -57,7 +57,7 @@ def choose_images(data: Path, most: int) -> ImageChoice:
     """
     kind = read_json(data / "dataset.json").get("kind")
     if kind != "image":
-        raise RefusedError(f"--data {data}: kind {kind!r} found, 'image' allowed: shards of data_tools/shard_images.py")
+        raise RefusedError(f"--data {data}: kind {kind!r} found, 'image' allowed: shards of trp-scale shard-images")
     dataset = open_image_dataset(data)
     classes = dataset.meta.classes or ()
     if "cls" in dataset.meta.suffixes and not classes:

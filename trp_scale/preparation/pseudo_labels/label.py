@@ -78,7 +78,7 @@ def _read_dataset(path: Path) -> dict[str, Any]:
         if document.get(field) != expected:
             raise DataError(
                 f"{path}: {field} {document.get(field)!r} found, {expected!r} expected; give --data a data set that "
-                f"data_tools/shard_images.py made"
+                f"trp-scale shard-images made"
             )
     missing = [field for field in ("shards", "suffixes", "rows") if field not in document]
     if missing:

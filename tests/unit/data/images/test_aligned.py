@@ -69,7 +69,7 @@ def test_tars_that_are_not_aligned_are_refused(data: Path, changes: dict[str, An
     with pytest.raises(DataError, match=message) as raised:
         opened(data)
     assert f"{SECOND}/image-000001.tar" in str(raised.value)
-    assert "make the semseg maps again (data_tools/pseudo_label.py)" in str(raised.value)
+    assert "make the semseg maps again (trp-scale pseudo-label)" in str(raised.value)
     assert open_image_dataset(data).meta.rows == 9  # without them the images are as good as before
 
 

@@ -77,7 +77,7 @@ def test_what_the_data_lacks_is_refused_at_opening(tmp_path: Path) -> None:
     contents = [{name: one[name] for name in ("__key__", "jpg", "cls", "depth.png")} for one in samples(3)]
     plain = write_images(tmp_path / "plain", [contents], changes={"suffixes": SUFFIXES[:3]})
     message = r"--modalities.inputs or --modalities.outputs has semseg, but .*plain has rgb, depth only; make the maps "
-    with pytest.raises(RefusedError, match=message + r"with data_tools/pseudo_label.py"):
+    with pytest.raises(RefusedError, match=message + r"with trp-scale pseudo-label"):
         open_sources(multimodal_config(plain), rank=0, world=1)
     config = multimodal_config(plain, modalities={"inputs": ["rgb"], "outputs": ["depth"]})
     assert open_sources(config, rank=0, world=1).meta.modalities == ("depth",)

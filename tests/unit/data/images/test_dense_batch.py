@@ -189,7 +189,7 @@ def test_the_loss_of_a_measured_image_is_of_all_of_it() -> None:
 def test_what_is_no_such_data_is_refused_with_the_command_that_makes_it(image_dataset: Path, tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     folder.mkdir()
-    with pytest.raises(RefusedError, match=r"not shards yet.*data_tools/shard_images.py.*semseg=MAPS"):
+    with pytest.raises(RefusedError, match=r"not shards yet.*trp-scale shard-images.*semseg=MAPS"):
         opened(folder, "semseg")
     with pytest.raises(RefusedError, match=r"--dense.ignored 10: .* classes 0 to 9"):
         opened(image_dataset, "semseg", ignored=[10])

@@ -223,7 +223,8 @@ def test_the_command_takes_a_modality_twice(tmp_path: Path) -> None:
     root = Path(__file__).resolve().parents[4]
     images = class_folder(tmp_path / "images", classes=1, each=3)
     depth, semseg = (maps_folder(tmp_path / n, images, m) for n, m in (("depth", depth_map), ("semseg", class_map)))
-    command = [sys.executable, "data_tools/shard_images.py", "--inputs", str(images), "--output", str(tmp_path / "out")]
+    command = [sys.executable, "-m", "trp_scale", "shard-images", "--inputs", str(images)]
+    command += ["--output", str(tmp_path / "out")]
     command += ["--modality", f"depth={depth}", "--modality", f"semseg={semseg}", "--processes", "1"]
     command += ["--semseg_classes", class_names(tmp_path)]
     result = subprocess.run(
@@ -232,12 +233,12 @@ def test_the_command_takes_a_modality_twice(tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr
     assert set(stored(tmp_path / "out")["c0/image0"]) == {"jpg", "cls", "depth.png", "semseg.png"}
     missing = subprocess.run(
-        [*command[:3], "nowhere", "--output", str(tmp_path / "none")],
+        [*command[:5], "nowhere", "--output", str(tmp_path / "none")],
         cwd=root,
         env={**os.environ, "PYTHONPATH": str(root)},
         capture_output=True,
         text=True,
         check=False,
     )
-    assert missing.returncode == 1 and "--inputs nowhere" in missing.stderr and "Traceback" not in missing.stderr
+    assert missing.returncode == 2 and "--inputs nowhere" in missing.stderr and "Traceback" not in missing.stderr
     assert Image.open(io.BytesIO(stored(tmp_path / "out")["c0/image0"]["depth.png"])).size == (WIDTH, HEIGHT)

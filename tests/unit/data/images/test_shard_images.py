@@ -77,7 +77,7 @@ def test_processes_agree_on_files_too(tmp_path: Path) -> None:
 
 def test_a_killed_run_goes_on_to_the_same_bytes(made: Path, tmp_path: Path) -> None:
     output = tmp_path / "killed"
-    command = [sys.executable, "data_tools/shard_images.py", "--embedded", "--count", "96", "--size", "32"]
+    command = [sys.executable, "-m", "trp_scale", "shard-images", "--embedded", "--count", "96", "--size", "32"]
     command += ["--rows_per_block", "8", "--samples_per_shard", "32", "--processes", "2", "--output", str(output)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     running = subprocess.Popen(
@@ -270,9 +270,9 @@ def test_settings_that_cannot_work_are_refused(tmp_path: Path, changes: dict[str
     assert not (tmp_path / "out").exists()
 
 
-def test_the_script_explains_itself() -> None:
+def test_the_command_explains_itself() -> None:
     result = subprocess.run(
-        [sys.executable, "data_tools/shard_images.py", "--help"],
+        [sys.executable, "-m", "trp_scale", "shard-images", "--help-all"],
         cwd=ROOT,
         env={"PYTHONPATH": str(ROOT), "PATH": "", "HOME": "/"},
         capture_output=True,

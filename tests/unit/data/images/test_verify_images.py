@@ -37,10 +37,10 @@ def copy(whole: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(whole, tmp_path / "data"))
 
 
-def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a script of data_tools as a user does."""
+def run(command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a command as a user does."""
     return subprocess.run(
-        [sys.executable, f"data_tools/{script}.py", *arguments],
+        [sys.executable, "-m", "trp_scale", command, *arguments],
         cwd=ROOT,
         env={"PYTHONPATH": str(ROOT), "PATH": "", "HOME": "/"},
         capture_output=True,
@@ -168,7 +168,7 @@ def test_images_are_shown_with_their_classes_and_maps(whole: Path, tmp_path: Pat
     assert result.stdout.count("depth.png 32 x 32 I;16") == result.stdout.count("semseg.png 32 x 32 L") == 3
     assert Image.open(tmp_path / "sheet.png").format == "PNG"
     missing = run("inspect", str(shard), "--block", "nothing")
-    assert missing.returncode == 1 and "no image 'nothing'" in missing.stderr
+    assert missing.returncode == 2 and "no image 'nothing'" in missing.stderr
 
 
 def test_a_contact_sheet_holds_every_image_and_its_maps(whole: Path) -> None:

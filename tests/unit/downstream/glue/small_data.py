@@ -64,6 +64,7 @@ def glue_flags(root: Path, run_dir: Path, tasks: str, source: str, **changes: An
 
 def finetune_here(arguments: list[str]) -> int:
     """Run in this process; on shared ranks the process group is already there."""
-    from trp_scale.downstream.finetune import finetune, parse_finetune
+    from trp_scale.downstream.arguments import parse_finetune
+    from trp_scale.downstream.finetune import finetune
 
     return finetune(parse_finetune(arguments))

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import runpy
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +15,7 @@ from transformers import DPTModel
 from tests.unit.data.images.stored import write_images
 from tests.unit.preparation.pseudo_labels.labelled import Models, config_of, files, label, nine_images
 from tests.unit.preparation.pseudo_labels.tiny_models import depth_anything, dpt_depth, dpt_segmentation, segformer
+from trp_scale import cli
 from trp_scale.data.index import DataError, read_json
 from trp_scale.preparation.pseudo_labels.interpret import depth_maps
 from trp_scale.preparation.pseudo_labels.label import pseudo_label
@@ -247,26 +246,18 @@ def test_data_sets_of_another_kind(tmp_path: Path, models: Models, changes: dict
     assert not (tmp_path / "nothing").exists()
 
 
-def run_script(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
-    """The exit status of the script, run in this process."""
-    monkeypatch.setattr(sys, "argv", ["pseudo_label.py", *arguments])
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    with pytest.raises(SystemExit) as raised:
-        runpy.run_path(str(ROOT / "data_tools" / "pseudo_label.py"), run_name="__main__")
-    return int(raised.value.code or 0)
-
-
-def test_the_script_labels_refuses_and_explains_itself(
-    tmp_path: Path, models: Models, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+def test_the_command_labels_refuses_and_explains_itself(
+    tmp_path: Path, models: Models, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = nine_images(tmp_path / "data")
     arguments = ["--data", str(data), "--segmentation_model", str(models.semseg), "--no_progress", "--device", "cpu"]
-    assert run_script(monkeypatch, *arguments) == 0
+    assert cli.main(["pseudo-label", *arguments]) == 0
     assert "semseg" in read_json(data / "dataset.json")["modalities"]
     capsys.readouterr()
-    assert run_script(monkeypatch, *arguments, "--segmentation_model", "/no/model") == 1
-    assert capsys.readouterr().err == "pseudo_label: --segmentation_model /no/model: no such directory\n"
-    assert run_script(monkeypatch, "--help") == 0
+    assert cli.main(["pseudo-label", *arguments, "--segmentation_model", "/no/model"]) == 2
+    assert capsys.readouterr().err == "error: --segmentation_model /no/model: no such directory\n"
+    with pytest.raises(SystemExit):
+        cli.main(["pseudo-label", "--help-all"])
     shown = capsys.readouterr().out
     for flag in ("--depth_model", "--shard_index", "--num_shards", "--depth_scale", "--precision", "--max_skipped"):
         assert flag in shown

@@ -61,7 +61,7 @@ def test_two_processes_write_the_same_bytes_as_one(made: Path, tmp_path: Path) -
 
 def test_a_killed_run_goes_on_to_the_same_bytes(made: Path, tmp_path: Path) -> None:
     output = tmp_path / "killed"
-    command = [sys.executable, "data_tools/shard_text.py", "--inputs", str(made.with_name("data.jsonl"))]
+    command = [sys.executable, "-m", "trp_scale", "shard-text", "--inputs", str(made.with_name("data.jsonl"))]
     command += ["--output", str(output), "--tagger", "textblob", "--length", "64", "--vocab_size", "1000"]
     command += ["--rows_per_block", "16", "--shard_bytes", "20000", "--processes", "2"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}

@@ -34,11 +34,10 @@ def copy(whole: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(whole, tmp_path / "data"))
 
 
-def run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a script of data_tools as a user does, so that data_tools/inspect.py is beside it."""
-    command = [sys.executable, f"data_tools/{script}.py", *arguments]
+def run(command: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a command as a user does."""
     return subprocess.run(
-        command,
+        [sys.executable, "-m", "trp_scale", command, *arguments],
         cwd=ROOT,
         env={"PYTHONPATH": str(ROOT), "PATH": "", "HOME": "/"},
         capture_output=True,
@@ -141,7 +140,7 @@ def test_an_unlisted_member_is_refused_and_not_unpickled(copy: Path, tmp_path: P
         with pytest.raises(DataError, match=rf"has member \.{suffix}; allowed are .tokens"):
             read()
     result = run("inspect", str(shard))
-    assert result.returncode == 1 and f"has member .{suffix}" in result.stderr
+    assert result.returncode == 2 and f"has member .{suffix}" in result.stderr
     assert not (tmp_path / "sprung").exists()
 
 
@@ -207,14 +206,14 @@ def test_rows_are_shown_as_text(whole: Path) -> None:
     assert result.returncode == 0 and result.stdout.count(key) == 2
     assert shown[0][1].plain.split()[:3] == result.stdout.split(f"{key} row 0")[1].split("\n")[1].split()[:3]
     nowhere = run("inspect", "nowhere/shards/a.tar")
-    assert nowhere.returncode == 1 and "nowhere/shards/a.index.json: not found" in nowhere.stderr
+    assert nowhere.returncode == 2 and "nowhere/shards/a.index.json: not found" in nowhere.stderr
     assert "Traceback" not in nowhere.stderr
     missing = run("inspect", str(shard), "--block", "text-000000-99999")
-    assert missing.returncode == 1 and "no block" in missing.stderr
+    assert missing.returncode == 2 and "no block" in missing.stderr
 
 
 def test_the_scripts_explain_themselves() -> None:
-    result = run("shard_text", "--help")
+    result = run("shard-text", "--help-all")
     assert result.returncode == 0
     for flag in ("--rows_per_block", "--max_skipped", "--embedded", "--no_lowercase", "--vocab_size"):
         assert flag in result.stdout

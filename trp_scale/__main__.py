@@ -1,0 +1,6 @@
+"""`python -m trp_scale`: the command `trp-scale`."""
+
+from trp_scale.cli import console
+
+if __name__ == "__main__":
+    console()

@@ -1,0 +1,129 @@
+"""How a command reads its flags. `--help` is one screen, `--help-all` explains every flag.
+
+Importing this costs little, and so must every module that says what flags a command has: a command imports torch and
+the like when its work starts.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import os
+import re
+from collections.abc import Collection, Iterator, Sequence
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+
+import tyro
+
+Arguments = TypeVar("Arguments")
+
+HELP = ("-h", "--help")
+HELP_ALL = "--help-all"
+
+
+def asks_for_help(argv: Sequence[str]) -> bool:
+    """Whether a command line asks what the command's flags are."""
+    return any(word in (*HELP, HELP_ALL) for word in argv)
+
+
+def speaks() -> bool:
+    """Whether this process speaks for all ranks; a lenient reading, before the environment is checked."""
+    return os.environ.get("RANK", os.environ.get("SLURM_PROCID", "0")) == "0"
+
+
+def read(
+    kind: type[Arguments], argv: Sequence[str], *, prog: str, first: Collection[str] = (), **settings: Any
+) -> Arguments:
+    """The command line as a `kind`; only the first rank prints what is wrong with it.
+
+    Args:
+        kind: dataclass of the flags; a dataclass within it is a section, whose flags are `--section.name`.
+        argv: arguments without the program's name.
+        prog: the command, such as `trp-scale report`.
+        first: fields whose flags `--help` explains; none = all but the sections'.
+        settings: passed to `tyro.cli`.
+
+    Raises:
+        SystemExit: 2 for an unknown or wrong flag (the nearest one is printed), 0 after help.
+    """
+    parsed: Arguments = _parsed(kind, argv, prog=prog, first=first, settings=settings)
+    return parsed
+
+
+def read_known(
+    kind: type[Arguments], argv: Sequence[str], *, prog: str, **settings: Any
+) -> tuple[Arguments, list[str]]:
+    """As `read`, and the words that are not the command's own."""
+    settings["return_unknown_args"] = True
+    parsed: tuple[Arguments, list[str]] = _parsed(kind, argv, prog=prog, first=(), settings=settings)
+    return parsed
+
+
+def _parsed(
+    kind: type[Any], argv: Sequence[str], *, prog: str, first: Collection[str], settings: dict[str, Any]
+) -> Any:
+    settings = {"use_underscores": True, "console_outputs": speaks(), **settings}
+    if HELP_ALL in argv:
+        argv = ["--help"]
+    elif any(word in HELP for word in argv):
+        _help(kind, prog, first, settings)
+    return tyro.cli(kind, prog=prog, args=list(argv), **settings)
+
+
+def _help(kind: type[Any], prog: str, first: Collection[str], settings: dict[str, Any]) -> None:
+    """Print the first screen, and end."""
+    sections = dict(_sections(kind, settings.get("default")))
+    types = get_type_hints(kind, include_extras=True)
+    hidden = [name for name in types if _section(types[name]) or (first and name not in first)]
+    if not hidden:
+        return
+    settings = {name: value for name, value in settings.items() if name != "default"}
+    try:
+        tyro.cli(_without(kind, hidden), prog=prog, args=["--help"], **settings)
+    finally:
+        if settings["console_outputs"]:
+            print("\n".join(_more(prog, sections)))
+
+
+def _more(prog: str, sections: dict[str, str]) -> Iterator[str]:
+    if sections:
+        width = max(map(len, sections))
+        yield "settings, as --SECTION.NAME VALUE:"
+        yield from (f"  {name:<{width}}  {line}" for name, line in sections.items())
+    yield f"{prog} {HELP_ALL} explains every flag."
+
+
+def _sections(kind: type[Any], default: object) -> Iterator[tuple[str, str]]:
+    """The sections of a dataclass, with the first sentence of what each says of itself.
+
+    Args:
+        default: one of this kind, whose sections may say more than their annotation; None if there is none.
+    """
+    kind = kind if default is None else type(default)
+    for name, type_ in get_type_hints(kind, include_extras=True).items():
+        own = getattr(default, name, None)
+        section = type(own) if dataclasses.is_dataclass(own) else _section(type_)
+        if section is None:
+            continue
+        if any(getattr(mark, "name", None) == "" for mark in get_args(type_)[1:]):  # its fields stand in its place
+            yield from _sections(section, own)
+        else:
+            words = " ".join(inspect.cleandoc(section.__doc__ or "").split())
+            yield name.rstrip("_"), re.split(r"(?<=\.)\s+(?=[A-Z])", words, maxsplit=1)[0].rstrip(".")
+
+
+def _section(type_: Any) -> type[Any] | None:
+    """The dataclass that a field's type is, if it is one."""
+    plain = get_args(type_)[0] if get_origin(type_) is Annotated else type_
+    return plain if dataclasses.is_dataclass(plain) and isinstance(plain, type) else None
+
+
+def _without(kind: type[Any], hidden: Sequence[str]) -> type[Any]:
+    """`kind`, where the fields `hidden` have no flag."""
+    members = {
+        "__doc__": kind.__doc__,
+        "__module__": kind.__module__,
+        "__annotations__": dict.fromkeys(hidden, Annotated[None, tyro.conf.Suppress]),
+        **{name: dataclasses.field(default=None) for name in hidden},
+    }
+    return dataclasses.dataclass(kw_only=True)(type(kind.__name__, (kind,), members))

@@ -1,0 +1,120 @@
+"""Commands that look at what was trained: `report`, `evaluate`, `probe`, `represent`, `compare`, `export`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from trp_scale.command_line import read
+
+
+@dataclass(kw_only=True)
+class ReportArguments:
+    """Print the table of a run that goes on or has ended: each task's loss at the start and now, and its weight."""
+
+    run: Annotated[Path, tyro.conf.arg(metavar="DIR")]
+    """Run directory, with metrics.jsonl in it."""
+    pictures: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    """For an image run with a checkpoint: draw reconstructions, and positions before and after the adversary's
+    perturbation, as PNG files into this directory (needs the extra `pictures`)."""
+    data: Annotated[str, tyro.conf.arg(metavar="DIR")] = ""
+    """For pictures: where the run's data is now, if it was moved or the run was started elsewhere."""
+
+
+def report(argv: Sequence[str]) -> int:
+    """`trp-scale report`."""
+    arguments = read(ReportArguments, argv, prog="trp-scale report")
+    from trp_scale.observe.report import report as table
+
+    print(table(arguments.run), end="")
+    if arguments.pictures is not None:
+        from trp_scale.downstream.pictures import draw_pictures
+
+        print("\n".join(draw_pictures(arguments.run, arguments.pictures, data=arguments.data)))
+    return 0
+
+
+def evaluate(argv: Sequence[str]) -> int:
+    """`trp-scale evaluate`."""
+    from trp_scale.downstream.arguments import parse_evaluate
+
+    arguments = parse_evaluate(argv)
+    from trp_scale.downstream.evaluate import evaluate as measure
+
+    return measure(arguments)
+
+
+def probe(argv: Sequence[str]) -> int:
+    """`trp-scale probe`."""
+    from trp_scale.downstream.probe.arguments import parse_probe
+
+    arguments = parse_probe(argv)
+    from trp_scale.downstream.probe.command import probe as measure
+
+    return measure(arguments)
+
+
+def represent(argv: Sequence[str]) -> int:
+    """`trp-scale represent`."""
+    from trp_scale.downstream.representation.arguments import RepresentArguments
+
+    arguments = read(RepresentArguments, argv, prog="trp-scale represent", first=("from_", "data", "output", "run"))
+    from trp_scale.downstream.representation.represent import represent as draw
+
+    return draw(arguments)
+
+
+@dataclass(kw_only=True)
+class CompareArguments:
+    """Compare runs on their downstream tasks: mean and spread over seeds, the worst task of each run, and whether what
+    differs from the first run is more than the seeds do. Figures by another metric or on another split (dev, test) are
+    never compared."""
+
+    runs: Annotated[tyro.conf.Positional[list[Path]], tyro.conf.arg(name="run", metavar="RUN [RUN ...]")]
+    """Directories with results.json, of trp-scale finetune, evaluate or probe; the first is the baseline."""
+    markdown: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Write the tables there as Markdown."""
+    csv: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Write the figures there as CSV, one line for each task of each run."""
+
+
+def compare(argv: Sequence[str]) -> int:
+    """`trp-scale compare`."""
+    arguments = read(CompareArguments, argv, prog="trp-scale compare")
+    from trp_scale.downstream.compare import compare as put_side_by_side
+
+    put_side_by_side(arguments.runs, markdown=arguments.markdown, csv=arguments.csv)
+    return 0
+
+
+@dataclass(kw_only=True)
+class ExportArguments:
+    """Write a run's weights as a directory that other libraries load."""
+
+    run: Annotated[Path, tyro.conf.arg(metavar="DIR")]
+    """Run directory (its newest complete checkpoint is taken), or a checkpoint in it."""
+    output: Annotated[Path, tyro.conf.arg(metavar="DIR")]
+    """Directory to write; it must not exist, or be empty."""
+    to: Literal["hf", "timm"] = "hf"
+    """hf: for transformers' from_pretrained, of BertForPreTraining or ViTMAEForPreTraining. timm: an image run's
+    encoder, for timm.create_model("local-dir:DIR", pretrained=True); without pretrained=True timm makes random weights
+    and does not say so."""
+    image_size: int = 224
+    """timm: side of the images in pixels; the encoder's fixed positions are written for their grid."""
+
+
+def export(argv: Sequence[str]) -> int:
+    """`trp-scale export`."""
+    arguments = read(ExportArguments, argv, prog="trp-scale export")
+    from trp_scale.checkpoint.export import export as write
+    from trp_scale.checkpoint.export import loading_call
+
+    checkpoint = write(arguments.run, arguments.output, to=arguments.to, image_size=arguments.image_size)
+    print(f"{checkpoint} -> {arguments.output}\nloaded by: {loading_call(arguments.output)}")
+    if arguments.to == "timm":
+        print("without pretrained=True timm makes random weights and does not say so")
+    return 0

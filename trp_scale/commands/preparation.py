@@ -1,0 +1,143 @@
+"""Commands that make data and look at it: `shard-text`, `shard-images`, `pseudo-label`, `inspect`, `verify`."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+from trp_scale.command_line import read
+from trp_scale.errors import RefusedError
+
+
+def shard_text(argv: Sequence[str]) -> int:
+    """`trp-scale shard-text`."""
+    from trp_scale.preparation.text.shard import ShardTextConfig
+
+    first = ("inputs", "output", "embedded", "length", "tokenizer", "vocab_size", "rows_per_block", "processes")
+    settings = read(ShardTextConfig, argv, prog="trp-scale shard-text", first=first)
+    from trp_scale.preparation.text.shard import shard_text as shard
+
+    _tell_progress()
+    shard(settings)
+    return 0
+
+
+def shard_images(argv: Sequence[str]) -> int:
+    """`trp-scale shard-images`."""
+    from trp_scale.preparation.images.settings import ShardImagesConfig
+
+    first = ("inputs", "output", "embedded", "modality", "split", "short_side", "quality", "processes")
+    settings = read(ShardImagesConfig, argv, prog="trp-scale shard-images", first=first)
+    from trp_scale.preparation.images.shard import shard_images as shard
+
+    _tell_progress()
+    shard(settings)
+    return 0
+
+
+def pseudo_label(argv: Sequence[str]) -> int:
+    """`trp-scale pseudo-label`."""
+    from trp_scale.preparation.pseudo_labels.settings import PseudoLabelConfig
+
+    first = ("data", "depth_model", "segmentation_model", "device", "batch", "shard_index", "num_shards")
+    settings = read(PseudoLabelConfig, argv, prog="trp-scale pseudo-label", first=first)
+    from trp_scale.preparation.pseudo_labels.label import pseudo_label as label
+
+    _tell_progress()
+    label(settings)
+    return 0
+
+
+@dataclass(kw_only=True)
+class InspectArguments:
+    """Show rows of a shard: text with its part-of-speech groups in colour, or images with their classes and maps."""
+
+    shard: tyro.conf.Positional[Path]
+    """A tar of a data set, with its index beside it; or a data set's directory, for its first shard."""
+    rows: int = 5
+    """Rows to show."""
+    block: str = ""
+    """Key of the block (text) or of the image to show them from; empty = from the first on."""
+    output: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Images: PNG file for a contact sheet of them."""
+
+
+def inspect(argv: Sequence[str]) -> int:
+    """`trp-scale inspect`."""
+    arguments = read(InspectArguments, argv, prog="trp-scale inspect")
+    from trp_scale.data.index import read_index
+    from trp_scale.preparation.images.display import is_image_shard
+
+    shard = arguments.shard
+    if shard.is_dir():
+        shard = min((shard / "shards").glob("*.tar"), default=shard / "shards" / "text-000000.tar")
+    block = arguments.block or None
+    if is_image_shard(read_index(shard).blocks):
+        _show_images(shard, arguments.rows, block, arguments.output)
+    elif arguments.output is not None:
+        raise RefusedError(f"--output {arguments.output}: goes with images, {shard} holds text")
+    else:
+        _show_text(shard, arguments.rows, block)
+    return 0
+
+
+def _show_text(shard: Path, rows: int, block: str | None) -> None:
+    from rich.console import Console
+
+    from trp_scale.preparation.text.stored import legend, row_texts
+
+    console = Console()
+    console.print(legend())
+    for name, text in row_texts(shard, rows, block):
+        console.rule(name, align="left")
+        console.print(text)
+
+
+def _show_images(shard: Path, rows: int, block: str | None, output: Path | None) -> None:
+    """One line each, and their contact sheet."""
+    from rich.console import Console
+
+    from trp_scale.preparation.images.display import contact_sheet, stored_images
+
+    console = Console()
+    images = list(stored_images(shard, rows, block))
+    for image in images:
+        console.rule(image.key, align="left")
+        console.print(image.line(), markup=False, highlight=False, soft_wrap=True)
+    if output is not None:
+        contact_sheet(images).save(output, "PNG")
+        console.print(f"{len(images)} images: {output}", markup=False, highlight=False, soft_wrap=True)
+
+
+@dataclass(kw_only=True)
+class VerifyArguments:
+    """Check every index, size, checksum and array of a data set. The first bad byte range is named, with exit status
+    1."""
+
+    dataset: tyro.conf.Positional[Path]
+    """Directory with dataset.json."""
+
+
+def verify(argv: Sequence[str]) -> int:
+    """`trp-scale verify`."""
+    dataset = read(VerifyArguments, argv, prog="trp-scale verify").dataset
+    from trp_scale.data.index import DataError
+    from trp_scale.preparation.verify import verify_dataset
+
+    try:
+        found = verify_dataset(dataset)
+    except DataError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print(f"{dataset}: {found.shards} shards, {found.blocks} blocks, {found.rows} rows, {found.bytes} bytes are whole")
+    return 0
+
+
+def _tell_progress() -> None:
+    logging.basicConfig(level=logging.INFO, format="%(message)s")

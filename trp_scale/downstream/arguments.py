@@ -1,0 +1,160 @@
+"""The command lines of `trp-scale finetune` and `trp-scale evaluate`. What they describe is imported with the work."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Literal
+
+import tyro
+
+from trp_scale.command_line import read
+from trp_scale.config import RefusedError
+from trp_scale.config.finetuning import FinetuneConfig
+from trp_scale.downstream.robustness.sets import parse_sets
+from trp_scale.recipes.arguments import Arguments, parse_run
+from trp_scale.recipes.finetune_checks import check_finetune
+
+SCRATCH = "scratch"
+"""As --from: no pre-training, the seed's weights in the recipe's sizes."""
+
+GLUE_TASKS = ("cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte")
+"""What --task all runs, in the order of TRP's Table 1; wnli is left out, as there."""
+
+
+@dataclass(kw_only=True)
+class FinetuneArguments(Arguments):
+    """Fine-tune a pre-trained encoder on a downstream task, over seeds, and measure it: results.json and a table."""
+
+    config: Annotated[FinetuneConfig, tyro.conf.arg(name="")] = field(default_factory=FinetuneConfig)
+    """The settings: the recipe's, changed by the flags."""
+    from_: Annotated[str, tyro.conf.arg(name="from", metavar="RUN|DIR|scratch")] = ""
+    """The encoder: a run directory of trp-scale pretrain, an export, a directory of transformers (BERT, ViTMAE) or of
+    timm (ViT); scratch: no pre-training, in the sizes of the recipe. Of a run its newest checkpoint is taken: where
+    the run goes on, name the checkpoint itself to repeat the command."""
+    seeds: int = 1
+    """Runs of each task, with training.seed, training.seed + 1, ..."""
+    task: str = ""
+    """GLUE: a task, several with commas between, or all; empty = the recipe's --downstream.task."""
+    baseline: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    """Directory of another finetune: the table gives differences to it."""
+
+
+def parse_finetune(argv: Sequence[str]) -> FinetuneArguments:
+    """Read the command line, take the encoder's sizes, and check all settings.
+
+    Raises:
+        RefusedError, SystemExit: as recipes.arguments.parse, or no such encoder.
+    """
+    arguments = parse_run(argv, FinetuneArguments, FinetuneConfig, prog="trp-scale finetune")
+    config = arguments.config
+    if not arguments.from_:
+        raise RefusedError(
+            f"--from is missing; allowed: a run directory, an export, a directory of transformers or timm, or {SCRATCH}"
+        )
+    if arguments.from_ != SCRATCH:
+        from trp_scale.downstream.encoder_source import open_encoder
+
+        open_encoder(arguments.from_).adopt(config)
+    if arguments.seeds < 1:
+        raise RefusedError(f"--seeds is {arguments.seeds}, allowed: 1 or more")
+    if arguments.resume not in ("auto", "never"):
+        raise RefusedError(
+            f"--resume {arguments.resume}: allowed: auto or never; repeat --run_dir to go on with its runs"
+        )
+    tasks_of(arguments)
+    check_finetune(config)
+    if config.downstream.kind == "glue":  # all tasks, before the first is trained for hours
+        from trp_scale.downstream.glue.folders import require_folders
+
+        require_folders(Path(config.data.path), tasks_of(arguments))
+    return arguments
+
+
+def tasks_of(arguments: FinetuneArguments) -> list[str]:
+    """Names of the tasks to run."""
+    downstream = arguments.config.downstream
+    if downstream.kind != "glue":
+        if arguments.task:
+            raise RefusedError(f"--task {arguments.task} is for GLUE; --downstream.kind is {downstream.kind}")
+        return [downstream.task or downstream.kind]
+    named = arguments.task or downstream.task
+    if named == "all":
+        return list(GLUE_TASKS)
+    tasks = [name.strip() for name in named.split(",") if name.strip()]
+    wrong = [name for name in tasks if name not in (*GLUE_TASKS, "wnli")]
+    if wrong or not tasks:
+        raise RefusedError(f"--task {named!r}: allowed: all, or of {', '.join(GLUE_TASKS)}, wnli, with commas between")
+    if len(set(tasks)) < len(tasks):
+        raise RefusedError(f"--task {named!r}: a task is given twice; allowed: each once")
+    return tasks
+
+
+@dataclass(kw_only=True)
+class EvaluateArguments:
+    """Measure what `trp-scale finetune` has trained, without training it further: results.json and a table.
+
+    Classifiers can also be measured on sets that ask how robust they are, each sharded first from its folders:
+
+        trp-scale shard-images --inputs imagenet-a --output shards/a --split test
+        for level in imagenet-c/*/*; do
+            trp-scale shard-images --inputs $level --output shards/c/${level#imagenet-c/} --split test
+        done
+        trp-scale evaluate --run RUN --robustness a=shards/a --robustness c=shards/c
+
+    a, r and sketch (ImageNet-A, -R, -Sketch): accuracy among the classes that the set has, matched by the names of
+    their folders. c (ImageNet-C, DIR/CORRUPTION/SEVERITY): mean corruption error over 15 corruptions of 5 severities,
+    on the images as they are.
+    """
+
+    run: Annotated[Path, tyro.conf.arg(metavar="DIR", aliases=["--finetuned"])] = Path()
+    """A directory of trp-scale finetune, with all its tasks and seeds, or one of its seeds. Under torchrun say
+    --finetuned: it takes --run for one of its own flags, wherever it stands."""
+    data: Annotated[str, tyro.conf.arg(metavar="DIR")] = ""
+    """Data to measure on, all of it: shards, or for GLUE its directory; empty = what the run was measured on."""
+    images: Annotated[str, tyro.conf.arg(metavar="DIR")] = ""
+    """Detection: folder of the images of --data."""
+    split: Literal["dev", "test"] | None = None
+    """What the measured rows are called; for GLUE, which of its files are read. None = as in the run; test for images
+    of --data."""
+    robustness: Annotated[tyro.conf.UseAppendAction[list[str]], tyro.conf.arg(metavar="a|r|sketch|c=DIR")] = field(
+        default_factory=list
+    )
+    """A set of another kind of images, in place of --data. May be given several times."""
+    classes: Annotated[str, tyro.conf.arg(metavar="DIR")] = ""
+    """For --robustness: a data set with the names of the model's classes, if the run's checkpoint does not have
+    them."""
+    partial: bool = False
+    """For --robustness c: take the mean over the corruptions and severities that are there, and call it partial,
+    instead of refusing."""
+    output: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    """Directory for results.json; None = RUN/evaluations/NAME, after what is measured."""
+    micro_size: int = 0
+    """Rows of one forward pass on one rank; 0 = the run's batch.micro_size."""
+    baseline: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    """Directory with another results.json: the table gives differences to it."""
+    local_rank: int = -1
+    """Passed by the deepspeed launcher; ranks are read from the environment."""
+
+
+def parse_evaluate(argv: Sequence[str]) -> EvaluateArguments:
+    """Read and check the command line.
+
+    Raises:
+        RefusedError: flags that cannot be, or contradict each other.
+        SystemExit: 2 for an unknown flag, 0 after --help.
+    """
+    arguments = read(
+        EvaluateArguments, argv, prog="trp-scale evaluate", first=("run", "data", "split", "robustness", "output")
+    )
+    if arguments.run == Path():
+        raise RefusedError("--run is missing; allowed: a directory of trp-scale finetune, or one of its seeds")
+    if not arguments.run.is_dir():
+        raise RefusedError(f"--run {arguments.run}: there is no such directory")
+    if arguments.robustness and (arguments.data or arguments.split):
+        raise RefusedError("--robustness names its own data, which is of the split test; leave out --data and --split")
+    if arguments.micro_size < 0:
+        raise RefusedError(f"--micro_size is {arguments.micro_size}, allowed: 1 or more, or 0 for the run's")
+    parse_sets(arguments.robustness)
+    return arguments
