@@ -21,7 +21,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("data", "models", "observe"),
     ("engines",),
     ("checkpoint",),
-    ("balancing", "adversary", "masks"),
+    ("balancing", "adversary", "masks", "averaging", "monitoring"),
     ("upstreams",),
     ("training",),
     ("preparation", "downstream"),

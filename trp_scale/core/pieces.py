@@ -21,6 +21,9 @@ Integers = NDArray[np.int64]
 STATE_NAMES = ("exp_avg", "exp_avg_sq")
 """Optimizer moments that are part of a checkpoint, beside the weights."""
 
+WEIGHT_AVERAGE = "weight_average"
+"""The state of a parameter that can stand in for its weight, where a hook keeps one (averaging/weight_average.py)."""
+
 
 @dataclass(frozen=True)
 class Runs:

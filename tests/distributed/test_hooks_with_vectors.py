@@ -1,0 +1,140 @@
+"""The average of the weights and the gradient noise scale through a run that changes its engine at each checkpoint."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.distributed.engine_layouts import LAYOUTS, on_each_rank
+from tests.distributed.half_precision import fp16_layout, fp16_on_a_cpu
+from tests.ranks import Ranks
+from tests.synthetic import Layout, RecordingTrainer, data_group, small_config, trainer_for
+from trp_scale.averaging import weight_average
+from trp_scale.averaging.weight_average import WeightAverage
+from trp_scale.checkpoint.engine_group import EngineGroup
+from trp_scale.checkpoint.format import read_full_state
+from trp_scale.checkpoint.manager import load, save
+from trp_scale.checkpoint.run_directory import checkpoint_path
+from trp_scale.core.hooks import Hooks
+from trp_scale.core.pieces import WEIGHT_AVERAGE
+from trp_scale.monitoring import gradient_noise_scale
+from trp_scale.monitoring.gradient_noise_scale import GradientNoiseScale
+
+STEPS = 2
+"""On each engine."""
+DECAY = 0.6
+Named = dict[str, Tensor]
+
+
+def hooked(layout: Layout, **changes: Any) -> tuple[RecordingTrainer, EngineGroup]:
+    """A trainer with both hooks, and what its checkpoints hold."""
+    trainer = trainer_for(layout, small_config(layout, **changes))
+    average = WeightAverage(weight_average.Settings(decay=DECAY, warmup=False, validate=True), trainer.run_context)
+    noise = GradientNoiseScale(gradient_noise_scale.Settings(smoothing=0.5), trainer.run_context)
+    trainer.hooks = Hooks(trainer.hooks.balancer, [average, noise])
+    trainer.engine.train(True)
+    return trainer, EngineGroup(trainer.engine, trainer.hooks.engines(), trainer.hooks.sharded_state)
+
+
+def write(trainer: RecordingTrainer, engines: EngineGroup, run_dir: Path) -> None:
+    save(
+        run_dir,
+        step=trainer.state.step,
+        engine=engines,
+        hooks_state=trainer.hooks.state_dict(),
+        cursors={"train": trainer.source.cursor},
+        config={},
+        group=data_group(),
+        keep=0,
+        extra={},
+    )
+
+
+def part(layout: Layout, checkpoint: Path | None, run_dir: Path, echo_dir: Path) -> tuple[list[Named], Named, Any]:
+    """Load, save at once into echo_dir, train STEPS, save into run_dir.
+
+    Returns: the weights after each step and what a validation reads, both on rank 0, and the noise's metrics.
+    """
+    trainer, engines = hooked(layout)
+    if checkpoint is not None:
+        loaded = load(checkpoint, engine=engines, group=data_group())
+        trainer.state.step, trainer.source.cursor = loaded.step, loaded.cursors["train"]
+        trainer.hooks.load_state_dict(loaded.hooks)
+        write(trainer, engines, echo_dir)
+    weights = []
+    for _ in range(STEPS):
+        trainer.train_step()
+        weights.append(trainer.engine.full_weights())
+    with trainer.hooks.validation():
+        validated = trainer.engine.full_weights()
+    write(trainer, engines, run_dir)
+    noise = trainer.hooks.metrics()["gradient_noise_scale"]
+    trainer.engine.close()
+    return weights, validated, noise
+
+
+def distance(found: Named, expected: Named) -> float:
+    difference = torch.stack([(found[name] - tensor).double().norm() for name, tensor in expected.items()]).norm()
+    return float(difference / torch.stack([tensor.double().norm() for tensor in expected.values()]).norm())
+
+
+def test_a_run_that_changes_its_engine_at_every_checkpoint(tmp_path: Path, two_ranks: Ranks) -> None:
+    start, _ = hooked(LAYOUTS["plain"])
+    average = {name: tensor.double() for name, tensor in start.engine.full_weights().items()}
+    reference, _ = hooked(LAYOUTS["plain"])
+    checkpoint: Path | None = None
+    for number, name in enumerate(LAYOUTS):
+        for _ in range(STEPS):
+            reference.train_step()
+        arguments = (checkpoint, tmp_path / "run", tmp_path / f"echo{number}")
+        answers = on_each_rank(two_ranks, name, part, *arguments)
+        weights, validated, _ = answers[0]
+        for after in weights:
+            average = {key: DECAY * value + (1 - DECAY) * after[key].double() for key, value in average.items()}
+        if checkpoint is not None:
+            echo = checkpoint_path(tmp_path / f"echo{number}", number * STEPS)
+            stored, again = (read_full_state(path, WEIGHT_AVERAGE) for path in (checkpoint, echo))
+            assert stored.keys() == again.keys() == average.keys()
+            assert [key for key, value in stored.items() if not torch.equal(value, again[key])] == [], name
+        checkpoint = checkpoint_path(tmp_path / "run", (number + 1) * STEPS)
+        stored = read_full_state(checkpoint, WEIGHT_AVERAGE)
+        assert distance(stored, average) < 1e-6, name
+        assert distance(stored, weights[-1]) > 1e-3, "too near to tell"
+        assert [key for key, value in stored.items() if not torch.equal(value, validated[key])] == [], name
+        assert distance(stored, whole_average(reference)) < 1e-5, name
+        for _, _, noise in answers:
+            expected = reference.hooks.metrics()["gradient_noise_scale"]
+            assert noise == pytest.approx(expected, rel=1e-3), name  # differences of norms that are near each other
+            assert noise == answers[0][2]
+
+
+def whole_average(trainer: RecordingTrainer) -> Named:
+    """Of a plain engine."""
+    parts = trainer.hooks.sharded_state()[WEIGHT_AVERAGE].parts
+    pieces = trainer.engine.pieces()
+    return {piece.name: value.reshape(piece.shape) for piece, value in zip(pieces, parts, strict=True)}
+
+
+def fp16_squares(layout: Layout) -> tuple[float, float]:
+    """The noise's raw reading in the first step, and the gradient's squared norm."""
+    with fp16_on_a_cpu():
+        trainer, _ = hooked(layout, training={"precision": "fp16"})
+        trainer.train_step()
+        (stats,) = trainer.__dict__["history"]
+        noise = trainer.hooks.metrics()["gradient_noise_scale"]
+        trainer.engine.close()
+        return noise["trace"], stats.grad_norm
+
+
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_loss_scale_is_divided_out(two_ranks: Ranks, stage: int) -> None:
+    reference, _ = hooked(Layout())
+    reference.train_step()
+    expected = reference.hooks.metrics()["gradient_noise_scale"]["trace"]
+    for trace, norm in two_ranks(fp16_squares, fp16_layout(stage, initial_scale_power=8)):
+        assert norm == pytest.approx(reference.__dict__["history"][0].grad_norm, rel=1e-2)
+        assert trace == pytest.approx(expected, rel=5e-2)

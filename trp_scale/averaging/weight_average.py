@@ -1,0 +1,90 @@
+"""An exponential moving average of the weights, as a hook on any engine (Polyak and Juditsky 1992; "mean teacher",
+Tarvainen and Valpola 2017).
+
+After the t-th applied step since `start_step`, t = 0, 1, 2, ...,
+
+    average <- d_t average + (1 - d_t) weights,     d_t = min(decay, (1 + t) / (10 + t)) with warm-up, else decay.
+
+The average lies in pieces as the weights do, on the ranks that own them, and is updated there: no rank sends anything,
+and none waits for its device. The checkpoint holds it beside the weights (core/hooks.py: sharded_state), under the same
+names, so that it can stand in for them: `--weights average` of export, finetune, probe and evaluate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from trp_scale.core.batch import StepStats
+from trp_scale.core.hooks import Hook, StepContext
+from trp_scale.core.pieces import WEIGHT_AVERAGE, Shards
+from trp_scale.core.run import RunContext
+
+
+@dataclass(kw_only=True)
+class Settings:
+    """How weights are averaged."""
+
+    decay: float = 0.9999
+    """Share of the average that stays in each step, in [0, 1): it looks back over about 1 / (1 - decay) steps."""
+    warmup: bool = True
+    """Start with a small decay, (1 + t) / (10 + t) after t steps, so that the first weights are soon forgotten."""
+    start_step: int = 0
+    """Step from which weights are averaged; before it the average is the weights themselves."""
+    validate: bool = False
+    """Validate with the average in place of the weights."""
+
+
+class WeightAverage(Hook):
+    """Keeps the average; see the head of this file.
+
+    Args:
+        settings: of the average.
+        run: of the run.
+    Attributes:
+        average: the average, laid out like the weights.
+        updates: t.
+    """
+
+    name = "weight_average"
+
+    def __init__(self, settings: Settings, run: RunContext) -> None:
+        self.settings = settings
+        self.engine = run.engine
+        self.average: Shards = run.engine.weights()
+        self.updates = 0
+
+    def decay(self) -> float:
+        """d_t of the next update."""
+        if not self.settings.warmup:
+            return self.settings.decay
+        return min(self.settings.decay, (1 + self.updates) / (10 + self.updates))
+
+    @torch.no_grad()
+    def after_step(self, ctx: StepContext, stats: StepStats) -> None:
+        if not stats.applied:
+            return
+        averaging = ctx.step >= self.settings.start_step
+        weights = [piece.tensors["weight"] for piece in self.engine.pieces()]
+        torch._foreach_lerp_(self.average.parts, weights, 1.0 - self.decay() if averaging else 1.0)
+        self.updates += averaging
+
+    def validation(self) -> AbstractContextManager[None]:
+        return self.engine.exchanged(self.average) if self.settings.validate else nullcontext()
+
+    def metrics(self) -> Mapping[str, Any]:
+        """decay: of the next update; updates: made so far."""
+        return {"decay": self.decay(), "updates": self.updates}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"updates": self.updates}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.updates = int(state["updates"])
+
+    def sharded_state(self) -> Mapping[str, Shards]:
+        return {WEIGHT_AVERAGE: self.average}
