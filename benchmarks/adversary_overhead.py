@@ -22,6 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.image_steps import EncoderSize, counted_flops, random_images, resized, training_step
 from benchmarks.rounds import alternate, print_pairs, print_ratios
 from trp_scale.config import Config
+from trp_scale.config.components import settings_of
 from trp_scale.recipes.loader import load_recipe
 
 BASES: dict[str, tuple[str, str]] = {
@@ -78,7 +79,7 @@ def main(options: Options) -> None:
     for kind in options.kinds:
         base = ADVERSARIES[kind]
         config = copy.deepcopy(configs[base])
-        config.adversary.kind = kind  # type: ignore[assignment]
+        config.adversary = settings_of("adversary", kind)
         name = f"AdPE {kind}"
         pair = {base: steps[base], name: training_step(config, batch, device)}
         added = counted_flops(pair[name]) - flops[base]

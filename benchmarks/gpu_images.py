@@ -21,12 +21,12 @@ from benchmarks.image_steps import EncoderSize, random_images, resized
 from benchmarks.mae_step_time import our_step, peer_step
 from benchmarks.minimax_overhead import rows_of
 from benchmarks.rounds import alternate, pair_ratio
-from trp_scale.adversary import build_adversary
 from trp_scale.config import Config
+from trp_scale.config.components import settings_of
 from trp_scale.core.batch import Batch
 from trp_scale.core.engine import Engine
+from trp_scale.core.hooks import built
 from trp_scale.core.run import RunContext
-from trp_scale.models.perturbation import perturbation_shape
 from trp_scale.observe.throughput import mae_step_flops
 from trp_scale.recipes.loader import load_recipe
 from trp_scale.training.loop import Trainer
@@ -64,7 +64,7 @@ def image_config(
         config.model.intermediate_size = 64
         config.vision.decoder_layers, config.vision.decoder_hidden_size, config.vision.decoder_heads = 1, 16, 2
         config.crops.size, config.vision.patch_size = (64, 16) if recipe.startswith("mae_vit") else (32, 8)
-    config.vision.index, config.adversary.kind = "relaxed", kind  # type: ignore[assignment]
+    config.vision.index, config.adversary = "relaxed", settings_of("adversary", kind)
     config.vision.positions = ADVERSARIES.get(kind, "absolute")  # type: ignore[assignment]
     config.batch.global_size, config.batch.micro_size = rows * accumulation, rows
     config.training.steps, config.training.precision = 10**9, precision
@@ -80,9 +80,8 @@ def image_trainer(engine: Engine, config: Config) -> Trainer:
     for first in range(0, rows, config.batch.micro_size):
         part = rows_of(whole, first, first + config.batch.micro_size)
         window.append(part.pin_memory() if engine.device.type == "cuda" else part)
-    shape = perturbation_shape(config.model, config.vision, config.adversary)
     objective = MaskedPatchReconstruction(config.objective, config.vision.patch_size)
-    adversary = build_adversary(RunContext(config=config, objective=objective, engine=engine), shape)
+    adversary = built(RunContext(config=config, objective=objective, engine=engine), "adversary")
     return loop_over(engine, config, objective, window, [] if adversary is None else [adversary])
 
 
@@ -142,7 +141,7 @@ def overhead(setting: Setting, kind: str) -> Figures:
     steps = {}
     for name in ("none", kind):
         config = image_config(setting, "mae_plus_vit_b", size="base", rows=rows, kind=kind)
-        config.adversary.kind = name  # type: ignore[assignment]
+        config.adversary = settings_of("adversary", name)
         steps[name] = image_trainer(engine_with(setting, "plain", MaskedAutoencoder(config), config), config).train_step
     measured = alternate(steps, rounds=2 if setting.small else PAIRS, warmup=3)
     ratio = pair_ratio(measured[kind].walls, measured["none"].walls)

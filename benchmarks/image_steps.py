@@ -10,15 +10,13 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.minimax_overhead import SameWindow, Unobserved
-from trp_scale.adversary import build_adversary
 from trp_scale.config import Config, split_patches
 from trp_scale.core.batch import Batch
-from trp_scale.core.hooks import Hook, build_hooks
+from trp_scale.core.hooks import Hook, build_hooks, built
 from trp_scale.core.objective import Objective
 from trp_scale.core.run import RunContext
 from trp_scale.distributed.groups import ALONE
 from trp_scale.engines.plain import PlainEngine
-from trp_scale.models.perturbation import perturbation_shape
 from trp_scale.training.agreement import StepAgreement
 from trp_scale.training.loop import Trainer
 from trp_scale.upstreams.mae.model import MaskedAutoencoder
@@ -64,7 +62,7 @@ def training_step(config: Config, batch: Batch, device: torch.device) -> Callabl
     run = RunContext(
         config=config, objective=objective, engine=PlainEngine(MaskedAutoencoder(config), config, device=device)
     )
-    adversary = build_adversary(run, perturbation_shape(config.model, config.vision, config.adversary))
+    adversary = built(run, "adversary")
     return repeated_step(run, batch, [adversary] if adversary else [])
 
 

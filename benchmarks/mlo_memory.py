@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from benchmarks.memory import LAYOUTS, ZERO3, resident_bytes
 from benchmarks.mlo_steps import masks_trainer
 from trp_scale.config import BatchConfig, Config, CropsConfig, MaskingConfig, ModelConfig, OptimizerConfig, VisionConfig
+from trp_scale.config.components import settings_of
 from trp_scale.core.engine import Engine
 from trp_scale.distributed.environment import Environment
 from trp_scale.engines.build import build_engine, build_second_engine
@@ -84,7 +85,7 @@ def settings(options: Options, world: int, *, masks: bool) -> Config:
         batch=BatchConfig(global_size=ROWS * world, micro_size=ROWS),
         optimizer=OptimizerConfig(warmup_steps=0, schedule="constant"),
     )
-    config.balancer.kind = "uniform"
+    config.balancer = settings_of("balancer", "uniform")
     config.multilevel.unroll = config.multilevel.every = 1
     return config
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from trp_scale.config import Config
+from trp_scale.config.settings import Settings
 from trp_scale.recipes.loader import from_dict, to_dict
 
 
@@ -15,6 +16,7 @@ def changed(config: Config, **changes: Mapping[str, Any]) -> Any:
     document = to_dict(config)
     for section, values in changes.items():
         own = document.get(section, {})
-        kept = own if values.get("kind", own.get("kind")) == own.get("kind") else {}
+        other = isinstance(getattr(config, section, None), Settings) and values.get("kind", own["kind"]) != own["kind"]
+        kept = {} if other else own
         document[section] = {**kept, **values}
     return from_dict(document)

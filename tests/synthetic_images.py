@@ -11,9 +11,7 @@ from torch import Tensor
 
 from tests.settings import changed
 from tests.synthetic import Layout, RecordingTrainer, Result, SilentObserver, data_group
-from trp_scale.adversary import build_adversary
 from trp_scale.config import (
-    AdversaryConfig,
     BatchConfig,
     Config,
     CropsConfig,
@@ -27,11 +25,10 @@ from trp_scale.config import (
 from trp_scale.config.components import settings_of
 from trp_scale.core.batch import Batch, TaskLosses
 from trp_scale.core.engine import Engine
-from trp_scale.core.hooks import Hook, build_hooks
+from trp_scale.core.hooks import Hook, build_hooks, built
 from trp_scale.core.run import RunContext
 from trp_scale.distributed.groups import Group
 from trp_scale.engines.build import build_engine
-from trp_scale.models.perturbation import perturbation_shape
 from trp_scale.training.agreement import StepAgreement
 from trp_scale.upstreams.mae.model import MaskedAutoencoder
 from trp_scale.upstreams.mae.objective import MaskedPatchReconstruction
@@ -124,7 +121,7 @@ def image_config(layout: Layout, **changes: Any) -> Config:
         training=TrainingConfig(steps=6, seed=3),
         optimizer=OptimizerConfig(lr=1e-3, warmup_steps=0, schedule="constant"),
         balancer=settings_of("balancer", "uniform"),
-        adversary=AdversaryConfig(),
+        adversary=settings_of("adversary", "none"),
     )
     return changed(config, **changes)
 
@@ -149,9 +146,8 @@ def image_trainer(layout: Layout, config: Config, *, halves: bool = False) -> tu
     objective = (TwoHalves if halves else MaskedPatchReconstruction)(config.objective, PATCH)
     if config.objective.uniformity:
         objective = UniformPatchReconstruction(config.objective, PATCH, group)
-    shape = perturbation_shape(config.model, config.vision, config.adversary)
     run = RunContext(config=config, objective=objective, engine=engine)
-    adversary = build_adversary(run, shape)
+    adversary = built(run, "adversary")
     others: list[Hook] = [] if adversary is None else [adversary]
     if isinstance(objective, UniformPatchReconstruction):
         others.append(Uniformity(objective))

@@ -11,11 +11,10 @@ from torch import Tensor, nn
 
 from tests.synthetic import Layout, RecordingTrainer, Result, SilentObserver, data_group
 from tests.synthetic_images import PATCH, SyntheticImages, TwoHalves, batch, by_projection, image_config
-from trp_scale.adversary import build_adversary
 from trp_scale.config import Config
 from trp_scale.core.batch import Batch
 from trp_scale.core.engine import Engine
-from trp_scale.core.hooks import Hook, build_hooks
+from trp_scale.core.hooks import Hook, build_hooks, built
 from trp_scale.core.run import RunContext
 from trp_scale.data.train_source import JoinedWindows
 from trp_scale.distributed.groups import Group
@@ -23,7 +22,6 @@ from trp_scale.engines.build import build_engine
 from trp_scale.masks import build_multilevel
 from trp_scale.masks.hook import LearnedMasks
 from trp_scale.masks.joint import JointObjective
-from trp_scale.models.perturbation import perturbation_shape
 from trp_scale.training.agreement import StepAgreement
 from trp_scale.upstreams.mae.model import MaskedAutoencoder
 from trp_scale.upstreams.mae.objective import MaskedPatchReconstruction
@@ -168,7 +166,7 @@ def masks_run(
         source = JoinedWindows(source, downstream.train)
     run = RunContext(config=config, objective=objective, engine=engine, sources=sources, make_engine=make_engine)
     hook = build_multilevel(run)
-    adversary = build_adversary(run, perturbation_shape(config.model, config.vision, config.adversary))
+    adversary = built(run, "adversary")
     others = [each for each in (hook, adversary, *last) if each is not None]
     trainer = RecordingTrainer(
         run_context=run,

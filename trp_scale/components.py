@@ -1,5 +1,6 @@
 """The package's own components: importing their settings registers them. This is the one list of its rooms."""
 
+from trp_scale.adversary import settings as adversary
 from trp_scale.balancing import settings as balancing
 
-__all__ = ["balancing"]
+__all__ = ["adversary", "balancing"]

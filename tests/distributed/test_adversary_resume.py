@@ -19,7 +19,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "adamw": {"kind": "relative_embedding", "ascent": "adamw", "eps": 0.01, "norm": "l2", "where": "both"},
     "sequential": {"kind": "absolute_coordinate", "ascent": "adamw", "eps": 0.01, "update": "sequential"},
     "reset": {"kind": "relative_coordinate", "ascent": "sign", "lr": 4.0, "eps": 9.0, "on_saturation": "reset"},
-    "pixels": {"kind": "pixels", "ascent": "linear", "update": "sequential", "eps": 0.01},
+    "pixels": {"kind": "pixels", "eps": 0.01},
 }
 
 State = tuple[dict[str, Tensor], dict[str, Any]]

@@ -18,7 +18,7 @@ from tests.ranks import Ranks
 from tests.synthetic import Layout, Result
 from tests.synthetic_images import by_projection
 from tests.synthetic_masks import MasksRun, mask_config, masks_run
-from trp_scale.adversary.positions import ParallelPositions
+from trp_scale.adversary.positions import PositionAdversary
 from trp_scale.checkpoint import manager
 from trp_scale.checkpoint.engine_group import EngineGroup
 from trp_scale.core.batch import StepStats
@@ -64,7 +64,7 @@ def run_all(layout: Layout, settings: dict[str, Any], stop_at: int = 0, place: s
     assert run.hook is not None
     network = run.hook.masker.network
     ended = [by_projection(run.engine.full_weights()), network.full_weights()]
-    (vector,) = (each.vector.detach().clone() for each in run.trainer.hooks.all if isinstance(each, ParallelPositions))
+    (vector,) = (each.vector.detach().clone() for each in run.trainer.hooks.all if isinstance(each, PositionAdversary))
     head = run.hook.outer.state_dict()["head"]
     run.engine.close()
     network.close()

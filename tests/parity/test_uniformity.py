@@ -16,7 +16,7 @@ from tests.synthetic_images import AdversarialResult, run_images
 from tests.synthetic_masks import run_masks
 
 STEPS = 4
-PIXELS = {"kind": "pixels", "ascent": "linear", "update": "sequential", "norm": "l2", "eps": 2.0}
+PIXELS = {"kind": "pixels", "norm": "l2", "eps": 2.0}
 COORDINATE = {"kind": "absolute_coordinate", "ascent": "sgd", "lr": 15.0, "eps": 0.1, "norm": "l2"}
 COMPANY: dict[str, dict[str, Any]] = {
     "alone": {},

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from trp_scale.adversary.projection import Balls
-from trp_scale.config import AdversaryConfig, OptimizerConfig
+from trp_scale.adversary.settings import PositionAdversarySettings
+from trp_scale.config import OptimizerConfig
 
 State: TypeAlias = dict[str, Tensor]
 """What a rule remembers, on the device; part of the checkpoint."""
@@ -28,7 +29,7 @@ class Ascent(ABC):
         balls: where the perturbation lives.
     """
 
-    def __init__(self, settings: AdversaryConfig, optimizer: OptimizerConfig, balls: Balls) -> None:
+    def __init__(self, settings: PositionAdversarySettings, optimizer: OptimizerConfig, balls: Balls) -> None:
         self.settings = settings
         self.optimizer = optimizer
         self.balls = balls

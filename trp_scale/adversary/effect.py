@@ -1,11 +1,14 @@
-"""Notices an adversary that does nothing."""
+"""What every adversary logs of a step, under `adversary` in metrics.jsonl; and a warning where it does nothing."""
 
 from __future__ import annotations
 
 import logging
+from typing import Any
 
 import torch
 from torch import Tensor
+
+from trp_scale.adversary.settings import AdversarySettings
 
 logger = logging.getLogger(__name__)
 
@@ -14,7 +17,7 @@ IDLE_STEPS = 100
 NEGLIGIBLE = 1e-6
 """Share of the loss: an adversary that cannot change it by more, to first order, has no effect in fp32. Measured on a
 small MAE+ with eps 20: 5e-8 for the shared relative embedding, which is inert, and 0.8 to 20 for the others. Under bf16
-rounding gives the inert one 1e-3, so that only its settings tell (recipes/adversary_checks.py)."""
+rounding gives the inert one 1e-3, so that only its settings tell (settings.py)."""
 
 
 class EffectWatch:
@@ -45,3 +48,30 @@ class EffectWatch:
                 kind,
                 idle,
             )
+
+
+def log_line(
+    settings: AdversarySettings, effect: EffectWatch, *, sizes: Tensor, sensitivity: Tensor, **shares: Tensor
+) -> dict[str, Any]:
+    """The values, in one read of the device; warns when a warning of no effect is due.
+
+    Args:
+        sizes: norm of each ball's perturbation.
+        sensitivity: 0-dimensional |dL/da|.
+        shares: further 0-dimensional values, by the name they are logged under.
+    Returns:
+        kind; norm and largest_norm: mean and largest of the sizes; eps; share_of_eps: the mean over eps; sensitivity;
+        the shares.
+    """
+    values = [sizes.mean(), sizes.max(), sensitivity, effect.idle, *shares.values()]
+    mean, largest, slope, idle, *rest = torch.stack([value.double() for value in values]).tolist()  # the one read
+    effect.warn(int(idle), settings.kind)
+    return {
+        "kind": settings.kind,
+        "norm": mean,
+        "largest_norm": largest,
+        "eps": settings.eps,
+        "share_of_eps": mean / settings.eps,
+        "sensitivity": slope,
+        **dict(zip(shares, rest, strict=True)),
+    }

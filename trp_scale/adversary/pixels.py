@@ -9,13 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trp_scale.adversary.effect import EffectWatch
-from trp_scale.adversary.log_line import log_line
+from trp_scale.adversary.effect import EffectWatch, log_line
 from trp_scale.adversary.own_pass import run_own_pass
 from trp_scale.adversary.projection import size, steepest
-from trp_scale.config import Config
+from trp_scale.adversary.settings import PixelAdversarySettings
 from trp_scale.core.batch import Batch, StepStats
 from trp_scale.core.hooks import Hook, StepContext
+from trp_scale.core.run import RunContext
 
 
 class PixelAdversary(Hook):
@@ -27,15 +27,15 @@ class PixelAdversary(Hook):
     stays the clean image. Nothing is remembered from step to step.
 
     Args:
-        config: settings of the run.
-        device: where batches are.
+        settings: of the adversary.
+        run: on whose device batches are.
     """
 
     name = "adversary"
 
-    def __init__(self, config: Config, device: torch.device) -> None:
-        self.settings = config.adversary
-        self.device = device
+    def __init__(self, settings: PixelAdversarySettings, run: RunContext) -> None:
+        self.settings = settings
+        self.device = device = run.device
         self.shifts: dict[int, Tensor] = {}
         self.effect = EffectWatch(device)
         self._sizes = torch.zeros(1, dtype=torch.float64, device=device)

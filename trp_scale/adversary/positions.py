@@ -11,44 +11,53 @@ from torch import Tensor
 
 from trp_scale.adversary.agreement import AgreementCheck
 from trp_scale.adversary.ascent import ASCENTS
-from trp_scale.adversary.effect import NEGLIGIBLE, EffectWatch
-from trp_scale.adversary.log_line import log_line
+from trp_scale.adversary.effect import NEGLIGIBLE, EffectWatch, log_line
 from trp_scale.adversary.own_pass import run_own_pass
 from trp_scale.adversary.projection import Balls
 from trp_scale.adversary.saturation import Saturation
-from trp_scale.adversary.stored_state import described, load_tensors
-from trp_scale.config import Config
+from trp_scale.adversary.settings import (
+    NoAdversarySettings,
+    PositionAdversarySettings,
+    RelativeCoordinateSettings,
+)
+from trp_scale.config import RefusedError
 from trp_scale.core.batch import Batch, StepStats
 from trp_scale.core.hooks import Hook, StepContext
-from trp_scale.models.perturbation import PerturbationShape
+from trp_scale.core.run import RunContext
+from trp_scale.models.perturbation import PerturbationShape, perturbation_shape
 
 NAME = "adversary"
 
 
-class ParallelPositions(Hook):
+class PositionAdversary(Hook):
     """Updates in parallel: the backward pass that trains the weights also gives the adversary's gradient.
 
     The vector is a leaf of its own, outside the engine: never decayed, never clipped, in no norm of the weights. Its
     gradient is of the global batch's loss, so that all ranks climb alike.
 
     Args:
-        config: settings of the run; `adversary` and the optimizer's betas and eps are read.
+        settings: of the adversary.
+        run: whose optimizer's betas and eps are read; the vector lives on its device, in fp32.
         shape: what the model expects.
-        device: where the vector lives, in fp32.
     """
 
     name = NAME
 
-    def __init__(self, config: Config, shape: PerturbationShape, device: torch.device) -> None:
-        self.settings = config.adversary
+    def __init__(self, settings: PositionAdversarySettings, run: RunContext, shape: PerturbationShape) -> None:
+        device = run.device
+        self.settings = settings
         self.shape = shape
-        self.balls = Balls(shape, config.adversary.norm, config.adversary.eps)
-        self.ascent = ASCENTS[config.adversary.ascent](config.adversary, config.optimizer, self.balls)
-        self.saturation = Saturation.of(config, self.balls, device)
+        self.balls = Balls(shape, settings.norm, settings.eps)
+        self.ascent = ASCENTS[settings.ascent](settings, run.config.optimizer, self.balls)
+        self.saturation: Saturation | None = None
+        if isinstance(settings, RelativeCoordinateSettings):  # the other kinds cannot saturate
+            config = run.config
+            self.saturation = Saturation(self.balls, config.crops.size // config.vision.patch_size, device)
+        self.resets = isinstance(settings, RelativeCoordinateSettings) and settings.on_saturation == "reset"
         self.vector = torch.zeros(shape.numel, dtype=torch.float32, device=device, requires_grad=True)
         self.state = self.ascent.start(self.vector.detach())
         self.gradient = torch.zeros_like(self.vector, requires_grad=False)
-        self.agreement = AgreementCheck(config.adversary.check_every)
+        self.agreement = AgreementCheck(settings.check_every)
         self.effect = EffectWatch(device)
         self._moved = torch.zeros((), dtype=torch.bool, device=device)
 
@@ -78,7 +87,7 @@ class ParallelPositions(Hook):
         """Climb along the last gradient and project; where anything is not finite, nothing changes at all."""
         candidate, state = self.ascent.step(self.vector, self.gradient, self.state, lr)
         candidate = self.balls.project(candidate)
-        if self.saturation is not None and self.settings.on_saturation == "reset":
+        if self.saturation is not None and self.resets:
             candidate, state = self.saturation.restarted(candidate, state)
         # Decided on the device: the host would have to wait to know.
         finite = torch.stack([each.isfinite().all() for each in (self.gradient, candidate, *state.values())]).all()
@@ -115,11 +124,11 @@ class ParallelPositions(Hook):
         self.state = tensors
 
 
-class SequentialPositions(ParallelPositions):
+class SequentialPositionAdversary(PositionAdversary):
     """Updates in sequence: a pass of its own gives the gradient, then the weights see the new perturbation."""
 
-    def __init__(self, config: Config, shape: PerturbationShape, device: torch.device) -> None:
-        super().__init__(config, shape, device)
+    def __init__(self, settings: PositionAdversarySettings, run: RunContext, shape: PerturbationShape) -> None:
+        super().__init__(settings, run, shape)
         self._seen = self.vector.detach()
         self._before = (self.vector.detach().clone(), self.state)
 
@@ -150,10 +159,81 @@ class SequentialPositions(ParallelPositions):
             self.vector.copy_(vector)
 
 
-POSITIONS: dict[str, type[ParallelPositions]] = {"parallel": ParallelPositions, "sequential": SequentialPositions}
+POSITIONS: dict[str, type[PositionAdversary]] = {
+    "parallel": PositionAdversary,
+    "sequential": SequentialPositionAdversary,
+}
 
 
 def reduced_gradient(ctx: StepContext, leaf: Tensor) -> Tensor:
     """The global batch's gradient of a leaf, taken out of its `.grad`; zero where no loss depends on it."""
     local, leaf.grad = leaf.grad, None
     return ctx.engine.reduce_hook_gradient(torch.zeros_like(leaf) if local is None else local).detach()
+
+
+def position_adversary(
+    settings: PositionAdversarySettings, run: RunContext, shape: PerturbationShape | None = None
+) -> PositionAdversary:
+    """The hook for these settings.
+
+    Args:
+        shape: what the model expects; None = that of a masked autoencoder of the run's sizes.
+    """
+    shape = shape or perturbation_shape(run.config.model, run.config.vision, settings)
+    assert shape is not None, f"adversary.kind {settings.kind} has a perturbation of some shape"
+    return POSITIONS[settings.update](settings, run, shape)
+
+
+def no_adversary(settings: NoAdversarySettings, run: RunContext) -> None:
+    """A method that is off leaves no hook at all."""
+
+
+def _description(settings: PositionAdversarySettings, shape: PerturbationShape) -> dict[str, Any]:
+    """What must be the same for the tensors to be taken over, by the setting that decides it."""
+    return {
+        "kind": settings.kind,
+        "ascent": settings.ascent,
+        "encoder": list(shape.encoder),
+        "decoder": list(shape.decoder) if shape.decoder is not None else None,
+    }
+
+
+SETTINGS = {
+    "kind": "--adversary.kind",
+    "ascent": "--adversary.ascent",
+    "encoder": "the encoder's part of the perturbation (--adversary.scope, --model.layers, --model.hidden_size)",
+    "decoder": "the decoder's part of the perturbation (--adversary.where, --vision.decoder_layers)",
+}
+
+
+def described(
+    settings: PositionAdversarySettings, shape: PerturbationShape, tensors: Mapping[str, Tensor]
+) -> dict[str, Any]:
+    """State for the checkpoint: copies of the tensors on the host, and their description."""
+    copies = {name: tensor.detach().clone().cpu() for name, tensor in tensors.items()}
+    return {**_description(settings, shape), "tensors": copies}
+
+
+def load_tensors(
+    state: Mapping[str, Any],
+    settings: PositionAdversarySettings,
+    shape: PerturbationShape,
+    expected: Mapping[str, Tensor],
+) -> dict[str, Tensor]:
+    """The stored tensors, each on the device of the expected one.
+
+    Raises:
+        RefusedError: the checkpoint's adversary is another one; names each setting that differs.
+    """
+    differing = [
+        f"{SETTINGS[name]}: checkpoint {state.get(name)}, now {value}"
+        for name, value in _description(settings, shape).items()
+        if state.get(name) != value
+    ]
+    if differing:
+        listed = "; ".join(differing)
+        raise RefusedError(
+            f"the checkpoint's adversary does not fit: {listed}. Set these back, or start a new run (--run_dir)"
+        )
+    stored: Mapping[str, Tensor] = state["tensors"]
+    return {name: torch.clone(stored[name]).to(tensor.device) for name, tensor in expected.items()}

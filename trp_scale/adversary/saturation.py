@@ -7,7 +7,6 @@ from torch import Tensor
 
 from trp_scale.adversary.ascent import State
 from trp_scale.adversary.projection import Balls
-from trp_scale.config import Config
 from trp_scale.models.relative_positions import REACH, relaxed_index
 
 
@@ -25,13 +24,6 @@ class Saturation:
         self.offsets = torch.arange(1 - grid, grid, device=device)  # [2G - 1]
         # Each offset of an axis is that of G - |offset| of the G x G pairs of places on it.
         self.weights = (grid - self.offsets.abs()).double() / grid**2  # [2G - 1], sums to 1
-
-    @classmethod
-    def of(cls, config: Config, balls: Balls, device: torch.device) -> Saturation | None:
-        """For relative_coordinate; the other kinds cannot saturate."""
-        if config.adversary.kind != "relative_coordinate":
-            return None
-        return cls(balls, config.crops.size // config.vision.patch_size, device)
 
     def _clamped(self, view: Tensor) -> Tensor:
         """[L, 2] -> [L, 2, 2G - 1] bool."""

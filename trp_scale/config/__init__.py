@@ -13,7 +13,6 @@ from typing import Annotated, Any
 import tyro.conf
 
 from trp_scale.config.components import default_settings
-from trp_scale.config.hooks import AdversaryConfig
 from trp_scale.config.modalities import ModalitiesConfig
 from trp_scale.config.multilevel import MultilevelConfig
 from trp_scale.config.patches import MOST_PATCHES, PatchSplit, split_patches
@@ -37,7 +36,6 @@ from trp_scale.errors import RefusedError, nearest
 
 __all__ = [
     "MOST_PATCHES",
-    "AdversaryConfig",
     "BatchConfig",
     "CheckpointConfig",
     "Config",
@@ -80,7 +78,8 @@ class Config:
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     balancer: Any = field(default_factory=default_settings("balancer", "minimax"), metadata={"role": "balancer"})
     """Settings of the balancer of this kind."""
-    adversary: AdversaryConfig = field(default_factory=AdversaryConfig)
+    adversary: Any = field(default_factory=default_settings("adversary", "none"), metadata={"role": "adversary"})
+    """Settings of the adversary of this kind."""
     multilevel: MultilevelConfig = field(default_factory=MultilevelConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

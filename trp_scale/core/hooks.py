@@ -188,8 +188,13 @@ def build_hooks(run: RunContext, others: Sequence[Hook] = ()) -> Hooks:
         RefusedError: a method that cannot act in this run; names the flag to change.
     """
     listed = [find("hook", name).load()(getattr(run.config, name, None), run) for name in run.config.hooks]
-    settings = run.config.balancer
-    return Hooks(find("balancer", settings.kind).load()(settings, run), [*others, *listed])
+    return Hooks(built(run, "balancer"), [*others, *listed])
+
+
+def built(run: RunContext, role: str) -> Any:
+    """What the section of a role's name says: its component for this run, None for a method that is off."""
+    settings = getattr(run.config, role)
+    return find(role, settings.kind).load()(settings, run)
 
 
 class Hooks:

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from trp_scale.adversary.projection import size
-from trp_scale.config import AdversaryConfig, RefusedError
+from trp_scale.adversary.settings import AdversarySettings
+from trp_scale.config import RefusedError
 from trp_scale.core.batch import Batch
 from trp_scale.downstream.mask_pictures import draw_masks, pixels
 from trp_scale.downstream.modality_pictures import draw_modalities, modality_reconstructions, task_losses
@@ -220,7 +221,7 @@ def _entry(offset: Tensor) -> Tensor:
     return relaxed_index(offset).clamp(-REACH, REACH)
 
 
-def _draw_sizes(axes: Axes, perturbation: Tensor, adversary: AdversaryConfig) -> None:
+def _draw_sizes(axes: Axes, perturbation: Tensor, adversary: AdversarySettings) -> None:
     """Norms of a block's balls, the last dimension, of which the largest is shown: eps is their limit."""
     sizes = size(perturbation, adversary.norm).reshape(len(perturbation), -1).amax(1)  # [L]
     axes.bar(range(len(sizes)), sizes.tolist(), color="tab:red")

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from trp_scale.config import AdversaryConfig, ModelConfig, VisionConfig
+from trp_scale.config import ModelConfig, VisionConfig
 from trp_scale.models.relative_positions import BUCKETS
 
 
@@ -25,7 +25,7 @@ class PerturbationShape:
     the column of x_i - x_j.
 
     Attributes:
-        kind: as AdversaryConfig.kind.
+        kind: of the adversary.
         encoder, decoder: shapes; the decoder is None where it stays clean.
     """
 
@@ -45,9 +45,7 @@ class PerturbationShape:
         return flat[:encoder].view(self.encoder), decoder
 
 
-def perturbation_shape(
-    model: ModelConfig, vision: VisionConfig, adversary: AdversaryConfig
-) -> PerturbationShape | None:
+def perturbation_shape(model: ModelConfig, vision: VisionConfig, adversary: Any) -> PerturbationShape | None:
     """The shape for these settings, None where no position is perturbed (kinds none and pixels).
 
     That the adversary has something to act on is for the checks of the recipes to say.
@@ -61,8 +59,8 @@ def perturbation_shape(
     return PerturbationShape(kind=adversary.kind, encoder=encoder, decoder=decoder)
 
 
-def _part(adversary: AdversaryConfig, layers: int, width: int, heads: int) -> tuple[int, ...]:
-    per_bucket = adversary.scope == "per_bucket"
+def _part(adversary: Any, layers: int, width: int, heads: int) -> tuple[int, ...]:
+    per_bucket = adversary.kind == "relative_embedding" and adversary.scope == "per_bucket"
     return {
         "absolute_embedding": (1, width),
         "absolute_coordinate": (1, 2),
@@ -89,7 +87,7 @@ class Perturbed(NamedTuple):
     offsets: Tensor | None = None
 
 
-def perturbed(part: Tensor | None, adversary: AdversaryConfig) -> Perturbed:
+def perturbed(part: Tensor | None, adversary: Any) -> Perturbed:
     """Where a part acts: one of the attributes, or none."""
     if part is None:
         return Perturbed()

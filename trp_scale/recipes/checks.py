@@ -8,7 +8,6 @@ from trp_scale.config import Config, RefusedError
 from trp_scale.config.components import find
 from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.config.settings import Settings, range_problems, sections
-from trp_scale.recipes.adversary_checks import adversary_cautions, adversary_problems
 from trp_scale.recipes.multilevel_checks import multilevel_cautions, multilevel_problems
 from trp_scale.recipes.vision_checks import unread_settings, vision_problems
 
@@ -22,7 +21,6 @@ def check(config: Config) -> None:
     problems = [
         *general_problems(config),
         *vision_problems(config),
-        *adversary_problems(config),
         *multilevel_problems(config),
     ]
     if problems:
@@ -58,7 +56,7 @@ def cautions(config: Config, steps_per_epoch: int = 0) -> list[str]:
             found += section.cautions(config, steps_per_epoch)
     found += multilevel_cautions(config)
     found += unread_settings(config)
-    return found + adversary_cautions(config)
+    return found
 
 
 def check_engine(config: Config, engine: str, *, gpu: bool) -> None:

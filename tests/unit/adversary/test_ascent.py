@@ -8,11 +8,12 @@ import torch
 from tests.unit.adversary.toy import COORDINATES
 from trp_scale.adversary.ascent import ASCENTS, Ascent
 from trp_scale.adversary.projection import Balls
-from trp_scale.config import AdversaryConfig, OptimizerConfig
+from trp_scale.config import OptimizerConfig
+from trp_scale.config.components import settings_of
 
 
 def rule(name: str, **settings: object) -> Ascent:
-    adversary = AdversaryConfig(kind="relative_coordinate", eps=2.0, **settings)  # type: ignore[arg-type]
+    adversary = settings_of("adversary", "relative_coordinate", eps=2.0, **settings)  # type: ignore[arg-type]
     optimizer = OptimizerConfig(beta1=0.8, beta2=0.97, eps=1e-5, weight_decay=0.1)
     return ASCENTS[name](adversary, optimizer, Balls(COORDINATES, adversary.norm, adversary.eps))  # type: ignore[arg-type]
 

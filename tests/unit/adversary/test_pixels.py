@@ -11,8 +11,9 @@ from torch import Tensor
 
 from tests.synthetic import Layout
 from tests.synthetic_images import PATCH, batch, image_config, image_trainer
-from trp_scale.adversary.pixels import PixelAdversary
+from tests.unit.adversary.toy import stand_in_run
 from trp_scale.core.batch import Batch
+from trp_scale.core.hooks import built
 from trp_scale.upstreams.mae.model import MaskedAutoencoder
 from trp_scale.upstreams.mae.objective import MaskedPatchReconstruction
 
@@ -20,7 +21,7 @@ EPS = {"linf": 0.05, "l2": 1.5}
 
 
 def settings(norm: str, **changes: Any) -> dict[str, Any]:
-    adversary = {"kind": "pixels", "ascent": "linear", "update": "sequential", "norm": norm, "eps": EPS[norm]}
+    adversary = {"kind": "pixels", "norm": norm, "eps": EPS[norm]}
     return {"adversary": {**adversary, **changes}, "optimizer": {"kind": "sgd", "lr": 0.1}}
 
 
@@ -74,7 +75,7 @@ def test_the_weights_follow_the_loss_at_the_shifted_pixels(norm: str, micro_size
 
 def test_an_image_that_is_its_own_crop_has_one_shift() -> None:
     """As a multi-modal batch's images are, [R, C, S, S]."""
-    hook = PixelAdversary(image_config(Layout(), **settings("l2")), torch.device("cpu"))
+    hook = built(stand_in_run(image_config(Layout(), **settings("l2"))), "adversary")
     gradient = torch.randn(2, 3, 4, 4, generator=torch.Generator().manual_seed(0))
     shifts = hook.shift(gradient)
     assert shifts.flatten(1).norm(dim=1).tolist() == pytest.approx([EPS["l2"]] * 2)

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from tests.unit.adversary.toy import Setting, Toy, gradient, stand_in_run, toy_hook, toy_trainer
-from trp_scale.adversary import build_adversary
-from trp_scale.adversary.positions import ParallelPositions
+from trp_scale.adversary.positions import PositionAdversary
 from trp_scale.config import RefusedError
-from trp_scale.core.hooks import Hook
+from trp_scale.config.components import settings_of
+from trp_scale.core.hooks import Hook, built
 from trp_scale.models.perturbation import PerturbationShape
 
 SGD = {"ascent": "sgd", "lr": 0.3, "eps": 0.4}
@@ -69,7 +69,7 @@ def written_out(setting: Setting, steps: int) -> tuple[Tensor, Tensor]:
     return weight, vector.detach()
 
 
-def after(setting: Setting, steps: int) -> tuple[Tensor, Tensor, ParallelPositions]:
+def after(setting: Setting, steps: int) -> tuple[Tensor, Tensor, PositionAdversary]:
     """Weight, perturbation and hook after `steps` of the loop."""
     hook = toy_hook(setting)
     trainer = toy_trainer(setting, hook)
@@ -178,7 +178,7 @@ class Spoiled(Hook):
 
     name = "spoiled"
 
-    def __init__(self, hook: ParallelPositions, value: float) -> None:
+    def __init__(self, hook: PositionAdversary, value: float) -> None:
         self.hook, self.value = hook, value
 
     def gradients(self, ctx: Any) -> None:
@@ -296,5 +296,5 @@ def test_another_adversary_s_state_is_refused_by_its_setting(changed: Setting, w
 
 def test_none_leaves_no_hook_at_all() -> None:
     config = Setting().config()
-    config.adversary.kind = "none"
-    assert build_adversary(stand_in_run(config), None) is None
+    config.adversary = settings_of("adversary", "none")
+    assert built(stand_in_run(config), "adversary") is None

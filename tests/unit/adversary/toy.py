@@ -10,9 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.synthetic import RecordingTrainer, SilentObserver
-from trp_scale.adversary import build_adversary
+from trp_scale.adversary.positions import position_adversary
 from trp_scale.config import (
-    AdversaryConfig,
     BatchConfig,
     Config,
     CropsConfig,
@@ -118,7 +117,7 @@ class Setting:
                 **{"kind": "sgd", "lr": 0.01, "warmup_steps": 0, "schedule": "constant", **self.optimizer}
             ),
             balancer=settings_of("balancer", **self.balancer),
-            adversary=AdversaryConfig(**{"kind": "relative_coordinate", **self.adversary}),
+            adversary=settings_of("adversary", **{"kind": "relative_coordinate", **self.adversary}),
         )
 
 
@@ -129,9 +128,8 @@ def stand_in_run(config: Config) -> RunContext:
 
 def toy_hook(setting: Setting) -> Any:
     """The adversary of these settings."""
-    hook = build_adversary(stand_in_run(setting.config()), setting.shape)
-    assert hook is not None
-    return hook
+    run = stand_in_run(setting.config())
+    return position_adversary(run.config.adversary, run, setting.shape)
 
 
 def toy_trainer(setting: Setting, hook: Hook | None = None) -> RecordingTrainer:

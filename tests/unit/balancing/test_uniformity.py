@@ -14,7 +14,7 @@ from trp_scale.core.hooks import StepContext
 from trp_scale.upstreams.mae.u_mae import MOMENT, ROWS
 from trp_scale.upstreams.mae.uniformity import Uniformity
 
-PIXELS = {"kind": "pixels", "ascent": "linear", "update": "sequential", "norm": "l2", "eps": 2.0}
+PIXELS = {"kind": "pixels", "norm": "l2", "eps": 2.0}
 
 
 def begun(micro_size: int, **changes: Any) -> tuple[Any, StepContext, Uniformity]:

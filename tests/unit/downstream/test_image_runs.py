@@ -17,7 +17,8 @@ from tests.runs import SMALL_IMAGES, pretrain_here
 from trp_scale import cli
 from trp_scale.checkpoint.document import read_document
 from trp_scale.checkpoint.export import find_checkpoint
-from trp_scale.config import AdversaryConfig, RefusedError
+from trp_scale.config import RefusedError
+from trp_scale.config.components import settings_of
 from trp_scale.downstream.linear_probe import linear_probe
 from trp_scale.downstream.pictures import _draw_sizes, draw_pictures, reconstructions
 from trp_scale.downstream.sweep import combinations, sweep
@@ -148,7 +149,7 @@ def test_sizes_of_perturbations_are_norms_of_their_balls(norm: Any, eps: float) 
     axes = Figure().subplots()
     perturbation = torch.randn(2, 5, 4)
     perturbation = perturbation / perturbation.norm(dim=-1, keepdim=True) * 3.0
-    _draw_sizes(axes, perturbation, AdversaryConfig(norm=norm, eps=eps))
+    _draw_sizes(axes, perturbation, settings_of("adversary", "absolute_embedding", norm=norm, eps=eps))
     heights = [bar.get_height() for bar in axes.patches]
     expected = [3.0, 3.0] if norm == "l2" else perturbation.abs().amax((1, 2)).tolist()
     assert heights == pytest.approx(expected, rel=1e-6)

@@ -7,7 +7,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from trp_scale.config import AdversaryConfig, Config, CropsConfig, MaskingConfig, ModelConfig, VisionConfig
+from trp_scale.config import Config, CropsConfig, MaskingConfig, ModelConfig, VisionConfig
+from trp_scale.config.components import settings_of
 from trp_scale.models.positions import PositionOrder, sine_cosine
 from trp_scale.upstreams.mae.model import MaskedAutoencoder
 
@@ -52,7 +53,7 @@ def config(
         ),
         crops=CropsConfig(size=GRID * PATCH),
         masking=MaskingConfig(ratio=0.75, maskings=0),
-        adversary=AdversaryConfig(**adversary),
+        adversary=settings_of("adversary", **{"kind": "none", **adversary}),
     )
 
 

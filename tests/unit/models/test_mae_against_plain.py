@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.settings import changed
 from tests.unit.models.plain_autoencoder import plain_forward
 from tests.unit.models.small_images import config, crops, loss_of, perturbation, small_model
 from trp_scale.models.perturbation import perturbed
@@ -41,7 +42,7 @@ def built(settings: dict[str, Any]) -> MaskedAutoencoder:
     index = settings.pop("index", None) if "kind" in settings else None
     made = config(**settings)
     if index is not None:
-        made.adversary.index = index
+        made = changed(made, adversary={"index": index})
     return small_model(made)
 
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from tests.unit.models.small_images import GRID, config, crops, loss_of, perturbation, small_model
-from trp_scale.config import AdversaryConfig, ModelConfig, VisionConfig
+from trp_scale.config import ModelConfig, VisionConfig
+from trp_scale.config.components import settings_of
 from trp_scale.models.perturbation import Perturbed, perturbation_shape, perturbed
 from trp_scale.models.relative_positions import BUCKETS, relaxed_index
 from trp_scale.upstreams.mae.model import MaskedAutoencoder
@@ -130,7 +131,7 @@ def test_a_frozen_mask_token_gets_a_gradient_of_zero(given: bool) -> None:
     model = built(kind="absolute_embedding", mask_token="frozen")
     loss_of(model, crops(), perturbation(model) if given else None).backward()  # type: ignore[no-untyped-call]
     assert model.mask_token.grad is not None and not model.mask_token.grad.any()
-    other = built(kind="absolute_coordinate", mask_token="frozen")  # nothing there undoes a shift of coordinates
+    other = built(kind="absolute_coordinate")  # nothing there undoes a shift of coordinates
     loss_of(other, crops()).backward()  # type: ignore[no-untyped-call]
     assert other.mask_token.grad is not None and other.mask_token.grad.all()
 
@@ -193,8 +194,8 @@ def test_saturated_coordinates_get_no_gradient() -> None:
 )
 def test_shapes_of_vit_base(adversary: dict[str, Any], encoder: tuple[int, ...], decoder: tuple[int, ...]) -> None:
     sizes = (ModelConfig(), VisionConfig(positions="relative"))
-    shape = perturbation_shape(*sizes, AdversaryConfig(**adversary))
-    both = perturbation_shape(*sizes, AdversaryConfig(where="both", **adversary))
+    shape = perturbation_shape(*sizes, settings_of("adversary", **adversary))
+    both = perturbation_shape(*sizes, settings_of("adversary", where="both", **adversary))
     assert shape is not None and both is not None
     assert (shape.encoder, shape.decoder, both.encoder, both.decoder) == (encoder, None, encoder, decoder)
     flat = torch.arange(both.numel)
@@ -207,4 +208,4 @@ def test_shapes_of_vit_base(adversary: dict[str, Any], encoder: tuple[int, ...],
 
 @pytest.mark.parametrize("kind", ["none", "pixels"])
 def test_other_adversaries_have_no_shape(kind: Any) -> None:
-    assert perturbation_shape(ModelConfig(), VisionConfig(), AdversaryConfig(kind=kind)) is None
+    assert perturbation_shape(ModelConfig(), VisionConfig(), settings_of("adversary", kind)) is None

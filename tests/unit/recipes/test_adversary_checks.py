@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 
+from tests.settings import changed
 from trp_scale.config import Config, RefusedError
+from trp_scale.config.components import settings_of
 from trp_scale.recipes.checks import cautions, check
 from trp_scale.recipes.loader import load_recipe
 
@@ -23,15 +25,15 @@ BASES = {
 
 def settings(kind: str, **changes: Any) -> Config:
     """A run with this adversary; `changes` are its other settings, or `section__field`."""
-    config = load_recipe(BASES[kind])
+    config = load_recipe(BASES.get(kind, "mae_vit_b"))
     config.data.path = "data"
     if kind == "pixels":
-        changes = {"ascent": "linear", "update": "sequential", "eps": 0.01, **changes}
-    for name, value in {"kind": kind, **changes}.items():
+        changes = {"eps": 0.01, **changes}
+    given: dict[str, dict[str, Any]] = {"adversary": {"kind": kind}}
+    for name, value in changes.items():
         section, _, field = name.rpartition("__")
-        assert hasattr(getattr(config, section or "adversary"), field)
-        setattr(getattr(config, section or "adversary"), field, value)
-    return config
+        given.setdefault(section or "adversary", {})[field] = value
+    return changed(config, **given)  # type: ignore[no-any-return]
 
 
 @pytest.mark.parametrize("kind", BASES)
@@ -53,9 +55,6 @@ def test_each_kind_with_its_defaults_passes(kind: str) -> None:
         ("absolute_coordinate", {"lr": 0.1}, "--adversary.ascent sgd or sign"),
         ("absolute_coordinate", {"ascent": "linear"}, "--adversary.update sequential"),
         ("absolute_coordinate", {"ascent": "linear", "update": "sequential", "lr": 0.1}, "goes to the ball's edge"),
-        ("pixels", {"ascent": "adamw"}, "--adversary.kind pixels: linear"),
-        ("pixels", {"update": "parallel"}, "--adversary.kind pixels: sequential"),
-        ("pixels", {"lr": 0.1}, "--adversary.kind pixels: 0"),
         ("absolute_coordinate", {"vision__tokens": "visible"}, "--vision.tokens all, as in the recipe mae_plus_vit_b"),
         ("absolute_coordinate", {"vision__tokens": "visible", "where": "both"}, "allowed: --vision.tokens all"),
         ("relative_coordinate", {"vision__positions": "absolute"}, "--vision.positions relative"),
@@ -74,7 +73,7 @@ def test_an_adversary_needs_image_patches() -> None:
     config = Config()
     config.data.path = "data"
     check(config)
-    config.adversary.kind = "absolute_embedding"
+    config.adversary = settings_of("adversary", "absolute_embedding")
     with pytest.raises(RefusedError, match=r"allowed: --model.kind mae, or --adversary.kind none"):
         check(config)
 
@@ -84,11 +83,6 @@ def test_an_adversary_needs_image_patches() -> None:
     [
         ("relative_embedding", {"scope": "shared"}, "cancels in the softmax"),
         ("absolute_embedding", {"mask_token": "learned"}, "lets the mask token undo"),
-        ("absolute_embedding", {"scope": "value"}, "--adversary.scope value has no effect"),
-        ("absolute_coordinate", {"mask_token": "learned"}, "--adversary.mask_token learned has no effect"),
-        ("relative_embedding", {"index": "straight_through"}, "--adversary.index straight_through has no effect"),
-        ("absolute_coordinate", {"on_saturation": "reset"}, "--adversary.on_saturation reset has no effect"),
-        ("pixels", {"where": "both"}, "--adversary.where both has no effect"),
         ("pixels", {"eps": 1.5}, "--adversary.eps 1.5 is wider than any two images are apart"),
         ("pixels", {"eps": 196.0, "norm": "l2"}, "--adversary.norm l2 (193.99)"),  # sqrt(3 x 112 x 112)
     ],
@@ -105,10 +99,32 @@ def test_balls_that_pixels_can_lie_in_need_no_word(changes: dict[str, Any]) -> N
     assert cautions(settings("pixels", **changes)) == []
 
 
+@pytest.mark.parametrize(
+    ("kind", "name", "value", "having"),
+    [
+        ("absolute_embedding", "scope", "value", "relative_embedding"),
+        ("absolute_coordinate", "mask_token", "learned", "absolute_embedding"),
+        ("relative_embedding", "index", "straight_through", "relative_coordinate"),
+        ("absolute_coordinate", "on_saturation", "reset", "relative_coordinate"),
+        ("pixels", "where", "both", "absolute_embedding, absolute_coordinate, relative_embedding, relative_coordinate"),
+        ("pixels", "ascent", "adamw", "absolute_embedding, absolute_coordinate, relative_embedding, relative_coordin"),
+        (
+            "none",
+            "eps",
+            1.0,
+            "absolute_embedding, absolute_coordinate, relative_embedding, relative_coordinate, pixels",
+        ),
+    ],
+)
+def test_a_setting_of_another_kind_is_refused_with_the_kinds_that_have_it(
+    kind: str, name: str, value: Any, having: str
+) -> None:
+    with pytest.raises(RefusedError) as caught:
+        settings(kind, **{name: value})
+    assert f"adversary.{name}: a setting of kind {having}" in str(caught.value)
+
+
 def test_no_adversary_no_words() -> None:
-    config = load_recipe("mae_vit_b")
-    config.data.path = "data"
-    config.adversary.eps = -1.0
-    config.adversary.scope = "shared"
+    config = settings("none")
     check(config)
     assert cautions(config) == []

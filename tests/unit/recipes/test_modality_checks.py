@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.settings import changed
 from trp_scale.config import RefusedError
 from trp_scale.recipes.checks import cautions, check
 from trp_scale.recipes.loader import from_dict, load_recipe, to_dict
@@ -14,9 +15,7 @@ from trp_scale.recipes.loader import from_dict, load_recipe, to_dict
 def settings(recipe: str = "mm_mae_vit_b_in1k_400", **changes: dict[str, Any]) -> dict[str, Any]:
     document = to_dict(load_recipe(recipe))
     document["data"]["path"] = "data"
-    for section, values in changes.items():
-        document[section] |= values
-    return document
+    return to_dict(changed(from_dict(document), **changes))
 
 
 @pytest.mark.parametrize(
@@ -48,7 +47,7 @@ def settings(recipe: str = "mm_mae_vit_b_in1k_400", **changes: dict[str, Any]) -
         ({"adversary": {"kind": "relative_coordinate"}}, "--adversary.kind pixels or none"),
         (
             {
-                "adversary": {"kind": "pixels", "ascent": "linear", "update": "sequential"},
+                "adversary": {"kind": "pixels"},
                 "modalities": {"inputs": ["depth"]},
             },
             "--modalities.inputs has no rgb",
@@ -72,7 +71,7 @@ def test_refused_with_the_flag(changes: dict[str, Any], words: str) -> None:
         {"modalities": {"inputs": ["rgb"], "outputs": ["depth"], "visible_tokens": 196}},
         {"modalities": {"inputs": ["rgb"], "outputs": ["depth"]}, "vision": {"patch_size": 14}},
         {"masking": {"ratio": 0.001}},
-        {"adversary": {"kind": "pixels", "ascent": "linear", "update": "sequential", "eps": 0.01}},
+        {"adversary": {"kind": "pixels", "eps": 0.01}},
     ],
 )
 def test_what_is_near_the_limits_is_allowed(changes: dict[str, Any]) -> None:

@@ -93,8 +93,6 @@ def test_every_number_has_a_range() -> None:
                 "multilevel__mode": "look_ahead",
                 "adversary__kind": "pixels",
                 "adversary__eps": 0.1,
-                "adversary__ascent": "linear",
-                "adversary__update": "sequential",
             },
             "--adversary.kind is pixels, whose shifts of the next images are not known",
         ),

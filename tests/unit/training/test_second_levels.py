@@ -41,8 +41,6 @@ def test_joint_steps_leave_two_tasks_and_three_cursors(data: Path, tmp_path: Pat
         "objective__uniformity": 0.01,
         "adversary__kind": "pixels",
         "adversary__eps": 0.03,
-        "adversary__ascent": "linear",
-        "adversary__update": "sequential",
     }
     assert pretrain_here(flags(data, tmp_path, "joint", multilevel__gamma=0.25, **others)) == 0
     document = read_document(tmp_path / "checkpoints" / f"step_{STEPS:08d}")

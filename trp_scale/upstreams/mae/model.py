@@ -7,7 +7,7 @@ patches is a slice at the end.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -97,7 +97,7 @@ class MaskedAutoencoder(nn.Module):
         """How unperturbed offsets find their entries: the reference that a coordinate adversary starts from is its
         own index without a shift."""
         if self.adversary.kind == "relative_coordinate":
-            return self.adversary.index
+            return cast(IndexKind, self.adversary.index)
         return self.vision.index
 
     def forward(

@@ -7,10 +7,9 @@ from typing import Any
 
 from torch import nn
 
-from trp_scale.adversary import build_adversary
 from trp_scale.checkpoint.initial_weights import give_weights
 from trp_scale.config import Config
-from trp_scale.core.hooks import Hook
+from trp_scale.core.hooks import Hook, built
 from trp_scale.core.objective import PatchObjective
 from trp_scale.core.run import RunContext
 from trp_scale.data.sources import open_sources
@@ -20,7 +19,6 @@ from trp_scale.distributed.groups import Group
 from trp_scale.masks import build_multilevel
 from trp_scale.masks.flops import multilevel_step_flops
 from trp_scale.masks.joint import JointObjective
-from trp_scale.models.perturbation import perturbation_shape
 from trp_scale.observe.throughput import mae_step_flops
 from trp_scale.training.loop import WindowSource
 from trp_scale.upstreams.mae.model import MaskedAutoencoder
@@ -45,7 +43,6 @@ class ImageUpstream:
             device = environment.device
             self.objective = JointObjective(config, self.reconstruction, classes=labelled.classes, device=device)
             self.source = JoinedWindows(self.sources.train, labelled.train)
-        self.shape = perturbation_shape(config.model, config.vision, config.adversary)
         crops = config.batch.global_size * config.crops.count
         self.positions_per_step = crops * (config.crops.size // config.vision.patch_size) ** 2
         learned = config.masking.network != "none"
@@ -60,7 +57,7 @@ class ImageUpstream:
 
     def hooks(self, run: RunContext) -> list[Hook]:
         masks = build_multilevel(run)
-        adversary = build_adversary(run, self.shape)
+        adversary = built(run, "adversary")
         hooks = [hook for hook in (masks, adversary) if hook is not None]  # masks first: the adversary acts under them
         if isinstance(self.reconstruction, UniformPatchReconstruction):
             hooks.append(Uniformity(self.reconstruction))  # last: its pass sees what the others change

@@ -7,9 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from trp_scale.adversary import build_adversary
 from trp_scale.config import Config
-from trp_scale.core.hooks import Hook
+from trp_scale.core.hooks import Hook, built
 from trp_scale.core.run import RunContext
 from trp_scale.data.sources import open_sources
 from trp_scale.distributed.environment import Environment
@@ -38,7 +37,7 @@ class MultimodalUpstream:
         return MultimodalMaskedAutoencoder(self.config, self.classes)
 
     def hooks(self, run: RunContext) -> list[Hook]:
-        adversary = build_adversary(run, None)
+        adversary = built(run, "adversary")
         return [] if adversary is None else [adversary]
 
     def leave(self, run_dir: Path, world: Group) -> None:
