@@ -14,11 +14,10 @@ from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.distributed.groups import ALONE
 from trp_scale.downstream.classification.task import open_labelled
 from trp_scale.downstream.probe.arguments import LogisticSettings
-from trp_scale.downstream.probe.classifiers import accuracy
+from trp_scale.downstream.probe.classifiers import accuracy, logistic_regression, require_scikit_learn
 from trp_scale.downstream.probe.encoder import BATCH, FrozenEncoder, encoder_config
 from trp_scale.downstream.probe.features import LabelledFeatures, extract
 from trp_scale.downstream.probe.images import open_probed
-from trp_scale.downstream.probe.logistic import logistic_regression, require_scikit_learn
 from trp_scale.downstream.separate_test import check_test
 from trp_scale.downstream.trained_images import TrainedImages
 

@@ -17,8 +17,7 @@ from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.core.batch import Batch
 from trp_scale.data.plan import Addresses
 from trp_scale.downstream.glue.batch import GlueBatchBuilder
-from trp_scale.downstream.glue.model import BertClassifier
-from trp_scale.downstream.glue.objective import SentenceClassification
+from trp_scale.downstream.glue.model import BertClassifier, SentenceClassification
 from trp_scale.downstream.glue.tokens import PairTokenizer, TokenTable
 from trp_scale.engines.optimizer import Layered, layer_scales
 from trp_scale.upstreams.pos_bert.model import bert_config

@@ -10,11 +10,16 @@ from torch import Tensor
 from transformers import DPTConfig, DPTForDepthEstimation
 
 from trp_scale.config.finetuning import FinetuneConfig
-from trp_scale.downstream.dense.heads.base import NORM_CHANNELS, as_map, group_norm, quarters
-from trp_scale.downstream.dense.heads.convnext import finer_map
-from trp_scale.downstream.dense.heads.dpt import DptHead
-from trp_scale.downstream.dense.heads.upernet import Pyramid
-from trp_scale.downstream.dense.model import PixelModel
+from trp_scale.downstream.dense.model import (
+    NORM_CHANNELS,
+    DptHead,
+    PixelModel,
+    Pyramid,
+    as_map,
+    finer_map,
+    group_norm,
+    quarters,
+)
 from trp_scale.engines.optimizer import layer_scales
 
 CASES: dict[str, dict[str, Any]] = {

@@ -12,8 +12,7 @@ from torchvision.models.detection import FasterRCNN, MaskRCNN
 from torchvision.ops import roi_align
 
 from tests.unit.downstream.detection.small_sets import detection_config
-from trp_scale.downstream.detection.feature_pyramid import BlockPyramid, SimplePyramid, with_pool
-from trp_scale.downstream.detection.model import Detector, paste
+from trp_scale.downstream.detection.model import BlockPyramid, Detector, SimplePyramid, paste, with_pool
 
 SIDE = 64
 

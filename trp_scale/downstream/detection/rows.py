@@ -15,8 +15,7 @@ from trp_scale.data.kinds import Rows
 from trp_scale.data.mixture import MemberPath
 from trp_scale.downstream.detection.annotations import Annotations, check_images
 from trp_scale.downstream.detection.batch import DetectionBatchBuilder
-from trp_scale.downstream.detection.coco import read_coco
-from trp_scale.downstream.detection.voc import read_voc
+from trp_scale.downstream.detection.files import read_coco, read_voc
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,4 +1,6 @@
-"""Labelled sentences of one file, as text."""
+"""The tasks of GLUE (Wang et al. 2018): folders, files, columns, the order of their labels; and a file's examples as
+text.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,84 @@ import numpy as np
 import numpy.typing as npt
 
 from trp_scale.data.index import DataError
-from trp_scale.downstream.glue.formats import GlueFormat
+
+
+@dataclass(frozen=True, kw_only=True)
+class GlueFormat:
+    """How one task is stored.
+
+    Attributes:
+        folder: its standard name; other spellings differ in case, "-" and "_" only.
+        sentences: for each sentence of an example, the names its column has: in GLUE's files, in Hugging Face's.
+        label: the same of the label's column.
+        names: of the labels; a label's number is its place here (Hugging Face's order). Empty = a score.
+        values: how GLUE's files spell the labels, in that order.
+        headerless: columns of training and dev files that have no header (test files have one).
+        dev: for each set to measure on ("" where there is one only), its file; the first that is there.
+        test: likewise of the test set.
+    """
+
+    folder: str
+    sentences: tuple[tuple[str, ...], ...]
+    label: tuple[str, ...] = ("label",)
+    names: tuple[str, ...] = ()
+    values: tuple[str, ...] = ()
+    headerless: tuple[str, ...] = ()
+    dev: dict[str, tuple[str, ...]] = field(default_factory=lambda: {"": ("dev",)})
+    test: dict[str, tuple[str, ...]] = field(default_factory=lambda: {"": ("test",)})
+
+    @property
+    def outputs(self) -> int:
+        """Width of the head: one for each label, one for a score."""
+        return max(1, len(self.names))
+
+    def files(self, split: str) -> dict[str, tuple[str, ...]]:
+        """The files of the dev or the test set."""
+        return self.dev if split == "dev" else self.test
+
+
+_BINARY = ("0", "1")
+_ENTAILMENT = ("entailment", "not_entailment")
+_PAIR = (("sentence1",), ("sentence2",))
+
+FORMATS: dict[str, GlueFormat] = {
+    "cola": GlueFormat(
+        folder="CoLA",
+        sentences=(("sentence",),),
+        names=("unacceptable", "acceptable"),
+        values=_BINARY,
+        headerless=("source", "label", "notes", "sentence"),
+    ),
+    "sst2": GlueFormat(folder="SST-2", sentences=(("sentence",),), names=("negative", "positive"), values=_BINARY),
+    "mrpc": GlueFormat(
+        folder="MRPC",
+        sentences=(("#1 String", "sentence1"), ("#2 String", "sentence2")),
+        label=("Quality", "label"),
+        names=("not_equivalent", "equivalent"),
+        values=_BINARY,
+    ),
+    "stsb": GlueFormat(folder="STS-B", sentences=_PAIR, label=("score", "label")),
+    "qqp": GlueFormat(
+        folder="QQP",
+        sentences=(("question1",), ("question2",)),
+        label=("is_duplicate", "label"),
+        names=("not_duplicate", "duplicate"),
+        values=_BINARY,
+    ),
+    "mnli": GlueFormat(
+        folder="MNLI",
+        sentences=(("sentence1", "premise"), ("sentence2", "hypothesis")),
+        label=("gold_label", "label"),
+        names=("entailment", "neutral", "contradiction"),
+        values=("entailment", "neutral", "contradiction"),
+        dev={"matched": ("dev_matched", "dev"), "mismatched": ("dev_mismatched",)},
+        test={"matched": ("test_matched", "test"), "mismatched": ("test_mismatched",)},
+    ),
+    "qnli": GlueFormat(folder="QNLI", sentences=(("question",), ("sentence",)), names=_ENTAILMENT, values=_ENTAILMENT),
+    "rte": GlueFormat(folder="RTE", sentences=_PAIR, names=_ENTAILMENT, values=_ENTAILMENT),
+    "wnli": GlueFormat(folder="WNLI", sentences=_PAIR, names=("not_entailment", "entailment"), values=_BINARY),
+}
+"""By the name that --task takes."""
 
 
 @dataclass(frozen=True, kw_only=True)

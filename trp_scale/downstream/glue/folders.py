@@ -1,9 +1,7 @@
-"""Where a task's data lies below the GLUE directory, and all that one run reads of it.
+"""Where a GLUE task lies below the GLUE directory, and all of it that one run reads.
 
-GLUE/
-  CoLA/ SST-2/ MRPC/ STS-B/ QQP/ QNLI/ RTE/ WNLI/   train.tsv dev.tsv test.tsv
-  MNLI/                                             train.tsv dev_matched.tsv dev_mismatched.tsv test_...
-  sst2/                                             or a DatasetDict of Hugging Face, written by save_to_disk
+Files are GLUE's own (columns between tabs, nothing quoted, most with a header), or a Hugging Face dataset directory
+(save_to_disk), for which `datasets` is imported when one is met.
 """
 
 from __future__ import annotations
@@ -11,13 +9,172 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from trp_scale.config import RefusedError
 from trp_scale.data.index import DataError
-from trp_scale.downstream.glue.examples import Examples
-from trp_scale.downstream.glue.formats import FORMATS, GlueFormat
-from trp_scale.downstream.glue.hugging_face import DICT_FILE, read_splits, split_name
-from trp_scale.downstream.glue.tsv import read_tsv
+from trp_scale.downstream.glue.examples import FORMATS, UNKNOWN, Examples, GlueFormat, column, number_labels
+
+
+def read_tsv(path: Path, task: GlueFormat, *, allowed_bad: int = 0) -> Examples:
+    """Read one file of a task, with or without a byte-order mark, its lines ended by LF or CR LF.
+
+    Quotation marks are text: GLUE quotes nothing, and has single ones in every file.
+
+    Args:
+        allowed_bad: lines with too few or too many columns that are left out (the published QQP has some, broken by a
+            line end within a question).
+
+    Raises:
+        DataError: no such file, not UTF-8, a column is missing, no examples, more bad lines than allowed, or a label
+            that is none of the task's; names file and line.
+    """
+    lines = _lines(path)
+    first = 0
+    # Only CoLA's training and dev files have no header: what a line of theirs holds is no column's name.
+    if task.headerless and lines and not _is_header(lines[0], task):
+        names = list(task.headerless)
+    else:
+        names, first = (lines[0].split("\t") if lines else []), 1
+    where = f"{path}:1"
+    chosen = [column(names, allowed, where) for allowed in task.sentences]
+    labelled = any(name in names for name in task.label)
+    rows, places, left_out = [], [], []
+    for number, line in enumerate(lines[first:], start=first + 1):
+        cells = line.split("\t")
+        if len(cells) != len(names):
+            left_out.append(f"{path}:{number}: {len(cells)} columns found, {len(names)} expected")
+            continue
+        rows.append(cells)
+        places.append(number)
+    if len(left_out) > allowed_bad:
+        more = f" (and {len(left_out) - 1} more such lines)" if len(left_out) > 1 else ""
+        raise DataError(
+            f"{left_out[0]}{more}; mend the file, or give --data.max_corrupt_blocks {len(left_out)} to leave them out"
+        )
+    if not rows:
+        raise DataError(f"{path}: no examples found")
+    labels = None
+    if labelled:
+        place = column(names, task.label, where)
+        labels = number_labels([cells[place] for cells in rows], task, places, str(path))
+    return Examples(
+        name=path.stem,
+        sentences=tuple([cells[place] for cells in rows] for place in chosen),
+        labels=labels,
+        places=places,
+        left_out=left_out,
+    )
+
+
+def _is_header(line: str, task: GlueFormat) -> bool:
+    names = line.split("\t")
+    return all(any(name in names for name in allowed) for allowed in task.sentences)
+
+
+def _lines(path: Path) -> list[str]:
+    """Split at line feeds alone: `splitlines` would also do so at characters that occur within sentences."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror})") from error
+    try:
+        text = content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = 1 + content.count(b"\n", 0, error.start)
+        raise DataError(f"{path}:{line}: not UTF-8 ({error.reason})") from error
+    lines = text.split("\n")
+    if not lines[-1]:
+        lines.pop()
+    return [line.removesuffix("\r") for line in lines]
+
+
+DICT_FILE = "dataset_dict.json"
+"""What save_to_disk leaves in the directory of a DatasetDict."""
+
+TRAIN, DEV = "train", "validation"
+
+
+def split_name(file: str) -> str:
+    """Hugging Face's name of a split, from the stem of GLUE's file: dev_matched -> validation_matched."""
+    return file.replace("dev", DEV, 1)
+
+
+def read_splits(directory: Path, task: GlueFormat, files: dict[str, tuple[str, ...]]) -> dict[str, Examples]:
+    """Read splits of one task.
+
+    Args:
+        files: by the name of a set, the stems of GLUE's files that it may have; the first that is there is taken, and
+            a set that is not there is left out.
+
+    Raises:
+        DataError: the extra is not installed, the directory is damaged, a column is missing, or labels that are not
+            the task's.
+    """
+    try:
+        import datasets
+    except ImportError as error:
+        raise DataError(f"{directory}: reading a dataset directory needs `pip install trp-scale[datasets]`") from error
+    try:
+        loaded: Any = datasets.load_from_disk(str(directory))
+    except (OSError, ValueError, KeyError) as error:  # pyarrow's and JSON's errors are ValueErrors
+        raise DataError(f"{directory}: cannot be read as a dataset directory ({error}); save it again") from error
+    found = {}
+    for name, stems in files.items():
+        there = [stem for stem in stems if split_name(stem) in loaded]
+        if there:
+            where = f"{directory}, split {split_name(there[0])}"
+            found[name] = _read(loaded[split_name(there[0])], task, there[0], where)
+    return found
+
+
+def _read(rows: Any, task: GlueFormat, stem: str, where: str) -> Examples:
+    names = rows.column_names
+    sentences = tuple(list(rows[names[column(names, allowed, where)]]) for allowed in task.sentences)
+    if not len(rows):
+        raise DataError(f"{where}: no examples found")
+    for texts in sentences:
+        for number, text in enumerate(texts):
+            if not isinstance(text, str):
+                raise DataError(f"{where}, row {number}: {type(text).__name__} found, a sentence expected")
+    labels = None
+    if any(name in names for name in task.label):
+        name = names[column(names, task.label, where)]
+        labels = _labels(rows[name], getattr(rows.features[name], "names", None), task, where)
+    return Examples(name=stem, sentences=sentences, labels=labels, places=list(range(len(rows))))
+
+
+def _labels(values: Any, names: list[str] | None, task: GlueFormat, where: str) -> npt.NDArray[np.float64] | None:
+    """[n] by our numbers: labels that have names go by them, others are Hugging Face's numbers, which are ours."""
+    given = np.array([_number(value) for value in values])  # [n]
+    if all(value is None or value != value or str(value) in UNKNOWN for value in values):  # NaN is not itself
+        return None
+    if not task.names:
+        allowed = np.isfinite(given)
+        expected = "a number"
+    else:
+        allowed = np.isin(given, np.arange(len(task.names)))
+        expected = f"0 to {len(task.names) - 1}"
+    if not allowed.all():
+        row = int(np.argmin(allowed))
+        raise DataError(f"{where}, row {row}: label {values[row]!r} found, {expected} expected")
+    if names is None or not task.names:
+        return given
+    if sorted(names) != sorted(task.names):
+        raise DataError(f"{where}: labels {', '.join(names)} found, {', '.join(task.names)} expected")
+    ours: npt.NDArray[np.float64] = np.array([task.names.index(name) for name in names], dtype=np.float64)
+    return ours[given.astype(np.int64)]
+
+
+def _number(value: Any) -> float:
+    """NaN for what is no number: no label, or one in words."""
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        return float("nan")
 
 
 @dataclass(frozen=True, kw_only=True)

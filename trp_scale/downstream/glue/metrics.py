@@ -17,7 +17,7 @@ from torch import Tensor
 from trp_scale.config import RefusedError
 from trp_scale.core.batch import Batch
 from trp_scale.distributed.groups import Group
-from trp_scale.downstream.glue.formats import FORMATS
+from trp_scale.downstream.glue.examples import FORMATS
 from trp_scale.downstream.task import GatheredRows
 
 logger = logging.getLogger(__name__)

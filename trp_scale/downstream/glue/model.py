@@ -1,18 +1,26 @@
-"""BERT with a linear head on the pooled first token: what sentence tasks fine-tune (Devlin et al. 2019, 4.1)."""
+"""BERT with a linear head on the pooled first token: what sentence tasks fine-tune (Devlin et al. 2019, 4.1).
+
+Its loss is the cross-entropy of a sentence's label, or the square error of its score.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import BertModel
 
 from trp_scale.config.finetuning import FinetuneConfig
+from trp_scale.core.batch import Batch, TaskLosses
 from trp_scale.models.initialise import initialise
 from trp_scale.upstreams.pos_bert.model import LastLayer, bert_config
 
 
 class BertClassifier(nn.Module):
     """transformers' encoder, called block by block as in upstreams/pos_bert/model.py; the last block is computed at
-    [CLS] alone. Short rows share sequences (downstream/glue/packing.py): most of a padded batch would be padding.
+    [CLS] alone. Short rows share sequences (downstream/glue/batch.py): most of a padded batch would be padding.
 
     Parameter names are those of transformers' `BertForSequenceClassification`.
 
@@ -72,3 +80,49 @@ class BertClassifier(nn.Module):
         first = last(hidden, own_of_first[:, None], first_places)  # [Q, S, D]
         pooled = self.bert.pooler(first.flatten(0, 1)[slots, None])  # [R, D]
         return self.classifier(self.dropout(pooled))  # type: ignore[no-any-return]
+
+
+INPUTS = ("tokens", "token_types", "places", "owners", "first_places", "slots")
+"""What the model reads of a batch, in its order."""
+
+
+class SentenceClassification:
+    """The mean over rows of the cross-entropy of their label; with one class, of the square error of their score.
+
+    Args:
+        task: name of the loss.
+        classes: C, width of the head.
+    """
+
+    balanced: tuple[int, ...] = (0,)
+
+    def __init__(self, task: str, classes: int) -> None:
+        self.tasks: tuple[str, ...] = (task,)
+        self.regression: tuple[int, ...] = (0,) if classes == 1 else ()
+        self._errors = _square_errors if classes == 1 else _cross_entropies
+
+    def count(self, batch: Batch) -> Tensor:
+        """[1] float64, rows that are there."""
+        return batch["row_weights"].double().sum().reshape(1)
+
+    def outside_weights(self, counts: Tensor) -> Tensor:
+        """No task is outside the balance."""
+        return torch.zeros_like(counts)
+
+    def logits(self, forward: Callable[..., Tensor], batch: Batch) -> Tensor:
+        """[R, C]."""
+        return forward(*(batch[name] for name in INPUTS))
+
+    def __call__(self, forward: Callable[..., Tensor], batch: Batch) -> TaskLosses:
+        """Sums over rows, in float64 like every task's sum."""
+        errors = self._errors(self.logits(forward, batch).float(), batch["labels"])  # [R]
+        total = errors.double() @ batch["row_weights"].double()
+        return TaskLosses(sums=total.reshape(1), counts=self.count(batch))
+
+
+def _cross_entropies(logits: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(logits, labels, reduction="none")
+
+
+def _square_errors(logits: Tensor, scores: Tensor) -> Tensor:
+    return (logits.squeeze(1) - scores).square()

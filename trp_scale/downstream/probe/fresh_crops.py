@@ -7,10 +7,10 @@ import torch
 from trp_scale.data.hashing import Integers
 from trp_scale.distributed.groups import Group
 from trp_scale.downstream.probe.arguments import LinearSettings
+from trp_scale.downstream.probe.classifiers import LR_ROWS, LinearProbe, step_counts
 from trp_scale.downstream.probe.encoder import FrozenEncoder
 from trp_scale.downstream.probe.features import Features, extract
 from trp_scale.downstream.probe.images import ProbedImages
-from trp_scale.downstream.probe.linear import LR_ROWS, LinearProbe, step_counts
 
 SMALLEST_CROP = 0.08
 """Share of an image's area that a crop shows at least (Szegedy et al. 2015), as in He et al., A.1."""

@@ -11,7 +11,7 @@ from trp_scale.downstream.pictures import figure_class
 from trp_scale.downstream.probe.encoder import FrozenEncoder, encoder_config
 from trp_scale.downstream.representation.arguments import RepresentArguments
 from trp_scale.downstream.representation.attention import Position, default_positions
-from trp_scale.downstream.representation.embedding import check_library
+from trp_scale.downstream.representation.features import check_library
 from trp_scale.downstream.representation.findings import Findings
 from trp_scale.downstream.representation.finetuned import finetuned_pictures, open_finetuned
 from trp_scale.downstream.representation.images import choose_images

@@ -15,7 +15,7 @@ from trp_scale.core.batch import Batch
 from trp_scale.data.plan import Addresses
 from trp_scale.downstream.detection.annotations import Annotations
 from trp_scale.downstream.detection.batch import DetectionBatchBuilder, read_image
-from trp_scale.downstream.detection.coco import read_coco
+from trp_scale.downstream.detection.files import read_coco
 from trp_scale.downstream.detection.masks import decode
 from trp_scale.downstream.detection.model import paste
 from trp_scale.preparation.images.detection_scenes import run_lengths, scene_objects

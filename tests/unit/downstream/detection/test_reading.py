@@ -19,10 +19,9 @@ from trp_scale.config import RefusedError
 from trp_scale.data.index import DataError
 from trp_scale.data.mixture import MemberPath
 from trp_scale.downstream.detection.annotations import BOX, MASK, OUTSIDE, check_images
-from trp_scale.downstream.detection.coco import read_coco
+from trp_scale.downstream.detection.files import read_coco, read_voc
 from trp_scale.downstream.detection.masks import decode, encode, runs_of
 from trp_scale.downstream.detection.rows import learned, open_detection, settle_masks, training_notices
-from trp_scale.downstream.detection.voc import read_voc
 
 
 def member(path: Path) -> MemberPath:

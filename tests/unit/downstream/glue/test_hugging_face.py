@@ -11,8 +11,8 @@ import pytest
 from tests.unit.downstream.glue.standard_files import write_glue
 from trp_scale.config import RefusedError
 from trp_scale.data.index import DataError
+from trp_scale.downstream.glue.examples import FORMATS
 from trp_scale.downstream.glue.folders import read_glue
-from trp_scale.downstream.glue.formats import FORMATS
 
 datasets = pytest.importorskip("datasets")
 

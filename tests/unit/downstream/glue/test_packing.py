@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trp_scale.downstream.glue.packing import one_each, place_rows
+from trp_scale.downstream.glue.batch import one_each, place_rows
 
 
 @given(st.lists(st.integers(1, 64), min_size=1, max_size=40))

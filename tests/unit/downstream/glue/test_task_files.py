@@ -11,9 +11,8 @@ import pytest
 from tests.unit.downstream.glue.standard_files import FILES, write_glue
 from trp_scale.config import RefusedError
 from trp_scale.data.index import DataError
-from trp_scale.downstream.glue.folders import find_folder, read_glue, require_folders
-from trp_scale.downstream.glue.formats import FORMATS
-from trp_scale.downstream.glue.tsv import read_tsv
+from trp_scale.downstream.glue.examples import FORMATS
+from trp_scale.downstream.glue.folders import find_folder, read_glue, read_tsv, require_folders
 
 READ: dict[str, tuple[list[float], tuple[str, ...], tuple[str, ...]]] = {
     "cola": ([1, 0, 1], ("Our friends won't buy this.",), ("The cat sat.",)),

@@ -15,10 +15,9 @@ from trp_scale.config import RefusedError
 from trp_scale.core.batch import Batch
 from trp_scale.distributed.groups import ALONE, Group
 from trp_scale.downstream.detection.annotations import Annotations
-from trp_scale.downstream.detection.coco import read_coco
+from trp_scale.downstream.detection.files import read_coco, read_voc
 from trp_scale.downstream.detection.masks import decode
 from trp_scale.downstream.detection.metrics import VOC_METRIC, DetectionMetrics, in_image
-from trp_scale.downstream.detection.voc import read_voc
 
 SCALE = 4.0
 """Images of 12 x 16 pixels in squares of 64."""

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trp_scale.downstream.detection.voc_ap import Found, Truth, average_precision, overlaps
+from trp_scale.downstream.detection.metrics import Found, Truth, average_precision, overlaps
 
 UNIT = [0.0, 0.0, 10.0, 10.0]
 HALF = [0.0, 0.0, 10.0, 5.0]

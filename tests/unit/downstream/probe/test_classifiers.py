@@ -14,11 +14,17 @@ from sklearn.preprocessing import StandardScaler
 
 from trp_scale.config import RefusedError
 from trp_scale.downstream.probe.arguments import KnnSettings, LinearSettings, LogisticSettings, ProbeArguments
-from trp_scale.downstream.probe.classifiers import accuracy_by_class, classify
+from trp_scale.downstream.probe.classifiers import (
+    LinearProbe,
+    accuracy_by_class,
+    classify,
+    fit_linear,
+    logistic_regression,
+    nearest_neighbours,
+    shuffled,
+    step_counts,
+)
 from trp_scale.downstream.probe.features import LabelledFeatures
-from trp_scale.downstream.probe.linear import LinearProbe, fit_linear, shuffled, step_counts
-from trp_scale.downstream.probe.logistic import logistic_regression
-from trp_scale.downstream.probe.neighbours import nearest_neighbours
 
 
 def clusters(rows: int, seed: int, spread: float = 1.0) -> LabelledFeatures:

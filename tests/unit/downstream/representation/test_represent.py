@@ -22,10 +22,9 @@ from tests.runs import image_flags, pretrain_here
 from trp_scale import cli
 from trp_scale.config import RefusedError
 from trp_scale.downstream.probe.encoder import FrozenEncoder, encoder_config
-from trp_scale.downstream.representation.embedding import plane
+from trp_scale.downstream.representation.features import class_similarity, plane
 from trp_scale.downstream.representation.images import choose_images
 from trp_scale.downstream.representation.represent import read_block, read_positions
-from trp_scale.downstream.representation.similarity import class_similarity
 from trp_scale.downstream.representation.study import study_images
 
 

@@ -7,7 +7,7 @@ import pytest
 from sklearn.metrics.pairwise import cosine_similarity
 
 from trp_scale.config import RefusedError
-from trp_scale.downstream.representation.similarity import class_similarity
+from trp_scale.downstream.representation.features import class_similarity
 
 
 def test_against_every_pair() -> None:

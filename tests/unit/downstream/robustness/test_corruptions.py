@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 
 from trp_scale.config import RefusedError
-from trp_scale.downstream.robustness.corruptions import (
+from trp_scale.downstream.robustness.sets import (
     ALEXNET_ERRORS,
     SEVERITIES,
     check_complete,
     corruption_error,
+    parse_sets,
 )
-from trp_scale.downstream.robustness.sets import parse_sets
 
 PUBLISHED = {
     "gaussian_noise": 88.6,

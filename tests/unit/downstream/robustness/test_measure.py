@@ -21,10 +21,8 @@ from trp_scale.downstream.classification.objective import Pixels
 from trp_scale.downstream.finetuned_run import read_run
 from trp_scale.downstream.probe.images import open_probed
 from trp_scale.downstream.results import read_results
-from trp_scale.downstream.robustness.corruptions import ALEXNET_ERRORS
-from trp_scale.downstream.robustness.measure import RobustClassifier
-from trp_scale.downstream.robustness.sets import RobustnessSet
-from trp_scale.downstream.robustness.subset import SubsetAccuracy, class_columns
+from trp_scale.downstream.robustness.measure import RobustClassifier, SubsetAccuracy, class_columns
+from trp_scale.downstream.robustness.sets import ALEXNET_ERRORS, RobustnessSet
 
 
 @pytest.fixture(scope="module")
