@@ -72,6 +72,7 @@ def test_every_engine_learns_the_same(
     changes = {"training__steps": 3, "checkpoint__every": 1, "checkpoint__keep": 0, "dense__head": head}
     changes |= {"optimizer__kind": "sgd", "optimizer__lr": 0.05, "optimizer__schedule": "constant"}
     changes |= {"dense__auxiliary_weight": 0.4 if head == "upernet" else 0.0}
+    changes |= {"dense__threshold": "batch"} if kind == "depth" else {}
     two = tuned(two_ranks, engine, kind, image_dataset, tmp_path / "two", **changes)
     one = tuned(two_ranks, "plain", kind, image_dataset, tmp_path / "one", batch__micro_size=4, **changes)
     first, theirs = (read_full_state(checkpoint_path(one / kind / "seed_0", step)) for step in (1, 3))

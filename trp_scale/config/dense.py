@@ -48,8 +48,12 @@ class DenseConfig:
     max_depth: float = 0.0
     """depth: largest depth; 0 = no limit. Farther pixels count nowhere, and nothing farther is predicted. NYUv2: 10."""
     region: Literal["whole", "eigen"] = "whole"
-    """depth: pixels that are measured. eigen: rows 45 to 471 and columns 41 to 601 of 480 x 640 (Eigen et al. 2014),
-    in proportion for other sizes."""
+    """depth: pixels that are measured. whole: every valid one, as in MultiMAE's code. eigen: rows 45 to 471 and columns
+    41 to 601 of 480 x 640 (Eigen et al. 2014), in proportion for other sizes."""
+    threshold: Literal["image", "batch"] = "image"
+    """depth: the reverse Huber loss is linear up to a fifth of the largest error of each image, or of the global batch
+    (MultiMAE's code takes each rank's batch). batch takes one more forward pass, unless one rank holds the batch in one
+    micro-batch."""
     depth_mean: float = 0.0
     """depth: the head predicts target = depth_mean + depth_deviation x output. The data set it if depth_deviation is
     0."""

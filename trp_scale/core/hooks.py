@@ -82,8 +82,12 @@ class StepContext:
     def losses_of(self, micro: Batch) -> TaskLosses:
         """The objective's losses of one micro-batch; the same call twice gives the same losses, bit for bit, since
         dropout is reseeded from (seed, step, position of the first row)."""
+        return self.run.objective(self.run.engine, self.reseeded(micro))
+
+    def reseeded(self, micro: Batch) -> Batch:
+        """What the model sees of one micro-batch, with dropout's draws for it started anew."""
         self.run.reseed(f"dropout/{self.step}/{micro.start}")
-        return self.run.objective(self.run.engine, self.batch_of(micro))
+        return self.batch_of(micro)
 
     def means(self, sums: Tensor) -> Tensor:
         """[T] loss of each task over the global batch; 0 where the task is absent (never used there)."""

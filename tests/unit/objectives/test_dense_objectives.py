@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -9,8 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from trp_scale.config import Config
 from trp_scale.core.batch import Batch
-from trp_scale.downstream.dense.depth_objective import Depth, DepthSpace, reverse_huber
+from trp_scale.core.hooks import Balancer, Hooks, StepContext
+from trp_scale.core.run import RunContext
+from trp_scale.distributed.groups import ALONE
+from trp_scale.downstream.dense.depth_objective import LARGEST, Depth, DepthSpace, LargestError, reverse_huber
 from trp_scale.downstream.dense.segmentation_objective import Segmentation
 
 SPACE = DepthSpace(inverse=False, mean=3.0, deviation=2.0, low=1e-3, high=float("inf"))
@@ -31,7 +36,9 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 
 
 class Fixed:
-    """A model that gives these outputs, row after row."""
+    """A model that gives these outputs, row after row, and an engine of it."""
+
+    device, data_group = torch.device("cpu"), ALONE
 
     def __init__(self, *outputs: Tensor) -> None:
         self.outputs, self.given = outputs, 0
@@ -105,6 +112,49 @@ def test_the_threshold_is_a_constant_to_the_gradient() -> None:
     reverse_huber(errors).sum().backward()
     assert errors.grad is not None
     assert errors.grad[0].tolist() == pytest.approx([1.0 / 0.2, 1.0, -0.5 / 0.2])
+
+
+@pytest.mark.parametrize("parts", [[slice(0, 4)], [slice(0, 1), slice(1, 4)], [slice(n, n + 1) for n in range(4)]])
+def test_the_threshold_of_the_batch_is_the_same_however_it_is_split(parts: list[slice]) -> None:
+    """That of the largest error of all rows, which a hook finds before the step; several ranks: tests/distributed."""
+    _, batch, (outputs,) = depth_case()
+    objective = Depth(SPACE, "batch")
+    window = [replace(part(batch, rows), start=rows.start) for rows in parts]
+    shown = torch.cat([outputs, outputs])  # for the pass beforehand, and for that of the losses
+    engine = Fixed(shown[4 if len(parts) == 1 else 0 :])
+    run = RunContext(config=Config(), objective=objective, engine=engine)
+    hooks = Hooks(Balancer(), [LargestError(objective)])
+    ctx = StepContext(run=run, hooks=hooks, step=0, window=window, counts=objective.count(batch), lr=0.1)
+    hooks.before_step(ctx)
+    found = sum(float(ctx.losses_of(micro).sums) for micro in window)
+    errors = torch.where(batch["depth"] > 0, outputs[:, 0] - (batch["depth"] - 3.0) / 2.0, 0.0).double().flatten()
+    c = 0.2 * float(errors.abs().max())
+    by_hand = [abs(e) if abs(e) <= c else (e * e + c * c) / (2 * c) for e in errors.tolist()]
+    assert found == pytest.approx(sum(by_hand), rel=1e-6)
+    per_image = float(Depth(SPACE)(Fixed(outputs), batch).sums)
+    assert abs(per_image - found) > 0.01 * found
+
+
+def test_the_pass_for_the_threshold_draws_what_the_weighted_pass_draws() -> None:
+    _, batch, (outputs,) = depth_case()
+
+    class Dropping(Fixed):
+        def __call__(self, images: Tensor) -> list[Tensor]:
+            return [torch.nn.functional.dropout(each) for each in super().__call__(images)]
+
+    objective = Depth(SPACE, "batch")
+    window = [replace(part(batch, rows), start=rows.start) for rows in (slice(0, 2), slice(2, 4))]
+    run = RunContext(config=Config(), objective=objective, engine=Dropping(torch.cat([outputs, outputs])))
+    hooks = Hooks(Balancer(), [LargestError(objective)])
+    ctx = StepContext(run=run, hooks=hooks, step=0, window=window, counts=objective.count(batch), lr=0.1)
+    hooks.before_step(ctx)
+    seen = [ctx.reseeded(micro) for micro in window]
+    again = Dropping(torch.cat([outputs, outputs]))
+    errors = []
+    for micro in window:
+        ctx.reseeded(micro)
+        errors.append(objective.errors(again, micro).abs().max())
+    assert all(torch.equal(each.extras[LARGEST], torch.stack(errors).max()) for each in seen)
 
 
 def test_depth_is_learned_standardised_or_as_its_inverse() -> None:

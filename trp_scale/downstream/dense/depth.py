@@ -11,12 +11,14 @@ from torch import Tensor
 from trp_scale.config import RefusedError
 from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.core.batch import Batch
+from trp_scale.core.hooks import Hook
+from trp_scale.core.run import RunContext
 from trp_scale.data.mixture import parse_paths
 from trp_scale.data.plan import TrainPlan
 from trp_scale.data.split import held_out
 from trp_scale.distributed.environment import Environment
 from trp_scale.downstream.dense.depth_metrics import DepthErrors
-from trp_scale.downstream.dense.depth_objective import Depth, DepthSpace
+from trp_scale.downstream.dense.depth_objective import Depth, DepthSpace, LargestError
 from trp_scale.downstream.dense.maps import DepthMaps
 from trp_scale.downstream.dense.rows import DenseData, depth_statistics
 from trp_scale.downstream.dense.task import DenseTask
@@ -44,7 +46,10 @@ class DepthTask(DenseTask):
             low=dense.min_depth,
             high=dense.max_depth or math.inf,
         )
-        self.objective = Depth(self.space)
+        self.objective = Depth(self.space, dense.threshold)
+
+    def hooks(self, run: RunContext) -> list[Hook]:
+        return [LargestError(self.objective)] if self.config.dense.threshold == "batch" else []
 
     def complete(self, data: DenseData, measured: DenseData) -> int:
         maps, dense = data.maps, self.config.dense
