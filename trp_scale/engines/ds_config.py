@@ -14,7 +14,7 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from trp_scale.config import Config, RefusedError, nearest
 
@@ -41,12 +41,9 @@ TOP_LEVEL = frozenset(
         "prescale_gradients",
         "gradient_predivide_factor",
         "gradient_allreduce_op",
-        "activation_checkpointing",
         "aio",
-        "checkpoint",
         "comet",
         "comms_logger",
-        "compile",
         "csv_monitor",
         "disable_allgather",
         "disable_python_gc",
@@ -62,6 +59,13 @@ TOP_LEVEL = frozenset(
     }
 )
 """Keys that mean the same here as in DeepSpeed (0.19)."""
+
+WITHOUT_EFFECT = {
+    "activation_checkpointing": "no block of these models asks DeepSpeed for checkpointed activations",
+    "checkpoint": "checkpoints are written by the run itself (--checkpoint.every)",
+    "compile": "--training.compile compiles with torch's own compiler, without DeepCompile",
+}
+"""Blocks that DeepSpeed knows and that would do nothing here, each with the reason."""
 
 ZERO = frozenset(
     {
@@ -161,14 +165,29 @@ def resolve(document: Mapping[str, Any], config: Config, *, world: int, accumula
     return resolved
 
 
+def notices(document: Mapping[str, Any], config: Config, *, path: str) -> list[str]:
+    """What is taken out of the file though it says something else, in words: arguments as `resolve`'s."""
+    block = document.get("scheduler")
+    if not _is_for_filling_in(block) or not list(scheduler_differences({"type": block.get("type", AUTO)}, config)):
+        return []
+    settings = config.optimizer
+    return [
+        f"{path}: its scheduler block ({block['type']}) is left out: the schedule is the recipe's, {settings.schedule} "
+        f"after {settings.warmup_steps} steps of warm-up (--optimizer.schedule, --optimizer.warmup_steps)"
+    ]
+
+
 def zero_stage(document: Mapping[str, Any]) -> int:
     """ZeRO stage of a resolved configuration."""
     return int(document.get("zero_optimization", {}).get("stage", 0))
 
 
 def _wrong_shape(document: Document) -> Iterator[str]:
-    for key in document:
-        if key not in TOP_LEVEL:
+    for key, block in document.items():
+        if key in WITHOUT_EFFECT:
+            paths = [f"{key}.{name}" for name in block] if isinstance(block, dict) and block else [key]
+            yield from (f"{path} would have no effect: {WITHOUT_EFFECT[key]}; take it out" for path in paths)
+        elif key not in TOP_LEVEL:
             yield f"{key}: unknown or not supported{nearest(key, TOP_LEVEL)}"
     for name in ("zero_optimization", "bf16", "fp16", "torch_autocast", "data_types"):
         if not isinstance(document.get(name, {}), dict):
@@ -191,7 +210,19 @@ def _blocks(document: Document, config: Config) -> Iterator[str]:
     if "optimizer" in document:
         yield from optimizer_differences(document.pop("optimizer"), config)
     if "scheduler" in document:
-        yield from scheduler_differences(document.pop("scheduler"), config)
+        block = document.pop("scheduler")
+        yield from scheduler_differences(_without_kind(block) if _is_for_filling_in(block) else block, config)
+
+
+def _is_for_filling_in(block: object) -> TypeGuard[Mapping[str, Any]]:
+    """Whether a scheduler block leaves its values to whoever reads it, as the files of transformers do for any run: its
+    type then is a habit, not a wish."""
+    params = block.get("params") if isinstance(block, Mapping) else None
+    return isinstance(params, Mapping) and AUTO in params.values()
+
+
+def _without_kind(block: Mapping[str, Any]) -> Document:
+    return {name: value for name, value in block.items() if name != "type"}
 
 
 def _stated_once(document: Document, config: Config, world: int, accumulation: int) -> Iterator[str]:
@@ -284,6 +315,8 @@ def _zero(document: Document, config: Config) -> Iterator[str]:
     if zero["stage"] in (1, 2) and config.optimizer.clipping == 0.0 and weights_in_fp32 and not offloads:
         # The engine takes the norm itself, before the step; DeepSpeed's second one would wait for the device.
         zero.setdefault("compute_grad_norm", False)
+    if zero.get("stage3_gather_16bit_weights_on_model_save") == AUTO:
+        zero["stage3_gather_16bit_weights_on_model_save"] = False  # nothing is saved through DeepSpeed
     for name in ("offload_optimizer", "offload_param"):
         device = (zero.get(name) or {}).get("device", "none")
         if device not in ("none", "cpu"):

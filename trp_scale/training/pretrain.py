@@ -97,6 +97,8 @@ class Run:
         notices = [*selection.notices, *self._check_checkpoint(selection.checkpoint)]
         steps_per_epoch = -(-self.sources.train.rows // config.batch.global_size)
         document = ds_config.read(arguments.ds_config) if arguments.ds_config else None
+        if document is not None:
+            notices += ds_config.notices(document, config, path=str(arguments.ds_config))
         settings: dict[str, Any] = {
             "device": environment.device,
             "data_group": environment.data,

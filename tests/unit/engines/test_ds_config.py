@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from trp_scale.config import Config, RefusedError
-from trp_scale.engines.ds_config import TOP_LEVEL, ZERO, read, resolve, zero_stage
+from trp_scale.engines.ds_config import TOP_LEVEL, WITHOUT_EFFECT, ZERO, notices, read, resolve, zero_stage
 from trp_scale.recipes.loader import load_recipe
 
 SHIPPED = sorted((Path(__file__).parents[3] / "ds_configs").glob("*.json"))
@@ -76,6 +76,97 @@ def test_the_known_zero_keys_are_those_of_the_installed_deepspeed() -> None:
     names = {field.alias or name for name, field in DeepSpeedZeroConfig.model_fields.items()}
     assert names >= ZERO
     assert {"optimizer", "gradient_clipping", "torch_autocast", "zero_optimization"} <= TOP_LEVEL
+
+
+TRANSFORMERS = {
+    "fp16": {
+        "enabled": "auto",
+        "loss_scale": 0,
+        "loss_scale_window": 1000,
+        "initial_scale_power": 16,
+        "hysteresis": 2,
+        "min_loss_scale": 1,
+    },
+    "bf16": {"enabled": "auto"},
+    "optimizer": {
+        "type": "AdamW",
+        "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
+    },
+    "scheduler": {
+        "type": "WarmupLR",
+        "params": {"warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"},
+    },
+    "zero_optimization": {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        "offload_param": {"device": "cpu", "pin_memory": True},
+        "overlap_comm": True,
+        "contiguous_gradients": True,
+        "sub_group_size": 1e9,
+        "reduce_bucket_size": "auto",
+        "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto",
+        "stage3_max_live_parameters": 1e9,
+        "stage3_max_reuse_distance": 1e9,
+        "stage3_gather_16bit_weights_on_model_save": "auto",
+    },
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "steps_per_print": 2000,
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "wall_clock_breakdown": False,
+}
+"""A complete file for ZeRO-3 as transformers' documentation has it, made to be filled in for any run."""
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_the_usual_file_of_transformers_is_accepted(precision: str, stage: int) -> None:
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    made = config(precision)
+    given = copy.deepcopy(TRANSFORMERS)
+    given["zero_optimization"]["stage"] = stage  # type: ignore[index]
+    if stage < 2:
+        del given["zero_optimization"]["offload_optimizer"], given["zero_optimization"]["offload_param"]  # type: ignore[attr-defined]
+    document = resolved(given, made, world=1, accumulation=8)
+    assert "auto" not in words(document) and not {"optimizer", "scheduler"} & document.keys()
+    seen = DeepSpeedConfig(copy.deepcopy(document))
+    assert (seen.train_batch_size, seen.gradient_clipping, seen.zero_optimization_stage) == (256, 0.0, stage)
+    assert seen.float16_config.enabled == (precision == "fp16")
+    assert seen.bfloat16_config.enabled == (precision == "bf16" and stage > 0)
+    (notice,) = notices(given, made, path="x.json")
+    assert "x.json: its scheduler block (WarmupLR) is left out" in notice
+    assert "linear after 10000 steps of warm-up (--optimizer.schedule" in notice
+
+
+def test_a_scheduler_block_to_be_filled_in_is_noticed_only_where_it_differs_and_its_numbers_still_count() -> None:
+    filled = copy.deepcopy(TRANSFORMERS["scheduler"])
+    assert notices({"scheduler": filled | {"type": "WarmupDecayLR"}}, config(), path="x.json") == []
+    assert notices({"scheduler": {"type": "WarmupDecayLR"}}, config(), path="x.json") == []
+    assert notices({}, config(), path="x.json") == []
+    filled["params"]["warmup_num_steps"] = 500  # type: ignore[index]
+    assert "scheduler.params.warmup_num_steps is 500, the recipe says 10000" in refusal({"scheduler": filled})
+
+
+@pytest.mark.parametrize(
+    ("document", "paths"),
+    [
+        (
+            {"activation_checkpointing": {"partition_activations": True, "cpu_checkpointing": False}},
+            ["activation_checkpointing.partition_activations", "activation_checkpointing.cpu_checkpointing"],
+        ),
+        ({"compile": {"deepcompile": True}}, ["compile.deepcompile"]),
+        ({"checkpoint": {"tag_validation": "Fail", "parallel_write": {}}}, ["checkpoint.tag_validation"]),
+        ({"checkpoint": {}}, ["checkpoint"]),
+    ],
+)
+def test_what_would_do_nothing_is_refused_by_its_path(document: dict[str, Any], paths: list[str]) -> None:
+    message = refusal(document)
+    for path in paths:
+        assert f"  {path} would have no effect: " in message
+    assert not set(WITHOUT_EFFECT) & TOP_LEVEL
 
 
 def test_an_empty_file_gets_everything_that_deepspeed_would_default() -> None:
