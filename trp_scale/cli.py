@@ -73,6 +73,11 @@ COMMANDS: dict[str, dict[str, Command]] = {
             "trp_scale.commands.measuring:export", "write a run's weights as a directory that other libraries load"
         ),
     },
+    "look at the method": {
+        "theory": Command(
+            "trp_scale.commands.measuring:theory", "draw what minimax weights promise against what is measured"
+        ),
+    },
 }
 """The commands, in the groups that `trp-scale --help` shows."""
 

@@ -22,7 +22,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("engines",),
     ("checkpoint",),
     ("balancing", "adversary", "masks", "averaging", "monitoring"),
-    ("upstreams",),
+    ("upstreams", "theory"),
     ("training",),
     ("preparation", "downstream"),
     ("components",),
