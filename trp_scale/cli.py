@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +11,7 @@ from typing import NoReturn
 
 import trp_scale
 from trp_scale.command_line import HELP, speaks
-from trp_scale.distributed.launchers import FIRST_WORD_SECONDS
+from trp_scale.distributed.launchers import FIRST_WORD_SECONDS, leave
 from trp_scale.errors import RefusedError, nearest
 
 
@@ -130,15 +129,6 @@ def _let_rank_0_speak_first() -> None:
     """All ranks read the same command; when rank 0 stops for it too, the launcher ends this one while it waits."""
     if not speaks():
         time.sleep(FIRST_WORD_SECONDS)
-
-
-def leave(status: int) -> NoReturn:
-    """End this process, once its command has closed what it opened, without the interpreter's shutdown: a thread of
-    gloo's that lets go of a tensor in the middle of that ends a run that went well with SIGABRT (seen with FSDP2 on two
-    ranks of a loaded machine)."""
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(status)
 
 
 def console(*command: str) -> NoReturn:

@@ -9,13 +9,14 @@ import time
 import traceback
 from datetime import timedelta
 from types import TracebackType
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
 
 from trp_scale.config import RefusedError
 from trp_scale.distributed.groups import Group
-from trp_scale.distributed.launchers import FIRST_WORD_SECONDS, RankInfo, discover
+from trp_scale.distributed.launchers import FIRST_WORD_SECONDS, RankInfo, discover, leave
 
 __all__ = ["Environment", "RankInfo", "discover"]
 
@@ -98,19 +99,19 @@ class Environment:
         if dist.is_initialized():
             dist.destroy_process_group()
 
-    def _leave_at_once(self, error: BaseException) -> None:
+    def _leave_at_once(self, error: BaseException) -> NoReturn:
         status = 1
-        if isinstance(error, RefusedError):
-            status = 2
-            report_refusal(error, self.info)
-        elif isinstance(error, SystemExit):
-            status = error.code if isinstance(error.code, int) else 1
-        else:
-            report_failure(error, self.info)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        # Not sys.exit: the interpreter's shutdown would wait for threads and groups that wait for the other ranks.
-        os._exit(status)
+        try:
+            if isinstance(error, RefusedError):
+                status = 2
+                report_refusal(error, self.info)
+            elif isinstance(error, SystemExit):
+                status = error.code if isinstance(error.code, int) else 1
+            else:
+                report_failure(error, self.info)
+        finally:  # also when nobody reads what is printed
+            # Not sys.exit: the interpreter's shutdown would wait for threads and groups that wait for the other ranks.
+            leave(status)
 
 
 def report_refusal(error: Exception, info: RankInfo) -> None:

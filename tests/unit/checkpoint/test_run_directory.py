@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shutil
 import subprocess
@@ -142,12 +143,22 @@ def test_an_incomplete_one_does_not_count_as_kept(tmp_path: Path) -> None:
     assert visible(tmp_path) == [2, 4]
 
 
+def reshape(path: Path, **fields: Any) -> None:
+    """Change fields of the first tensor."""
+    content = json.loads(path.read_text())
+    next(iter(content["tensors"].values())).update(fields)
+    path.write_text(json.dumps(content))
+
+
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
         (lambda path: (path / "checkpoint.json").unlink(), "checkpoint.json: missing"),
         (lambda path: (path / "checkpoint.json").write_text('{"format": 1'), "checkpoint.json: not JSON"),
+        (lambda path: (path / "checkpoint.json").write_text("[" * 100_000), "checkpoint.json: not JSON"),
         (lambda path: (path / "checkpoint.json").write_text("{}"), "not a checkpoint's document"),
+        (lambda path: reshape(path / "checkpoint.json", states=[1]), "not a checkpoint's document"),
+        (lambda path: reshape(path / "checkpoint.json", states=["word"]), "not a checkpoint's document"),
         (lambda path: (path / "hooks.safetensors").unlink(), "hooks.safetensors: missing"),
         (
             lambda path: (path / "rank-00000.safetensors").open("ab").write(b"x"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 from pathlib import Path
 
@@ -71,6 +72,35 @@ def test_the_variable_overrides_the_terminal(
         assert isinstance(display, LiveDisplay) is live
     finally:
         display.close()
+
+
+@pytest.mark.parametrize("fault", ["closed pipe", "full disk"])
+@pytest.mark.parametrize("live", [False, True])
+def test_output_that_cannot_be_written_to_is_given_up_with_one_notice(
+    fault: str,
+    live: bool,
+    config: Config,
+    info: RunInfo,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    if fault == "closed pipe":
+        reader, writer = os.pipe()
+        os.close(reader)
+    else:
+        writer = os.open("/dev/full", os.O_WRONLY)
+    monkeypatch.setenv("TRP_SCALE_PROGRESS", "live" if live else "plain")
+    with os.fdopen(writer, "w") as output:
+        monkeypatch.setattr("sys.stdout", output)
+        display = open_display(config, info, Path("run"))
+        display.update(record(1), 2000.0, "noun")
+        display.message("step 1: a notice")
+        display.show("a table")
+        display.close()
+        print("of a library", flush=True)
+        monkeypatch.undo()
+    (notice,) = caplog.messages
+    assert "the run goes on: see run/metrics.jsonl" in notice
 
 
 def test_logging_progress_false_leaves_messages(
