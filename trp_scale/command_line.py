@@ -15,6 +15,9 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
 
+from trp_scale.config.components import kinds_beside
+from trp_scale.config.settings import Settings
+
 Arguments = TypeVar("Arguments")
 
 HELP = ("-h", "--help")
@@ -109,7 +112,10 @@ def _sections(kind: type[Any], default: object) -> Iterator[tuple[str, str]]:
             yield from _sections(section, own)
         else:
             words = " ".join(inspect.cleandoc(section.__doc__ or "").split())
-            yield name.rstrip("_"), re.split(r"(?<=\.)\s+(?=[A-Z])", words, maxsplit=1)[0].rstrip(".")
+            line = re.split(r"(?<=\.)\s+(?=[A-Z])", words, maxsplit=1)[0].rstrip(".")
+            if isinstance(own, Settings) and (kinds := kinds_beside(type(own))):
+                line = f"{own.kind}: {line}. Kinds: {', '.join(kinds)}"
+            yield name.rstrip("_"), line
 
 
 def _section(type_: Any) -> type[Any] | None:

@@ -14,8 +14,9 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "trp_scale"
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("errors", "command_line"),
+    ("errors",),
     ("config",),
+    ("command_line",),
     ("distributed",),
     ("core",),
     ("data", "models", "observe"),

@@ -172,6 +172,12 @@ def registered() -> list[tuple[str, str, type[Settings]]]:
     return [(each.role, each.name, each.settings) for each in _components.values()]
 
 
+def kinds_beside(settings: type[Settings]) -> list[str]:
+    """Names of all components of the role that these settings are of; empty where they are of none."""
+    role = next((role for role, _, own in registered() if own is settings), None)
+    return [] if role is None else names(role)
+
+
 def settings_of(role: str, kind: str, **values: Any) -> Any:
     """The section of a component with these values."""
     return find(role, kind).settings(**values)
