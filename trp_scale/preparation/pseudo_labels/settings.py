@@ -29,8 +29,8 @@ class PseudoLabelConfig:
     wrote, or a name on the Hugging Face hub. Weights are read from safetensors alone, and no code of theirs is run."""
     segmentation_model: str = ""
     """Model for semantic or panoptic segmentation (Mask2Former, SegFormer, UPerNet and others), given as --depth_model
-    is. Its classes, at most 255, become the data set's. A model for instances (such as ...-coco-instance) is refused:
-    it knows things only, and would call sky, walls and ground a thing."""
+    is. Its classes, at most 255, become the data set's. A model for instances (such as ...-coco-instance) is no
+    choice: it knows things only, and would call sky, walls and ground a thing."""
     depth_scale: float | None = None
     """Metres per unit of the stored 16-bit depth (0.001: up to 65 m), for a model whose output is in metres. Without it
     each image's output is stretched to 1..65535."""

@@ -108,6 +108,8 @@ def test_fresh_crops_change_what_is_learned(stripes: Path, others: Path, learned
         1,
         "--linear.batch_size",
         32,
+        "--pooling",
+        "class",  # as the run's own head, whose figure is measured beside it
     )
     fresh = probe(tmp_path, learned, stripes, *flags, "--linear.crops", "fresh", "--batch_size", 16, "--workers", 0)
     assert "fresh crops" in read_results(fresh).recipe
