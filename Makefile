@@ -1,13 +1,13 @@
 # make pretrain   set up, build a small corpus, pre-train a small PoS-BERT on two ranks
 # make test       set up, run all tests
-# make setup | lint | types | clean
+# make setup | lint | types | wheel-test | clean
 #
 # PYTHON=python3.12 chooses the interpreter, RANKS=4 the ranks of `make pretrain`.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help setup pretrain test lint types clean
+.PHONY: help setup pretrain test lint types wheel-test clean
 
 PYTHON ?= python3
 RANKS ?= 2
@@ -54,6 +54,10 @@ lint: $(INSTALLED)
 
 types: $(INSTALLED)
 	$(BIN)/mypy
+
+# Shards, pre-trains, reports and exports with the wheel in a new environment, from an empty folder.
+wheel-test: $(INSTALLED)
+	PYTHON=$(BIN)/python tests/wheel.sh
 
 clean:
 	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -55,6 +55,9 @@ COMMANDS: dict[str, dict[str, Command]] = {
         "sweep": Command(
             "trp_scale.commands.training:sweep", "train image runs that differ in named settings, and compare them"
         ),
+        "launch-files": Command(
+            "trp_scale.commands.launch_files:launch_files", "write out DeepSpeed's files, launch and SLURM scripts"
+        ),
     },
     "look at what was trained": {
         "report": Command("trp_scale.commands.measuring:report", "print what a run has reached so far, or at its end"),

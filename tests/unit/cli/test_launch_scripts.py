@@ -111,6 +111,6 @@ def test_the_scripts_have_no_mistake_that_shellcheck_finds() -> None:
     shellcheck = shutil.which("shellcheck")
     if shellcheck is None:
         pytest.skip("shellcheck is not installed")
-    scripts = [LAUNCH / "torchrun.sh", LAUNCH / "slurm" / "pretrain.sbatch"]
+    scripts = [LAUNCH / "torchrun.sh", LAUNCH / "slurm" / "pretrain.sbatch", LAUNCH.parent / "tests" / "wheel.sh"]
     done = subprocess.run([shellcheck, *map(str, scripts)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout
