@@ -6,9 +6,15 @@ import re
 import subprocess
 import sysconfig
 from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from pathlib import Path
+from typing import Any, get_args, get_type_hints
 
 import pytest
+
+from trp_scale.config import Config
+from trp_scale.config.components import registered
+from trp_scale.config.finetuning import FinetuneConfig
 
 ROOT = Path(__file__).parents[2]
 TOP = ("trp_scale", "tests", "docs", "benchmarks", "launch", "data_tools", "ds_configs", "examples", ".ci")
@@ -21,7 +27,43 @@ DOCUMENT = re.compile(r"(?<![\w/.:*-])((?:[\w.-]+/)*[\w-]+\.md)\b")
 SOURCE = re.compile(r"(?<![\w/.:*{}-])((?:[\w-]+/)+[\w-]+\.py)\b")
 FILE = re.compile(rf"(?<![\w/.-])((?:{'|'.join(map(re.escape, TOP))})/[\w./-]*\w/?)")
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#([^)\s]+))?\)|\]\(#([^)\s]+)\)")
+SETTING = re.compile(r"`(?:--)?([a-z_]+\.[a-z_]+)(?: ([\w.]+))?`")
 WITHIN = re.compile(r"((?:`[\w.]+`(?:, | and )?)+) (?:of `\w+` )?in `([\w./-]+\.py)`")
+
+
+def known_settings() -> dict[str, set[str]]:
+    """Every setting as `section.field`, of any kind, with the words that it takes; empty where it takes others too."""
+    sections: dict[str, list[type[Any]]] = {}
+    for kind in (Config, FinetuneConfig):
+        instance = kind()
+        for field in fields(kind):
+            if is_dataclass(own := getattr(instance, field.name)):
+                sections.setdefault(field.name, []).append(type(own))
+    for role, name, settings in registered():
+        sections.setdefault(name if role == "hook" else role, []).append(settings)
+    found: dict[str, set[str]] = {}
+    for section, kinds in sections.items():
+        for settings in kinds:
+            hints = get_type_hints(settings)
+            for field in fields(settings):
+                words = {str(word) for word in get_args(hints[field.name])}
+                found.setdefault(f"{section}.{field.name.rstrip('_')}", set()).update(words)
+    return found
+
+
+def wrong_settings(text: str, known: dict[str, set[str]]) -> list[str]:
+    """Settings that a text names as `section.field` or `section.field value`, and that there are not."""
+    sections = {name.partition(".")[0] for name in known}
+    named = [
+        (name, value)
+        for name, value in SETTING.findall(text)
+        if name.partition(".")[0] in sections and not name.endswith(".safetensors")
+    ]
+    return [
+        f"{name} {value}".strip()
+        for name, value in named
+        if name not in known or (value.isalpha() and known[name] and value not in known[name])
+    ]
 
 
 def tracked() -> list[Path]:
@@ -38,8 +80,8 @@ def tracked() -> list[Path]:
 
 
 def documents() -> list[Path]:
-    """What people read, relative to the root."""
-    return [path for path in tracked() if path.suffix == ".md"]
+    """What people read, relative to the root; but for the list of changes, which also names what is gone."""
+    return [path for path in tracked() if path.suffix == ".md" and path.name != "CHANGELOG.md"]
 
 
 def missing_documents(text: str, place: Path, root: Path = ROOT) -> list[str]:
@@ -112,6 +154,7 @@ def test_every_file_that_a_document_names_exists(path: Path) -> None:
     assert missing_files(text) == []
     assert broken_links(text, path.parent) == []
     assert missing_names(text) == []
+    assert wrong_settings(text, known_settings()) == []
 
 
 @pytest.mark.parametrize(
@@ -172,3 +215,15 @@ def test_a_broken_link_is_seen(text: str, broken: list[str]) -> None:
 def test_a_name_that_its_file_does_not_have_is_seen() -> None:
     text = "`softmax_weights` and `nothing_of_the_kind` in `trp_scale/balancing/minimax.py`"
     assert missing_names(text) == ["nothing_of_the_kind"]
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("`balancer.gradnorm_lr` and `balancer.alpha 2`", ["balancer.gradnorm_lr"]),
+        ("`crops.from view`, `--crops.from nowhere`", ["crops.from nowhere"]),
+        ("`torch.load` and `metrics.jsonl`", []),
+    ],
+)
+def test_a_setting_that_is_not_there_is_seen(text: str, wrong: list[str]) -> None:
+    assert wrong_settings(text, known_settings()) == wrong
