@@ -47,11 +47,17 @@ def test_nothing_else_happens_to_any_kind_of_member(outcomes: dict[str, Counter[
     stored = {f"{mode} {suffix}" for mode in ("plain", "verify") for suffix in SUFFIXES + ARRAYS}
     assert outcomes.keys() == stored | {"decoder depth.png", "decoder semseg.png", "detection png"}
     for name, counts in outcomes.items():
+        if name.endswith(" cls"):
+            assert counts.keys() == {"read"}, "the class stands in the index; its member is for other readers"
+            continue
         assert counts.keys() <= {"read", "left out"}, name
         assert counts["left out"] > 0, f"{name}: no flip that a decoder can see was tried"
 
 
-@pytest.mark.parametrize("name", ["plain depth.png", "plain semseg.png", *(f"verify {s}" for s in SUFFIXES + ARRAYS)])
+@pytest.mark.parametrize(
+    "name",
+    ["plain depth.png", "plain semseg.png", *(f"verify {suffix}" for suffix in SUFFIXES + ARRAYS if suffix != "cls")],
+)
 def test_what_has_its_checksum_compared_is_always_found(outcomes: dict[str, Counter[str]], name: str) -> None:
     assert outcomes[name].keys() == {"left out"}
 
