@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import select
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -126,6 +127,17 @@ def run(command: Callable[[], int]) -> int:
         if error.code:
             _let_rank_0_speak_first()
         raise
+    except BrokenPipeError:  # `trp-scale recipes NAME | head`: nobody reads the rest
+        if _is_read():
+            raise
+        return 0
+
+
+def _is_read() -> bool:
+    """Whether somebody still reads what this process prints."""
+    output = select.poll()
+    output.register(sys.stdout.fileno(), 0)  # that a pipe has no reader is always told
+    return not output.poll(0)
 
 
 def _let_rank_0_speak_first() -> None:

@@ -149,6 +149,24 @@ def test_python_m_is_the_command(tmp_path: Path) -> None:
     assert done.stderr.startswith("error: ") and "Traceback" not in done.stderr
 
 
+def test_who_stops_reading_sees_no_traceback() -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": "1"}
+    command = [sys.executable, "-m", "trp_scale", "recipes", "adpe_vit_b"]
+    done = subprocess.run(command, env=environ, stdout=writing, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_pipe_of_ours_that_breaks_is_not_hidden() -> None:
+    def fail() -> int:
+        raise BrokenPipeError("to a worker")
+
+    with pytest.raises(BrokenPipeError, match="to a worker"):
+        cli.run(fail)
+
+
 def test_rank_0_speaks_and_the_others_wait_for_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
