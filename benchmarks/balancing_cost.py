@@ -97,7 +97,7 @@ def modalities_step(
     """A whole training step of MM-MAE with an encoder of ViT-Ti."""
     config = resized(load_recipe("mm_mae_vit_b_in1k_400"), "tiny")
     config.training.precision, config.balancer = precision, balancing
-    module = MultimodalMaskedAutoencoder(config, CLASSES)
+    module = MultimodalMaskedAutoencoder(config, {"semseg": CLASSES})
     return whole_step(config, module, MultimodalReconstruction(config), random_modalities(config, rows), device)
 
 

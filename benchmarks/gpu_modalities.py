@@ -65,7 +65,7 @@ def modality_trainer(engine: Engine, config: Config) -> Trainer:
 @contextmanager
 def training(setting: Setting, layout: str, config: Config) -> Iterator[Trainer]:
     """A trainer on a layout; the engine is closed at the end."""
-    engine = engine_with(setting, layout, MultimodalMaskedAutoencoder(config, CLASSES), config)
+    engine = engine_with(setting, layout, MultimodalMaskedAutoencoder(config, {"semseg": CLASSES}), config)
     try:
         yield modality_trainer(engine, config)
     finally:
@@ -79,7 +79,7 @@ def speed(setting: Setting) -> Figures:
         return modality_config(setting, size="base", rows=rows)
 
     def flops(rows: int, computed: bool) -> float:
-        return mm_mae_step_flops(config(rows), rows=rows, classes=CLASSES, computed=computed)
+        return mm_mae_step_flops(config(rows), rows=rows, classes={"semseg": CLASSES}, computed=computed)
 
     return best_speed(setting, ROWS, lambda rows: training(setting, "plain", config(rows)), flops)
 
@@ -90,7 +90,7 @@ def overheads(setting: Setting) -> Figures:
     steps = {}
     for balancer in BALANCING:
         config = modality_config(setting, size="base", rows=rows, balancer=balancer)
-        engine = engine_with(setting, "plain", MultimodalMaskedAutoencoder(config, CLASSES), config)
+        engine = engine_with(setting, "plain", MultimodalMaskedAutoencoder(config, {"semseg": CLASSES}), config)
         steps[balancer] = modality_trainer(engine, config).train_step
     measured = alternate(steps, rounds=2 if setting.small else 20, warmup=3)
     base = measured["uniform"].walls

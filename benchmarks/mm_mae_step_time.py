@@ -59,7 +59,7 @@ def main(options: Options) -> None:
     config = resized(load_recipe("mm_mae_vit_b_in1k_400"), options.model)
     config.training.precision, config.training.compile = options.precision, options.compile
     config.balancer = settings_of("balancer", "uniform")
-    model, objective = MultimodalMaskedAutoencoder(config, CLASSES), MultimodalReconstruction(config)
+    model, objective = MultimodalMaskedAutoencoder(config, {"semseg": CLASSES}), MultimodalReconstruction(config)
     step = whole_step(config, model, objective, random_modalities(config, options.rows), device)
     dtype = torch.bfloat16 if options.precision == "bf16" else torch.float32
     left, right, out = (torch.randn(options.side, options.side, device=device).to(dtype) for _ in range(3))
@@ -69,7 +69,7 @@ def main(options: Options) -> None:
             torch.matmul(left, right, out=out)
 
     measured = alternate({"step": step, "product": product}, rounds=options.rounds)
-    model_flops = mm_mae_step_flops(config, rows=options.rows, classes=CLASSES)
+    model_flops = mm_mae_step_flops(config, rows=options.rows, classes={"semseg": CLASSES})
     product_flops = 2.0 * options.side**3 * options.products
     print(f"{options.rows} images of {config.crops.size} px, ViT {options.model}, {options.precision}, {device.type}, ")
     print(f"{torch.get_num_threads()} threads; {model_flops / 1e9:.1f} GFLOP a step")

@@ -31,11 +31,11 @@ from trp_scale.core.hooks import build_hooks
 from trp_scale.core.run import RunContext
 from trp_scale.distributed.groups import Group
 from trp_scale.engines.build import build_engine
+from trp_scale.modalities.semseg import VOID
 from trp_scale.models.patches import patchify
 from trp_scale.training.agreement import StepAgreement
 from trp_scale.upstreams.mm_mae.model import MultimodalMaskedAutoencoder
 from trp_scale.upstreams.mm_mae.objective import MultimodalReconstruction
-from trp_scale.upstreams.mm_mae.tokens import VOID
 
 SIDE, PATCH, STRIDE = 16, 4, 2
 PATCHES = (SIDE // PATCH) ** 2
@@ -132,7 +132,7 @@ def make_modality_engine(layout: Layout, config: Config, group: Group) -> Engine
     document = {"zero_optimization": {"stage": layout.stage}, **layout.document} if layout.stage is not None else None
     return build_engine(
         layout.engine,
-        MultimodalMaskedAutoencoder(config, CLASSES),
+        MultimodalMaskedAutoencoder(config, {"semseg": CLASSES}),
         config,
         device=torch.device("cpu"),
         data_group=group,

@@ -2,5 +2,6 @@
 
 from trp_scale.adversary import settings as adversary
 from trp_scale.balancing import settings as balancing
+from trp_scale.modalities import settings as modalities
 
-__all__ = ["adversary", "balancing"]
+__all__ = ["adversary", "balancing", "modalities"]

@@ -22,7 +22,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("data", "models", "observe"),
     ("engines",),
     ("checkpoint",),
-    ("balancing", "adversary", "masks", "averaging", "monitoring"),
+    ("balancing", "adversary", "masks", "averaging", "monitoring", "modalities"),
     ("upstreams", "theory"),
     ("training",),
     ("preparation", "downstream"),

@@ -107,9 +107,12 @@ def _open_text(config: Config, paths: Sequence[MemberPath]) -> Rows:
 def _open_images(config: Config, paths: Sequence[MemberPath]) -> Rows:
     from trp_scale.data.images.dataset import agree_images, open_image_dataset  # torchvision: text need not wait for it
     from trp_scale.data.images.kept_for_tests import refuse_test_sets
-    from trp_scale.data.images.stored_modalities import used_modalities
 
-    used = used_modalities(config)
+    used: Sequence[str] = ()
+    if config.objective.kind == "mm_mae":
+        from trp_scale.upstreams.mm_mae.tokens import RunModalities
+
+        used = RunModalities(config).stored
     datasets = [open_image_dataset(path.path, path.name, used) for path in paths]
     if config.masking.network != "none":
         refuse_test_sets(datasets, config.masking.network)

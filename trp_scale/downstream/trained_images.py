@@ -142,7 +142,7 @@ def load_trained_modalities(source: Path, data: str = "") -> TrainedModalities:
         checkpoint=checkpoint,
         config=config,
         data_digest=document.extra.get("data_digest"),
-        model=_with_weights(MultimodalMaskedAutoencoder(config, int(document.extra[CLASSES])), checkpoint),
+        model=_with_weights(MultimodalMaskedAutoencoder(config, document.extra[CLASSES]), checkpoint),
         objective=MultimodalReconstruction(config),
     )
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from trp_scale.data.images.stored_modalities import second_directories
+from trp_scale.data.images.maps import second_directories
 from trp_scale.data.index import Block, DataError, ShardIndex, read_index, read_json
 from trp_scale.preparation.images import verify as images
 from trp_scale.preparation.text import stored as text

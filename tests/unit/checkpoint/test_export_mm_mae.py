@@ -25,7 +25,7 @@ def write_run(run_dir: Path, settings: Config, classes: int = CLASSES) -> Multim
     weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
     split = {name: [(0, tensor.numel(), 0)] for name, tensor in weights.items()}
     engine = FakeEngine(0, split, {"weight": weights}, steps=0)
-    save_step(run_dir, 4, engine=engine, config=to_dict(settings), extra={"semseg_classes": classes})
+    save_step(run_dir, 4, engine=engine, config=to_dict(settings), extra={"map_classes": {"semseg": classes}})
     return model
 
 

@@ -10,6 +10,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +21,7 @@ from tests.unit.data.images.source_images import png
 from tests.unit.data.stored import config_for
 from trp_scale.config import Config
 from trp_scale.core.batch import Batch
-from trp_scale.data.images.decode import decode_map
+from trp_scale.data.images.maps import map_formats
 from trp_scale.data.index import DataError, read_index
 from trp_scale.data.sources import open_sources
 from trp_scale.downstream.detection.batch import read_image
@@ -94,11 +95,13 @@ def main(images: str, text: str) -> None:
             rows = open_sources(config, rank=0, world=1).train.rows
             found += [(f"{mode} {suffix}", what) for suffix, what in stored_members(config, rows)]
     size = (40, 50)
-    depth, semseg = (png(numbers) for numbers in maps(*size, seed=0))
+    forms = map_formats()
+    stored = {name: png(numbers) for name, numbers in zip(("depth", "semseg"), maps(*size, seed=0), strict=True)}
     colours = png(np.asarray(Image.fromarray(np.arange(60, dtype=np.uint8).reshape(4, 5, 3)).resize((50, 40))))
     with tempfile.TemporaryDirectory() as folder:
-        found += decoded("decoder depth.png", depth, lambda content: decode_map("depth.png", bytearray(content), size))
-        found += decoded("decoder semseg.png", semseg, lambda data: decode_map("semseg.png", bytearray(data), size))
+        for name, map_ in stored.items():
+            decode = partial(forms[name].decode, size=size)
+            found += decoded(f"decoder {forms[name].suffix}", map_, decode)
         found += decoded("detection png", colours, lambda content: read_image(file_of(content, folder), size))
     json.dump(found, sys.stdout)
 

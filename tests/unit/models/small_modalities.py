@@ -34,7 +34,7 @@ def config(
 
 def small_model(settings: Config, *, dtype: torch.dtype = torch.float64) -> MultimodalMaskedAutoencoder:
     """Every weight is drawn anew, large enough that all of them matter."""
-    model = MultimodalMaskedAutoencoder(settings, CLASSES)
+    model = MultimodalMaskedAutoencoder(settings, {"semseg": CLASSES})
     generator = torch.Generator().manual_seed(100)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -30,8 +30,8 @@ def inputs(settings: Config) -> tuple[dict[str, Tensor], Tensor]:
     """Patches of the input modalities and the visible tokens of two rows; some labels are void."""
     modalities = settings.modalities
     rows = batch(range(2), modalities.visible_tokens, len(modalities.inputs))
-    patches = MultimodalReconstruction(settings).patches(rows)
-    return {name: patches[name] for name in modalities.inputs}, rows["visible"]
+    objective = MultimodalReconstruction(settings)
+    return objective.seen(objective.patches(rows), rows), rows["visible"]
 
 
 @pytest.mark.parametrize("case", MODELS.values(), ids=MODELS)

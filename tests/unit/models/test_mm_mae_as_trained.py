@@ -11,16 +11,17 @@ from torch import Tensor
 from tests.synthetic_modalities import CLASSES, batch
 from tests.unit.models.small_modalities import ALL, EVERY_TASK, config, small_model
 from trp_scale.config import Config
+from trp_scale.modalities.semseg import SegmentationTokeniser
 from trp_scale.upstreams.mm_mae.model import MultimodalMaskedAutoencoder, MultimodalOutput
 from trp_scale.upstreams.mm_mae.objective import MultimodalReconstruction
-from trp_scale.upstreams.mm_mae.tokens import SegmentationTokeniser, visible_slots
+from trp_scale.upstreams.mm_mae.tokens import visible_slots
 
 
 def inputs(settings: Config, first: int = 0) -> tuple[dict[str, Tensor], Tensor]:
     modalities = settings.modalities
     rows = batch(range(first, first + 2), modalities.visible_tokens, len(modalities.inputs))
-    patches = MultimodalReconstruction(settings).patches(rows)
-    return {name: patches[name] for name in modalities.inputs}, rows["visible"]
+    objective = MultimodalReconstruction(settings)
+    return objective.seen(objective.patches(rows), rows), rows["visible"]
 
 
 @pytest.mark.parametrize("way", ["bf16 autocast", "bf16 weights", "fp16 weights"])
@@ -70,14 +71,14 @@ def test_sharding_units_are_the_encoder_s_blocks_and_the_decoders() -> None:
 
 def test_initial_weights_follow_from_seed_and_name_alone() -> None:
     torch.manual_seed(1)
-    first = dict(MultimodalMaskedAutoencoder(config(), CLASSES).named_parameters())
+    first = dict(MultimodalMaskedAutoencoder(config(), {"semseg": CLASSES}).named_parameters())
     torch.manual_seed(2)
     reordered = config(inputs=ALL[::-1], outputs=EVERY_TASK[::-1])
-    second = dict(MultimodalMaskedAutoencoder(reordered, CLASSES).named_parameters())
+    second = dict(MultimodalMaskedAutoencoder(reordered, {"semseg": CLASSES}).named_parameters())
     assert set(first) < set(second) and all(torch.equal(first[name], second[name]) for name in first)
     other_seed = config()
     other_seed.training.seed += 1
-    third = dict(MultimodalMaskedAutoencoder(other_seed, CLASSES).named_parameters())
+    third = dict(MultimodalMaskedAutoencoder(other_seed, {"semseg": CLASSES}).named_parameters())
     drawn = [name for name in first if not name.endswith(("bias", "mask_token")) and "norm" not in name]
     assert not any(torch.allclose(first[name], third[name], atol=1e-4) for name in drawn)
 
@@ -87,7 +88,7 @@ def test_tokens_and_embeddings_are_normal_mask_tokens_zero_and_none_is_decayed()
     matrices of their own (MultiMAE's code)."""
     settings = config(outputs=EVERY_TASK)
     settings.model.initializer_range, settings.modalities.class_embedding = 0.03, 64
-    found = dict(MultimodalMaskedAutoencoder(settings, CLASSES).named_parameters())
+    found = dict(MultimodalMaskedAutoencoder(settings, {"semseg": CLASSES}).named_parameters())
     normal = {name: each for name, each in found.items() if name.endswith(("_token", "_embedding"))}
     masked = {f"decoders.{task}.mask_token" for task in EVERY_TASK}
     embeddings = {f"decoders.{task}.{name}_embedding" for task in EVERY_TASK for name in ALL}
@@ -110,7 +111,7 @@ def test_tokens_and_embeddings_are_normal_mask_tokens_zero_and_none_is_decayed()
 
 
 def test_a_decoder_of_no_input_has_an_embedding_for_what_it_predicts() -> None:
-    found = dict(MultimodalMaskedAutoencoder(config(inputs=("rgb",), outputs=("depth",)), CLASSES).named_parameters())
+    found = dict(MultimodalMaskedAutoencoder(config(inputs=("rgb",), outputs=("depth",)), {}).named_parameters())
     embeddings = {name for name in found if name.endswith("_embedding")}
     assert embeddings == {"decoders.depth.rgb_embedding", "decoders.depth.depth_embedding"}
 

@@ -14,12 +14,12 @@ from tests.synthetic_modalities import CLASSES, PATCH, SIDE, STRIDE, batch
 from tests.unit.models.multimae_peer import drawn_weights, predict
 from tests.unit.models.small_modalities import ALL, EVERY_TASK, config, small_model
 from trp_scale.config import Config, RefusedError
+from trp_scale.modalities import modality_of
 from trp_scale.models.given_weights import load_given_weights
 from trp_scale.models.patches import patchify
 from trp_scale.recipes.loader import load_recipe
 from trp_scale.upstreams.mm_mae.model import MultimodalMaskedAutoencoder
 from trp_scale.upstreams.mm_mae.objective import MultimodalReconstruction
-from trp_scale.upstreams.mm_mae.tokens import MODALITY_OF
 from trp_scale.upstreams.mm_mae.weights import ADAPTERS, load_multimae
 
 CHANNELS = {"rgb": 3, "raw_rgb": 3, "depth": 1, "semseg": CLASSES}
@@ -49,7 +49,7 @@ def published(settings: Config, *, inputs: tuple[str, ...] = ALL, void: int = 0)
 
 
 def their_outputs(tasks: tuple[str, ...]) -> dict[str, tuple[str, int]]:
-    return {ADAPTERS[task]: (MODALITY_OF[task], CHANNELS[task]) for task in tasks}
+    return {ADAPTERS[task]: (modality_of(task).name, CHANNELS[task]) for task in tasks}
 
 
 def loaded(settings: Config, state: dict[str, Tensor]) -> MultimodalMaskedAutoencoder:
@@ -67,8 +67,9 @@ def test_it_predicts_what_multimae_does(inputs: tuple[str, ...]) -> None:
     model = loaded(settings, state)
     rows = batch(range(2), 9, len(inputs))
     rows.fields["semseg"].clamp_(max=CLASSES - 1)  # theirs knows no void label
-    patches = MultimodalReconstruction(settings).patches(rows)
-    found = model({name: patches[name] for name in inputs}, rows["visible"]).predictions
+    objective = MultimodalReconstruction(settings)
+    patches = objective.patches(rows)
+    found = model(objective.seen(patches, rows), rows["visible"]).predictions
     # Patches are made of these by ours; theirs reads them as they are.
     pixels = {"rgb": normalised_pixels(patches["rgb"]), "depth": rows["depth"].nan_to_num(0.0).unsqueeze(1).double()}
     whole: dict[str, Tensor] = {**pixels, "semseg": rows["semseg"].long()}
@@ -115,7 +116,7 @@ def test_a_run_starts_from_such_a_file(tmp_path: Path) -> None:
     settings = settings_like_theirs(outputs=ALL)
     state = published(settings)
     save_file({name: tensor.float().contiguous() for name, tensor in state.items()}, tmp_path / "multimae.safetensors")
-    given = MultimodalMaskedAutoencoder(settings, CLASSES)
+    given = MultimodalMaskedAutoencoder(settings, {"semseg": CLASSES})
     load_given_weights(given, str(tmp_path / "multimae.safetensors"))
     expected = dict(loaded(settings, state).named_parameters())
     for name, parameter in given.named_parameters():
@@ -130,7 +131,7 @@ def test_what_is_another_network_is_refused(tmp_path: Path) -> None:
     def refusal(state: dict[str, Tensor], **changes: Any) -> str:
         file = tmp_path / "given.safetensors"
         save_file({name: tensor.float().contiguous() for name, tensor in state.items()}, file)
-        model = MultimodalMaskedAutoencoder(settings_like_theirs(**changes), CLASSES)
+        model = MultimodalMaskedAutoencoder(settings_like_theirs(**changes), {"semseg": CLASSES})
         with pytest.raises(RefusedError) as refused:
             load_given_weights(model, str(file))
         return str(refused.value)
@@ -165,6 +166,6 @@ def test_the_paper_s_recipes_are_multimae_s_network(recipe: str) -> None:
         grid=14,
         embedding=64,
     )
-    model = MultimodalMaskedAutoencoder(settings, 133)
+    model = MultimodalMaskedAutoencoder(settings, {"semseg": 133})
     load_multimae(model, state)
     assert torch.equal(model.decoders["rgb"].mask_token, state["output_adapters.norm_rgb.mask_token"].flatten().float())

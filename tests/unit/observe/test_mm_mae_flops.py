@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -14,22 +15,21 @@ from trp_scale.config import Config
 from trp_scale.recipes.loader import load_recipe
 from trp_scale.upstreams.mm_mae.flops import mm_mae_step_flops
 from trp_scale.upstreams.mm_mae.model import MultimodalMaskedAutoencoder
-from trp_scale.upstreams.mm_mae.tokens import labels_per_patch, values_per_patch
+from trp_scale.upstreams.mm_mae.tokens import RunModalities
+
+CLASS_COUNTS = {"semseg": CLASSES}
 
 
-def counted(config: Config, rows: int, classes: int) -> int:
+def counted(config: Config, rows: int, classes: Mapping[str, int]) -> int:
     """Multiply-adds that torch counts, times two, in a forward pass; nothing is computed."""
-    modalities, patch_size = config.modalities, config.vision.patch_size
     with torch.device("meta"):
         model = MultimodalMaskedAutoencoder(config, classes)
-        labels = torch.zeros(rows, model.grid**2, labels_per_patch(patch_size, modalities), dtype=torch.uint8)
+        used = RunModalities(config).used
         patches = {
-            name: labels
-            if name == "semseg"
-            else torch.zeros(rows, model.grid**2, values_per_patch(name, patch_size, modalities, classes))
-            for name in modalities.inputs
+            name: torch.zeros(rows, model.grid**2, used[name].channels * used[name].side ** 2)
+            for name in config.modalities.inputs
         }
-        visible = torch.zeros(rows, modalities.visible_tokens, dtype=torch.int64)
+        visible = torch.zeros(rows, config.modalities.visible_tokens, dtype=torch.int64)
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         model(patches, visible)
     return counter.get_total_flops()
@@ -46,7 +46,9 @@ def counted(config: Config, rows: int, classes: int) -> int:
 )
 def test_a_step_is_three_times_what_torch_counts_forward(modalities: dict[str, Any]) -> None:
     config = modality_config(modalities=modalities, vision={"decoder_layers": 2})
-    assert mm_mae_step_flops(config, rows=5, classes=CLASSES, computed=True) == 3 * counted(config, 5, CLASSES)
+    assert mm_mae_step_flops(config, rows=5, classes=CLASS_COUNTS, computed=True) == 3 * counted(
+        config, 5, CLASS_COUNTS
+    )
 
 
 def test_vit_base_by_hand() -> None:
@@ -58,5 +60,5 @@ def test_vit_base_by_hand() -> None:
     predictions = 2 * 196 * 256 * (768 + 256 + 16 * 133)
     config = load_recipe("mm_mae_vit_b_in1k_400")
     rest = encoder + decoders + predictions
-    assert mm_mae_step_flops(config, rows=2, classes=133, computed=True) == 3 * 2 * (rest + tokenisers)
-    assert mm_mae_step_flops(config, rows=2, classes=133) == 3 * 2 * (rest + tokenisers / 3)
+    assert mm_mae_step_flops(config, rows=2, classes={"semseg": 133}, computed=True) == 3 * 2 * (rest + tokenisers)
+    assert mm_mae_step_flops(config, rows=2, classes={"semseg": 133}) == 3 * 2 * (rest + tokenisers / 3)

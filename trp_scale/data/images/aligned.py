@@ -9,34 +9,34 @@ from __future__ import annotations
 from itertools import zip_longest
 from pathlib import Path
 
+from trp_scale.data.images.maps import StoredMaps
 from trp_scale.data.images.reader import SampleTable, read_samples
-from trp_scale.data.images.stored_modalities import StoredModality
 from trp_scale.data.index import DataError, read_index
 
 
-def read_aligned(directory: Path, modality: StoredModality, images: SampleTable) -> SampleTable:
+def read_aligned(directory: Path, maps: StoredMaps, images: SampleTable) -> SampleTable:
     """Read the indexes of the tars in a modality's own directory.
 
     Args:
         directory: of the data set.
-        modality: its maps lie in `directory / modality.directory`.
+        maps: they lie in `directory / maps.directory`.
         images: the data set's images.
 
     Raises:
         DataError: a tar, a member or a key is missing or another than beside the image.
     """
-    advice = f"make the {modality.name} maps again (trp-scale pseudo-label), or copy {modality.directory} again"
-    suffixes = (modality.suffix,)
+    advice = f"make the {maps.name} maps again (trp-scale pseudo-label), or copy {maps.directory} again"
+    suffixes = (maps.suffix,)
     try:
-        maps = read_samples(directory / modality.directory, [path.name for path in images.shards], suffixes, suffixes)
+        table = read_samples(directory / maps.directory, [path.name for path in images.shards], suffixes, suffixes)
     except DataError as error:
-        raise DataError(f"{modality.name} maps beside the images: {error}; {advice}") from error
+        raise DataError(f"{maps.name} maps beside the images: {error}; {advice}") from error
     for images_tar, maps_tar, ours, theirs in zip(
-        images.shards, maps.shards, images.key_digests, maps.key_digests, strict=True
+        images.shards, table.shards, images.key_digests, table.key_digests, strict=True
     ):
         if ours != theirs:
             raise DataError(f"{first_difference(images_tar, maps_tar)}; {advice}")
-    return maps
+    return table
 
 
 def first_difference(images: Path, maps: Path) -> str:

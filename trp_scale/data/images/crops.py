@@ -10,19 +10,24 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional
 
 from trp_scale.config import CropsConfig
 from trp_scale.data.hashing import Integers, Words, below, mix, name_hash
-from trp_scale.data.images.members import Map
+from trp_scale.data.images.png import Map
+from trp_scale.data.images.rows import DecodedRows
 
 _CROP = np.uint64(name_hash("crop"))
 _VIEW = np.uint64(name_hash("crop: view"))
 _BOX = np.uint64(name_hash("crop: box"))
 _WINDOW = np.uint64(name_hash("crop: window"))
 _FLIP = np.uint64(name_hash("crop: flip"))
+
+GREY = 128
+"""Value of all pixels of a row that is not there or cannot be decoded."""
 
 TRIES = 10
 SHORTEST, LONGEST = 3.0 / 4.0, 4.0 / 3.0
@@ -95,13 +100,15 @@ class Cropper:
             _place(view[:, top : top + size, left : left + size], flips[number], out[number])
 
     def pick(self, map_: Map, crops: Crops, row: int, size: int) -> Map:
-        """The crop of one row out of its depth or segmentation map, numbers picked, never mixed: [size, size].
+        """The crop of one row out of its map, numbers picked, never mixed: [size, size] or [size, size, C].
+
+        A mirrored crop has the numbers of the other side as they are: what they say of a direction is not turned.
 
         Output pixel i of n takes the input pixel that holds its centre, floor((i + 1/2) height / n), so that maps keep
         their place beside the image at any size. In integers: floating point is one pixel off at some sizes.
 
         Args:
-            map_: [H, W].
+            map_: [H, W] or [H, W, C].
             crops: of the batch, for crops.from = image; the first one of the row is taken.
             row: number of the row in it.
             size: side of the result.
@@ -123,6 +130,18 @@ class Cropper:
 
     def _boxes(self, words: Words, sizes: Integers) -> Integers:
         return draw_boxes(words, sizes, self._settings.min_scale, self._settings.max_scale)
+
+
+def cut_images(cropper: Cropper, crops: Crops, rows: DecodedRows) -> Tensor:
+    """The crops of all rows, [R, k, 3, S, S] uint8; grey where there is no image."""
+    count, size = crops.flips.shape[1], cropper.size
+    images = torch.empty(len(rows.samples), count, 3, size, size, dtype=torch.uint8)
+    for row, sample in enumerate(rows.samples):
+        if sample is None:
+            images[row] = GREY
+        else:
+            cropper.cut(sample.image, crops, row, out=images[row])
+    return images
 
 
 def crop_words(states: Words, count: int) -> Words:

@@ -17,7 +17,7 @@ from trp_scale.config import CropsConfig
 from trp_scale.config.dense import DenseConfig
 from trp_scale.data.hashing import Integers, Words, below, mix, name_hash
 from trp_scale.data.images.crops import uniform
-from trp_scale.data.images.members import Map
+from trp_scale.data.images.png import Map
 
 _JITTER = np.uint64(name_hash("jitter"))
 
@@ -101,8 +101,9 @@ class Jitter:
 
 
 def pick_centres(map_: Map, tall: int, wide: int) -> Map:
-    """[H, W] -> [tall, wide], numbers picked, never mixed: that of the pixel which holds the centre of the new one."""
-    height, width = map_.shape
+    """[H, W] or [H, W, C] -> [tall, wide] or [tall, wide, C], numbers picked, never mixed: each new pixel takes that at
+    its centre."""
+    height, width = map_.shape[:2]
     lines = (2 * np.arange(tall) + 1) * height // (2 * tall)
     columns = (2 * np.arange(wide) + 1) * width // (2 * wide)
     picked: Map = map_.take(lines, axis=0).take(columns, axis=1)

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from trp_scale.data.blocks import check_members, check_size, shard_path
 from trp_scale.data.hashing import Integers
-from trp_scale.data.images.members import MAP_BITS
+from trp_scale.data.images.members import CLASS, IMAGE
 from trp_scale.data.index import DataError, index_path, read_index, read_index_document
 
 Counts = npt.NDArray[np.uint32]
@@ -222,7 +222,7 @@ class SampleReader:
                 raise DataError(f"{where}: cannot be read ({error.strerror})") from error
             if count != len(content):
                 raise DataError(f"{where}: {count} bytes found, {len(content)} expected")
-            checked = self._verify or suffix in MAP_BITS
+            checked = self._verify or suffix not in (IMAGE, CLASS)
             if checked and zlib.crc32(content) != int(table.checksums[sample, place]):
                 raise DataError(f"{where}: checksum differs from the index")
             contents.append(content)

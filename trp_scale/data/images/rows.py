@@ -13,8 +13,10 @@ from torch import Tensor
 from trp_scale.core.batch import Batch
 from trp_scale.data.hashing import Integers
 from trp_scale.data.images.dataset import ImageDataset, ImageMeta
-from trp_scale.data.images.decode import check_classes, decode_image, decode_map
-from trp_scale.data.images.members import MAP_BITS, Map
+from trp_scale.data.images.decode import decode_image
+from trp_scale.data.images.maps import map_formats
+from trp_scale.data.images.members import IMAGE
+from trp_scale.data.images.png import Map
 from trp_scale.data.images.reader import SampleReader
 from trp_scale.data.index import DataError
 from trp_scale.data.plan import Addresses
@@ -22,7 +24,7 @@ from trp_scale.data.plan import Addresses
 
 @dataclass(frozen=True, kw_only=True)
 class DecodedSample:
-    """An image [3, H, W] uint8, its maps [H, W] by suffix, its class or -1."""
+    """An image [3, H, W] uint8, its maps [H, W] or [H, W, C] by modality, its class or -1."""
 
     image: Tensor
     maps: Mapping[str, Map]
@@ -81,9 +83,10 @@ class RowReader:
     """
 
     def __init__(self, datasets: list[ImageDataset], meta: ImageMeta, *, verify: bool) -> None:
-        self._semseg_classes = 0 if meta.semseg_classes is None else len(meta.semseg_classes)
         self._firsts = [dataset.blocks.first for dataset in datasets]
         self._names = [dataset.name for dataset in datasets]
+        formats = map_formats()
+        self._maps = [[(formats[maps.name], maps) for maps in dataset.maps] for dataset in datasets]
         self._readers = [
             [SampleReader(table, verify=verify) for table in (dataset.samples, *dataset.aligned)]
             for dataset in datasets
@@ -100,23 +103,20 @@ class RowReader:
             member = int(addresses.member[row])
             number = int(self._firsts[member][addresses.block[row]] + addresses.row[row])
             try:
-                samples.append(self._decode(self._readers[member], number))
+                samples.append(self._decode(member, number))
             except DataError:  # the batch names it, the training loop limits how many
                 name, key = self._names[member], self._readers[member][0].table.key(number)
                 corrupt.add(f"{name}/{key}" if name else key)
                 samples.append(None)
         return DecodedRows(samples=samples, corrupt=sorted(corrupt))
 
-    def _decode(self, readers: list[SampleReader], number: int) -> DecodedSample:
+    def _decode(self, member: int, number: int) -> DecodedSample:
         contents: dict[str, bytearray] = {}
-        for reader in readers:
+        for reader in self._readers[member]:
             contents.update(zip(reader.table.suffixes, reader.members(number), strict=True))
-        image = decode_image(contents["jpg"])
-        maps = {
-            suffix: decode_map(suffix, content, image.shape[1:])
-            for suffix, content in contents.items()
-            if suffix in MAP_BITS
-        }
-        if "semseg.png" in maps:
-            check_classes(maps["semseg.png"], self._semseg_classes)
-        return DecodedSample(image=image, maps=maps, label=int(readers[0].table.labels[number]))
+        image = decode_image(contents[IMAGE])
+        maps: dict[str, Map] = {}
+        for form, stored in self._maps[member]:
+            maps[stored.name] = form.decode(contents[stored.suffix], tuple(image.shape[1:]))
+            form.check(maps[stored.name], stored)
+        return DecodedSample(image=image, maps=maps, label=int(self._readers[member][0].table.labels[number]))

@@ -13,12 +13,11 @@ from torchvision.transforms.v2 import functional
 from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.core.batch import Batch
 from trp_scale.data.hashing import Words, mix, name_hash
-from trp_scale.data.images.crops import Cropper
+from trp_scale.data.images.crops import GREY, Cropper, cut_images
 from trp_scale.data.images.dataset import ImageDataset, ImageMeta
 from trp_scale.data.images.rows import DecodedRows, RowReader
 from trp_scale.data.plan import Addresses, row_states
 from trp_scale.downstream.classification.augment import ImageAugmentation, PairMixing, borrowed_generators
-from trp_scale.upstreams.mae.batch import GREY, cut_images
 
 _AUGMENT = np.uint64(name_hash("augment"))
 _PAIR = np.uint64(name_hash("augment: pair"))

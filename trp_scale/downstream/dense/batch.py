@@ -13,13 +13,13 @@ from torch import Tensor
 from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.core.batch import Batch
 from trp_scale.data.hashing import Integers
+from trp_scale.data.images.crops import GREY
 from trp_scale.data.images.dataset import ImageDataset, ImageMeta
 from trp_scale.data.images.jitter import Jitter, pick_centres
 from trp_scale.data.images.rows import DecodedRows, DecodedSample, RowReader
 from trp_scale.data.plan import Addresses, row_states
 from trp_scale.downstream.dense.maps import DepthMaps, SegmentationMaps
 from trp_scale.downstream.dense.windows import WindowCutter, Windows
-from trp_scale.upstreams.mae.batch import GREY
 
 FRESH = 0
 """Maskings per row in row_states: none are drawn here, so that each epoch has jitters of its own."""

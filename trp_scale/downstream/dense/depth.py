@@ -34,7 +34,7 @@ class DepthTask(DenseTask):
     """Depth of pixels; see `DownstreamTask`."""
 
     metric = "delta_1"
-    map_name = "depth"
+    maps = DepthMaps
 
     def __init__(self, config: FinetuneConfig, environment: Environment) -> None:
         super().__init__(config, environment)

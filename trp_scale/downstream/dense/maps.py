@@ -11,9 +11,9 @@ import numpy.typing as npt
 from trp_scale.config import RefusedError
 from trp_scale.config.dense import DenseConfig
 from trp_scale.data.images.dataset import ImageDataset
-from trp_scale.data.images.depth import RELATIVE_SCALE
-from trp_scale.data.images.members import VOID
 from trp_scale.data.images.rows import DecodedSample
+from trp_scale.modalities.depth import RELATIVE_SCALE, Depth, StoredDepth
+from trp_scale.modalities.semseg import VOID, Semseg, StoredClasses
 
 UNMEASURED = 0.0
 """In maps of depth: nothing was measured there, or it is out of dense.min_depth to dense.max_depth."""
@@ -27,17 +27,39 @@ class SegmentationMaps:
         ignored: numbers of those that are void.
 
     Attributes:
-        name: of the batch's field.
-        classes: names of the classes that are left.
+        name: of the modality and of the batch's field.
+        all_classes: names of the classes of the stored maps.
+        classes: names of those that are left.
     """
 
-    name = "semseg"
+    name = Semseg.name
+    sharded_with = "--semseg_classes NAMES.txt"
+    """What these maps are sharded with."""
 
     def __init__(self, classes: Sequence[str], ignored: Sequence[int]) -> None:
         kept = [number for number in range(len(classes)) if number not in ignored]
-        self.classes = tuple(classes[number] for number in kept)
+        self.all_classes, self.classes = tuple(classes), tuple(classes[number] for number in kept)
         self._numbers = np.full(256, VOID, dtype=np.uint8)  # the new number of each stored one
         self._numbers[kept] = np.arange(len(kept))
+
+    @classmethod
+    def of(cls, datasets: Sequence[ImageDataset], dense: DenseConfig) -> SegmentationMaps:
+        """Those of a mixture.
+
+        Raises:
+            RefusedError: there is no such class to ignore, or fewer than two are left.
+        """
+        directory, stored = datasets[0].directory, datasets[0].meta.maps[cls.name]
+        assert isinstance(stored, StoredClasses)
+        classes = stored.classes or ()
+        if wrong := [number for number in dense.ignored if not 0 <= number < len(classes)]:
+            raise RefusedError(
+                f"--dense.ignored {wrong[0]}: {directory} has classes 0 to {len(classes) - 1}; 255 is void by itself"
+            )
+        maps = cls(classes, dense.ignored)
+        if len(maps.classes) < 2:
+            raise RefusedError(f"{directory}: {len(maps.classes)} class is left of --dense.ignored, allowed: 2 or more")
+        return maps
 
     def empty(self, shape: tuple[int, ...]) -> npt.NDArray[np.uint8]:
         """Void maps."""
@@ -45,7 +67,7 @@ class SegmentationMaps:
 
     def read(self, sample: DecodedSample, member: int) -> npt.NDArray[Any]:
         """The map of a sample."""
-        return self._numbers[sample.maps["semseg.png"]]
+        return self._numbers[sample.maps[self.name]]
 
 
 class DepthMaps:
@@ -56,7 +78,7 @@ class DepthMaps:
         dense: nearest and farthest depth.
 
     Attributes:
-        name: of the batch's field.
+        name: of the modality and of the batch's field.
         metric: whether the maps are in metres.
         nearer: whether larger numbers are nearer (inverse depth).
 
@@ -64,10 +86,11 @@ class DepthMaps:
         RefusedError: some members' maps are in metres, others not.
     """
 
-    name = "depth"
+    name = Depth.name
+    sharded_with = "--depth_scale 0.001"
 
     def __init__(self, datasets: Sequence[ImageDataset], dense: DenseConfig) -> None:
-        maps = [next(each for each in dataset.modalities if each.name == "depth") for dataset in datasets]
+        maps = [each for dataset in datasets for each in dataset.maps if isinstance(each, StoredDepth)]
         in_metres = [each.scale is not None for each in maps]
         self.metric = all(in_metres)
         if any(in_metres) and not self.metric:
@@ -79,13 +102,18 @@ class DepthMaps:
         self._units = [RELATIVE_SCALE if each.scale is None else each.scale for each in maps]
         self._low, self._high = dense.min_depth, dense.max_depth or np.inf
 
+    @classmethod
+    def of(cls, datasets: Sequence[ImageDataset], dense: DenseConfig) -> DepthMaps:
+        """Those of a mixture."""
+        return cls(datasets, dense)
+
     def empty(self, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
         """Maps without measurements."""
         return np.full(shape, UNMEASURED, dtype=np.float32)
 
     def read(self, sample: DecodedSample, member: int) -> npt.NDArray[np.float32]:
         """The map of a sample of this member of the mixture."""
-        depth = sample.maps["depth.png"].astype(np.float32) * np.float32(self._units[member])
+        depth = sample.maps[self.name].astype(np.float32) * np.float32(self._units[member])
         depth[(depth < self._low) | (depth > self._high)] = UNMEASURED
         metres: npt.NDArray[np.float32] = depth
         return metres

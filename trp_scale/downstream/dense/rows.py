@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
 from trp_scale.config import RefusedError
 from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.data.images.dataset import ImageDataset, ImageMeta, agree_images, open_image_dataset
+from trp_scale.data.images.maps import map_formats, stored_maps
 from trp_scale.data.images.rows import RowReader
-from trp_scale.data.images.stored_modalities import stored_modalities
 from trp_scale.data.index import DataError, read_json
 from trp_scale.data.kinds import Rows
 from trp_scale.data.mixture import MemberPath
@@ -20,7 +19,7 @@ from trp_scale.data.plan import Addresses
 from trp_scale.downstream.dense.batch import JitteredBatchBuilder, WholeBatchBuilder
 from trp_scale.downstream.dense.maps import DepthMaps, SegmentationMaps
 
-MapName = Literal["semseg", "depth"]
+DenseMaps = SegmentationMaps | DepthMaps
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +34,7 @@ class DenseData:
 
     datasets: list[ImageDataset]
     meta: ImageMeta
-    maps: SegmentationMaps | DepthMaps
+    maps: DenseMaps
 
     def rows(self, config: FinetuneConfig, *, whole: bool) -> Rows:
         """Their rows, as jittered crops or as whole images."""
@@ -49,7 +48,7 @@ class DenseData:
         )
 
 
-def open_dense(config: FinetuneConfig, paths: Sequence[MemberPath], name: MapName) -> DenseData:
+def open_dense(config: FinetuneConfig, paths: Sequence[MemberPath], kind: type[DenseMaps]) -> DenseData:
     """Open data sets that trp-scale shard-images wrote with maps.
 
     Raises:
@@ -57,40 +56,29 @@ def open_dense(config: FinetuneConfig, paths: Sequence[MemberPath], name: MapNam
         RefusedError: images without such maps, a folder that is not sharded yet, or settings that do not fit them.
     """
     for path in paths:
-        _check(path, name)
-    datasets = [open_image_dataset(path.path, path.name, (name,)) for path in paths]
-    meta = agree_images(datasets)
-    if name == "depth":
-        return DenseData(datasets=datasets, meta=meta, maps=DepthMaps(datasets, config.dense))
-    classes = meta.semseg_classes or ()
-    if wrong := [number for number in config.dense.ignored if not 0 <= number < len(classes)]:
-        raise RefusedError(
-            f"--dense.ignored {wrong[0]}: {paths[0].path} has classes 0 to {len(classes) - 1}; 255 is void by itself"
-        )
-    maps = SegmentationMaps(classes, config.dense.ignored)
-    if len(maps.classes) < 2:
-        raise RefusedError(f"{paths[0].path}: {len(maps.classes)} class is left of --dense.ignored, allowed: 2 or more")
-    return DenseData(datasets=datasets, meta=meta, maps=maps)
+        _check(path, kind)
+    datasets = [open_image_dataset(path.path, path.name, (kind.name,)) for path in paths]
+    return DenseData(datasets=datasets, meta=agree_images(datasets), maps=kind.of(datasets, config.dense))
 
 
-def _check(path: MemberPath, name: MapName) -> None:
+def _check(path: MemberPath, kind: type[DenseMaps]) -> None:
     """Refuse what is no data set with such maps, with the command that makes one."""
-    extra = " --semseg_classes NAMES.txt" if name == "semseg" else " --depth_scale 0.001"
+    name = kind.name
     command = (
-        f"trp-scale shard-images --inputs IMAGES --modality {name}=MAPS{extra} --output DATA, then --data.path DATA"
+        f"trp-scale shard-images --inputs IMAGES --modality {name}=MAPS {kind.sharded_with} --output DATA, then "
+        "--data.path DATA"
     )
     document = path.path / "dataset.json"
     if path.path.is_dir() and not document.is_file():
         raise RefusedError(f"{path.path}: no dataset.json, so these are not shards yet; make them: {command}")
     try:
-        found = stored_modalities(document, read_json(document))
+        found = stored_maps(document, read_json(document))
     except DataError as error:
         raise DataError(f"{error}; images with maps are made with {command}") from error
     if name not in found:
         there = ", ".join(["images", *found])
         raise RefusedError(f"{path.path} has {there} only, --downstream.kind needs {name} maps; make them: {command}")
-    if name == "semseg" and found[name].classes is None:
-        raise RefusedError(f"{document}: segmentation maps without a list of their classes; shard again: {command}")
+    map_formats()[name].require(document, found[name])
 
 
 def depth_statistics(data: DenseData, addresses: Addresses, *, inverse: bool) -> tuple[float, float]:

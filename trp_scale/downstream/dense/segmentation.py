@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from trp_scale.config import RefusedError
 from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.core.batch import Batch
 from trp_scale.distributed.environment import Environment
@@ -22,14 +23,19 @@ class SegmentationTask(DenseTask):
     """Classes of pixels; see `DownstreamTask`."""
 
     metric = "mean_iou"
-    map_name = "semseg"
+    maps = SegmentationMaps
 
     def __init__(self, config: FinetuneConfig, environment: Environment) -> None:
         super().__init__(config, environment)
         self.objective = Segmentation(config.dense.auxiliary_weight)
 
     def complete(self, data: DenseData, measured: DenseData) -> int:
-        assert isinstance(data.maps, SegmentationMaps)
+        assert isinstance(data.maps, SegmentationMaps) and isinstance(measured.maps, SegmentationMaps)
+        if data.maps.all_classes != measured.maps.all_classes:
+            raise RefusedError(
+                f"--downstream.test_path {self.config.downstream.test_path} has other classes than --data.path "
+                f"{self.config.data.path}; shard both with the same --semseg_classes"
+            )
         self.classes = data.maps.classes
         self.config.downstream.classes = len(self.classes)
         return len(self.classes)

@@ -7,13 +7,12 @@ from abc import abstractmethod
 import torch
 from torch import nn
 
-from trp_scale.config import RefusedError
 from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.data.mixture import parse_paths
 from trp_scale.distributed.environment import Environment
 from trp_scale.downstream.arguments import SCRATCH
 from trp_scale.downstream.dense.model import PixelModel
-from trp_scale.downstream.dense.rows import DenseData, MapName, open_dense
+from trp_scale.downstream.dense.rows import DenseData, DenseMaps, open_dense
 from trp_scale.downstream.encoder_source import open_encoder
 from trp_scale.downstream.task import TaskParts, open_task_sources, take_encoder
 from trp_scale.observe.counted_flops import forward_flops
@@ -23,20 +22,15 @@ from trp_scale.observe.throughput import TRAINING_OVER_FORWARD
 class DenseTask(TaskParts):
     """Data and model of a task of pixels; what is learned and measured is the subclass's."""
 
-    map_name: MapName
+    maps: type[DenseMaps]
 
     def __init__(self, config: FinetuneConfig, environment: Environment) -> None:
         self.config = config
         paths = parse_paths(config.data.path)
         test_path = config.downstream.test_path
         test_paths = parse_paths(test_path) if test_path else None
-        data = open_dense(config, paths, self.map_name)
-        test = data if test_paths is None else open_dense(config, test_paths, self.map_name)
-        if data.meta.semseg_classes != test.meta.semseg_classes:
-            raise RefusedError(
-                f"--downstream.test_path {test_path} has other classes than --data.path {config.data.path}; shard both "
-                "with the same --semseg_classes"
-            )
+        data = open_dense(config, paths, self.maps)
+        test = data if test_paths is None else open_dense(config, test_paths, self.maps)
         self._outputs = self.complete(data, test)
         super().__init__(
             config,
@@ -60,6 +54,9 @@ class DenseTask(TaskParts):
         Args:
             data: to learn from.
             measured: what is measured, which may be the same.
+
+        Raises:
+            RefusedError: the two do not fit each other.
         """
 
     def model(self) -> nn.Module:

@@ -18,15 +18,12 @@ from trp_scale.distributed.environment import Environment
 from trp_scale.downstream.dense.depth import DepthTask
 from trp_scale.downstream.dense.rows import open_dense
 from trp_scale.downstream.finetuned_run import FinetunedRun, predicting_engine
-from trp_scale.downstream.modality_pictures import show_modality
 from trp_scale.downstream.pictures import Picture
 from trp_scale.downstream.representation.figures import DPI, small_axes
 from trp_scale.downstream.representation.images import planned_batches
 from trp_scale.downstream.representation.study import ShownImages
 from trp_scale.downstream.tasks import build_task
-
-MODALITY = {"segmentation": "semseg", "depth": "depth"}
-"""Whose colours a task's maps are shown in."""
+from trp_scale.modalities import modality
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,12 +32,14 @@ class PixelMaps:
 
     Attributes:
         kind: segmentation or depth.
+        modality: whose colours its maps are shown in.
         images: [3, H, W] in [0, 1], at its stored size.
         predicted, true: [H, W] class numbers, VOID where there is none; or depth, NaN where it is unknown.
         relative: of depth: predictions have a scale of their own.
     """
 
     kind: str
+    modality: str
     images: list[Tensor]
     predicted: list[Tensor]
     true: list[Tensor]
@@ -79,13 +78,13 @@ def predicted_maps(run: FinetunedRun, shown: ShownImages, environment: Environme
     engine = predicting_engine(task.model(), run, environment)
     engine.train(False)
     paths = [MemberPath(name="", weight=Fraction(1), path=data)]
-    builder = open_dense(config, paths, task.map_name).rows(config, whole=True).builder
+    builder = open_dense(config, paths, task.maps).rows(config, whole=True).builder
     images: list[Tensor] = []
     predicted: list[Tensor] = []
     true: list[Tensor] = []
     for batch in planned_batches(builder, shown.choice):
         predicted += [one.cpu() for one in task.predict(engine, batch.to(environment.device))]
-        wholes = zip(batch["images"], batch[f"whole_{task.map_name}"], batch["sizes"].tolist(), strict=True)
+        wholes = zip(batch["images"], batch[f"whole_{task.maps.name}"], batch["sizes"].tolist(), strict=True)
         for image, whole, (height, width) in wholes:
             images.append(F.interpolate(image[None].float() / 255.0, size=(height, width), mode="bilinear")[0])
             true.append(whole[:height, :width])
@@ -93,7 +92,14 @@ def predicted_maps(run: FinetunedRun, shown: ShownImages, environment: Environme
         predicted = [task.space.depth(one) for one in predicted]
         true = [torch.where(one > 0, one, torch.nan) for one in true]
     relative = isinstance(task, DepthTask) and config.dense.alignment != "none"
-    return PixelMaps(kind=config.downstream.kind, images=images, predicted=predicted, true=true, relative=relative)
+    return PixelMaps(
+        kind=config.downstream.kind,
+        modality=task.maps.name,
+        images=images,
+        predicted=predicted,
+        true=true,
+        relative=relative,
+    )
 
 
 def _draw(maps: Mapping[str, PixelMaps], path: Path) -> None:
@@ -102,10 +108,11 @@ def _draw(maps: Mapping[str, PixelMaps], path: Path) -> None:
     axes, figure = small_axes(len(first.images), 2 + len(maps), side=1.6)
     for title, place in zip(("image", *maps, "truth"), axes[0], strict=True):
         place.set_title(title, fontsize=9)
+    show = modality(first.modality).show
     for row, (image, true) in enumerate(zip(first.images, first.true, strict=True)):
         axes[row, 0].imshow(image.permute(1, 2, 0).numpy())
         for place, of_run in zip(axes[row, 1:-1], maps.values(), strict=True):
             one = of_run.predicted[row]
-            show_modality(place, MODALITY[first.kind], one, one if of_run.relative else true)
-        show_modality(axes[row, -1], MODALITY[first.kind], true, true)
+            show(place, one, one if of_run.relative else true)
+        show(axes[row, -1], true, true)
     figure.savefig(path, dpi=DPI)

@@ -7,7 +7,8 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from trp_scale.data.images.members import MODALITIES, ordered_suffixes
+from trp_scale.data.images.maps import map_formats
+from trp_scale.data.images.members import ordered_suffixes
 from trp_scale.data.index import DataError
 from trp_scale.preparation.images.samples import (
     Listing,
@@ -74,7 +75,7 @@ def list_folder(folder: Path, modalities: dict[str, Path]) -> Listing:
     digest = hashlib.sha256()
     for name, size in images:
         digest.update(f"{name}\0{size}\0".encode("utf-8", "surrogateescape"))
-    maps = {MODALITIES[name]: _maps(path, digest) for name, path in modalities.items()}
+    maps = {map_formats()[name].suffix: _maps(path, digest) for name, path in modalities.items()}
     samples, skipped = [], []
     for name, _ in images:
         place = f"{folder}/{name}"

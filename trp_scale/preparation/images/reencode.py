@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-import numpy as np
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from trp_scale.data.images.members import GREY_PNG, MAP_BITS, PALETTE_PNG, VOID, png_format, unlisted_class
+from trp_scale.data.images.jitter import pick_centres
+from trp_scale.data.images.png import png_size, read_png, write_png
+from trp_scale.data.index import DataError
+from trp_scale.modalities.base import MapFiles
 from trp_scale.preparation.images.samples import Loaded, UnusableError
 
 FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
@@ -29,15 +31,13 @@ class EncodeSettings:
     Attributes:
         short_side, quality: 0 = leave as it is.
         max_pixels: of an image that may be decoded.
-        segmentation_classes: how many there are in segmentation maps.
-        void_label: number in them that is stored as VOID.
+        maps: by suffix, how each modality's maps come from files.
     """
 
     short_side: int
     quality: int
     max_pixels: int
-    segmentation_classes: int = VOID
-    void_label: int = VOID
+    maps: Mapping[str, MapFiles] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,7 @@ def encode_sample(loaded: Loaded, settings: EncodeSettings) -> Encoded:
             if size != upright:
                 image.draft(None, (2 * max(size), 2 * max(size)))  # JPEG: decode no larger than the filter needs
             content = _jpeg(image, size, settings.quality or DEFAULT_QUALITY)
-    maps = {suffix: _map(suffix, stored, upright, size, settings) for suffix, stored in loaded.maps.items()}
+    maps = {suffix: _map(settings.maps[suffix], stored, upright, size) for suffix, stored in loaded.maps.items()}
     return Encoded(image=content, maps=maps, size=size, unchanged=keeps)
 
 
@@ -157,45 +157,23 @@ def _rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def _map(
-    suffix: str, content: bytes, upright: tuple[int, int], size: tuple[int, int], settings: EncodeSettings
-) -> bytes:
-    """A depth or segmentation map: its own bytes, or its numbers picked (never mixed) at the image's new size."""
-    bits, colour_type = png_format(content)
-    palette = suffix == "semseg.png" and colour_type == PALETTE_PNG
-    if not palette and (bits, colour_type) != (MAP_BITS[suffix], GREY_PNG):
+def _map(files: MapFiles, content: bytes, upright: tuple[int, int], size: tuple[int, int]) -> bytes:
+    """A map: its own bytes, or its numbers picked (never mixed) at the image's new size."""
+    suffix = files.format.suffix
+    if not files.format.readable(content):
         raise UnusableError("bad_map", suffix)
+    height, width = png_size(content)
+    if (width, height) != upright:
+        raise UnusableError("map_size", f"{suffix}: {(width, height)}, the image {upright}")
     try:
-        image = Image.open(io.BytesIO(content), formats=("PNG",))
-        if image.size != upright:
-            raise UnusableError("map_size", f"{suffix}: {image.size}, the image {upright}")
-        image.load()
-        if palette:  # the numbers are what counts, not the colours that they are shown in
-            image = Image.frombytes("L", image.size, image.tobytes())
-        changed = palette
-        if suffix == "semseg.png":
-            image, voided = _classes(image, settings)
-            changed |= voided
-        if size == upright and not changed:
-            return content
-        stream = io.BytesIO()
-        (image if size == upright else image.resize(size, Image.Resampling.NEAREST)).save(stream, "PNG")
-        return stream.getvalue()
-    except UnusableError:
-        raise
+        found = read_png(content)
     except Exception as error:  # as in _damage_named
         raise UnusableError("bad_map", f"{suffix}, {type(error).__name__}: {error}") from error
-
-
-def _classes(image: Image.Image, settings: EncodeSettings) -> tuple[Image.Image, bool]:
-    """A segmentation map with `settings.void_label` stored as VOID, and whether anything was changed for that."""
-    numbers = np.asarray(image)
-    void = numbers == settings.void_label
-    changed = settings.void_label != VOID and bool(void.any())
-    if changed:
-        numbers = np.where(void, np.uint8(VOID), numbers)
-        image = Image.fromarray(numbers)
-    wrong = unlisted_class(numbers, settings.segmentation_classes)
-    if wrong is not None:
-        raise UnusableError("bad_segmentation_class", str(wrong))
-    return image, changed
+    numbers = files.numbers(found)
+    try:
+        files.check(numbers)
+    except DataError as error:
+        raise UnusableError("bad_map_number", f"{suffix}: {error}") from error
+    if size == upright and numbers is found and files.format.fits(content):
+        return content
+    return write_png(numbers if size == upright else pick_centres(numbers, size[1], size[0]))

@@ -6,11 +6,12 @@ import hashlib
 import re
 from collections import Counter
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 from PIL.Image import Image
 
 from trp_scale.data.hashing import name_hash
+from trp_scale.modalities.base import MapFiles
 
 SKIP_REASONS = {
     "unreadable": "the file cannot be opened or read",
@@ -23,10 +24,10 @@ SKIP_REASONS = {
     "no_class": "no class, where others have one",
     "bad_class": "the class is not a number from 0 on, or has no name in --class_names",
     "duplicate_key": "another file has the same name apart from its suffix",
-    "no_map": "no depth or segmentation map, where others have one",
-    "bad_map": "a depth map that is not a 16-bit grey PNG, or a segmentation map that is not a PNG of 8-bit numbers",
-    "bad_segmentation_class": "a number in the segmentation map that has no name in --semseg_classes and is not void",
-    "map_size": "a depth or segmentation map of another size than its upright image",
+    "no_map": "no map, where others have one",
+    "bad_map": "a map that is not a PNG of its modality's form, such as 16 bits and grey for depth",
+    "bad_map_number": "a number that a map cannot have, such as a class that has no name in --semseg_classes",
+    "map_size": "a map of another size than its upright image",
 }
 """Why an image is skipped."""
 
@@ -98,7 +99,7 @@ class Listing:
         classes: name of each class number; None if there are no classes or no names.
         fingerprint: changes when the input does.
         skipped: (reason, place) of what is not among the samples.
-        described: what dataset.json says about the maps, by modality.
+        maps: how the maps of each modality come from files, and what dataset.json says of them.
     """
 
     source: Source
@@ -107,7 +108,7 @@ class Listing:
     classes: list[str] | None
     fingerprint: str
     skipped: list[tuple[str, str]] = field(default_factory=list)
-    described: dict[str, dict[str, Any]] = field(default_factory=dict)
+    maps: dict[str, MapFiles] = field(default_factory=dict)
 
 
 def plain_key(name: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,7 +45,11 @@ class RenderedScene:
         segmentation: [size, size] uint8, number in SEGMENTATION_CLASSES, at the pixel's centre.
         bodies: [size, size] uint8, 0 wall, 1 ground, then the objects, the main one first.
         label: number in SCENE_CLASSES.
+        classes, units_per_metre: of segmentation and depth.
     """
+
+    classes: ClassVar[tuple[str, ...]] = SEGMENTATION_CLASSES
+    units_per_metre: ClassVar[int] = DEPTH_UNITS_PER_METRE
 
     image: NDArray[np.uint8]
     depth: NDArray[np.uint16]

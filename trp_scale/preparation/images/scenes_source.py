@@ -3,53 +3,59 @@
 from __future__ import annotations
 
 import hashlib
-import io
-from typing import Any
 
 import numpy as np
 from PIL import Image
 
-from trp_scale.data.images.members import SUFFIXES
+from trp_scale.data.images.members import CLASS, IMAGE, ordered_suffixes
+from trp_scale.data.images.png import write_png
+from trp_scale.modalities import modalities
+from trp_scale.modalities.base import MapFiles, Modality
 from trp_scale.preparation.images.samples import Listing, Loaded, Sample
-from trp_scale.preparation.images.scenes import DEPTH_UNITS_PER_METRE, SCENE_CLASSES, SEGMENTATION_CLASSES, render_scene
+from trp_scale.preparation.images.scenes import SCENE_CLASSES, render_scene
 
 
 class SceneSource:
-    """Synthetic scenes by number."""
+    """Synthetic scenes by number.
 
-    def __init__(self, seed: int, size: int) -> None:
+    Args:
+        maps: modalities by the suffix of their maps.
+    """
+
+    def __init__(self, seed: int, size: int, maps: dict[str, type[Modality]]) -> None:
         self._seed = seed
         self._size = size
+        self._maps = maps
 
     def read(self, sample: Sample) -> Loaded:
         scene = render_scene(self._seed, sample.row, self._size)
-        maps = {"depth.png": _png(scene.depth), "semseg.png": _png(scene.segmentation)}
+        found = {suffix: kind.of_scene(scene) for suffix, kind in self._maps.items()}
+        maps = {suffix: write_png(one.numbers) for suffix, one in found.items() if one is not None}
         return Loaded(image=Image.fromarray(scene.image), label=scene.label, maps=maps)
 
 
 def list_scenes(seed: int, count: int, size: int) -> Listing:
-    """`count` scenes of size x size pixels, as many of each class."""
-    source = SceneSource(seed, size)
+    """`count` scenes of size x size pixels, as many of each class, with the maps of every modality that has some."""
+    scene = render_scene(seed, 0, size)
+    kinds: dict[str, type[Modality]] = {}
+    maps: dict[str, MapFiles] = {}
+    for name, kind in modalities().items():
+        found = kind.of_scene(scene)
+        if found is not None and kind.format is not None:
+            kinds[kind.format.suffix] = kind
+            maps[name] = MapFiles(name=name, format=kind.format, description={**found.description, "exact": True})
+    source = SceneSource(seed, size, kinds)
     samples = [Sample(f"scene-{number:08d}", f"scene {number}", None, number) for number in range(count)]
-    first = source.read(samples[0])  # another renderer, or another numpy that rounds otherwise, is another input
+    # Another renderer, or another numpy that rounds otherwise, is another input, and so is one with other maps.
+    first = source.read(samples[0])
+    digest = hashlib.sha256(np.asarray(first.image).tobytes())
+    for suffix, content in first.maps.items():
+        digest.update(suffix.encode() + content)
     return Listing(
         source=source,
         samples=samples,
-        suffixes=SUFFIXES,
+        suffixes=ordered_suffixes({IMAGE, CLASS, *kinds}),
         classes=list(SCENE_CLASSES),
-        fingerprint=hashlib.sha256(first.maps["depth.png"] + np.asarray(first.image).tobytes()).hexdigest(),
-        described={
-            "depth": {
-                "scale": 1 / DEPTH_UNITS_PER_METRE,
-                "unit": f"1/{DEPTH_UNITS_PER_METRE} metre along the camera's axis",
-                "exact": True,
-            },
-            "semseg": {"classes": list(SEGMENTATION_CLASSES), "exact": True},
-        },
+        fingerprint=digest.hexdigest(),
+        maps=maps,
     )
-
-
-def _png(pixels: np.ndarray[Any, np.dtype[Any]]) -> bytes:
-    stream = io.BytesIO()
-    Image.fromarray(pixels).save(stream, "PNG")
-    return stream.getvalue()

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tyro.conf import UseAppendAction
 
-from trp_scale.data.images.members import MODALITIES, VOID
+from trp_scale.data.images.maps import map_formats
 from trp_scale.data.index import DataError
 from trp_scale.preparation.sharding.job import ShardingSettings, check_ranges
 
@@ -45,7 +45,7 @@ class ShardImagesConfig(ShardingSettings):
     """Metres per unit of the depth maps (0.001: millimetres). None = relative depth, of an unknown unit."""
     semseg_classes: str = ""
     """Text file with the name of each class in the segmentation maps, one a line from number 0 on; needed with them."""
-    void_label: int = VOID
+    void_label: int = 255
     """Number in the segmentation maps that means no class; stored as 255."""
     split: str = "train"
     """What the images are for: train, or another name. It chooses the split of a dataset directory or a torchvision
@@ -86,23 +86,24 @@ class ShardImagesConfig(ShardingSettings):
             rows_per_block=(1, 1 << 20),
             processes=(0, 4096),
             max_skipped=(0, 1),
-            void_label=(0, VOID),
+            void_label=(0, 255),
         )
         if self.depth_scale is not None and not 0 < self.depth_scale < math.inf:
             raise DataError(f"--depth_scale {self.depth_scale}: metres per unit, more than 0, expected")
         self.modality_folders()
 
     def modality_folders(self) -> dict[str, Path]:
-        """Folder of each aligned modality, in the order of MODALITIES."""
+        """Folder of each aligned modality, in the order of a sample's members."""
+        known = map_formats()
         folders: dict[str, Path] = {}
         for item in self.modality:
             name, given, folder = item.partition("=")
-            if name not in MODALITIES or not given or name in folders:
-                raise DataError(f"--modality {item}: once each, {' or '.join(f'{m}=FOLDER' for m in MODALITIES)}")
+            if name not in known or not given or name in folders:
+                raise DataError(f"--modality {item}: once each, {' or '.join(f'{m}=FOLDER' for m in known)}")
             if not Path(folder).is_dir():
                 raise DataError(f"--modality {item}: {folder} is not a folder")
             folders[name] = Path(folder)
-        return {name: folders[name] for name in MODALITIES if name in folders}
+        return {name: folders[name] for name in known if name in folders}
 
     def identity(self) -> dict[str, object]:
         """The settings that change the bytes of the output; where files lie and how the work is shared do not."""

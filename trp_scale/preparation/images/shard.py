@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trp_scale.data.images.members import SUFFIXES, VOID
+from trp_scale.data.images.members import CLASS, IMAGE
 from trp_scale.data.index import DataError
 from trp_scale.preparation.images.detection_scenes import write_coco_scenes
 from trp_scale.preparation.images.inputs import list_input
@@ -75,8 +75,7 @@ def _encode_settings(config: ShardImagesConfig, listing: Listing) -> EncodeSetti
         short_side=config.short_side,
         quality=config.quality,
         max_pixels=config.max_pixels,
-        segmentation_classes=len(listing.described["semseg"]["classes"]) if "semseg" in listing.described else VOID,
-        void_label=config.void_label,
+        maps={files.format.suffix: files for files in listing.maps.values()},
     )
 
 
@@ -95,7 +94,7 @@ def _description(config: ShardImagesConfig, listing: Listing, total: ImageReport
         "synthetic": config.embedded,
         "suffixes": list(listing.suffixes),
         "classes": listing.classes,
-        "modalities": listing.described,
+        "modalities": {name: files.description for name, files in listing.maps.items()},
         "rows": total.images,
         "rows_per_block": config.rows_per_block,
         "counts": {name: getattr(total, name) for name in ("images", "unchanged", "bytes", "pixels", "per_class")},
@@ -169,15 +168,15 @@ class _PortionWriter:
         self._check(loaded)
         encoded = encode_sample(loaded, self._settings)
         report.count(loaded.label, encoded)
-        members = {"jpg": encoded.image, **encoded.maps}
+        members = {IMAGE: encoded.image, **encoded.maps}
         if loaded.label is not None:
-            members["cls"] = str(loaded.label).encode()
-        stored = {suffix: members[suffix] for suffix in SUFFIXES if suffix in self._suffixes}
-        return stored, loaded.label if "cls" in stored else None
+            members[CLASS] = str(loaded.label).encode()
+        stored = {suffix: members[suffix] for suffix in self._suffixes}
+        return stored, loaded.label if CLASS in stored else None
 
     def _check(self, loaded: Loaded) -> None:
         """A class that there is, where the data set has classes. (Maps are looked for when the input is listed.)"""
-        if "cls" in self._suffixes:
+        if CLASS in self._suffixes:
             if loaded.label is None:
                 raise UnusableError("no_class")
             if loaded.label < 0 or (self._classes is not None and loaded.label >= len(self._classes)):

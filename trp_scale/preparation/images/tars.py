@@ -9,14 +9,15 @@ import tarfile
 from collections import Counter
 from pathlib import Path
 
-from trp_scale.data.images.members import MODALITIES, ordered_suffixes
+from trp_scale.data.images.members import CLASS, IMAGE, known_suffixes, ordered_suffixes
 from trp_scale.data.index import DataError
+from trp_scale.data.name_lists import read_names
 from trp_scale.preparation.images.files import FileSource
-from trp_scale.preparation.images.name_lists import read_names
 from trp_scale.preparation.images.samples import Listing, Part, Sample, plain_key, without_duplicates
 
-STORED_AS = {"jpg": "jpg", "jpeg": "jpg", "png": "jpg", "cls": "cls"} | {name: name for name in MODALITIES.values()}
-"""Members that are read, in small letters, and as what; others are counted and never opened."""
+STORED_AS = {"jpeg": IMAGE, "png": IMAGE}
+"""Members that are read under another suffix than their own, in small letters; others than these and those that a
+sample may have are counted and never opened."""
 
 log = logging.getLogger(__name__)
 
@@ -54,14 +55,15 @@ def list_tars(tars: list[Path], class_names: str) -> Listing:
     Raises:
         DataError: a tar cannot be read to its end, or holds no image.
     """
+    stored_as = {**STORED_AS, **{suffix: suffix for suffix in known_suffixes()}}
     groups: dict[tuple[Path, str], dict[str, Part]] = {}
     skipped: list[tuple[str, str]] = []
     ignored: Counter[str] = Counter()
     digest = hashlib.sha256()
     for tar in tars:
-        _read_headers(tar, groups, skipped, ignored, digest)
+        _read_headers(tar, stored_as, groups, skipped, ignored, digest)
     suffixes = ordered_suffixes({suffix for parts in groups.values() for suffix in parts})
-    if "jpg" not in suffixes:
+    if IMAGE not in suffixes:
         raise DataError(f"--inputs {tars[0]}: no .jpg, .jpeg or .png member in {len(tars)} tars")
     if ignored:
         log.warning("members that are left out: %s", ", ".join(f"{n} .{suffix}" for suffix, n in ignored.most_common()))
@@ -93,6 +95,7 @@ def list_tars(tars: list[Path], class_names: str) -> Listing:
 
 def _read_headers(
     tar: Path,
+    stored_as: dict[str, str],
     groups: dict[tuple[Path, str], dict[str, Part]],
     skipped: list[tuple[str, str]],
     ignored: Counter[str],
@@ -108,7 +111,7 @@ def _read_headers(
                     continue
                 folder, slash, file = entry.name.removeprefix("./").rpartition("/")
                 stem, _, suffix = file.partition(".")
-                stored = STORED_AS.get(suffix.lower())
+                stored = stored_as.get(suffix.lower())
                 if stored is None:
                     ignored[suffix] += 1
                     continue
@@ -130,8 +133,8 @@ def _read_headers(
 
 def _lacking(parts: dict[str, Part], suffixes: tuple[str, ...]) -> str:
     """Why a sample is skipped for what it lacks; "" if it has everything."""
-    if "jpg" not in parts:
+    if IMAGE not in parts:
         return "no_image"
-    if "cls" in suffixes and "cls" not in parts:
+    if CLASS in suffixes and CLASS not in parts:
         return "no_class"
     return "" if set(suffixes) <= set(parts) else "no_map"

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trp_scale.data.images.members import MODALITIES
-from trp_scale.data.images.stored_modalities import OWN_TAR
+from trp_scale.data.images.maps import OWN_TAR, map_formats
 from trp_scale.data.index import DataError, index_path, read_index_document, read_json, write_json
 from trp_scale.preparation.sharding.job import PortionReport, check_skipped, refuse_differences
 from trp_scale.preparation.sharding.lock import only_run
@@ -40,7 +39,7 @@ class LabelReport(PortionReport):
 
     Attributes:
         labels: stored, with those that are empty.
-        missing: pixels without a value in the other labels: NOT_MEASURED or VOID.
+        missing: pixels without a value in the other labels: MapFormat.empty.
         clipped: pixels beyond what can be stored.
         images: digest of the index of the images that were labelled.
     """
@@ -58,7 +57,7 @@ class LabelDirectory:
     Attributes:
         dataset: directory of the data set.
         name: of the labels' directory in it.
-        modality: in MODALITIES.
+        modality: its name.
         identity: settings that the labels' values depend on.
         description: for dataset.json.
         flag: that another directory can be given with, for messages.
@@ -91,7 +90,7 @@ class LabelDirectory:
     def entry(self, document: Mapping[str, Any]) -> dict[str, Any] | None:
         """What dataset.json says of the modality; None: nothing, and there are no maps of it."""
         found: dict[str, Any] | None = (document.get("modalities") or {}).get(self.modality)
-        return {} if found is None and MODALITIES[self.modality] in document["suffixes"] else found
+        return {} if found is None and map_formats()[self.modality].suffix in document["suffixes"] else found
 
     def check(self, document: Mapping[str, Any], *, replace: bool) -> None:
         """See that labels of this making may be made here.

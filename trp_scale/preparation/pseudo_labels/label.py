@@ -22,13 +22,13 @@ from typing import Any
 import torch
 
 from trp_scale.data.images.dataset import FORMAT
-from trp_scale.data.images.stored_modalities import OWN_TAR
+from trp_scale.data.images.maps import OWN_TAR
 from trp_scale.data.index import DataError, read_index_document, read_json
 from trp_scale.preparation.pseudo_labels.directory import LabelDirectory, complete, turn
 from trp_scale.preparation.pseudo_labels.labeller import Precision
 from trp_scale.preparation.pseudo_labels.models import FoundModel, find_model
 from trp_scale.preparation.pseudo_labels.portion import LabelPortion, LabelTask, LabelWork, LabelWorker
-from trp_scale.preparation.pseudo_labels.settings import DIRECTORIES, PseudoLabelConfig
+from trp_scale.preparation.pseudo_labels.settings import PseudoLabelConfig, labelled
 from trp_scale.preparation.sharding.workers import Progressed, run_portions
 
 __all__ = ["PseudoLabelConfig", "pseudo_label"]
@@ -105,47 +105,17 @@ def _precision(config: PseudoLabelConfig, devices: tuple[str, ...]) -> Precision
 
 
 def _task(config: PseudoLabelConfig, precision: Precision, found: FoundModel) -> LabelTask:
-    identity: dict[str, object] = {"model": found.fingerprint, "precision": precision}
-    description: dict[str, object] = {"model": found.name}
-    if found.modality == "depth":
-        larger_is = _larger_is(config, found)
-        identity |= {"scale": config.depth_scale, "larger_is": larger_is}
-        relative = "none: 1 to 65535 is the range of each image's own estimates"
-        unit = relative if config.depth_scale is None else f"{config.depth_scale:g} metre"
-        description |= {"scale": config.depth_scale, "unit": unit, "larger_is": larger_is}
-    else:
-        description |= {"classes": list(found.classes)}
+    labels = labelled()[found.modality]
+    identity, description = labels.describe(found.flag, found.said, config)
     directory = LabelDirectory(
         dataset=config.data,
         name=config.directory(found.modality),
         modality=found.modality,
-        identity=identity,
-        description=description,
-        flag=f"--{DIRECTORIES[found.modality]}",
+        identity={"model": found.fingerprint, "precision": precision, **identity},
+        description={"model": found.name, **description},
+        flag=f"--{labels.directory_setting}",
     )
-    return LabelTask(found=found, directory=directory, scale=config.depth_scale)
-
-
-def _larger_is(config: PseudoLabelConfig, found: FoundModel) -> str:
-    """What a larger output means."""
-    if config.depth_scale is not None:
-        if found.metric is False:
-            raise DataError(
-                f"--depth_scale {config.depth_scale}: {found.flag} says in its configuration that its depth is "
-                f"relative, not in metres; leave --depth_scale out, or choose a metric model"
-            )
-        if found.metric is None and config.larger_is == "auto":
-            log.warning(
-                "--depth_scale %g: %s does not say in its configuration that its depth is in metres, and it will be "
-                "stored as if it were. Give --larger_is farther if it is; if it is inverse depth, as that of DPT from "
-                "MiDaS, or relative, leave --depth_scale out and say with --larger_is what a larger output means",
-                config.depth_scale,
-                found.flag,
-            )
-        return "farther"
-    if config.larger_is != "auto":
-        return config.larger_is
-    return "farther" if found.metric else "nearer"
+    return LabelTask(found=found, directory=directory, settings=config)
 
 
 def _run(

@@ -9,9 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trp_scale.data.images.members import MAP_BITS, MODALITIES, Map
+from trp_scale.data.images.maps import MapFormat, map_formats
+from trp_scale.data.images.png import Map
 from trp_scale.data.index import DataError
-from trp_scale.preparation.pseudo_labels.interpret import Interpret, Size
+from trp_scale.modalities.base import Interpret, Size
 from trp_scale.preparation.pseudo_labels.models import FoundModel
 
 Precision = Literal["bf16", "fp32"]
@@ -64,7 +65,8 @@ class Labeller:
         precision: Precision,
     ) -> None:
         self.modality = found.modality
-        self.dtype: type[np.generic] = np.uint16 if MAP_BITS[MODALITIES[found.modality]] == 16 else np.uint8
+        self.format: MapFormat = map_formats()[found.modality]
+        self.dtype: type[np.generic] = np.uint16 if 16 in self.format.bits else np.uint8
         self._flag = found.flag
         self._model = model
         self._processor = processor

@@ -13,26 +13,14 @@ from typing import Any
 
 import torch
 
-from trp_scale.data.images.members import VOID
 from trp_scale.data.index import DataError
+from trp_scale.modalities.base import PseudoLabels
 from trp_scale.preparation.dataset_directory import files_fingerprint
-from trp_scale.preparation.pseudo_labels.settings import FLAGS
+from trp_scale.preparation.pseudo_labels.settings import labelled
 
 CONFIGURATION = "config.json"
 PROCESSORS = ("preprocessor_config.json", "processor_config.json")
 WEIGHTS = ("model.safetensors", "model.safetensors.index.json", "model-*.safetensors")
-TASKS = {
-    "depth": {"DepthEstimation": "MODEL_FOR_DEPTH_ESTIMATION_MAPPING_NAMES"},
-    "semseg": {
-        "UniversalSegmentation": "MODEL_FOR_UNIVERSAL_SEGMENTATION_MAPPING_NAMES",
-        "SemanticSegmentation": "MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING_NAMES",
-    },
-}
-"""By modality: ends of the names of Auto classes that load its models, and where transformers lists what they load."""
-
-METRIC_KINDS = ("depth_pro", "glpn", "zoedepth")
-"""Kinds whose output is in metres; Depth Anything says in its configuration whether it is."""
-
 NEVER_RUN = {"dpt": "neck.fusion_stage.layers.0.residual_layer1."}
 """By kind, how the names of weights begin that no output depends on, so that a model may come without them. DPT's first
 fusion layer has nothing to add to its input, and Intel/dpt-* have no weights for that (transformers' issue 28292)."""
@@ -46,10 +34,9 @@ class FoundModel:
         modality: that it labels.
         name: as given.
         directory: of its files.
-        task: "DepthEstimation", "UniversalSegmentation" or "SemanticSegmentation": which Auto class loads it.
+        task: which Auto class loads it, such as "DepthEstimation" (PseudoLabels.auto_classes).
         fingerprint: changes with its configuration, its image processor or its weights.
-        metric: its output is in metres, as far as its configuration says; None: not said.
-        classes: of a segmentation model, by number; of another, empty.
+        said: what its configuration says of its labels (PseudoLabels.read_model).
     """
 
     modality: str
@@ -57,13 +44,12 @@ class FoundModel:
     directory: Path
     task: str
     fingerprint: str
-    metric: bool | None
-    classes: tuple[str, ...]
+    said: Any
 
     @property
     def flag(self) -> str:
         """How it was given, for messages."""
-        return f"--{FLAGS[self.modality]} {self.name}"
+        return f"--{labelled()[self.modality].model_setting} {self.name}"
 
 
 def find_model(modality: str, name: str) -> FoundModel:
@@ -72,25 +58,25 @@ def find_model(modality: str, name: str) -> FoundModel:
     Raises:
         DataError: no such model, another kind of model, no safetensors, no image processor, or too many classes.
     """
-    where = f"--{FLAGS[modality]} {name}"
+    labels = labelled()[modality]
+    where = f"--{labels.model_setting} {name}"
     directory = _find_directory(where, name)
     config = _read_config(where, directory)
-    task = _find_task(where, modality, config)
+    task = _find_task(where, labels, config)
     files = [file for pattern in (CONFIGURATION, *PROCESSORS, *WEIGHTS) for file in sorted(directory.glob(pattern))]
     if not any(file.name.endswith((".safetensors", ".safetensors.index.json")) for file in files):
         raise DataError(
             f"{where}: no {WEIGHTS[0]} in {directory}; other weight files can run code when they are read and are not "
             f"opened. Save the model with save_pretrained, or choose one that has safetensors"
         )
-    _check_processor(where, modality, load_processor(where, directory))
+    _check_processor(where, labels, load_processor(where, directory))
     return FoundModel(
         modality=modality,
         name=name,
         directory=directory,
         task=task,
         fingerprint=files_fingerprint(files).hex(),
-        metric=_is_metric(config) if modality == "depth" else None,
-        classes=() if modality == "depth" else _read_classes(where, config),
+        said=labels.read_model(where, config),
     )
 
 
@@ -127,13 +113,13 @@ def _read_config(where: str, directory: Path) -> Any:
         ) from error
 
 
-def _find_task(where: str, modality: str, config: Any) -> str:
+def _find_task(where: str, labels: PseudoLabels, config: Any) -> str:
     """Which Auto class has the architecture that the weights are of. The kind alone does not say: DPT does both."""
     from transformers.models.auto import modeling_auto
 
     saved = set(config.architectures or [])
     known: set[str] = set()
-    for task, listing in TASKS[modality].items():
+    for task, listing in labels.auto_classes.items():
         names = getattr(modeling_auto, listing)  # kind -> class, or classes
         listed = names.get(config.model_type, ())
         if saved & ({listed} if isinstance(listed, str) else set(listed)):
@@ -141,28 +127,8 @@ def _find_task(where: str, modality: str, config: Any) -> str:
         known |= set(names)
     raise DataError(
         f"{where}: {', '.join(sorted(saved)) or 'no architecture'} of kind {config.model_type} found, no model for "
-        f"{'depth estimation' if modality == 'depth' else 'semantic segmentation'}; kinds that are: "
-        f"{', '.join(sorted(known))}"
+        f"{labels.purpose}; kinds that are: {', '.join(sorted(known))}"
     )
-
-
-def _is_metric(config: Any) -> bool | None:
-    said = getattr(config, "depth_estimation_type", None)
-    if said is not None:
-        return bool(said == "metric")
-    return True if config.model_type in METRIC_KINDS else None
-
-
-def _read_classes(where: str, config: Any) -> tuple[str, ...]:
-    names = {int(number): str(label) for number, label in config.id2label.items()}
-    if sorted(names) != list(range(len(names))):
-        raise DataError(f"{where}: id2label in config.json must name the classes 0 to {len(names) - 1}, each once")
-    if not 0 < len(names) <= VOID:
-        raise DataError(
-            f"{where}: {len(names)} classes; at most {VOID} can be stored in 8 bits ({VOID} itself is void). Choose a "
-            f"model with fewer"
-        )
-    return tuple(names[number] for number in range(len(names)))
 
 
 def load_processor(where: str, directory: Path) -> Any:
@@ -183,18 +149,14 @@ def load_processor(where: str, directory: Path) -> Any:
         ) from error
 
 
-def _check_processor(where: str, modality: str, processor: Any) -> None:
+def _check_processor(where: str, labels: PseudoLabels, processor: Any) -> None:
     """What a label that covers the whole image needs."""
     if getattr(processor, "do_center_crop", False):
         raise DataError(
             f"{where}: its image processor cuts off the edges of images (do_center_crop), so its labels would not lie "
             f'on them; set "do_center_crop": false and a "size" of height and width in {PROCESSORS[0]}'
         )
-    if modality == "semseg" and not hasattr(processor, "post_process_semantic_segmentation"):
-        raise DataError(
-            f"{where}: its image processor {type(processor).__name__} has no post_process_semantic_segmentation; "
-            f"choose a model whose processor has"
-        )
+    labels.check_processor(where, processor)
 
 
 def load_model(found: FoundModel, device: torch.device) -> Any:

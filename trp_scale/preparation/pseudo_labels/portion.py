@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
+from trp_scale.data.images.maps import OWN_TAR
 from trp_scale.data.images.reader import read_samples
-from trp_scale.data.images.stored_modalities import OWN_TAR
 from trp_scale.data.index import DataError, index_path, read_index
 from trp_scale.preparation.pseudo_labels.directory import LabelDirectory, digest_of_images
-from trp_scale.preparation.pseudo_labels.interpret import class_maps, depth_maps
 from trp_scale.preparation.pseudo_labels.labeller import Labeller, Precision
 from trp_scale.preparation.pseudo_labels.models import FoundModel, load_model, load_processor
 from trp_scale.preparation.pseudo_labels.reading import ImagePreparer, prepared_ahead
+from trp_scale.preparation.pseudo_labels.settings import PseudoLabelConfig, labelled
 from trp_scale.preparation.pseudo_labels.writing import LabelStream, WindowOfLabels
 from trp_scale.preparation.sharding.lock import only_run
 from trp_scale.preparation.sharding.workers import Advance
@@ -33,11 +33,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class LabelTask:
-    """One model and where its labels go; `scale` is of depth in metres."""
+    """One model, where its labels go, and the settings of the run."""
 
     found: FoundModel
     directory: LabelDirectory
-    scale: float | None
+    settings: PseudoLabelConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,12 +120,12 @@ class LabelWorker:
         found = task.found
         if found.modality not in self._labellers:
             processor = load_processor(found.flag, found.directory)
-            is_depth = found.modality == "depth"
+            labels = labelled()[found.modality]
             self._labellers[found.modality] = Labeller(
                 found,
                 load_model(found, self._device),
                 processor,
-                depth_maps(processor, task.scale) if is_depth else class_maps(processor, len(found.classes)),
+                labels.interpret(processor, found.said, task.settings),
                 device=self._device,
                 precision=self._work.precision,
             )

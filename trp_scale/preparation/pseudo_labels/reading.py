@@ -16,7 +16,7 @@ from torch import Tensor
 from trp_scale.data.images.decode import decode_image
 from trp_scale.data.images.reader import SampleReader, SampleTable
 from trp_scale.data.index import DataError
-from trp_scale.preparation.pseudo_labels.interpret import Size
+from trp_scale.modalities.base import Size
 from trp_scale.preparation.pseudo_labels.labeller import Labeller
 
 

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from trp_scale.data.images.members import MODALITIES
-from trp_scale.data.images.stored_modalities import OWN_TAR
+from trp_scale.data.images.maps import OWN_TAR
 from trp_scale.data.index import DataError
+from trp_scale.modalities import modalities
 from trp_scale.preparation.sharding.job import check_ranges
 
-FLAGS = {"depth": "depth_model", "semseg": "segmentation_model"}
-"""Setting that names the model, by modality."""
-
-DIRECTORIES = {"depth": "depth_directory", "semseg": "segmentation_directory"}
-"""Setting that names the labels' directory, by modality."""
+if TYPE_CHECKING:
+    from trp_scale.modalities.base import PseudoLabels
 
 
 @dataclass(kw_only=True)
@@ -74,7 +71,7 @@ class PseudoLabelConfig:
                 f"--num_shards {self.num_shards}"
             )
         self._check_depth()
-        for setting in DIRECTORIES.values():
+        for setting in (labels.directory_setting for labels in labelled().values()):
             name = getattr(self, setting)
             if not name or Path(name).name != name or name.startswith(".") or name in (OWN_TAR, "progress"):
                 raise DataError(f"--{setting} {name!r}: a plain name other than {OWN_TAR} and progress is allowed")
@@ -92,10 +89,15 @@ class PseudoLabelConfig:
             raise DataError("--larger_is nearer: not with --depth_scale, whose metres grow with distance")
 
     def models(self) -> dict[str, str]:
-        """The models asked for, by modality in the order of MODALITIES."""
-        given = {name: str(getattr(self, FLAGS[name])) for name in MODALITIES}
+        """The models asked for, by modality."""
+        given = {name: str(getattr(self, labels.model_setting)) for name, labels in labelled().items()}
         return {name: model for name, model in given.items() if model}
 
     def directory(self, modality: str) -> str:
         """Where the maps of a modality go, in the data set."""
-        return str(getattr(self, DIRECTORIES[modality]))
+        return str(getattr(self, labelled()[modality].directory_setting))
+
+
+def labelled() -> dict[str, PseudoLabels]:
+    """The modalities that models label images with, by name."""
+    return {name: kind.labels for name, kind in modalities().items() if kind.labels is not None}

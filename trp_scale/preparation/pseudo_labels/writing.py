@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import io
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
-from PIL import Image
 
-from trp_scale.data.images.members import MODALITIES, NOT_MEASURED, VOID, Map
+from trp_scale.data.images.png import Map, write_png
 from trp_scale.preparation.pseudo_labels.directory import UNREADABLE, LabelReport
 from trp_scale.preparation.pseudo_labels.labeller import InFlight, Labeller
 from trp_scale.preparation.pseudo_labels.reading import Prepared, batches_of_one_shape
+from trp_scale.preparation.pseudo_labels.settings import labelled
 from trp_scale.preparation.sharding.writing import OpenShard
-
-EMPTY = {"depth": NOT_MEASURED, "semseg": VOID}
-"""What an empty label is full of, by modality."""
-
-PNG_LEVEL = {"depth": 3, "semseg": 6}
-"""zlib's level for each modality. Depth at 6 would be 4 % smaller and take three times as long (512 x 384: 196 KB,
-47 ms)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,20 +79,20 @@ class LabelStream:
         found: dict[int, tuple[Map, int]] = {}
         for batch, flight in window.batches:
             found.update(zip(batch, flight.wait(self._labeller.dtype), strict=True))
-        empty = EMPTY[self._modality]
+        form = self._labeller.format
         maps = []
         for number, (place, image) in enumerate(zip(window.places, window.prepared, strict=True)):
             flaw = image.flaws.get(self._modality, "")
-            numbers, clipped = found.get(number) or (np.full(image.size, empty, dtype=self._labeller.dtype), 0)
-            missing = int((numbers == empty).sum())
+            numbers, clipped = found.get(number) or (np.full(image.size, form.empty, dtype=self._labeller.dtype), 0)
+            missing = int((numbers == form.empty).sum())
             if not flaw and missing == numbers.size:
                 flaw = "the model's output has no value that can be stored"
             self._count(place, flaw, missing, clipped)
             maps.append(numbers)
-        suffix, level = MODALITIES[self._modality], PNG_LEVEL[self._modality]
-        contents = self._pool.map(lambda numbers: encode_png(numbers, level), maps)
+        level = labelled()[self._modality].png_level
+        contents = self._pool.map(lambda numbers: write_png(numbers, level), maps)
         for place, content in zip(window.places, contents, strict=True):
-            self._opened.writer.add(self._keys[place], 1, {suffix: content})
+            self._opened.writer.add(self._keys[place], 1, {form.suffix: content})
 
     def _count(self, place: int, flaw: str, missing: int, clipped: int) -> None:
         report = self._report
@@ -114,10 +106,3 @@ class LabelStream:
     def close(self) -> None:
         """Hand over the report, which is written with the shard."""
         self._opened.report = dict(vars(self._report))
-
-
-def encode_png(numbers: Map, level: int) -> bytes:
-    """A map as a grey PNG of its own bits."""
-    stream = io.BytesIO()
-    Image.fromarray(numbers).save(stream, "PNG", compress_level=level)
-    return stream.getvalue()

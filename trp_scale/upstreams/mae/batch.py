@@ -5,18 +5,14 @@ from __future__ import annotations
 import time
 
 import torch
-from torch import Tensor
 
 from trp_scale.config import Config, split_patches
 from trp_scale.core.batch import Batch
-from trp_scale.data.images.crops import Cropper, Crops, crop_words
+from trp_scale.data.images.crops import Cropper, crop_words, cut_images
 from trp_scale.data.images.dataset import ImageDataset, ImageMeta
-from trp_scale.data.images.rows import DecodedRows, RowReader
+from trp_scale.data.images.rows import RowReader
 from trp_scale.data.plan import Addresses, row_states
 from trp_scale.upstreams.mae.patch_masks import draw_masks
-
-GREY = 128
-"""Value of all pixels of a row that is not there or cannot be decoded."""
 
 
 class ImageBatchBuilder:
@@ -56,15 +52,3 @@ class ImageBatchBuilder:
             "masked": torch.from_numpy(masked),
         }
         return rows.batch(fields, addresses, start=start, began=began)
-
-
-def cut_images(cropper: Cropper, crops: Crops, rows: DecodedRows) -> Tensor:
-    """The crops of all rows, [R, k, 3, S, S] uint8."""
-    count, size = crops.flips.shape[1], cropper.size
-    images = torch.empty(len(rows.samples), count, 3, size, size, dtype=torch.uint8)
-    for row, sample in enumerate(rows.samples):
-        if sample is None:
-            images[row] = GREY
-        else:
-            cropper.cut(sample.image, crops, row, out=images[row])
-    return images

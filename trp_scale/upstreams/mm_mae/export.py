@@ -14,8 +14,8 @@ from trp_scale.recipes.loader import from_dict
 from trp_scale.upstreams.mae.export import check_timm, read_weights, write_encoder
 from trp_scale.upstreams.mm_mae.model import MultimodalMaskedAutoencoder
 
-CLASSES = "semseg_classes"
-"""In `CheckpointDocument.extra`: number of classes of the segmentation maps, which the model's shapes depend on."""
+CLASSES = "map_classes"
+"""In `CheckpointDocument.extra`: number of classes of each modality's maps, which the model's shapes depend on."""
 
 RGB_TOKENISER = "tokenisers.rgb."
 
@@ -53,5 +53,5 @@ def write_multimodal_timm(directory: Path, checkpoint: Path, document: Checkpoin
             "images; allowed: a run with rgb among them"
         )
     check_timm(config, image_size)
-    weights = read_weights(checkpoint, MultimodalMaskedAutoencoder(config, int(document.extra[CLASSES])))
+    weights = read_weights(checkpoint, MultimodalMaskedAutoencoder(config, document.extra[CLASSES]))
     write_encoder(directory, config, images_alone(weights), image_size)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from trp_scale.config import Config
 from trp_scale.observe.throughput import TRAINING_OVER_FORWARD
+from trp_scale.upstreams.mm_mae.tokens import RunModalities
 
 
-def mm_mae_step_flops(config: Config, *, rows: int, classes: int, computed: bool = False) -> float:
+def mm_mae_step_flops(config: Config, *, rows: int, classes: Mapping[str, int], computed: bool = False) -> float:
     """Model FLOPs of one training step of MM-MAE; one multiply-add is 2 FLOPs.
 
     A block on N tokens of width d and feed-forward width i is counted as in `bert_step_flops`. A decoder predicts all N
@@ -16,26 +19,25 @@ def mm_mae_step_flops(config: Config, *, rows: int, classes: int, computed: bool
     Args:
         config: settings of the run.
         rows: images of the step on all ranks.
-        classes: of the segmentation maps.
+        classes: of each modality's maps, where they have any.
         computed: count each visible patch in the tokenisers of all inputs, as it is computed, instead of in its own
             alone (with equal shares of all inputs, the mean of the Dirichlet distribution).
     """
-    model, vision, modalities = config.model, config.vision, config.modalities
-    patches, tokens = (config.crops.size // vision.patch_size) ** 2, 1 + modalities.visible_tokens
-    labels = (vision.patch_size // modalities.segmentation_stride) ** 2
-    pixels = vision.patch_size**2
-    read = {"rgb": 3 * pixels, "depth": pixels, "semseg": labels * modalities.class_embedding}
-    predicted = {"rgb": 3 * pixels, "raw_rgb": 3 * pixels, "depth": pixels, "semseg": labels * classes}
+    model, vision, visible = config.model, config.vision, config.modalities.visible_tokens
+    patches, tokens = (config.crops.size // vision.patch_size) ** 2, 1 + visible
+    modalities = RunModalities(config)
 
     def block(count: int, width: int, intermediate: int) -> int:
         return 8 * count * width**2 + 4 * count * width * intermediate + 4 * count**2 * width
 
     width, inner = model.hidden_size, vision.decoder_hidden_size
-    products = 2 * width * modalities.visible_tokens * sum(read[modality] for modality in modalities.inputs)
+    products = visible * sum(modalities.used[name].tokeniser_flops(width) for name in modalities.inputs)
     flops = products if computed else products / len(modalities.inputs)
     flops += model.layers * block(tokens, width, model.intermediate_size)
     cross_attention = 4 * patches * inner**2 + 4 * tokens * inner**2 + 4 * patches * tokens * inner
     decoder = 2 * tokens * width * inner + cross_attention + 16 * patches * inner**2
     decoder += vision.decoder_layers * block(patches, inner, 4 * inner)
-    flops += sum(decoder + 2 * patches * inner * predicted[task] for task in modalities.outputs)
+    for task in modalities.tasks:
+        own = modalities.of(task)
+        flops += decoder + 2 * patches * inner * own.values(task, classes.get(own.name, 0))
     return float(TRAINING_OVER_FORWARD * rows * flops)

@@ -15,21 +15,14 @@ from trp_scale.models.patches import gather_patches
 from trp_scale.models.positions import sine_cosine
 from trp_scale.models.vit import TransformerBlock
 from trp_scale.upstreams.mm_mae.decoder import TaskDecoder
-from trp_scale.upstreams.mm_mae.tokens import (
-    MODALITY_OF,
-    SegmentationTokeniser,
-    labels_per_patch,
-    values_per_patch,
-    visible_slots,
-)
+from trp_scale.upstreams.mm_mae.tokens import RunModalities, visible_slots
 
 
 class MultimodalOutput(NamedTuple):
     """What the objective needs; a tuple, because ZeRO-3 looks for the tensors of an output to hang its hooks on.
 
     Attributes:
-        predictions: [R, N, P_t] of each task, in the order of modalities.outputs; of semseg the P = L C logits go by
-            label first.
+        predictions: [R, N, P_t] of each task, in the order of modalities.outputs (Modality.values).
         shared_inputs: [R, 1 + V, intermediate] without a graph, what entered the encoder's last matrix; only with taps.
     """
 
@@ -47,26 +40,22 @@ class MultimodalMaskedAutoencoder(nn.Module):
 
     Args:
         config: sizes (model, vision, modalities, crops.size) and the seed of the initial weights.
-        classes: C, of the segmentation maps; 0 if they are neither seen nor predicted.
+        classes: of each modality's maps, where they have any.
     """
 
     positions: Tensor
 
-    def __init__(self, config: Config, classes: int) -> None:
+    def __init__(self, config: Config, classes: Mapping[str, int]) -> None:
         super().__init__()
-        model, vision, modalities = config.model, config.vision, config.modalities
+        model, vision, width = config.model, config.vision, config.model.hidden_size
         self.grid = config.crops.size // vision.patch_size
-        self.inputs, self.outputs = tuple(modalities.inputs), tuple(modalities.outputs)
-        self.classes, self.position_order = classes, vision.position_order
-        width, patch_size = model.hidden_size, vision.patch_size
-
-        def tokeniser(modality: str) -> nn.Module:
-            if modality == "semseg":
-                labels = labels_per_patch(patch_size, modalities)
-                return SegmentationTokeniser(classes, labels, modalities.class_embedding, width)
-            return nn.Linear(values_per_patch(modality, patch_size, modalities, classes), width)
-
-        self.tokenisers = nn.ModuleDict({modality: tokeniser(modality) for modality in self.inputs})
+        modalities = RunModalities(config)
+        self.inputs, self.outputs = modalities.inputs, modalities.tasks
+        self.predicted = {task: modalities.of(task).name for task in self.outputs}
+        self.classes, self.position_order = dict(classes), vision.position_order
+        self.tokenisers = nn.ModuleDict(
+            {name: modalities.used[name].tokeniser(width, classes.get(name, 0)) for name in self.inputs}
+        )
         self.cls_token = nn.Parameter(torch.empty(width))
         positions = sine_cosine(self.grid, width, vision.position_order)
         self.register_buffer("positions", positions.float(), persistent=False)
@@ -74,11 +63,11 @@ class MultimodalMaskedAutoencoder(nn.Module):
             TransformerBlock(width, model.heads, model.intermediate_size, eps=model.layer_norm_eps, relative=False)
             for _ in range(model.layers)
         )
-        self.norm = nn.LayerNorm(width, eps=model.layer_norm_eps) if modalities.encoder_norm else nn.Identity()
+        self.norm = nn.LayerNorm(width, eps=model.layer_norm_eps) if config.modalities.encoder_norm else nn.Identity()
         self.decoders = nn.ModuleDict(
             {
-                task: TaskDecoder(config, MODALITY_OF[task], values_per_patch(task, patch_size, modalities, classes))
-                for task in self.outputs
+                task: TaskDecoder(config, own, modalities.of(task).values(task, classes.get(own, 0)))
+                for task, own in self.predicted.items()
             }
         )
         initialise_multimodal(self, seed=config.training.seed, std=model.initializer_range)
@@ -94,8 +83,8 @@ class MultimodalMaskedAutoencoder(nn.Module):
         """Predict all patches of each output.
 
         Args:
-            patches: of each input modality [R, N, P] row by row: rgb (row, column, channel), depth, or the labels of
-                semseg, VOID among them. What is masked is not read.
+            patches: of each input modality [R, N, P] row by row, as Modality.seen gives them. What is masked is not
+                read.
             visible: [R, V] int64, token numbers (trp_scale/upstreams/mm_mae/tokens.py).
             task_taps: [T, R, 1 + V, D] zeros, added for each task to what its decoder reads of the encoder, before the
                 encoder's norm.
@@ -112,7 +101,7 @@ class MultimodalMaskedAutoencoder(nn.Module):
             read = self.norm(tokens + task_taps.to(tokens.dtype)).unbind(0)  # T times [R, 1 + V, D]
         slots = visible_slots(visible, len(self.inputs) * self.grid**2)
         predictions = tuple(
-            self.decoders[task](one, visible, self.own_slots(slots, visible.shape[1], MODALITY_OF[task]))
+            self.decoders[task](one, visible, self.own_slots(slots, visible.shape[1], self.predicted[task]))
             for task, one in zip(self.outputs, read, strict=True)
         )
         return MultimodalOutput(predictions=predictions, shared_inputs=shared_inputs)

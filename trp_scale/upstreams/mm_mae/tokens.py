@@ -6,28 +6,44 @@ Token i N + p is the patch at place p, of N row by row, of the modality that is 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
-from trp_scale.config import ModalitiesConfig
-
-VOID = 255
-"""Label of a segmentation map where no class is known."""
-
-MODALITY_OF = {"rgb": "rgb", "depth": "depth", "semseg": "semseg", "raw_rgb": "rgb"}
-"""The modality that a task predicts."""
+from trp_scale.config import Config
+from trp_scale.modalities import modalities, modality, modality_of
+from trp_scale.modalities.base import Modality
 
 
-def labels_per_patch(patch_size: int, modalities: ModalitiesConfig) -> int:
-    """L, labels of a patch of the segmentation map, which is kept at 1/stride of the image's resolution."""
-    return (patch_size // modalities.segmentation_stride) ** 2
+class RunModalities:
+    """The modalities of a run.
 
+    Attributes:
+        inputs: names of those that the encoder sees.
+        tasks: what is predicted, in the order of every [T] vector.
+        used: inputs and what tasks predict, by name, in the order of a sample's members.
 
-def values_per_patch(task: str, patch_size: int, modalities: ModalitiesConfig, classes: int) -> int:
-    """Numbers that are predicted of a patch: pixels, depths, or for each label a logit of each class."""
-    if task == "semseg":
-        return labels_per_patch(patch_size, modalities) * classes
-    return patch_size**2 * (1 if task == "depth" else 3)
+    Raises:
+        RefusedError: an input or an output that no modality has.
+    """
+
+    def __init__(self, config: Config) -> None:
+        self.inputs: tuple[str, ...] = tuple(config.modalities.inputs)
+        self.tasks: tuple[str, ...] = tuple(config.modalities.outputs)
+        self._names = {task: modality_of(task).name for task in self.tasks}
+        wanted = {*(modality(name).name for name in self.inputs), *self._names.values()}
+        self.used = {
+            name: kind(config.modalities, config.vision.patch_size)
+            for name, kind in modalities().items()
+            if name in wanted
+        }
+
+    def of(self, task: str) -> Modality:
+        """What a task predicts."""
+        return self.used[self._names[task]]
+
+    @property
+    def stored(self) -> tuple[str, ...]:
+        """Names of those that are stored as maps beside the image."""
+        return tuple(name for name, kind in self.used.items() if kind.format is not None)
 
 
 def visible_slots(visible: Tensor, tokens: int) -> Tensor:
@@ -43,27 +59,3 @@ def visible_slots(visible: Tensor, tokens: int) -> Tensor:
     rows, count = visible.shape
     order = torch.arange(count, device=visible.device).expand(rows, -1)
     return torch.full((rows, tokens), count, device=visible.device).scatter(1, visible, order)
-
-
-class SegmentationTokeniser(nn.Module):
-    """A patch of labels as a token: a vector for each class, those of a patch's labels side by side through one matrix.
-
-    Args:
-        classes: C; one more vector stands for VOID.
-        labels: L, of a patch.
-        embedding: E, width of a class's vector.
-        width: D, of the token.
-    """
-
-    def __init__(self, classes: int, labels: int, embedding: int, width: int) -> None:
-        super().__init__()
-        self.classes = classes
-        # Flat, because weight decay goes by the number of dimensions and embeddings are not decayed.
-        self.class_embedding = nn.Parameter(torch.empty((classes + 1) * embedding))
-        self.projection = nn.Linear(labels * embedding, width)
-
-    def forward(self, labels: Tensor) -> Tensor:
-        """[R, K, L] uint8 or int64 -> [R, K, D]."""
-        numbers = torch.where(labels == VOID, self.classes, labels.long())
-        vectors = F.embedding(numbers, self.class_embedding.view(self.classes + 1, -1))  # [R, K, L, E]
-        return self.projection(vectors.flatten(2))  # type: ignore[no-any-return]

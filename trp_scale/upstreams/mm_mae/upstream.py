@@ -27,8 +27,12 @@ class MultimodalUpstream:
         self.config = config
         self.sources = open_sources(config, rank=data.rank, world=data.size, device_type=environment.device.type)
         self.source = self.sources.train
-        self.classes = len(self.sources.meta.semseg_classes or ())
         self.objective = MultimodalReconstruction(config)
+        self.classes = {
+            name: classes
+            for name, maps in self.sources.meta.maps.items()
+            if (classes := self.objective.modalities.used[name].classes(maps))
+        }
         rows, inputs = config.batch.global_size, len(config.modalities.inputs)
         self.positions_per_step = rows * inputs * self.objective.patches_per_row
         self.step_flops = mm_mae_step_flops(config, rows=rows, classes=self.classes)
@@ -41,7 +45,7 @@ class MultimodalUpstream:
         return [] if adversary is None else [adversary]
 
     def leave(self, run_dir: Path, world: Group) -> None:
-        """Nothing: the model is known by its settings and the checkpoint's number of classes."""
+        """Nothing: the model is known by its settings and the checkpoint's numbers of classes."""
 
     def checkpoint_extra(self) -> dict[str, Any]:
         return {CLASSES: self.classes}

@@ -20,7 +20,7 @@ ADAPTERS = {"rgb": "norm_rgb", "raw_rgb": "rgb", "depth": "depth", "semseg": "se
 """Their name of each task's decoder: what they call rgb are pixels as they are."""
 
 CHANNELS = {"rgb": 3, "raw_rgb": 3, "depth": 1}
-"""Channels of each prediction; semseg has one for each class."""
+"""Channels of each prediction of pixels; semseg has one for each class."""
 
 DECODER_NAMES = {
     "embed": "proj_context",
@@ -46,7 +46,7 @@ def load_multimae(model: MultimodalMaskedAutoencoder, state: Mapping[str, Tensor
     if not isinstance(model.norm, nn.Identity):
         raise ValueError("MultiMAE has no norm between encoder and decoders; set --modalities.encoder_norm False")
     inputs = {f"{INPUTS}.{modality}" for modality in model.inputs}
-    outputs = {f"{OUTPUTS}.{ADAPTERS[task]}" for task in model.outputs}
+    outputs = {f"{OUTPUTS}.{ADAPTERS.get(task, task)}" for task in model.outputs}
     given = {}
     for name, tensor in state.items():
         adapter, _, rest = name.partition(".")
@@ -74,7 +74,7 @@ def _their_name(name: str) -> str:
         if rest == "class_embedding":
             return f"{INPUTS}.{which}.class_emb.weight"
         return f"{INPUTS}.{which}.proj.{rest.split('.')[-1]}"
-    adapter = f"{OUTPUTS}.{ADAPTERS[which]}"
+    adapter = f"{OUTPUTS}.{ADAPTERS.get(which, which)}"
     if rest.endswith("_embedding"):
         return f"{adapter}.task_embeddings.{rest.removesuffix('_embedding')}"
     if rest.startswith("blocks."):
@@ -92,14 +92,16 @@ def _ours(model: MultimodalMaskedAutoencoder, name: str, tensor: Tensor) -> Tens
     """Their tensor in our shape and order."""
     if name == "tokenisers.semseg.class_embedding":
         own: Tensor = model.tokenisers["semseg"].class_embedding  # type: ignore[assignment]
-        void = own.detach()[-tensor.shape[-1] :] if len(tensor) == model.classes else own[:0]  # [E], or theirs has one
+        has_void = len(tensor) != model.classes["semseg"]
+        void = own[:0] if has_void else own.detach()[-tensor.shape[-1] :]  # [E]
         return torch.cat([tensor.flatten(), void])
     if tensor.ndim == 4:  # a convolution [D, channel, row, column] -> [D, (row, column, channel)]
         return tensor.permute(0, 2, 3, 1).flatten(1)
     if name.endswith(("_token", "_embedding")):
         return tensor.flatten()
     if ".prediction." in name:  # [(channel, row, column), ...] -> [(row, column, channel), ...]
-        channels = CHANNELS.get(name.split(".")[1], model.classes)
+        task = name.split(".")[1]
+        channels = CHANNELS.get(task, model.classes.get(task, 1))
         if len(tensor) % channels == 0:
             return tensor.view(channels, -1, *tensor.shape[1:]).transpose(0, 1).flatten(0, 1)
     return tensor

@@ -163,7 +163,7 @@ def test_a_direction_does_not_part_a_checkpoint_from_its_data(data: Path) -> Non
     before, document = opened(data).digest(), read_json(data / "dataset.json")
     depth = {**DESCRIBED["depth"], "larger_is": "nearer"}
     write_json(data / "dataset.json", {**document, "modalities": {**document["modalities"], "depth": depth}})
-    assert opened(data).modalities[0].larger_is == "nearer" and opened(data).digest() == before
+    assert opened(data).maps[0].larger_is == "nearer" and opened(data).digest() == before
 
 
 def test_they_are_shown_with_their_images(data: Path) -> None:

@@ -17,13 +17,13 @@ from tests.unit.data.images.stored import CLASSES, joined, jpeg, photograph, sam
 from tests.unit.models.encoder_peers import finetune_config
 from trp_scale.config.augmentation import AugmentationConfig
 from trp_scale.config.finetuning import FinetuneConfig
+from trp_scale.data.images.crops import GREY
 from trp_scale.data.images.decode import decode_image
 from trp_scale.data.plan import Addresses
 from trp_scale.data.sources import Sources
 from trp_scale.distributed.groups import Group
 from trp_scale.downstream.classification.batch import MeasuredImages
 from trp_scale.downstream.classification.task import ClassificationTask, open_labelled
-from trp_scale.upstreams.mae.batch import GREY
 
 ALL = {"magnitude": 9, "colour_jitter": 0.3, "erasing": 0.25, "mixup": 0.8, "cutmix": 1.0, "smoothing": 0.1}
 

@@ -16,15 +16,15 @@ from trp_scale.config import RefusedError
 from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.core.batch import Batch
 from trp_scale.data.images.dataset import ImageMeta
-from trp_scale.data.images.members import VOID
 from trp_scale.data.images.rows import DecodedSample
 from trp_scale.data.mixture import parse_paths
 from trp_scale.data.plan import Addresses, HeldOutPlan
 from trp_scale.downstream.dense.batch import JitteredBatchBuilder, WholeBatchBuilder, _joined
 from trp_scale.downstream.dense.maps import DepthMaps, SegmentationMaps
-from trp_scale.downstream.dense.rows import DenseData, MapName, open_dense
+from trp_scale.downstream.dense.rows import DenseData, DenseMaps, open_dense
 from trp_scale.downstream.dense.windows import WindowCutter
 from trp_scale.downstream.whole_images import joined, predict_whole
+from trp_scale.modalities.semseg import VOID
 
 SIZE = 24
 
@@ -43,16 +43,16 @@ def addresses(data: DenseData, config: FinetuneConfig, path: Path, count: int) -
     return HeldOutPlan(members=rows.members(parse_paths(str(path)), everything)).locate(np.arange(count))
 
 
-def opened(path: Path, name: MapName, **changes: object) -> tuple[FinetuneConfig, DenseData]:
+def opened(path: Path, kind: type[DenseMaps], **changes: object) -> tuple[FinetuneConfig, DenseData]:
     config = settings(**changes)
-    return config, open_dense(config, parse_paths(str(path)), name)
+    return config, open_dense(config, parse_paths(str(path)), kind)
 
 
 def test_ignored_classes_are_void_and_the_others_are_numbered_anew(image_dataset: Path) -> None:
-    config, data = opened(image_dataset, "semseg", ignored=[1, 4])
+    config, data = opened(image_dataset, SegmentationMaps, ignored=[1, 4])
     assert isinstance(data.maps, SegmentationMaps)
-    all_config, all_data = opened(image_dataset, "semseg")
-    names = all_data.meta.semseg_classes
+    all_config, all_data = opened(image_dataset, SegmentationMaps)
+    names = all_data.maps.all_classes
     assert names is not None and data.maps.classes == tuple(n for i, n in enumerate(names) if i not in (1, 4))
     where = addresses(data, config, image_dataset, 6)
     new = WholeBatchBuilder(config, data.datasets, data.meta, data.maps).build(where, 0)["whole_semseg"]
@@ -63,14 +63,14 @@ def test_ignored_classes_are_void_and_the_others_are_numbered_anew(image_dataset
 
 
 @pytest.mark.parametrize("whole", [False, True])
-@pytest.mark.parametrize("name", ["semseg", "depth"])
-def test_a_row_that_is_not_there_has_no_pixel(image_dataset: Path, name: MapName, whole: bool) -> None:
-    config, data = opened(image_dataset, name)
+@pytest.mark.parametrize("kind", [SegmentationMaps, DepthMaps])
+def test_a_row_that_is_not_there_has_no_pixel(image_dataset: Path, kind: type[DenseMaps], whole: bool) -> None:
+    config, data = opened(image_dataset, kind)
     count = data.meta.rows
     batch = data.rows(config, whole=whole).builder.build(addresses(data, config, image_dataset, count + 2), 0)
     assert batch["row_weights"][count:].tolist() == [0.0, 0.0] and batch["row_weights"][:count].all()
-    empty = VOID if name == "semseg" else 0
-    fields = [name, f"whole_{name}"] if whole else [name]
+    empty = VOID if kind is SegmentationMaps else 0
+    fields = [kind.name, f"whole_{kind.name}"] if whole else [kind.name]
     for field in fields:
         assert (batch[field][count:] == empty).all() and (batch[field][:count] != empty).any()
     if whole:
@@ -78,16 +78,16 @@ def test_a_row_that_is_not_there_has_no_pixel(image_dataset: Path, name: MapName
 
 
 def test_depth_is_in_metres_and_within_the_limits(image_dataset: Path) -> None:
-    config, data = opened(image_dataset, "depth")
+    config, data = opened(image_dataset, DepthMaps)
     where = addresses(data, config, image_dataset, 8)
     builder = WholeBatchBuilder(config, data.datasets, data.meta, data.maps)
     whole = builder.build(where, 0)["whole_depth"]
     stored = builder._rows.read(where).samples[3]
     assert stored is not None and torch.equal(
-        whole[3], torch.from_numpy(stored.maps["depth.png"].astype(np.float32) * np.float32(0.001))
+        whole[3], torch.from_numpy(stored.maps["depth"].astype(np.float32) * np.float32(0.001))
     )
     middle = float(whole.median())
-    near, far = opened(image_dataset, "depth", max_depth=middle), opened(image_dataset, "depth", min_depth=middle)
+    near, far = opened(image_dataset, DepthMaps, max_depth=middle), opened(image_dataset, DepthMaps, min_depth=middle)
     parts = [
         WholeBatchBuilder(config, data.datasets, data.meta, data.maps).build(where, 0)["whole_depth"]
         for config, data in (near, far)
@@ -104,16 +104,16 @@ def test_depth_of_each_member_is_in_its_own_units(image_dataset: Path, tmp_path:
     document["modalities"]["depth"]["scale"] = 0.002
     (copy / "dataset.json").write_text(json.dumps(document))
     config = settings()
-    maps = open_dense(config, parse_paths(f"a:1={image_dataset},b:1={copy}"), "depth").maps
+    maps = open_dense(config, parse_paths(f"a:1={image_dataset},b:1={copy}"), DepthMaps).maps
     stored = DecodedSample(
-        image=torch.zeros(3, 2, 2), maps={"depth.png": np.array([[0, 1000], [2000, 500]], np.uint16)}, label=-1
+        image=torch.zeros(3, 2, 2), maps={"depth": np.array([[0, 1000], [2000, 500]], np.uint16)}, label=-1
     )
     assert maps.read(stored, 0).tolist() == [[0, 1], [2, 0.5]]
     assert maps.read(stored, 1).tolist() == [[0, 2], [4, 1]]
 
 
 def test_a_training_row_is_the_same_in_every_batch(image_dataset: Path) -> None:
-    config, data = opened(image_dataset, "semseg")
+    config, data = opened(image_dataset, SegmentationMaps)
     builder = JitteredBatchBuilder(config, data.datasets, data.meta, data.maps)
     where = addresses(data, config, image_dataset, 6)
     one = Addresses(**{name: getattr(where, name)[4:5] for name in vars(where)})
@@ -141,7 +141,7 @@ def test_windows_cover_the_scaled_image(height: int, width: int) -> None:
 
 
 def test_a_prediction_is_at_the_place_and_size_of_its_label(image_dataset: Path) -> None:
-    config, data = opened(image_dataset, "semseg")
+    config, data = opened(image_dataset, SegmentationMaps)
     batch = data.rows(config, whole=True).builder.build(addresses(data, config, image_dataset, 3), 0)
     seen = []
 
@@ -176,7 +176,7 @@ def test_the_loss_of_a_measured_image_is_of_all_of_it() -> None:
     """Whatever its shape, and also where its windows are measured."""
     image = torch.from_numpy(np.array(photograph(30, 71))).permute(2, 0, 1)
     numbers = (np.arange(71) * 2 // 71).astype(np.uint8)[None].repeat(30, axis=0)
-    sample = DecodedSample(image=image, maps={"semseg.png": numbers}, label=-1)
+    sample = DecodedSample(image=image, maps={"semseg": numbers}, label=-1)
     maps = SegmentationMaps(["left", "right"], [])
     meta = ImageMeta(classes=None, suffixes=("jpg", "semseg.png"), rows=1)
     shown = WholeBatchBuilder(settings(), [], meta, maps)._show(sample, 0)
@@ -190,11 +190,11 @@ def test_what_is_no_such_data_is_refused_with_the_command_that_makes_it(image_da
     folder = tmp_path / "folder"
     folder.mkdir()
     with pytest.raises(RefusedError, match=r"not shards yet.*trp-scale shard-images.*semseg=MAPS"):
-        opened(folder, "semseg")
+        opened(folder, SegmentationMaps)
     with pytest.raises(RefusedError, match=r"--dense.ignored 10: .* classes 0 to 9"):
-        opened(image_dataset, "semseg", ignored=[10])
+        opened(image_dataset, SegmentationMaps, ignored=[10])
     with pytest.raises(RefusedError, match="1 class is left"):
-        opened(image_dataset, "semseg", ignored=list(range(1, 10)))
+        opened(image_dataset, SegmentationMaps, ignored=list(range(1, 10)))
     copy = tmp_path / "copy"
     shutil.copytree(image_dataset, copy)
     document = json.loads((copy / "dataset.json").read_text())
@@ -202,8 +202,8 @@ def test_what_is_no_such_data_is_refused_with_the_command_that_makes_it(image_da
     document["suffixes"].remove("depth.png")
     (copy / "dataset.json").write_text(json.dumps(document))
     with pytest.raises(RefusedError, match=r"needs depth maps; make them: .*depth=MAPS"):
-        opened(copy, "depth")
+        opened(copy, DepthMaps)
     document["modalities"]["semseg"]["classes"] = None
     (copy / "dataset.json").write_text(json.dumps(document))
-    with pytest.raises(RefusedError, match="without a list of their classes"):
-        opened(copy, "semseg")
+    with pytest.raises(RefusedError, match=r"copy/dataset\.json has no list of its classes; .* --semseg_classes"):
+        opened(copy, SegmentationMaps)

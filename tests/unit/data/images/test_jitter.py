@@ -9,7 +9,7 @@ import torch
 from trp_scale.config import CropsConfig
 from trp_scale.config.dense import DenseConfig
 from trp_scale.data.images.jitter import Jitter, Jitters
-from trp_scale.data.images.members import VOID
+from trp_scale.modalities.semseg import VOID
 
 SIZE = 64
 BLOCK = 50

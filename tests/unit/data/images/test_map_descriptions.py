@@ -125,8 +125,9 @@ def test_unnamed_classes_are_skipped_and_void_is_stored_as_255(folder: Path) -> 
     found = shard(folder / "out", folder / "images", void_label=11, **settings)
     for output in ("plain", "out"):
         dataset = read_json(folder / output / "dataset.json")
-        assert dataset["skipped"] == {"bad_segmentation_class": 1} and dataset["rows"] == 5
-        assert dataset["skipped_places"][0]["place"] == f"{folder}/images/c0/image4.jpg (20)"
+        assert dataset["skipped"] == {"bad_map_number": 1} and dataset["rows"] == 5
+        unnamed = "semseg.png: class 20 found, 0 to 19 or 255 (void) expected"
+        assert dataset["skipped_places"][0]["place"] == f"{folder}/images/c0/image4.jpg ({unnamed})"
     for number in (1, 2, 3, 5):
         stored = np.asarray(Image.open(io.BytesIO(found[f"c0/image{number}"]["semseg.png"])))
         wanted = class_map(number)
@@ -143,7 +144,8 @@ def test_numbers_above_the_void_label_may_have_no_name(tmp_path: Path) -> None:
     (tmp_path / "names.txt").write_text("\n".join("abcdefghijk"))
     settings = {"modality": modality(tmp_path, "semseg"), "semseg_classes": str(tmp_path / "names.txt")}
     with pytest.raises(
-        DataError, match=r"1 bad_segmentation_class \(a number in the segmentation map that has no name"
+        DataError,
+        match=r"1 bad_map_number \(a number that a map cannot have, such as a class that has no name in --s",
     ):
         shard(tmp_path / "refused", tmp_path / "images", **settings)
     found = shard(tmp_path / "out", tmp_path / "images", void_label=11, **settings)

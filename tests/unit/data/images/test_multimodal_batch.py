@@ -24,12 +24,12 @@ from tests.unit.data.images.stored import config_for, jpeg, steps
 from trp_scale.config import Config, CropsConfig
 from trp_scale.data.images.crops import Cropper, Crops
 from trp_scale.data.images.dataset import open_image_dataset
-from trp_scale.data.images.stored_modalities import used_modalities
 from trp_scale.data.index import DataError
 from trp_scale.data.kinds import BUILDERS, open_rows
 from trp_scale.data.mixture import parse_paths
 from trp_scale.data.sources import open_sources
-from trp_scale.upstreams.mm_mae.batch import count_patches
+from trp_scale.modalities.base import count_patches
+from trp_scale.upstreams.mm_mae.tokens import RunModalities
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,7 @@ def assert_same(ours: list[dict[str, torch.Tensor]], theirs: list[dict[str, torc
 
 def test_shapes_types_and_counts(data: Path) -> None:
     sources = open_sources(multimodal_config(data), rank=0, world=1)
-    assert sources.limit == 38 and sources.meta.semseg_classes == ("ground", "box", "sky")
+    assert sources.limit == 38 and sources.meta.maps["semseg"].classes == ("ground", "box", "sky")
     for batch in sources.train.next_window():
         found = {name: (value.dtype, tuple(value.shape)) for name, value in batch.fields.items()}
         assert found == {
@@ -99,7 +99,7 @@ def test_only_what_is_used_is_read(data: Path, inputs: list[str], outputs: list[
     assert set(batch.fields) == {"images", "visible", "labels", "row_weights"} | fields
     assert int(batch["visible"].max()) < 16 * len(inputs)
     assert sources.limit == 16 * len(inputs) - 10
-    opened = open_image_dataset(data, used=used_modalities(config))
+    opened = open_image_dataset(data, used=RunModalities(config).stored)
     assert opened.samples.suffixes == ("jpg", *(f"{name}.png" for name in ("depth", "semseg") if name in fields))
 
 

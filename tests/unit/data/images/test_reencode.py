@@ -23,13 +23,17 @@ from tests.unit.data.images.source_images import (
     png,
     rotated_jpeg,
 )
+from trp_scale.data.images.maps import map_formats
+from trp_scale.modalities.base import MapFiles
 from trp_scale.preparation.images.reencode import Encoded, EncodeSettings, encode_sample
 from trp_scale.preparation.images.samples import Loaded, UnusableError
 
 
 def encode(content: bytes | Image.Image, short_side: int = 0, quality: int = 0, **maps: bytes) -> Encoded:
     named = {f"{name}.png": stored for name, stored in maps.items()}
-    settings = EncodeSettings(short_side=short_side, quality=quality, max_pixels=1_000_000)
+    formats = map_formats()
+    files = {f"{name}.png": MapFiles(name=name, format=formats[name], description={}) for name in maps}
+    settings = EncodeSettings(short_side=short_side, quality=quality, max_pixels=1_000_000, maps=files)
     return encode_sample(Loaded(image=content, maps=named), settings)
 
 

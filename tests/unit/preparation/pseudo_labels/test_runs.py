@@ -15,6 +15,7 @@ from tests.unit.preparation.pseudo_labels.labelled import Models, files, label, 
 from tests.unit.preparation.pseudo_labels.tiny_models import depth_anything
 from trp_scale.data.images.dataset import open_image_dataset
 from trp_scale.data.index import DataError, read_index, read_json, write_json
+from trp_scale.modalities.depth import StoredDepth
 from trp_scale.preparation.pseudo_labels import label as labelling
 from trp_scale.preparation.pseudo_labels.writing import LabelStream
 from trp_scale.preparation.sharding.lock import only_run
@@ -56,7 +57,7 @@ def test_labels_lie_beside_their_images_as_the_loader_wants_them(whole: Path) ->
     assert verify_dataset(whole).blocks == 9
     opened = open_image_dataset(whole, used=DIRECTORIES)
     assert [table.rows for table in opened.aligned] == [9, 9]
-    assert opened.modalities[0].larger_is == "nearer"
+    assert isinstance(opened.maps[0], StoredDepth) and opened.maps[0].larger_is == "nearer"
 
 
 def test_parts_of_a_job_array_make_what_one_run_makes(tmp_path: Path, whole: Path, models: Models) -> None:
@@ -203,10 +204,10 @@ def test_storage_that_fails_makes_no_empty_labels(
 
 
 def test_a_model_that_gives_no_number_is_seen(tmp_path: Path, models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
-    from trp_scale.preparation.pseudo_labels import interpret
+    from trp_scale.modalities import depth
 
-    measured = interpret._estimates
-    monkeypatch.setattr(interpret, "_estimates", lambda *given: [depth * np.nan for depth in measured(*given)])
+    measured = depth._estimates
+    monkeypatch.setattr(depth, "_estimates", lambda *given: [one * np.nan for one in measured(*given)])
     data = nine_images(tmp_path / "data")
     with pytest.raises(DataError, match="9 of 9 images"):
         label(data, models, segmentation_model="")

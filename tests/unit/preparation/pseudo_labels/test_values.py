@@ -20,7 +20,8 @@ from transformers import (
 from tests.unit.preparation.pseudo_labels.labelled import SIZES, Models, images, label, maps, nine_images
 from tests.unit.preparation.pseudo_labels.tiny_models import SWATCHES, depth_anything, segformer
 from trp_scale.data.index import read_json
-from trp_scale.preparation.pseudo_labels.interpret import class_maps, depth_maps, metric_units, relative_units
+from trp_scale.modalities.depth import depth_maps, metric_units, relative_units
+from trp_scale.modalities.semseg import class_maps
 
 
 def outputs(auto: Any, model: Path, image: Image.Image) -> tuple[Any, Any]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from trp_scale.data.images.depth import standardise
+from trp_scale.modalities.depth import standardise
 
 
 def plain(depth: np.ndarray, unit: float) -> np.ndarray:

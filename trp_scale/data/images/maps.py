@@ -1,0 +1,227 @@
+"""Maps aligned with the images of a data set: how those of a modality are stored, and what dataset.json says of them.
+
+A map is a PNG of its image's size. It is a member of the image's own sample, or lies in tars of its own beside them.
+"modalities": {"depth": {...}, "semseg": {...}} in dataset.json says what is known of each modality's maps. Every
+modality may have:
+    "exact": rendered, not measured or predicted;
+    "directory": "shards" (or absent) if the maps are members of the image's own sample, else a directory of DATASET
+        with tars of the same names, keys and order;
+and what its own format adds, such as the classes of segmentation (trp_scale/modalities).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trp_scale.config import RefusedError
+from trp_scale.config.components import find, names
+from trp_scale.data.images.png import GREY, RGB, Map, png_format, png_size, read_png
+from trp_scale.data.index import DataError
+
+OWN_TAR = "shards"
+"""Directory of the image's own tar."""
+
+Description = Mapping[str, Any]
+"""Of one modality in dataset.json."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredMaps:
+    """The maps of one modality in one data set. What its repr shows is in the digest that checkpoints hold.
+
+    Attributes:
+        name: of the modality.
+        suffix: of the members that hold the maps.
+        directory: of their tars, relative to the data set.
+    """
+
+    name: str
+    suffix: str
+    directory: str
+
+
+class MapFormat:
+    """How the maps of a modality are stored. A modality with a description of its own overrides `stored`, and where the
+    description limits the numbers, `check`.
+
+    Args:
+        suffix: of the members.
+        bits: of a number; several: any of them.
+        channels: 1, a grey PNG, or 3, one of red, green and blue.
+        empty: number that says, in all channels, that nothing is known of a pixel.
+    """
+
+    def __init__(self, suffix: str, *, bits: int | tuple[int, ...] = 8, channels: int = 1, empty: int = 0) -> None:
+        self.suffix, self.channels, self.empty = suffix, channels, empty
+        self.bits = (bits,) if isinstance(bits, int) else bits
+        self.colour_type = GREY if channels == 1 else RGB
+
+    def fits(self, content: bytes | bytearray) -> bool:
+        """Whether the header is of a PNG of this form."""
+        bits, colour_type = png_format(content)
+        return bits in self.bits and colour_type == self.colour_type
+
+    def readable(self, content: bytes | bytearray) -> bool:
+        """Whether a file like this can be sharded, as it is or anew."""
+        return self.fits(content)
+
+    def decode(self, content: bytes | bytearray, size: tuple[int, ...] | None) -> Map:
+        """The numbers of a map, [H, W] or [H, W, 3], uint8 or uint16, read-only.
+
+        Pillow finds what no longer unpacks, not every changed number; `SampleReader` compares a map's checksum before.
+
+        Args:
+            size: (H, W) of its image; None: any.
+
+        Raises:
+            DataError: not a PNG of this form that can be decoded, or of another size.
+        """
+        if not self.fits(content):
+            bits, colour_type = png_format(content)
+            found = f"a PNG of {bits} bits and colour type {colour_type}" if bits else "not a PNG that can be decoded"
+            kind = "grey" if self.channels == 1 else "red, green, blue"
+            raise DataError(
+                f".{self.suffix}: {found}; {' or '.join(map(str, self.bits))} bits and colour type {self.colour_type} "
+                f"({kind}) expected"
+            )
+        height, width = png_size(content)  # as its header says, before anything is unpacked
+        if size is not None and (height, width) != tuple(size):
+            raise DataError(f".{self.suffix}: {width} x {height} pixels, the image has {size[1]} x {size[0]}")
+        try:
+            return read_png(content)
+        except Exception as error:  # decoders raise whatever a broken file leads them to
+            raise DataError(f".{self.suffix}: not a PNG that can be decoded ({error})") from error
+
+    def stored(self, path: Path, name: str, description: Description) -> StoredMaps:
+        """What dataset.json says of the maps.
+
+        Args:
+            path: of dataset.json, for messages.
+            name: of the modality.
+            description: what stands there.
+
+        Raises:
+            DataError: a description that cannot be.
+        """
+        return StoredMaps(name=name, suffix=self.suffix, directory=own_directory(path, name, description))
+
+    def check(self, numbers: Map, stored: Any) -> None:
+        """Raises DataError if a map has a number that its data set cannot have."""
+
+    def require(self, path: Path, stored: Any) -> None:
+        """Raises RefusedError if a run cannot learn from the maps of the data set whose dataset.json is at `path`."""
+
+    def agree(self, members: Sequence[tuple[str, Any]]) -> None:
+        """Raises DataError if the maps of several members of a mixture cannot be learned from together.
+
+        Args:
+            members: (name, what is stored there) of each.
+        """
+
+
+def map_formats() -> dict[str, MapFormat]:
+    """The format of each modality that has one, by its name, in the order of a sample's members."""
+    kinds = {name: find("modality", name).load() for name in names("modality")}
+    return {name: kind.format for name, kind in kinds.items() if kind.format is not None}
+
+
+def stored_maps(path: Path, document: Mapping[str, Any]) -> dict[str, StoredMaps]:
+    """The maps of a data set, by modality.
+
+    Args:
+        path: of dataset.json, for messages.
+        document: its content.
+
+    Raises:
+        DataError: a description that cannot be.
+    """
+    described, suffixes = document.get("modalities") or {}, document.get("suffixes", ())
+    if not isinstance(described, dict):
+        raise DataError(f"{path}: modalities {described!r} found, descriptions by name expected: {{...}}")
+    found = {}
+    for name, form in map_formats().items():
+        if name in described or form.suffix in suffixes:
+            description = described.get(name, {})
+            if not isinstance(description, dict):
+                raise DataError(f"{path}: modalities.{name} {description!r} found, its description expected: {{...}}")
+            found[name] = form.stored(path, name, description)
+            if found[name].directory == OWN_TAR and form.suffix not in suffixes:
+                raise DataError(
+                    f"{path}: modality {name} is described, but samples have no member .{form.suffix} and no other "
+                    f"directory is named for it; shard the images again"
+                )
+    return found
+
+
+def second_directories(path: Path, document: Mapping[str, Any]) -> dict[str, StoredMaps]:
+    """The maps that lie in tars of their own, by directory; none of a data set of text.
+
+    Raises:
+        DataError: as `stored_maps`.
+    """
+    return {maps.directory: maps for maps in stored_maps(path, document).values() if maps.directory != OWN_TAR}
+
+
+def own_directory(path: Path, name: str, description: Description) -> str:
+    """Where the maps of a modality lie, relative to the data set.
+
+    Raises:
+        DataError: not a plain name.
+    """
+    directory = description.get("directory", OWN_TAR)
+    if not isinstance(directory, str) or Path(directory).name != directory:
+        raise DataError(f"{path}: directory {directory!r} of modality {name}: a plain name expected")
+    return directory
+
+
+def class_names(path: Path, place: str, found: object) -> tuple[str, ...] | None:
+    """Names of classes in dataset.json, or None.
+
+    Args:
+        path: of dataset.json, for messages.
+        place: where they stand in it, for messages.
+        found: what stands there.
+
+    Raises:
+        DataError: neither a list of names nor null.
+    """
+    if found is None:
+        return None
+    if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
+        raise DataError(f'{path}: {place} {found!r} found, a list of names expected, such as ["wall", "sky"], or null')
+    return tuple(found)
+
+
+def refuse_other_classes(what: str, named: Sequence[tuple[str, tuple[str, ...] | None]]) -> None:
+    """Raise DataError if one of (member of a mixture, its classes) differs from the first."""
+    for name, classes in named[1:]:
+        if classes != named[0][1]:
+            raise DataError(
+                f"data.path: members of a mixture must have the same {what}: {named[0][0]} has "
+                f"{_listed(named[0][1])}, {name} has {_listed(classes)}"
+            )
+
+
+def _listed(classes: tuple[str, ...] | None) -> str:
+    names = classes or ()
+    return f"{len(names)} ({', '.join(names[:3])}{', ...' if len(names) > 3 else ''})"
+
+
+def required(directory: Path, found: Mapping[str, StoredMaps], used: Sequence[str]) -> tuple[StoredMaps, ...]:
+    """Those of a data set's maps that the objective reads.
+
+    Raises:
+        RefusedError: one is not there, or cannot be learned from.
+    """
+    for name in used:
+        if name not in found:
+            there = ", ".join(["rgb", *found])
+            raise RefusedError(
+                f"--modalities.inputs or --modalities.outputs has {name}, but {directory} has {there} only; make the "
+                f"maps with trp-scale pseudo-label, or leave {name} out of both"
+            )
+        map_formats()[name].require(directory / "dataset.json", found[name])
+    return tuple(found[name] for name in used)

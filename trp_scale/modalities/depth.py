@@ -1,0 +1,270 @@
+"""Depth, in metres or relative, standardised over its own crop, so that both are alike to the model."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal, get_args
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from trp_scale.data.images.maps import Description, MapFormat, StoredMaps, own_directory
+from trp_scale.data.images.png import Map
+from trp_scale.data.index import DataError
+from trp_scale.modalities.base import Interpret, MapFiles, Modality, PseudoLabels, SceneMap, Size
+
+log = logging.getLogger(__name__)
+
+NOT_MEASURED = 0
+"""In a stored map: nothing was measured there."""
+
+RELATIVE_SCALE = 1.0 / 65535
+"""Scale of a map without metres: its 16 bits are a share of its range."""
+
+LARGEST = 65535
+"""Of 16 bits."""
+
+VARIANCE_FLOOR = 1e-6
+"""Added to the variance, in metres^2 (or shares^2): a flat crop stays near 0, its steps of a unit are not blown up."""
+
+Direction = Literal["farther", "nearer"]
+"""What a larger number of a map means."""
+
+SHADES: dict[Direction, str] = {"farther": "black (near) to white (far)", "nearer": "black (far) to white (near)"}
+"""How depth looks on a contact sheet, by what a larger number means."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class StoredDepth(StoredMaps):
+    """Depth maps of a data set.
+
+    Attributes:
+        scale: metres per unit; None: relative.
+        larger_is: what a larger number means. Nothing that is made of one data set depends on it, so it is not in repr,
+            hence not in the digest that checkpoints hold.
+    """
+
+    scale: float | None
+    larger_is: Direction = field(repr=False)
+
+
+class DepthFormat(MapFormat):
+    """16 bits. dataset.json has "scale": metres per unit, null if the maps are relative; "unit": for people to read;
+    "larger_is": "farther" (or absent), or "nearer" of inverse depth."""
+
+    def stored(self, path: Path, name: str, description: Description) -> StoredDepth:
+        directory, scale = own_directory(path, name, description), description.get("scale")
+        larger_is = description.get("larger_is", "farther")
+        if scale is not None and not (isinstance(scale, int | float) and scale > 0):
+            raise DataError(f"{path}: scale {scale!r} of modality {name}: metres per unit expected, or null")
+        if larger_is not in get_args(Direction):
+            raise DataError(
+                f"{path}: larger_is {larger_is!r} of modality {name}: {' or '.join(get_args(Direction))} expected"
+            )
+        return StoredDepth(name=name, suffix=self.suffix, directory=directory, scale=scale, larger_is=larger_is)
+
+    def agree(self, members: Sequence[tuple[str, StoredDepth]]) -> None:
+        """Refuses a mixture in which larger is nearer in one member and farther in another: the model could learn
+        neither."""
+        first, wanted = members[0][0], members[0][1].larger_is
+        for name, maps in members[1:]:
+            if maps.larger_is != wanted:
+                raise DataError(
+                    f"data.path: members of a mixture must have depth of the same direction: larger is {wanted} in "
+                    f"{first}, {maps.larger_is} in {name}. Label one of them anew with a depth model of the other's "
+                    f"direction (trp-scale pseudo-label; --larger_is says what a model means by a larger output, "
+                    f"if that was wrong), or train on one data set at a time"
+                )
+
+
+METRIC_KINDS = ("depth_pro", "glpn", "zoedepth")
+"""Kinds of models whose output is in metres; Depth Anything says in its configuration whether it is."""
+
+
+class DepthLabels(PseudoLabels):
+    """Depth estimators. Their configuration says whether their output is in metres; None: it does not say."""
+
+    purpose = "depth estimation"
+    auto_classes: ClassVar[dict[str, str]] = {"DepthEstimation": "MODEL_FOR_DEPTH_ESTIMATION_MAPPING_NAMES"}
+    model_setting, directory_setting = "depth_model", "depth_directory"
+    png_level = 3  # at 6 it would be 4 % smaller and take three times as long (512 x 384: 196 KB, 47 ms)
+
+    def read_model(self, where: str, config: Any) -> bool | None:
+        said = getattr(config, "depth_estimation_type", None)
+        if said is not None:
+            return bool(said == "metric")
+        return True if config.model_type in METRIC_KINDS else None
+
+    def describe(self, where: str, said: bool | None, settings: Any) -> tuple[dict[str, object], dict[str, object]]:
+        scale, larger_is = settings.depth_scale, self._larger_is(where, said, settings)
+        relative = "none: 1 to 65535 is the range of each image's own estimates"
+        unit = relative if scale is None else f"{scale:g} metre"
+        identity = {"scale": scale, "larger_is": larger_is}
+        return identity, {"scale": scale, "unit": unit, "larger_is": larger_is}
+
+    def _larger_is(self, where: str, metric: bool | None, settings: Any) -> Direction:
+        """What a larger output means."""
+        said: Literal["auto"] | Direction = settings.larger_is
+        if settings.depth_scale is None:
+            return said if said != "auto" else "farther" if metric else "nearer"
+        if metric is False:
+            raise DataError(
+                f"--depth_scale {settings.depth_scale}: {where} says in its configuration that its depth is "
+                f"relative, not in metres; leave --depth_scale out, or choose a metric model"
+            )
+        if metric is None and said == "auto":
+            log.warning(
+                "--depth_scale %g: %s does not say in its configuration that its depth is in metres, and it will be "
+                "stored as if it were. Give --larger_is farther if it is; if it is inverse depth, as that of DPT from "
+                "MiDaS, or relative, leave --depth_scale out and say with --larger_is what a larger output means",
+                settings.depth_scale,
+                where,
+            )
+        return "farther"
+
+    def interpret(self, processor: Any, said: bool | None, settings: Any) -> Interpret:
+        return depth_maps(processor, settings.depth_scale)
+
+
+class Depth(Modality):
+    """Depth. Its task: the absolute error of standardised depth where it was measured. An element is a pixel.
+
+    The batch has it as depth [R, S, S] float32, not a number where nothing was measured.
+    """
+
+    name = "depth"
+    format = DepthFormat("depth.png", bits=16, empty=NOT_MEASURED)
+    labels = DepthLabels()
+    file_settings = ("depth_scale",)
+
+    @classmethod
+    def from_files(cls, settings: Any) -> MapFiles:
+        unit = "relative" if settings.depth_scale is None else f"{settings.depth_scale} metres"
+        description = {"scale": settings.depth_scale, "unit": unit, "exact": False}
+        return MapFiles(name=cls.name, format=cls.format, description=description)
+
+    @classmethod
+    def of_scene(cls, scene: Any) -> SceneMap:
+        per_metre = scene.units_per_metre
+        unit = f"1/{per_metre} metre along the camera's axis"
+        return SceneMap(scene.depth, {"scale": 1 / per_metre, "unit": unit})
+
+    def standardise(self, numbers: Map, stored: StoredDepth, *, mirrored: bool) -> npt.NDArray[np.float32]:
+        return standardise(numbers, stored.scale)
+
+    @classmethod
+    def meaning(cls, stored: StoredDepth) -> str:
+        return SHADES[stored.larger_is]
+
+    def errors(self, task: str, guess: Tensor, patches: Tensor) -> Tensor:
+        distances = (guess - patches.nan_to_num(nan=0.0)).abs()
+        return torch.where(patches.isnan(), 0.0, distances).sum(-1)
+
+
+def standardise(depth: Map, scale: float | None) -> npt.NDArray[np.float32]:
+    """Depth over its measured pixels: without the lowest and highest tenth, subtract the mean of the rest and divide by
+    sqrt(var + 1e-6) (TRP 4.2; Bachmann et al.).
+
+    Of K measured pixels the K // 10 lowest and as many of the highest are left out, so that mean and variance do not
+    depend on which of equal pixels these are. Both are sums of integers: exact, in any order.
+
+    Args:
+        depth: [S, S] uint16, 0 where nothing was measured.
+        scale: metres per unit; None: relative.
+
+    Returns:
+        [S, S] float32, NaN where nothing was measured.
+    """
+    counts = np.bincount(depth.ravel())  # pixels of each value; partitioning takes half as long again
+    counts[NOT_MEASURED : NOT_MEASURED + 1] = 0
+    measured = int(counts.sum())
+    if measured == 0:
+        return np.full(depth.shape, np.nan, dtype=np.float32)
+    left_out = measured // 10
+    up_to = np.clip(
+        counts.cumsum(), left_out, measured - left_out
+    )  # kept pixels and the lowest tenth, up to each value
+    kept = np.diff(up_to, prepend=left_out)
+    values = np.arange(len(kept))
+    weighted = kept * values
+    count, total, squares = measured - 2 * left_out, int(weighted.sum()), int(weighted @ values)
+    unit = RELATIVE_SCALE if scale is None else scale
+    variance = (count * squares - total * total) / (count * count) * unit**2
+    middle, rest = divmod(total, count)
+    result: npt.NDArray[np.float32] = depth.astype(np.float32) - np.float32(
+        middle
+    )  # exact: differences of 16-bit integers
+    result -= np.float32(rest / count)
+    result *= np.float32(unit / np.sqrt(variance + VARIANCE_FLOOR))
+    result[depth == NOT_MEASURED] = np.nan
+    return result
+
+
+def depth_maps(processor: Any, scale: float | None) -> Interpret:
+    """How to make maps of a depth estimator's output.
+
+    Args:
+        processor: its image processor, whose post_process_depth_estimation is used where it has one.
+        scale: metres per stored unit; None: each image's finite output goes to 1..65535.
+    """
+
+    def interpret(output: Any, sizes: Sequence[Size]) -> tuple[list[Tensor], Tensor]:
+        depths = _estimates(processor, output, sizes)
+        if scale is None:
+            maps = [relative_units(depth) for depth in depths]
+            return maps, torch.zeros(len(maps), dtype=torch.int32, device=maps[0].device)
+        pairs = [metric_units(depth, scale) for depth in depths]
+        return [units for units, _ in pairs], torch.stack([clipped for _, clipped in pairs])
+
+    return interpret
+
+
+def _estimates(processor: Any, output: Any, sizes: Sequence[Size]) -> list[Tensor]:
+    """Depth of each image at its size, float [H, W]."""
+    post_process = getattr(processor, "post_process_depth_estimation", None)
+    if post_process is None:
+        return [
+            F.interpolate(depth[None, None], size=size, mode="bicubic", align_corners=False)[0, 0]
+            for depth, size in zip(output.predicted_depth, sizes, strict=True)
+        ]
+    arguments: dict[str, Any] = {"target_sizes": list(sizes)}
+    if "source_sizes" in inspect.signature(post_process).parameters:  # ZoeDepth takes off the padding that it put on
+        arguments["source_sizes"] = list(sizes)
+    found = post_process(output, **arguments)
+    # Some drop every dimension of 1, that of an image one pixel wide too.
+    return [each["predicted_depth"].reshape(size) for each, size in zip(found, sizes, strict=True)]
+
+
+def relative_units(depth: Tensor) -> Tensor:
+    """The finite values from the smallest to the largest as 1 to 65535, int32; others are NOT_MEASURED; equal ones 1.
+
+    Args:
+        depth: float [H, W].
+    """
+    finite = depth.isfinite()
+    low = torch.where(finite, depth, torch.inf).amin()
+    high = torch.where(finite, depth, -torch.inf).amax()
+    share = (depth - low) / (high - low).clamp(min=torch.finfo(depth.dtype).tiny)
+    units = 1 + (share * (LARGEST - 1)).round()
+    return torch.where(finite, units, NOT_MEASURED).to(torch.int32)
+
+
+def metric_units(depth: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+    """Metres in units of `scale`, clipped to 1..65535, int32, and how many were clipped, int32; what is not finite is
+    NOT_MEASURED.
+
+    Args:
+        depth: metres, float [H, W].
+        scale: metres per unit.
+    """
+    finite = depth.isfinite()
+    units = (depth / scale).round()
+    clipped = finite & ((units < 1) | (units > LARGEST))
+    return torch.where(finite, units.clamp(1, LARGEST), NOT_MEASURED).to(torch.int32), clipped.sum(dtype=torch.int32)
