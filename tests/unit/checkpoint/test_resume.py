@@ -14,6 +14,7 @@ from trp_scale.checkpoint.resume import CutMetrics, cut_metrics, select, take_ba
 from trp_scale.checkpoint.resume_rules import MAY_CHANGE, check_settings, may_change
 from trp_scale.checkpoint.run_directory import checkpoints
 from trp_scale.config import Config, RefusedError
+from trp_scale.config.components import registered
 from trp_scale.distributed.groups import ALONE, Group
 from trp_scale.recipes.loader import to_dict
 
@@ -68,7 +69,8 @@ def test_exactly_the_listed_settings_may_change(field: str) -> None:
 
 
 def test_every_rule_names_a_setting_that_exists() -> None:
-    known = set(all_fields()) | {f"{section.name}.*" for section in fields(Config())}
+    of_kinds = {f"{role}.{field.name}" for role, _, settings in registered() for field in fields(settings)}
+    known = set(all_fields()) | {f"{section.name}.*" for section in fields(Config())} | of_kinds
     assert set(MAY_CHANGE) <= known
 
 
