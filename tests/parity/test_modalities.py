@@ -36,12 +36,14 @@ def sometimes_absent(step: int) -> Absent:
 
 
 def changes(balancing: str) -> dict[str, Any]:
-    """Half of them with sums over elements; four tasks, of which two predict the image."""
+    """Half of them with sums over elements, half with a norm after the encoder; four tasks, of which two predict the
+    image."""
     reduction = "element" if len(balancing) % 2 else "sample"
+    norm = balancing in ("proportional", "minimax", "dwa", "gradnorm")
     return {
         "balancer": BALANCING[balancing],
         "objective": {"reduction": reduction},
-        "modalities": {"outputs": ["rgb", "depth", "semseg", "raw_rgb"]},
+        "modalities": {"outputs": ["rgb", "depth", "semseg", "raw_rgb"], "encoder_norm": norm},
         "training": {"steps": STEPS},
     }
 
