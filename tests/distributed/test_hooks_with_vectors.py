@@ -13,7 +13,7 @@ from tests.distributed.engine_layouts import LAYOUTS, on_each_rank
 from tests.distributed.half_precision import fp16_layout, fp16_on_a_cpu
 from tests.ranks import Ranks
 from tests.synthetic import Layout, RecordingTrainer, data_group, small_config, trainer_for
-from trp_scale.averaging import weight_average
+from trp_scale.averaging import WeightAverageSettings
 from trp_scale.averaging.weight_average import WeightAverage
 from trp_scale.checkpoint.engine_group import EngineGroup
 from trp_scale.checkpoint.format import read_full_state
@@ -21,7 +21,7 @@ from trp_scale.checkpoint.manager import load, save
 from trp_scale.checkpoint.run_directory import checkpoint_path
 from trp_scale.core.hooks import Hooks
 from trp_scale.core.pieces import WEIGHT_AVERAGE
-from trp_scale.monitoring import gradient_noise_scale
+from trp_scale.monitoring import GradientNoiseScaleSettings
 from trp_scale.monitoring.gradient_noise_scale import GradientNoiseScale
 
 STEPS = 2
@@ -33,8 +33,8 @@ Named = dict[str, Tensor]
 def hooked(layout: Layout, **changes: Any) -> tuple[RecordingTrainer, EngineGroup]:
     """A trainer with both hooks, and what its checkpoints hold."""
     trainer = trainer_for(layout, small_config(layout, **changes))
-    average = WeightAverage(weight_average.Settings(decay=DECAY, warmup=False, validate=True), trainer.run_context)
-    noise = GradientNoiseScale(gradient_noise_scale.Settings(smoothing=0.5), trainer.run_context)
+    average = WeightAverage(WeightAverageSettings(decay=DECAY, warmup=False, validate=True), trainer.run_context)
+    noise = GradientNoiseScale(GradientNoiseScaleSettings(smoothing=0.5), trainer.run_context)
     trainer.hooks = Hooks(trainer.hooks.balancer, [average, noise])
     trainer.engine.train(True)
     return trainer, EngineGroup(trainer.engine, trainer.hooks.engines(), trainer.hooks.sharded_state)

@@ -14,29 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from trp_scale.averaging import WeightAverageSettings
 from trp_scale.core.batch import StepStats
 from trp_scale.core.hooks import Hook, StepContext
 from trp_scale.core.pieces import WEIGHT_AVERAGE, Shards
 from trp_scale.core.run import RunContext
-
-
-@dataclass(kw_only=True)
-class Settings:
-    """How weights are averaged."""
-
-    decay: float = 0.9999
-    """Share of the average that stays in each step, in [0, 1): it looks back over about 1 / (1 - decay) steps."""
-    warmup: bool = True
-    """Start with a small decay, (1 + t) / (10 + t) after t steps, so that the first weights are soon forgotten."""
-    start_step: int = 0
-    """Step from which weights are averaged; before it the average is the weights themselves."""
-    validate: bool = False
-    """Validate with the average in place of the weights."""
 
 
 class WeightAverage(Hook):
@@ -52,7 +38,7 @@ class WeightAverage(Hook):
 
     name = "weight_average"
 
-    def __init__(self, settings: Settings, run: RunContext) -> None:
+    def __init__(self, settings: WeightAverageSettings, run: RunContext) -> None:
         self.settings = settings
         self.engine = run.engine
         self.average: Shards = run.engine.weights()

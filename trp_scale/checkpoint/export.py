@@ -11,17 +11,19 @@ from pathlib import Path
 
 from trp_scale.checkpoint.document import DOCUMENT_NAME, CheckpointDocument, read_document
 from trp_scale.checkpoint.durable import sync_directory
+from trp_scale.checkpoint.format import STATE_OF
 from trp_scale.checkpoint.run_directory import newest_complete
 from trp_scale.config import RefusedError
+from trp_scale.config.upstream import Weights
 from trp_scale.upstreams.mae.export import write_timm, write_vitmae
 from trp_scale.upstreams.mm_mae.export import write_multimodal_timm
 from trp_scale.upstreams.pos_bert.export import write_bert
 
-Writer = Callable[[Path, Path, CheckpointDocument], None]
-"""Writes into a directory what it makes of a checkpoint and its document."""
+Writer = Callable[[Path, Path, CheckpointDocument, str], None]
+"""Writes into a directory what it makes of a checkpoint, its document and the state that its weights are."""
 
 
-def export(source: Path, output: Path, *, to: str = "hf", image_size: int = 224) -> Path:
+def export(source: Path, output: Path, *, to: str = "hf", image_size: int = 224, weights: Weights = "last") -> Path:
     """Write config.json, model.safetensors (fp32) and, for text, the tokenizer's files.
 
     Args:
@@ -29,11 +31,12 @@ def export(source: Path, output: Path, *, to: str = "hf", image_size: int = 224)
         output: directory that is created; it may exist if it is empty.
         to: hf (transformers) or timm.
         image_size: side of the images whose positions are written for timm, in pixels.
+        weights: which.
     Returns:
         the checkpoint that was exported.
     Raises:
         RefusedError: output is not empty, source has no complete checkpoint, or its model is none of that library's.
-        CheckpointError: the checkpoint is damaged, or is not of the model that it says.
+        CheckpointError: the checkpoint is damaged, is not of the model that it says, or has no such weights.
     """
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise RefusedError(f"--output {output}: exists and is not an empty directory; give another, or remove it")
@@ -45,7 +48,7 @@ def export(source: Path, output: Path, *, to: str = "hf", image_size: int = 224)
         shutil.rmtree(temporary)
     temporary.mkdir(parents=True)
     try:
-        write(temporary, checkpoint, document)
+        write(temporary, checkpoint, document, STATE_OF[weights])
         for path in temporary.iterdir():
             with path.open("rb") as file:
                 os.fsync(file.fileno())

@@ -33,7 +33,8 @@ from trp_scale.checkpoint.document import CheckpointDocument, StoredTensor, read
 from trp_scale.checkpoint.engine_group import other_engines
 from trp_scale.checkpoint.errors import CheckpointError
 from trp_scale.checkpoint.tensor_file import DTYPES, FileEntry, Header, check_sound, dtype_name, write_tensor_file
-from trp_scale.core.pieces import STATE_NAMES, Box, FlatRange, Integers, Piece, Region, Runs
+from trp_scale.config.upstream import AVERAGE, Weights
+from trp_scale.core.pieces import STATE_NAMES, WEIGHT_AVERAGE, Box, FlatRange, Integers, Piece, Region, Runs
 from trp_scale.distributed.groups import Group
 
 _KEY = re.compile(r"(\w+):(.+)(?:@(\d+):(\d+)|#\[(\d+:\d+(?:,\d+:\d+)*)\])")
@@ -328,16 +329,31 @@ def open_pieces(path: Path, document: CheckpointDocument, group: Group, *, check
     return StoredPieces(path, document, headers)  # the same on every rank, and so are its errors
 
 
+STATE_OF: dict[Weights, str] = {"last": "weight", "average": WEIGHT_AVERAGE}
+"""What is read in place of the weights."""
+
+
+def named_weights(path: str) -> tuple[str, str]:
+    """The path that a setting names without AVERAGE behind it, and the state to read there."""
+    return path.removesuffix(AVERAGE), STATE_OF["average" if path.endswith(AVERAGE) else "last"]
+
+
 def read_full_state(path: Path, state: str = "weight", engine: str = "") -> dict[str, Tensor]:
-    """All tensors of one state ("weight", "exp_avg", "exp_avg_sq"), whole, on the CPU; no engine is needed.
+    """All tensors of one state ("weight", "exp_avg", "exp_avg_sq", "weight_average"), whole, on the CPU; no engine is
+    needed.
 
     Args:
         engine: whose; empty = the run's own, without those of its hooks' engines (engine_group.py).
 
     Raises:
-        CheckpointError: the checkpoint is not complete or damaged.
+        CheckpointError: the checkpoint is not complete or damaged, or its run kept no average.
     """
     document = read_document(path)
+    if state == WEIGHT_AVERAGE and not any(state in tensor.states for tensor in document.tensors.values()):
+        raise CheckpointError(
+            f"--weights average: {path} holds no average of the weights, its run had no hook {WEIGHT_AVERAGE}; "
+            "allowed: --weights last"
+        )
     with open_pieces(path, document, Group("world")) as pieces:
         own = own_names(document, engine)
         return {

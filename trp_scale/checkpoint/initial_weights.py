@@ -9,7 +9,7 @@ from torch import nn
 
 from trp_scale.checkpoint.document import DOCUMENT_NAME
 from trp_scale.checkpoint.export import find_checkpoint
-from trp_scale.checkpoint.format import read_full_state
+from trp_scale.checkpoint.format import named_weights, read_full_state
 from trp_scale.config import RefusedError
 from trp_scale.models.given_weights import load_given_weights
 
@@ -17,24 +17,26 @@ from trp_scale.models.given_weights import load_given_weights
 def give_weights(model: nn.Module, path: str) -> None:
     """Fill a model with the weights at `model.weights`; empty: it stays as the seed made it.
 
-    A run directory of ours, or a checkpoint in one, gives its weights and nothing else: no moments, no cursor, no step.
+    A run directory of ours, or a checkpoint in one, gives its weights and nothing else: no moments, no cursor, no step;
+    with "@average" behind its path, the average that its run kept of them.
     What other engines of that run held, such as a masking network, is left where it is.
 
     Raises:
         RefusedError: nothing to read there, or its tensors are not this model's; names what is missing, unexpected or
             of another shape.
     """
-    place = Path(path)
+    named, state = named_weights(path)
+    place = Path(named)
     if path and ((place / "checkpoints").is_dir() or (place / DOCUMENT_NAME).is_file()):
-        take_checkpoint(model, find_checkpoint(place))
+        take_checkpoint(model, find_checkpoint(place), state)
     else:
         load_given_weights(model, path)
 
 
 @torch.no_grad()
-def take_checkpoint(model: nn.Module, checkpoint: Path) -> None:
-    """Copy a checkpoint's weights, by name."""
-    stored, own = read_full_state(checkpoint), dict(model.named_parameters())
+def take_checkpoint(model: nn.Module, checkpoint: Path, state: str) -> None:
+    """Copy a checkpoint's weights, or what stands in for them, by name."""
+    stored, own = read_full_state(checkpoint, state), dict(model.named_parameters())
     missing = sorted(set(own) - set(stored))
     other = [
         f"{name} {tuple(stored[name].shape)}, here {tuple(parameter.shape)}"

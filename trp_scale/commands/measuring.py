@@ -11,6 +11,7 @@ from typing import Annotated, Literal
 import tyro
 
 from trp_scale.command_line import read
+from trp_scale.config.upstream import Weights
 
 
 @dataclass(kw_only=True)
@@ -104,6 +105,8 @@ class ExportArguments:
     """hf: for transformers' from_pretrained, of BertForPreTraining or ViTMAEForPreTraining. timm: an image run's
     encoder, for timm.create_model("local-dir:DIR", pretrained=True); without pretrained=True timm makes random weights
     and does not say so."""
+    weights: Weights = "last"
+    """Of a run with the hook weight_average: average takes the average of its weights in place of the last ones."""
     image_size: int = 224
     """timm: side of the images in pixels; the encoder's fixed positions are written for their grid."""
 
@@ -114,7 +117,13 @@ def export(argv: Sequence[str]) -> int:
     from trp_scale.checkpoint.export import export as write
     from trp_scale.checkpoint.export import loading_call
 
-    checkpoint = write(arguments.run, arguments.output, to=arguments.to, image_size=arguments.image_size)
+    checkpoint = write(
+        arguments.run,
+        arguments.output,
+        to=arguments.to,
+        image_size=arguments.image_size,
+        weights=arguments.weights,
+    )
     print(f"{checkpoint} -> {arguments.output}\nloaded by: {loading_call(arguments.output)}")
     if arguments.to == "timm":
         print("without pretrained=True timm makes random weights and does not say so")

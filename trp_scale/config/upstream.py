@@ -9,6 +9,12 @@ import tyro.conf
 
 from trp_scale.config.settings import setting
 
+Weights = Literal["last", "average"]
+"""Which weights of a run: as its last step left them, or the average that its hook weight_average kept of them."""
+
+AVERAGE = "@average"
+"""Behind the path of a run or a checkpoint: the average, where `model.weights` names its weights."""
+
 
 @dataclass(kw_only=True)
 class ModelConfig:
@@ -35,8 +41,8 @@ class ModelConfig:
     """Epsilon of the layer norms."""
     weights: str = ""
     """Start from another library's weights: a safetensors file, or a directory with model.safetensors. Allowed:
-    transformers' BertForPreTraining or ViTMAEForPreTraining, timm's ViT (its encoder), MultiMAE. Empty = from the
-    seed."""
+    transformers' BertForPreTraining or ViTMAEForPreTraining, timm's ViT (its encoder), MultiMAE. A run directory of
+    trp-scale pretrain gives its last weights, with @average behind it their average. Empty = from the seed."""
 
 
 @dataclass(kw_only=True)

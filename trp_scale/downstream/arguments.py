@@ -12,6 +12,7 @@ import tyro
 from trp_scale.command_line import read
 from trp_scale.config import RefusedError
 from trp_scale.config.finetuning import FinetuneConfig
+from trp_scale.config.upstream import AVERAGE, Weights
 from trp_scale.downstream.robustness.sets import parse_sets
 from trp_scale.recipes.arguments import Arguments, parse_run
 from trp_scale.recipes.finetune_checks import check_finetune
@@ -33,6 +34,8 @@ class FinetuneArguments(Arguments):
     """The encoder: a run directory of trp-scale pretrain, an export, a directory of transformers (BERT, ViTMAE) or of
     timm (ViT); scratch: no pre-training, in the sizes of the recipe. Of a run its newest checkpoint is taken: where
     the run goes on, name the checkpoint itself to repeat the command."""
+    weights: Weights = "last"
+    """Of a run with the hook weight_average: average takes the average of its weights in place of the last ones."""
     seeds: int = 1
     """Runs of each task, with training.seed, training.seed + 1, ..."""
     task: str = ""
@@ -53,6 +56,8 @@ def parse_finetune(argv: Sequence[str]) -> FinetuneArguments:
         raise RefusedError(
             f"--from is missing; allowed: a run directory, an export, a directory of transformers or timm, or {SCRATCH}"
         )
+    if arguments.weights == "average":
+        arguments.from_ += AVERAGE
     if arguments.from_ != SCRATCH:
         from trp_scale.downstream.encoder_source import open_encoder
 

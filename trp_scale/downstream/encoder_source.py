@@ -13,9 +13,10 @@ from torch import Tensor
 
 from trp_scale.checkpoint.document import DOCUMENT_NAME, read_document
 from trp_scale.checkpoint.export import find_checkpoint
-from trp_scale.checkpoint.format import read_full_state
+from trp_scale.checkpoint.format import named_weights, read_full_state
 from trp_scale.config import Config, RefusedError
 from trp_scale.config.finetuning import FinetuneConfig
+from trp_scale.config.upstream import AVERAGE
 from trp_scale.downstream.arguments import SCRATCH
 from trp_scale.downstream.encoder_file import reading, stored_weights
 from trp_scale.downstream.timm_encoder import open_timm
@@ -65,7 +66,8 @@ class EncoderSource:
             )
         for (section, field), value in self.settings.items():
             setattr(getattr(config, section), field, value)
-        config.model.weights = self.path if self.checkpoint is None else str(self.checkpoint)
+        average = AVERAGE if self.path.endswith(AVERAGE) else ""
+        config.model.weights = self.path if self.checkpoint is None else f"{self.checkpoint}{average}"
 
     def image_weights(self, grid: int) -> dict[str, Tensor]:
         """The weights of an `ImageEncoder` of this grid: learned positions are stretched to it."""
@@ -79,15 +81,19 @@ def open_encoder(path: str) -> EncoderSource:
     """Look at what --from names; reads no weights yet.
 
     Args:
-        path: a run directory of ours or a checkpoint in it, a directory of transformers (BERT, ViTMAE), or one of timm
-            (a plain vision transformer), ours or saved by timm.
+        path: a run directory of ours or a checkpoint in it, with "@average" behind it for the average of its weights; a
+            directory of transformers (BERT, ViTMAE), or one of timm (a plain vision transformer), ours or saved by
+            timm.
 
     Raises:
         RefusedError: nothing there that is known; says what was found and what is allowed.
     """
-    place = Path(path)
+    named, state = named_weights(path)
+    place = Path(named)
     if (place / "checkpoints").is_dir() or (place / DOCUMENT_NAME).is_file():
-        return _of_run(path)
+        return _of_run(path, find_checkpoint(place), state)
+    if named != path:
+        raise RefusedError(f"--weights average: {named} is no run of trp-scale; allowed: --weights last")
     description = place / "config.json"
     if not description.is_file() or not (place / FILE).is_file():
         raise RefusedError(
@@ -114,8 +120,7 @@ def open_encoder(path: str) -> EncoderSource:
     )
 
 
-def _of_run(path: str) -> EncoderSource:
-    checkpoint = find_checkpoint(Path(path))
+def _of_run(path: str, checkpoint: Path, state: str) -> EncoderSource:
     config = from_dict(read_document(checkpoint).config, source=str(checkpoint))
     if config.model.kind == "bert":
         return EncoderSource(
@@ -124,7 +129,7 @@ def _of_run(path: str) -> EncoderSource:
             settings=_sizes(config),
             read=lambda: {
                 name.removeprefix("bert."): tensor
-                for name, tensor in read_full_state(checkpoint).items()
+                for name, tensor in read_full_state(checkpoint, state).items()
                 if name.startswith("bert.")
             },
             tokenizer=checkpoint.parent.parent / "tokenizer",
@@ -137,7 +142,7 @@ def _of_run(path: str) -> EncoderSource:
         )
 
     def read() -> dict[str, Tensor]:
-        stored = {name.removeprefix("encoder."): tensor for name, tensor in read_full_state(checkpoint).items()}
+        stored = {name.removeprefix("encoder."): tensor for name, tensor in read_full_state(checkpoint, state).items()}
         named = images_alone(stored) if config.model.kind == "mm_mae" else stored
         weights = {name: tensor for name, tensor in named.items() if is_encoder(name) or name == "pos_embed"}
         return weights | _norm_of_mean(named)

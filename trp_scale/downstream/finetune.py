@@ -153,7 +153,8 @@ def run_seed(
 
     def measured() -> None:
         task = tasks[0]
-        metrics = measure(run.engine, task, run.sources.validation.windows())
+        with run.hooks.validation():
+            metrics = measure(run.engine, task, run.sources.validation.windows())
         detail = metrics.pop("detail", {})
         found.append(
             SeedResult(

@@ -1,0 +1,32 @@
+"""Measurements of the training itself, as hooks. The settings stand here, where `--help` reads them without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from trp_scale.config import Config
+from trp_scale.config.components import component
+from trp_scale.config.settings import Settings, setting
+
+
+@component("hook", "gradient_noise_scale", "trp_scale.monitoring.gradient_noise_scale:GradientNoiseScale")
+@dataclass(kw_only=True)
+class GradientNoiseScaleSettings(Settings):
+    """Measure the batch size beyond which larger batches bring little, from the gradients of micro-batches."""
+
+    smoothing: float = setting(0.99, at_least=0, below=1)
+    """Share of the past in the averages of both estimates: they look back over about 1 / (1 - smoothing) steps."""
+
+    def problems(self, config: Config) -> Iterator[str]:
+        batch, masks = config.batch, config.masking.network != "none"
+        if batch.global_size < 2 * batch.micro_size:
+            yield (
+                f"--batch.micro_size is {batch.micro_size} and --batch.global_size {batch.global_size}, but the hook "
+                "gradient_noise_scale compares micro-batches with the global batch; allowed: half of it or less"
+            )
+        if masks and config.multilevel.second_level == "joint":
+            yield (
+                "--multilevel.second_level is joint, where a step's micro-batches are of two kinds, but the hook "
+                "gradient_noise_scale is of one; allowed: head, fine_tuning, or --hooks without it"
+            )

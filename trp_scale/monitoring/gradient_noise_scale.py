@@ -19,7 +19,6 @@ numbers of elements, which the global counts divide by, are alike over micro-bat
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -28,16 +27,7 @@ from torch import Tensor
 from trp_scale.core.batch import StepStats
 from trp_scale.core.hooks import Hook, StepContext
 from trp_scale.core.run import RunContext
-from trp_scale.errors import RefusedError
-
-
-@dataclass(kw_only=True)
-class Settings:
-    """How the noise scale is measured."""
-
-    smoothing: float = 0.99
-    """Share of the past in the averages of both estimates, in [0, 1): they look back over about 1 / (1 - smoothing)
-    steps."""
+from trp_scale.monitoring import GradientNoiseScaleSettings
 
 
 def estimates(small: Tensor, big: float | Tensor, *, rows: int, count: int) -> Tensor:
@@ -60,33 +50,18 @@ class GradientNoiseScale(Hook):
     Attributes:
         averages: [2] float64 on the device, of tr(Sigma) and |G|^2, weighted by 1 - smoothing^steps in all.
         steps: that they are of.
-
-    Raises:
-        RefusedError: the global batch is one micro-batch.
     """
 
     name = "gradient_noise_scale"
 
-    def __init__(self, settings: Settings, run: RunContext) -> None:
+    def __init__(self, settings: GradientNoiseScaleSettings, run: RunContext) -> None:
         batch = run.config.batch
         self.settings, self.engine = settings, run.engine
         self.rows, self.count = batch.micro_size, batch.global_size // batch.micro_size
-        if self.count < 2:
-            raise RefusedError(
-                f"gradient_noise_scale compares micro-batches with the global batch, and --batch.micro_size "
-                f"{batch.micro_size} is all of --batch.global_size {batch.global_size}; allowed: half of it or less"
-            )
         self.averages = torch.zeros(2, dtype=torch.float64, device=run.device)
         self.steps = 0
         self._squares: Tensor | None = None
         run.engine.watch_micro_batches()
-
-    def before_step(self, ctx: StepContext) -> None:
-        if len(ctx.own_window) < len(ctx.window):
-            raise RefusedError(
-                "gradient_noise_scale is of one batch, and a window of this run has micro-batches of two; leave the "
-                "hook out, or the one that joins them (--multilevel.second_level joint)"
-            )
 
     def gradients(self, ctx: StepContext) -> None:
         self._squares = self.engine.micro_batch_squares()

@@ -7,13 +7,14 @@ import torch
 from torch import Tensor
 
 from tests.synthetic import Layout, RecordingTrainer, small_config, trainer_for
-from trp_scale.averaging.weight_average import Settings, WeightAverage
+from trp_scale.averaging import WeightAverageSettings
+from trp_scale.averaging.weight_average import WeightAverage
 from trp_scale.core.hooks import Hooks
 
 STEPS = 6
 
 
-def averaged(settings: Settings, **source: object) -> tuple[RecordingTrainer, WeightAverage]:
+def averaged(settings: WeightAverageSettings, **source: object) -> tuple[RecordingTrainer, WeightAverage]:
     trainer = trainer_for(Layout(), small_config(Layout()), **source)
     hook = WeightAverage(settings, trainer.run_context)
     trainer.hooks = Hooks(trainer.hooks.balancer, [hook])
@@ -33,13 +34,13 @@ def average_of(hook: WeightAverage) -> Tensor:
 @pytest.mark.parametrize(
     ("settings", "decays"),
     [
-        (Settings(decay=0.5, warmup=False), [0.5] * STEPS),
-        (Settings(decay=0.3), [0.1, 2 / 11, 0.25, 0.3, 0.3, 0.3]),
-        (Settings(decay=0.9, start_step=3), [0.0, 0.0, 0.0, 0.1, 2 / 11, 0.25]),
-        (Settings(decay=0.0, warmup=False), [0.0] * STEPS),
+        (WeightAverageSettings(decay=0.5, warmup=False), [0.5] * STEPS),
+        (WeightAverageSettings(decay=0.3), [0.1, 2 / 11, 0.25, 0.3, 0.3, 0.3]),
+        (WeightAverageSettings(decay=0.9, start_step=3), [0.0, 0.0, 0.0, 0.1, 2 / 11, 0.25]),
+        (WeightAverageSettings(decay=0.0, warmup=False), [0.0] * STEPS),
     ],
 )
-def test_the_average_is_the_recursion_in_float64(settings: Settings, decays: list[float]) -> None:
+def test_the_average_is_the_recursion_in_float64(settings: WeightAverageSettings, decays: list[float]) -> None:
     trainer, hook = averaged(settings)
     expected = flat(trainer)
     for decay in decays:
@@ -51,7 +52,7 @@ def test_the_average_is_the_recursion_in_float64(settings: Settings, decays: lis
 
 
 def test_a_skipped_step_leaves_the_average() -> None:
-    trainer, hook = averaged(Settings(decay=0.5, warmup=False))
+    trainer, hook = averaged(WeightAverageSettings(decay=0.5, warmup=False))
     trainer.train_step()
     before = average_of(hook)
     with torch.no_grad():
@@ -63,7 +64,7 @@ def test_a_skipped_step_leaves_the_average() -> None:
 
 @pytest.mark.parametrize("validate", [False, True])
 def test_validation_reads_the_average_where_asked(validate: bool) -> None:
-    trainer, hook = averaged(Settings(decay=0.9, warmup=False, validate=validate))
+    trainer, hook = averaged(WeightAverageSettings(decay=0.9, warmup=False, validate=validate))
     for _ in range(3):
         trainer.train_step()
     weights, average = flat(trainer), average_of(hook)

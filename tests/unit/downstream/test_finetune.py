@@ -60,6 +60,8 @@ def test_the_encoder_is_the_run_s_in_its_sizes_and_weights(image_dataset: Path, 
     assert arguments.config.model.layers == SMALL_IMAGES["model.layers"], "the encoder's sizes are its own"
     (checkpoint,) = (source / "checkpoints").iterdir()
     assert arguments.config.model.weights == str(checkpoint)
+    averaged = parse_finetune([*tuning_flags(image_dataset, tmp_path / "x", str(source)), "--weights", "average"])
+    assert averaged.config.model.weights == f"{checkpoint}@average"
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ import torch
 
 from tests.synthetic import Layout, small_config, trainer_for
 from trp_scale.core.hooks import Hooks
-from trp_scale.errors import RefusedError
-from trp_scale.monitoring.gradient_noise_scale import GradientNoiseScale, Settings, estimates
+from trp_scale.monitoring import GradientNoiseScaleSettings
+from trp_scale.monitoring.gradient_noise_scale import GradientNoiseScale, estimates
 
 
 def test_the_estimates_are_unbiased() -> None:
@@ -30,7 +30,7 @@ def test_averages_and_state_over_steps() -> None:
     """Each estimate is averaged with the weights 1 - s, s (1 - s), ..., and both before they are divided."""
     layout = Layout()
     trainer = trainer_for(layout, small_config(layout))
-    hook = GradientNoiseScale(Settings(smoothing=0.75), trainer.run_context)
+    hook = GradientNoiseScale(GradientNoiseScaleSettings(smoothing=0.75), trainer.run_context)
     trainer.hooks = Hooks(trainer.hooks.balancer, [hook])
     assert hook.metrics() == {}
     found, step = [], hook.after_step
@@ -49,13 +49,19 @@ def test_averages_and_state_over_steps() -> None:
     assert metrics["trace"] == pytest.approx(float(mean[0]), rel=1e-9)
     assert metrics["squared_norm"] == pytest.approx(float(mean[1]), rel=1e-9)
     assert metrics["noise_scale"] == pytest.approx(float(mean[0] / mean[1]), rel=1e-9)
-    again = GradientNoiseScale(Settings(smoothing=0.75), trainer.run_context)
+    again = GradientNoiseScale(GradientNoiseScaleSettings(smoothing=0.75), trainer.run_context)
     again.load_state_dict(hook.state_dict())
     assert again.metrics() == metrics
 
 
-def test_one_micro_batch_tells_nothing() -> None:
-    layout = Layout(micro_size=8)
-    trainer = trainer_for(layout, small_config(layout))
-    with pytest.raises(RefusedError, match=r"--batch\.micro_size 8 is all of --batch\.global_size 8"):
-        GradientNoiseScale(Settings(), trainer.run_context)
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"batch": {"micro_size": 8}}, "--batch.micro_size is 8 and --batch.global_size 8"),
+        ({"masking": {"network": "patchwise"}, "multilevel": {"second_level": "joint"}}, "--multilevel.second_level"),
+    ],
+)
+def test_what_tells_nothing_is_refused(changes: dict[str, dict[str, object]], said: str) -> None:
+    (problem,) = GradientNoiseScaleSettings().problems(small_config(Layout(), **changes))
+    assert problem.startswith(said)
+    assert not list(GradientNoiseScaleSettings().problems(small_config(Layout())))

@@ -12,6 +12,7 @@ import tyro
 
 from trp_scale.command_line import read
 from trp_scale.config import RefusedError
+from trp_scale.config.upstream import AVERAGE, Weights
 from trp_scale.downstream.arguments import SCRATCH
 
 Method = Literal["logistic", "linear", "knn"]
@@ -66,6 +67,8 @@ class ProbeArguments:
     from_: Annotated[str, tyro.conf.arg(name="from", metavar="RUN|DIR|scratch")] = ""
     """The encoder: a run directory, an export, a directory of transformers (ViTMAE) or of timm (ViT); scratch: weights
     drawn at random, in the sizes of --recipe, for comparison."""
+    weights: Weights = "last"
+    """Of a run with the hook weight_average: average takes the average of its weights in place of the last ones."""
     data: Annotated[str, tyro.conf.arg(metavar="DIR")] = ""
     """Shards of training images with classes."""
     test: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
@@ -128,6 +131,8 @@ def parse_probe(argv: Sequence[str]) -> ProbeArguments:
     arguments = read(ProbeArguments, argv, prog="trp-scale probe", first=first)
     if problems := list(_problems(arguments)):
         raise RefusedError("\n".join(problems))
+    if arguments.weights == "average":
+        arguments.from_ += AVERAGE
     return arguments
 
 

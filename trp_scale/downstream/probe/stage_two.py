@@ -75,7 +75,8 @@ class StageTwo:
 
 
 def stage_two(path: str) -> StageTwo | None:
-    """The head of a run with learned masks; None where --from is none, or learned them without a head."""
+    """The head of a run with learned masks; None where --from is none, learned them without a head, or names the
+    average of its weights, which the head knows nothing of."""
     place = Path(path)
     if not (place / "checkpoints").is_dir() and not (place / DOCUMENT_NAME).is_file():
         return None

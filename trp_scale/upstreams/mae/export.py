@@ -28,10 +28,11 @@ TIMM_EPS = 1e-6
 """Epsilon of the layer norms of timm's vision transformers, which no argument changes."""
 
 
-def write_timm(directory: Path, checkpoint: Path, document: CheckpointDocument, *, image_size: int) -> None:
+def write_timm(directory: Path, checkpoint: Path, document: CheckpointDocument, state: str, *, image_size: int) -> None:
     """Write the encoder for `timm.create_model("local-dir:DIRECTORY", pretrained=True)`, without a head.
 
     Args:
+        state: what is read as the weights (checkpoint/format.py: STATE_OF).
         image_size: side of the images it is for, in pixels; the fixed positions are those of its grid.
 
     Raises:
@@ -40,7 +41,7 @@ def write_timm(directory: Path, checkpoint: Path, document: CheckpointDocument, 
     """
     config = from_dict(document.config, source=str(checkpoint))
     check_timm(config, image_size)
-    write_encoder(directory, config, read_weights(checkpoint, MaskedAutoencoder(config)), image_size)
+    write_encoder(directory, config, read_weights(checkpoint, MaskedAutoencoder(config), state), image_size)
 
 
 def check_timm(config: Config, image_size: int) -> None:
@@ -95,8 +96,11 @@ def write_encoder(directory: Path, config: Config, weights: Mapping[str, Tensor]
     save_file(state, directory / "model.safetensors", metadata={"format": "pt"})
 
 
-def write_vitmae(directory: Path, checkpoint: Path, document: CheckpointDocument) -> None:
+def write_vitmae(directory: Path, checkpoint: Path, document: CheckpointDocument, state: str) -> None:
     """Write the whole autoencoder for `ViTMAEForPreTraining.from_pretrained`.
+
+    Args:
+        state: what is read as the weights (checkpoint/format.py: STATE_OF).
 
     Raises:
         RefusedError: ViTMAE has no such model.
@@ -111,7 +115,7 @@ def write_vitmae(directory: Path, checkpoint: Path, document: CheckpointDocument
             "ViTMAE has mask tokens in a transformer decoder only; allowed: --to timm (the encoder)"
         )
     grid = config.crops.size // vision.patch_size
-    stored = read_weights(checkpoint, MaskedAutoencoder(config))
+    stored = read_weights(checkpoint, MaskedAutoencoder(config), state)
     weights = to_vitmae(stored, patch_size=vision.patch_size, grid=grid, order=vision.position_order)
     vitmae_config(config).save_pretrained(directory)
     # Not the model's save_pretrained: what transformers 5.23 calls the decoder's layers in a file, older ones reject.
@@ -148,13 +152,13 @@ def _refuse_relative_positions(config: Config, model: str) -> None:
         )
 
 
-def read_weights(checkpoint: Path, model: nn.Module) -> dict[str, Tensor]:
+def read_weights(checkpoint: Path, model: nn.Module, state: str) -> dict[str, Tensor]:
     """All weights of the checkpoint, which must be those of `model`, made from the checkpoint's settings.
 
     Raises:
         CheckpointError: they are not.
     """
-    weights = {name: tensor.float() for name, tensor in read_full_state(checkpoint).items()}
+    weights = {name: tensor.float() for name, tensor in read_full_state(checkpoint, state).items()}
     expected = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     found = {name: tuple(tensor.shape) for name, tensor in weights.items()}
     wrong = sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))

@@ -32,7 +32,9 @@ def images_alone(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {"norm.weight": torch.ones(width), "norm.bias": torch.zeros(width)} | named
 
 
-def write_multimodal_timm(directory: Path, checkpoint: Path, document: CheckpointDocument, *, image_size: int) -> None:
+def write_multimodal_timm(
+    directory: Path, checkpoint: Path, document: CheckpointDocument, state: str, *, image_size: int
+) -> None:
     """Write the encoder with the tokeniser of images, without a head, for
     `timm.create_model("local-dir:DIRECTORY", pretrained=True)`.
 
@@ -40,6 +42,7 @@ def write_multimodal_timm(directory: Path, checkpoint: Path, document: Checkpoin
     through a layer norm (`images_alone`).
 
     Args:
+        state: what is read as the weights (checkpoint/format.py: STATE_OF).
         image_size: side of the images it is for, in pixels.
 
     Raises:
@@ -53,5 +56,6 @@ def write_multimodal_timm(directory: Path, checkpoint: Path, document: Checkpoin
             "images; allowed: a run with rgb among them"
         )
     check_timm(config, image_size)
-    weights = read_weights(checkpoint, MultimodalMaskedAutoencoder(config, document.extra[CLASSES]))
+    model = MultimodalMaskedAutoencoder(config, document.extra[CLASSES])
+    weights = read_weights(checkpoint, model, state)
     write_encoder(directory, config, images_alone(weights), image_size)

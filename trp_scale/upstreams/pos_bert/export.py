@@ -18,15 +18,18 @@ TOKENIZER = "tokenizer"
 """Directory in the run directory into which the run copies its tokenizer at the start."""
 
 
-def write_bert(directory: Path, checkpoint: Path, document: CheckpointDocument) -> None:
+def write_bert(directory: Path, checkpoint: Path, document: CheckpointDocument, state: str) -> None:
     """Write the model and its tokenizer.
+
+    Args:
+        state: what is read as the weights (checkpoint/format.py: STATE_OF).
 
     Raises:
         RefusedError: there is no tokenizer.
         CheckpointError: the checkpoint is damaged, or is not of a BERT.
     """
     tokenizer = find_tokenizer(checkpoint, document)
-    model = assemble(checkpoint, document)
+    model = assemble(checkpoint, document, state)
     for path in sorted(tokenizer.iterdir()):
         if path.is_file():
             shutil.copyfile(path, directory / path.name)
@@ -45,7 +48,7 @@ def find_tokenizer(checkpoint: Path, document: CheckpointDocument) -> Path:
     raise RefusedError(f"{checkpoint}: no tokenizer at {tried}; copy the data set's tokenizer to {candidates[0]}")
 
 
-def assemble(checkpoint: Path, document: CheckpointDocument) -> BertForPreTraining:
+def assemble(checkpoint: Path, document: CheckpointDocument, state: str) -> BertForPreTraining:
     """transformers' model with the checkpoint's weights, the padding rows of the vocabulary cut off.
 
     Raises:
@@ -58,7 +61,7 @@ def assemble(checkpoint: Path, document: CheckpointDocument) -> BertForPreTraini
     known = {field.name for field in fields(ModelConfig)}
     settings = {name: value for name, value in document.config.get("model", {}).items() if name in known}
     config = bert_config(ModelConfig(**settings), vocab_size, architectures=["BertForPreTraining"])
-    weights = read_full_state(checkpoint)
+    weights = read_full_state(checkpoint, state)
     if missing := [name for name in PADDED_PARAMETERS if name not in weights]:
         raise CheckpointError(f"{checkpoint} is not a BertForPreTraining: {missing} are missing")
     model = BertForPreTraining(config)
