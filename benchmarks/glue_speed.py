@@ -33,7 +33,7 @@ from trp_scale.core.batch import Batch
 from trp_scale.distributed.environment import Environment
 from trp_scale.downstream.arguments import parse_finetune
 from trp_scale.downstream.glue.folders import read_glue
-from trp_scale.downstream.tasks import build_task
+from trp_scale.downstream.task import build_task
 from trp_scale.training.pretrain import Run
 
 WARM_UP = 5

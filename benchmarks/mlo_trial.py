@@ -28,7 +28,7 @@ from rich.table import Table
 
 from trp_scale.config import RefusedError
 from trp_scale.distributed.environment import Environment
-from trp_scale.downstream.linear_probe import linear_probe
+from trp_scale.downstream.sweep import linear_probe
 from trp_scale.downstream.trained_images import load_trained_images
 from trp_scale.observe.report import read_summary
 from trp_scale.recipes.arguments import parse

@@ -18,8 +18,7 @@ from trp_scale.config.components import settings_of
 from trp_scale.core.batch import Batch
 from trp_scale.core.hooks import build_hooks
 from trp_scale.core.run import RunContext
-from trp_scale.downstream.classification.model import ImageClassifier
-from trp_scale.downstream.classification.objective import ImageClassification
+from trp_scale.downstream.classification.model import ImageClassification, ImageClassifier
 from trp_scale.engines.build import build_engine
 from trp_scale.training.agreement import StepAgreement
 

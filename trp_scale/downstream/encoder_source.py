@@ -18,9 +18,8 @@ from trp_scale.config import Config, RefusedError
 from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.config.upstream import AVERAGE
 from trp_scale.downstream.arguments import SCRATCH
-from trp_scale.downstream.encoder_file import reading, stored_weights
 from trp_scale.downstream.timm_encoder import open_timm
-from trp_scale.models.given_weights import FILE
+from trp_scale.models.given_weights import FILE, reading, stored_weights
 from trp_scale.models.image_encoder import interpolated
 from trp_scale.models.positions import PositionOrder, sine_cosine
 from trp_scale.recipes.loader import from_dict

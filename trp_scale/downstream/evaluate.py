@@ -17,8 +17,7 @@ from trp_scale.downstream.result_tables import print_results
 from trp_scale.downstream.results import RESULTS_FILE, Results, SeedResult, TaskResult, join, read_results, write_json
 from trp_scale.downstream.robustness.measure import measure_robustness
 from trp_scale.downstream.robustness.sets import RobustnessSet, parse_sets
-from trp_scale.downstream.task import DownstreamTask, measure
-from trp_scale.downstream.tasks import build_task
+from trp_scale.downstream.task import DownstreamTask, build_task, measure
 
 EVALUATIONS = "evaluations"
 """File in the run's directory with what was measured later."""

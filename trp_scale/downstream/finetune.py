@@ -29,8 +29,7 @@ from trp_scale.downstream.results import (
     read_seed,
     write_json,
 )
-from trp_scale.downstream.task import DownstreamTask, measure
-from trp_scale.downstream.tasks import build_task
+from trp_scale.downstream.task import DownstreamTask, build_task, measure
 from trp_scale.recipes.checks import check_engine
 from trp_scale.recipes.loader import to_dict
 from trp_scale.training import rundir

@@ -1,4 +1,7 @@
-"""What a downstream task is: all that a run needs (upstreams/base.py), and how what it learned is measured."""
+"""What a downstream task is: all that a run needs (upstreams/base.py), and how what it learned is measured.
+
+`build_task` is the only place that knows the tasks' names.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -233,3 +237,25 @@ class GatheredRows:
         parts = group.gather_objects(mine)
         order = np.argsort(np.concatenate([positions for positions, _ in parts]), kind="stable")
         return {name: np.concatenate([arrays[name] for _, arrays in parts])[order] for name in parts[0][1]}
+
+
+MODULES = {
+    "glue": ("glue.task", "GlueTask"),
+    "classification": ("classification.task", "ClassificationTask"),
+    "segmentation": ("dense.segmentation", "SegmentationTask"),
+    "depth": ("dense.depth", "DepthTask"),
+    "detection": ("detection.task", "DetectionTask"),
+}
+"""Module and class, by `downstream.kind`; imported when asked for, since each has libraries of its own."""
+
+
+def build_task(config: FinetuneConfig, environment: Environment) -> DownstreamTask:
+    """Open the data of `downstream.kind`, and complete the settings that follow from them, in place.
+
+    Raises:
+        DataError: the data is missing, damaged or of another format.
+        RefusedError: settings that do not fit the data or each other.
+    """
+    module, name = MODULES[config.downstream.kind]
+    task: Any = getattr(import_module(f"trp_scale.downstream.{module}"), name)
+    return task(config, environment)  # type: ignore[no-any-return]

@@ -1,7 +1,11 @@
-"""Initial weights from a file of another library's model instead of the seed: continued pre-training."""
+"""Weights in a directory of another library: initial ones in place of the seed's (continued pre-training), and the
+reading of such files, whose errors name what is damaged or missing.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -68,3 +72,32 @@ def take(model: nn.Module, state: dict[str, Tensor]) -> None:
     assert isinstance(model, MaskedAutoencoder)
     load = load_vitmae if any(name.startswith("vit.") for name in state) else load_timm
     load(model, state)
+
+
+@contextmanager
+def reading(path: str, what: str) -> Iterator[None]:
+    """While a file of the directory is read.
+
+    Args:
+        path: of the directory, as --from names it.
+        what: the file.
+
+    Raises:
+        RefusedError: it cannot be read, or lacks a name that was asked of it.
+    """
+    try:
+        yield
+    except (SafetensorError, OSError) as error:
+        raise RefusedError(f"--from {path}: {what} cannot be read ({error}); copy it again") from error
+    except KeyError as error:
+        raise RefusedError(f"--from {path}: {what} has no {error.args[0]}") from error
+
+
+def stored_weights(path: str) -> dict[str, Tensor]:
+    """Every tensor of the directory's model.safetensors, in fp32.
+
+    Raises:
+        RefusedError: the file is damaged.
+    """
+    with reading(path, FILE):
+        return {name: tensor.float() for name, tensor in load_file(Path(path) / FILE).items()}

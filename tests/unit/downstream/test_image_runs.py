@@ -19,9 +19,8 @@ from trp_scale.checkpoint.document import read_document
 from trp_scale.checkpoint.export import find_checkpoint
 from trp_scale.config import RefusedError
 from trp_scale.config.components import settings_of
-from trp_scale.downstream.linear_probe import linear_probe
 from trp_scale.downstream.pictures import _draw_sizes, draw_pictures, reconstructions
-from trp_scale.downstream.sweep import combinations, sweep
+from trp_scale.downstream.sweep import combinations, linear_probe, sweep
 from trp_scale.downstream.trained_images import load_trained_images
 
 SMALL = {
@@ -162,7 +161,7 @@ def test_the_probe_reads_classes_that_the_features_hold(
     trained = load_trained_images(train(scenes, tmp_path / "run"))
     honest = linear_probe(trained, size=32)
     assert 0.0 <= honest < 0.9
-    from trp_scale.downstream import linear_probe as module
+    from trp_scale.downstream import sweep as module
 
     extract = module.extract
 

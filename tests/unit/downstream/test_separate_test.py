@@ -17,15 +17,14 @@ from tests.unit.data.stored import write_dataset
 from trp_scale import cli
 from trp_scale.config import Config, RefusedError
 from trp_scale.config.finetuning import FinetuneConfig
+from trp_scale.data.images.kept_for_tests import check_test
 from trp_scale.data.index import read_json, write_json
 from trp_scale.distributed.groups import ALONE
-from trp_scale.downstream import linear_probe as module
-from trp_scale.downstream.linear_probe import check_probe, linear_probe
+from trp_scale.downstream import sweep as module
 from trp_scale.downstream.probe.encoder import FrozenEncoder
 from trp_scale.downstream.probe.features import extract
 from trp_scale.downstream.probe.images import ProbedImages, open_probed
-from trp_scale.downstream.separate_test import check_test
-from trp_scale.downstream.sweep import Point, table_of
+from trp_scale.downstream.sweep import Point, check_probe, linear_probe, table_of
 from trp_scale.downstream.trained_images import load_trained_images
 
 SMALL = {

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trp_scale.core.batch import Batch
-from trp_scale.downstream.detection.objective import LOSSES, Detection, targets
+from trp_scale.downstream.detection.task import LOSSES, Detection, targets
 
 
 def batch(weights: list[float], masks: bool = True) -> Batch:

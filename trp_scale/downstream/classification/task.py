@@ -21,8 +21,7 @@ from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group
 from trp_scale.downstream.arguments import SCRATCH
 from trp_scale.downstream.classification.batch import MeasuredImages, TrainingImages
-from trp_scale.downstream.classification.model import ImageClassifier
-from trp_scale.downstream.classification.objective import ImageClassification
+from trp_scale.downstream.classification.model import ImageClassification, ImageClassifier
 from trp_scale.downstream.encoder_source import open_encoder
 from trp_scale.downstream.task import GatheredRows, TaskParts, distinct, open_task_sources, take_encoder
 from trp_scale.observe.throughput import classifier_step_flops

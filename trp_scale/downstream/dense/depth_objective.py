@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trp_scale.core.batch import Batch, StepStats, TaskLosses
 from trp_scale.core.hooks import Hook, StepContext
-from trp_scale.downstream.classification.objective import Pixels
+from trp_scale.downstream.classification.model import Pixels
 
 DEPTH = "depth"
 

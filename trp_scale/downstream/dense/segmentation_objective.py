@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trp_scale.core.batch import Batch, TaskLosses
-from trp_scale.downstream.classification.objective import Pixels
+from trp_scale.downstream.classification.model import Pixels
 
 SEGMENTATION = "segmentation"
 

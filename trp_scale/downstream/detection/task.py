@@ -5,19 +5,87 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from trp_scale.config.finetuning import FinetuneConfig
-from trp_scale.core.batch import Batch
+from trp_scale.core.batch import Batch, TaskLosses
 from trp_scale.data.mixture import parse_paths
 from trp_scale.distributed.environment import Environment
 from trp_scale.downstream.arguments import SCRATCH
+from trp_scale.downstream.classification.model import Pixels
 from trp_scale.downstream.detection.metrics import VOC_METRIC, DetectionMetrics
-from trp_scale.downstream.detection.model import Detector, Target
-from trp_scale.downstream.detection.objective import Detection
+from trp_scale.downstream.detection.model import Detector, Target, paste
 from trp_scale.downstream.detection.rows import detection_rows, learned, open_detection, settle_masks, training_notices
 from trp_scale.downstream.encoder_source import open_encoder
 from trp_scale.downstream.task import TaskParts, open_task_sources, take_encoder
+
+LOSSES = {
+    "rpn_objectness": "loss_objectness",
+    "rpn_box": "loss_rpn_box_reg",
+    "class": "loss_classifier",
+    "box": "loss_box_reg",
+    "mask": "loss_mask",
+}
+"""torchvision's name of each task's loss."""
+
+
+class Detection:
+    """Objectness and boxes of proposals; classes, boxes and masks of objects (He et al. 2017, section 3).
+
+    torchvision gives each loss as a mean over the samples of a micro-batch. A task's sum is that mean times the images,
+    its count the images: so micro-batches are weighted by their images, and weights of one each train the plain sum of
+    the five. But a mean over a whole is not the mean over its halves where these have different numbers of samples, and
+    the samples are drawn by torch's generator, which the loop seeds for each micro-batch. So detection is the same on
+    any number of ranks, but not for any batch.micro_size: it is outside that rule. Which proposals are kept is a choice
+    too, that a last bit may turn: engines agree to rounding until one does. And the host waits for the device in each
+    step, since torchvision's choice of samples needs it.
+
+    Args:
+        masks: whether masks are learned.
+    """
+
+    regression: tuple[int, ...] = (1, 3)
+
+    def __init__(self, *, masks: bool) -> None:
+        self.tasks = tuple(task for task in LOSSES if masks or task != "mask")
+        self.balanced = tuple(range(len(self.tasks)))
+        self._pixels = Pixels()
+
+    def count(self, batch: Batch) -> Tensor:
+        """[T] float64, images that are there, for each task."""
+        return batch["row_weights"].double().sum().expand(len(self.tasks)).clone()
+
+    def outside_weights(self, counts: Tensor) -> Tensor:
+        """No task is outside the balance."""
+        return torch.zeros_like(counts)
+
+    def detections(self, forward: Callable[..., Any], batch: Batch) -> list[Target]:
+        """Detections of each row, as downstream/detection/model.py gives them."""
+        return forward(self._pixels(batch["images"]))  # type: ignore[no-any-return]
+
+    def __call__(self, forward: Callable[..., Any], batch: Batch) -> TaskLosses:
+        """Rows that are not there have no part; where none is, the first one's losses are taken no times."""
+        there = torch.nonzero(batch["row_weights"] > 0)[:, 0]
+        rows = there if len(there) else there.new_zeros(1)
+        losses = forward(self._pixels(batch["images"][rows]), targets(batch, rows.tolist()))
+        counts = self.count(batch)
+        means = torch.stack([losses[LOSSES[task]].double() for task in self.tasks])
+        return TaskLosses(sums=means * counts, counts=counts)
+
+
+def targets(batch: Batch, rows: list[int]) -> list[Target]:
+    """What the detector learns of some rows of a batch."""
+    side, numbers = batch["images"].shape[-1], batch["counts"].tolist()
+    found = []
+    for row in rows:
+        boxes = batch["boxes"][row, : numbers[row]]  # [n, 4]
+        target = {"boxes": boxes, "labels": batch["classes"][row, : numbers[row]]}
+        if "masks" in batch.fields:
+            shares = paste(batch["masks"][row, : numbers[row]] / 255.0, boxes, (side, side))  # [n, S, S]
+            target["masks"] = (shares >= 0.5).to(torch.uint8)
+        found.append(target)
+    return found
 
 
 class DetectionTask(TaskParts):

@@ -2,8 +2,7 @@
 
 linear: the probe of MAE, a batch norm without affine before one layer, learned by LARS (He et al. 2022, A.1).
 logistic: logistic regression on standardised features, the fast probe.
-neighbours: weighted nearest neighbours (Wu et al. 2018, 3.4; as DINO measures, Caron et al. 2021).
-"""
+neighbours: weighted nearest neighbours (Wu et al. 2018, 3.4; as DINO measures, Caron et al. 2021)."""
 
 from __future__ import annotations
 
@@ -19,8 +18,11 @@ from torch import Tensor, nn
 
 from trp_scale.config import OptimizerConfig, RefusedError
 from trp_scale.data.hashing import Integers
+from trp_scale.distributed.groups import Group
 from trp_scale.downstream.probe.arguments import KnnSettings, LinearSettings, LogisticSettings, ProbeArguments
-from trp_scale.downstream.probe.features import Features, LabelledFeatures
+from trp_scale.downstream.probe.encoder import FrozenEncoder
+from trp_scale.downstream.probe.features import Features, LabelledFeatures, extract
+from trp_scale.downstream.probe.images import ProbedImages
 from trp_scale.downstream.task import distinct
 from trp_scale.models.initialise import initial_tensor
 from trp_scale.training.schedule import learning_rate
@@ -212,3 +214,51 @@ def accuracy_by_class(predicted: Integers, labels: Integers, names: tuple[str, .
     """Share of each class's rows that are right, by its name; of classes that have rows."""
     present, names = np.unique(labels).tolist(), tuple(distinct(names))
     return {names[label]: accuracy(predicted[labels == label], labels[labels == label]) for label in present}
+
+
+SMALLEST_CROP = 0.08
+"""Share of an image's area that a crop shows at least (Szegedy et al. 2015), as in He et al., A.1."""
+
+
+def fit_fresh(
+    encoder: FrozenEncoder,
+    images: ProbedImages,
+    features: Features,
+    settings: LinearSettings,
+    *,
+    fraction: float,
+    seed: int,
+    group: Group,
+) -> Integers | None:
+    """Learn from crops; [m] classes of `features` [m, D], on rank 0 alone. All ranks run the encoder; rank 0 learns.
+
+    Steps go across the end of an epoch, and are of whole forward passes on every rank: linear.batch_size is rounded
+    down to those. Where that gives the same size, any number of ranks learns the same.
+
+    Args:
+        images: learned from, but for what is held out.
+        features: measured.
+        fraction: share that is held out.
+    """
+    micro, world = images.config.batch.micro_size, group.size
+    rows = int((~images.held_out(fraction)).sum())
+    size, _, _ = step_counts(rows, settings)
+    size = max(micro * world, size - size % (micro * world))
+    steps = max(1, round(settings.epochs * rows / size))
+    probe = LinearProbe(
+        encoder.width,
+        len(images.classes),
+        steps=steps,
+        warmup_steps=round(settings.warmup_epochs * rows / size),
+        lr=settings.base_lr * size / LR_ROWS,
+        seed=seed,
+    )
+    source = images.random_crops(group, fraction, smallest=SMALLEST_CROP, batch=size, seed=seed)
+    try:
+        for _ in range(steps):
+            batch, labels = extract(encoder, source.next_window(), group)
+            if group.rank == 0:
+                probe.learn(torch.from_numpy(batch), torch.from_numpy(labels))
+    finally:
+        source.close()
+    return probe.predict(features) if group.rank == 0 else None

@@ -11,18 +11,23 @@ import numpy as np
 from trp_scale.checkpoint.agreement import check_shared_directory, on_rank_zero
 from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.data.hashing import Integers
+from trp_scale.data.images.kept_for_tests import check_test
 from trp_scale.distributed.environment import Environment
 from trp_scale.downstream.arguments import SCRATCH
 from trp_scale.downstream.probe.arguments import ProbeArguments
-from trp_scale.downstream.probe.classifiers import accuracy, accuracy_by_class, classify, require_scikit_learn
+from trp_scale.downstream.probe.classifiers import (
+    accuracy,
+    accuracy_by_class,
+    classify,
+    fit_fresh,
+    require_scikit_learn,
+)
 from trp_scale.downstream.probe.encoder import FrozenEncoder, encoder_config
 from trp_scale.downstream.probe.features import LabelledFeatures, all_features
-from trp_scale.downstream.probe.fresh_crops import fit_fresh
 from trp_scale.downstream.probe.images import ProbedImages, open_probed
 from trp_scale.downstream.probe.stage_two import NAME, StageTwo, check_stage_two, stage_two
 from trp_scale.downstream.result_tables import print_results
 from trp_scale.downstream.results import RESULTS_FILE, Results, SeedResult, join, read_results, write_json
-from trp_scale.downstream.separate_test import check_test
 from trp_scale.training.rundir import create_run_directory
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ from torch import Tensor
 from trp_scale.config import RefusedError
 from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.downstream.arguments import SCRATCH
-from trp_scale.downstream.classification.objective import Pixels
+from trp_scale.downstream.classification.model import Pixels
 from trp_scale.downstream.encoder_source import open_encoder
 from trp_scale.downstream.task import take_encoder
 from trp_scale.models.image_encoder import ImageEncoder

@@ -19,10 +19,10 @@ from trp_scale.checkpoint.format import read_full_state
 from trp_scale.config import Config, RefusedError
 from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.data.hashing import Integers
+from trp_scale.data.images.kept_for_tests import check_test
 from trp_scale.data.index import DataError
 from trp_scale.downstream.probe.classifiers import accuracy
 from trp_scale.downstream.probe.features import LabelledFeatures
-from trp_scale.downstream.separate_test import check_test
 from trp_scale.masks.fine_tuning import FINE_TUNED
 from trp_scale.recipes.loader import from_dict
 from trp_scale.upstreams.mae.weights import is_encoder

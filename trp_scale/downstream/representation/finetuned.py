@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from trp_scale.config import RefusedError
 from trp_scale.distributed.environment import Environment
-from trp_scale.downstream.classification.model import ImageClassifier
-from trp_scale.downstream.classification.objective import Pixels
+from trp_scale.downstream.classification.model import ImageClassifier, Pixels
 from trp_scale.downstream.compare import names
 from trp_scale.downstream.finetuned_run import FinetunedRun, predicting_engine, read_run
 from trp_scale.downstream.pictures import Picture

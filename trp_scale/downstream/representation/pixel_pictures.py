@@ -22,7 +22,7 @@ from trp_scale.downstream.pictures import Picture
 from trp_scale.downstream.representation.figures import DPI, small_axes
 from trp_scale.downstream.representation.images import planned_batches
 from trp_scale.downstream.representation.study import ShownImages
-from trp_scale.downstream.tasks import build_task
+from trp_scale.downstream.task import build_task
 from trp_scale.modalities import modality
 
 

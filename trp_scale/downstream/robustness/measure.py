@@ -21,8 +21,7 @@ from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.core.batch import Batch
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group
-from trp_scale.downstream.classification.model import ImageClassifier
-from trp_scale.downstream.classification.objective import ImageClassification
+from trp_scale.downstream.classification.model import ImageClassification, ImageClassifier
 from trp_scale.downstream.classification.task import open_labelled
 from trp_scale.downstream.finetuned_run import FinetunedRun, PredictingEngine, predicting_engine
 from trp_scale.downstream.probe.images import open_probed

@@ -14,7 +14,7 @@ from tests.unit.data.images.stored import jpeg, sample, write_images
 from tests.unit.downstream.probe.small_encoder import small_config, stripe_detector, striped_images
 from trp_scale.config import RefusedError
 from trp_scale.distributed.groups import ALONE, Group
-from trp_scale.downstream.classification.objective import Pixels
+from trp_scale.downstream.classification.model import Pixels
 from trp_scale.downstream.probe import features as module
 from trp_scale.downstream.probe.arguments import ProbeArguments
 from trp_scale.downstream.probe.classifiers import accuracy, classify

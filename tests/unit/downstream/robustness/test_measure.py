@@ -16,8 +16,7 @@ from trp_scale.config import RefusedError
 from trp_scale.core.batch import Batch
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import ALONE
-from trp_scale.downstream.classification.model import ImageClassifier
-from trp_scale.downstream.classification.objective import Pixels
+from trp_scale.downstream.classification.model import ImageClassifier, Pixels
 from trp_scale.downstream.finetuned_run import read_run
 from trp_scale.downstream.probe.images import open_probed
 from trp_scale.downstream.results import read_results
