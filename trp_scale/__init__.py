@@ -1,3 +1,66 @@
-"""Pre-training of encoders under minimax task weights, adversarial positions and learned masks."""
+"""Pre-training of encoders under minimax task weights, adversarial positions and learned masks.
+
+    import trp_scale as trp
+
+What stands in `__all__` is stable; docs/extending.md shows how it is used. A name is imported when it is first used, so
+that `import trp_scale` takes no time.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trp_scale.balancing.base import TaskBalancer
+    from trp_scale.config.components import component
+    from trp_scale.config.settings import Settings, setting
+    from trp_scale.core.batch import Batch, StepStats, TaskLosses
+    from trp_scale.core.hooks import Balancer, Hook, StepContext
+    from trp_scale.core.pieces import Shards
+    from trp_scale.core.run import RunContext
 
 __version__ = "0.2.0"
+
+__all__ = [
+    "Balancer",
+    "Batch",
+    "Hook",
+    "RunContext",
+    "Settings",
+    "Shards",
+    "StepContext",
+    "StepStats",
+    "TaskBalancer",
+    "TaskLosses",
+    "__version__",
+    "component",
+    "setting",
+]
+
+_HOME = {
+    "Balancer": "trp_scale.core.hooks",
+    "Batch": "trp_scale.core.batch",
+    "Hook": "trp_scale.core.hooks",
+    "RunContext": "trp_scale.core.run",
+    "Settings": "trp_scale.config.settings",
+    "Shards": "trp_scale.core.pieces",
+    "StepContext": "trp_scale.core.hooks",
+    "StepStats": "trp_scale.core.batch",
+    "TaskBalancer": "trp_scale.balancing.base",
+    "TaskLosses": "trp_scale.core.batch",
+    "component": "trp_scale.config.components",
+    "setting": "trp_scale.config.settings",
+}
+"""Module that each name is in."""
+
+if not TYPE_CHECKING:  # a name that there is not stays an error to a type checker
+
+    def __getattr__(name: str) -> Any:
+        if name not in _HOME:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

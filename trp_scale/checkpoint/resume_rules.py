@@ -14,6 +14,7 @@ from trp_scale.config import Config, RefusedError
 from trp_scale.recipes.loader import flat, to_dict
 
 MAY_CHANGE = (
+    "modules",
     "batch.micro_size",
     "training.steps",
     "training.max_hours",

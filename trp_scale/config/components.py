@@ -19,9 +19,9 @@ import importlib.metadata
 import importlib.util
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field, is_dataclass, make_dataclass
+from dataclasses import MISSING, dataclass, field, fields, make_dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, get_args
 
 from trp_scale.config.settings import Settings
 from trp_scale.errors import RefusedError, nearest
@@ -72,8 +72,6 @@ class Component:
 
 _components: dict[tuple[str, str], Component] = {}
 _loaded = False
-_modules: list[str] = []
-"""Given by --module, in order."""
 
 
 def component(
@@ -84,20 +82,23 @@ def component(
 
     Args:
         role: balancer, hook, modality, upstream or task.
-        name: that a recipe calls it by.
+        name: that a recipe calls it by: letters, digits and underscores.
         after: hooks: names of those that must come before it where both are on.
 
     Raises:
-        RefusedError: the name is taken, by another module.
+        RefusedError: no such role, a name that is no word or that another module has taken, or Settings that are no
+            dataclass of settings with defaults.
     """
+    if role not in get_args(Role):
+        raise RefusedError(f"@component({role!r}, {name!r}): allowed roles: {', '.join(get_args(Role))}")
+    if not name.isidentifier():
+        raise RefusedError(f"@component({role!r}, {name!r}): a name has letters, digits and underscores only")
 
     def register(cls: Class) -> Class:
+        if not cls.__module__.startswith("trp_scale."):
+            _load_all()  # whoever takes a name of the package's is told here, and not the package
         own = cls if implementation else cls.__dict__.get("Settings", Settings)
-        if not (isinstance(own, type) and is_dataclass(own) and issubclass(own, Settings)):
-            raise RefusedError(
-                f"{cls.__module__}.{cls.__qualname__}: Settings is {own!r}; allowed: a dataclass derived from "
-                "trp_scale.config.settings.Settings"
-            )
+        _check_settings(own, f"{cls.__module__}.{cls.__qualname__}")
         known = _components.get((role, name))
         if known is not None and known.module != cls.__module__:
             raise RefusedError(f"{cls.__module__}: the {role} {name!r} is registered already, by {known.module}")
@@ -117,6 +118,21 @@ def component(
     return register
 
 
+def _check_settings(own: object, where: str) -> None:
+    """Refuse what is no section: a class whose fields `@dataclass` has not read, or one without a default."""
+    if not (isinstance(own, type) and issubclass(own, Settings) and "__dataclass_fields__" in own.__dict__):
+        raise RefusedError(
+            f"{where}: Settings is {own!r}; allowed: a class with @dataclass(kw_only=True) above it, derived from "
+            "trp_scale.Settings"
+        )
+    for each in fields(own):
+        if each.default is MISSING and each.default_factory is MISSING:
+            raise RefusedError(
+                f"{where}: the setting {each.name} has no default; give one, such as `{each.name}: float = "
+                "setting(1.0, above=0)`"
+            )
+
+
 def _tagged(own: type[Settings], name: str, documented_by: type[Any]) -> type[Settings]:
     """The same section, whose `kind` is this name and no other."""
     tagged = make_dataclass(own.__name__, [("kind", Literal[name], field(default=name))], bases=(own,), kw_only=True)
@@ -133,7 +149,25 @@ def _load_all() -> None:
     _loaded = True
     importlib.import_module(BUILT_IN)
     for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
+        _load_entry(entry)
+
+
+def _load_entry(entry: importlib.metadata.EntryPoint) -> None:
+    """Import what an installed package registers.
+
+    Raises:
+        RefusedError: it fails; names the package.
+    """
+    try:
         entry.load()
+    except RefusedError:
+        raise
+    except Exception as error:
+        package = entry.dist.name if entry.dist else "an installed package"
+        raise RefusedError(
+            f"{package}: its entry point {entry.name!r} of {ENTRY_POINTS} ({entry.value}) fails with "
+            f"{type(error).__name__}: {error}; mend or uninstall it"
+        ) from error
 
 
 def find(role: str, name: str, said: str = "") -> Component:
@@ -188,8 +222,11 @@ def default_settings(role: str, name: str) -> Callable[[], Settings]:
     return lambda: find(role, name).settings()
 
 
-def load_module(name_or_path: str) -> None:
+def load_module(name_or_path: str) -> str:
     """Import a user's module by the path of its file or its dotted name; it registers components.
+
+    Returns:
+        its dotted name.
 
     Raises:
         RefusedError: no such file or module, or it fails; names the error.
@@ -214,10 +251,4 @@ def load_module(name_or_path: str) -> None:
     found = getattr(module, "__file__", None)
     if path.suffix == ".py" and found and Path(found).resolve() != path.resolve():
         raise RefusedError(f"--module {name_or_path}: a module {name} from {found} is in its place; rename the file")
-    if name not in _modules:
-        _modules.append(name)
-
-
-def user_modules() -> list[str]:
-    """Names of the modules that were loaded, in order."""
-    return list(_modules)
+    return name

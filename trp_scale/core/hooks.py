@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from trp_scale.config.components import find
+from trp_scale.config.settings import Settings
 from trp_scale.core.batch import Batch, StepStats, TaskLosses
 from trp_scale.core.engine import Engine
 from trp_scale.core.pieces import STATE_NAMES, Shards
@@ -127,6 +128,7 @@ class Hook:
     """Base of all hooks: every point does nothing."""
 
     name: str = ""
+    """What its metrics and its state are called by; a hook that `hooks` lists has the name that it is listed by."""
 
     def before_step(self, ctx: StepContext) -> None:
         """Before any forward pass of the step."""
@@ -150,7 +152,8 @@ class Hook:
         return nullcontext()
 
     def metrics(self) -> Mapping[str, Any]:
-        """JSON values for this step's line in metrics.jsonl, under the hook's name; asked for on logged steps only."""
+        """JSON values for this step's line in metrics.jsonl, under the hook's name. Asked for on logged steps only,
+        and on rank 0 alone: no collective in here."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -191,14 +194,29 @@ def build_hooks(run: RunContext, others: Sequence[Hook] = ()) -> Hooks:
     Raises:
         RefusedError: a method that cannot act in this run; names the flag to change.
     """
-    listed = [find("hook", name).load()(getattr(run.config, name, None), run) for name in run.config.hooks]
+    listed = [_made(run, "hook", name, getattr(run.config, name, None)) for name in run.config.hooks]
     return Hooks(built(run, "balancer"), [*others, *listed])
 
 
 def built(run: RunContext, role: str) -> Any:
     """What the section of a role's name says: its component for this run, None for a method that is off."""
     settings = getattr(run.config, role)
-    return find(role, settings.kind).load()(settings, run)
+    return _made(run, role, settings.kind, settings)
+
+
+def _made(run: RunContext, role: str, name: str, settings: Settings | None) -> Any:
+    """The component of this name in this run. A hook goes by the name that it is listed by."""
+    found = find(role, name)
+    made = found.load()(found.settings() if settings is None else settings, run)
+    base: type[Any] = {"balancer": Balancer, "hook": Hook}.get(role, object)
+    if not isinstance(made, base):
+        raise RefusedError(
+            f"{found.module} registers {type(made).__name__} as the {role} {name!r}; allowed: a class derived from "
+            f"trp_scale.{base.__name__}"
+        )
+    if role == "hook":
+        made.name = name
+    return made
 
 
 class Hooks:
@@ -208,6 +226,9 @@ class Hooks:
     def __init__(self, balancer: Balancer, others: Sequence[Hook] = ()) -> None:
         self.balancer = balancer
         self.all: tuple[Hook, ...] = (*others, balancer)
+        names = [hook.name for hook in self.all]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise RefusedError(f"hooks: {', '.join(twice)} is the name of two hooks of this run; give one another name")
 
     def before_step(self, ctx: StepContext) -> None:
         for hook in self.all:

@@ -15,7 +15,7 @@ import tyro
 
 from trp_scale.command_line import asks_for_help, read
 from trp_scale.config import Config, RefusedError
-from trp_scale.config.components import find, load_module, user_modules
+from trp_scale.config.components import find, load_module, names
 from trp_scale.config.settings import Settings
 from trp_scale.recipes.checks import check
 from trp_scale.recipes.loader import (
@@ -105,8 +105,7 @@ def parse_run(argv: Sequence[str], kind: type[AnyArguments], settings: type[Conf
     Raises: as `parse`.
     """
     first = read_first(argv)
-    for module in first.modules:
-        load_module(module)
+    modules = list(dict.fromkeys(load_module(module) for module in first.modules))
     if not first.recipe and not asks_for_help(argv):
         misspelt = difflib.get_close_matches("--recipe", argv, n=1)
         hint = f" (is {misspelt[0]} meant for it?)" if misspelt else ""
@@ -120,8 +119,8 @@ def parse_run(argv: Sequence[str], kind: type[AnyArguments], settings: type[Conf
             "to a .yaml file of that kind"
         )
     config = with_components(config, first)
-    config.modules = user_modules()
-    require_modules(first.run_dir, config.modules)
+    config.modules = modules
+    require_modules(first.run_dir, modules)
     refuse_settings_of_others(argv, config)
     arguments = read(
         kind,
@@ -226,6 +225,9 @@ def refuse_settings_of_others(argv: Sequence[str], config: Config) -> None:
     """Refuse a flag of another kind's setting, or of a setting that has a new name, and say whose it is."""
     for argument in argv:
         section, _, name = argument.removeprefix("--").partition("=")[0].replace("-", "_").partition(".")
+        if argument.startswith("--") and name and not hasattr(config, section) and section in names("hook"):
+            listed = " ".join([*config.hooks, section])
+            raise RefusedError(f"--{section}.{name}: this run has no hook {section}; --hooks {listed} adds it")
         if not argument.startswith("--") or not isinstance(own := getattr(config, section, None), Settings):
             continue
         known = {setting_name(each.name) for each in dataclasses.fields(own)}

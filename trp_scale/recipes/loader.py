@@ -6,17 +6,18 @@ rules of YAML 1.2, in which `2e-4` is a number and `off` is a word. A file may e
 
 from __future__ import annotations
 
+import copyreg
 import dataclasses
 import functools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import yaml
 
 from trp_scale.config import Config, RefusedError, nearest
-from trp_scale.config.components import find, names, registered, unknown_component
+from trp_scale.config.components import find, load_module, names, registered, unknown_component
 from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.config.settings import Settings
 from trp_scale.recipes.inheritance import Inherited, inherit
@@ -180,7 +181,9 @@ def from_dict(document: Mapping[str, Any], source: str = "settings") -> Config:
     config = _build(kind, document, "", problems)
     if problems:
         listed = "\n".join(f"  {problem}" for problem in problems)
-        raise RefusedError(f"{source} has {len(problems)} wrong setting(s):\n{listed}")
+        modules = document.get("modules") if isinstance(document, Mapping) else None
+        of = f"\nThey are of a run with --module {' --module '.join(modules)}" if isinstance(modules, list) else ""
+        raise RefusedError(f"{source} has {len(problems)} wrong setting(s):\n{listed}{of if modules else ''}")
     assert isinstance(config, Config)
     return config
 
@@ -188,22 +191,49 @@ def from_dict(document: Mapping[str, Any], source: str = "settings") -> Config:
 def _known_hooks(listed: object, problems: list[str]) -> tuple[str, ...]:
     """Those of the listed hooks that there are; the others are problems."""
     given = [str(name) for name in listed] if isinstance(listed, list) else []
-    known = names("hook")
+    known, taken = names("hook"), {field.name for field in dataclasses.fields(FinetuneConfig)}
     problems += [f"hooks: {unknown_component('hook', name)}" for name in given if name not in known]
+    problems += [
+        f"hooks: {name} of {find('hook', name).module} has settings, and a section {name} is there already; give the "
+        "hook another name"
+        for name in given
+        if name in known and name in taken and _has_settings(find("hook", name).settings)
+    ]
     return tuple(name for name in given if name in known)
 
 
-@functools.cache
+def _has_settings(section: type[Settings]) -> bool:
+    return len(dataclasses.fields(section)) > 1  # beside `kind`
+
+
 def run_type(kind: type[Config], hooks: tuple[str, ...]) -> type[Config]:
     """The settings of a run with these hooks: those of `kind`, and a section for each hook that has settings of its
     own beside them."""
     own = {field.name for field in dataclasses.fields(kind)}
-    added = [
-        (name, found, dataclasses.field(default_factory=found))
-        for name in dict.fromkeys(hooks)
-        if name not in own and len(dataclasses.fields(found := find("hook", name).settings)) > 1  # beside `kind`
-    ]
-    return dataclasses.make_dataclass(kind.__name__, added, bases=(kind,), kw_only=True) if added else kind
+    sections = {name: find("hook", name).settings for name in hooks if name not in own}
+    added = tuple((name, found) for name, found in sections.items() if _has_settings(found))
+    return _with_sections(kind, added)  # type: ignore[arg-type]  # a class can be hashed, whatever its instances can
+
+
+@functools.cache
+def _with_sections(kind: type[Config], sections: tuple[tuple[str, type[Settings]], ...]) -> type[Config]:
+    """The same type for the same sections, so that equal settings are equal."""
+    if not sections:
+        return kind
+    fields = [(name, section, dataclasses.field(default_factory=section)) for name, section in sections]
+    made = dataclasses.make_dataclass(kind.__name__, fields, bases=(kind,), kw_only=True)
+    copyreg.pickle(made, _by_its_parts)  # a loader worker cannot import a type that no module holds
+    return made
+
+
+def _by_its_parts(config: Config) -> tuple[Callable[..., Config], tuple[list[str], dict[str, Any]]]:
+    return _from_parts, (config.modules, to_dict(config))
+
+
+def _from_parts(modules: list[str], document: dict[str, Any]) -> Config:
+    for module in modules:
+        load_module(module)
+    return from_dict(document)
 
 
 def base_type(config: Config) -> type[Config]:
@@ -253,6 +283,8 @@ def _unknown(kind: type[Any], key: str, path: str, siblings: Mapping[str, Any]) 
     """Why a section has no such key: a component's other kinds may have it, or it has another name now."""
     if issubclass(kind, Settings) and (words := elsewhere(kind, key, path)):
         return words
+    if not path and key in names("hook"):
+        return f"settings of the hook {key}, which is not in the list `hooks`"
     return f"unknown key{_suggestion(key, path, siblings)}"
 
 

@@ -1,0 +1,131 @@
+"""Methods from outside the package, each in one file: those that docs/extending.md shows."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.distributed.test_resume import LAYOUTS
+from tests.extending import files, write_files
+from tests.ranks import Ranks
+from tests.runs import flags, lines, pretrain_here
+from trp_scale.checkpoint.format import read_full_state
+from trp_scale.checkpoint.run_directory import checkpoint_path
+from trp_scale.config import RefusedError, components
+from trp_scale.observe.report import report
+from trp_scale.recipes.arguments import parse
+
+LONGEST = {"power.py": 40, "lookahead.py": 60}
+"""Lines of each file, at most."""
+LINES = {name: LAYOUTS[name] for name in ("fsdp", "zero3")}
+STEPS, HALF = 5, 3
+STATES = ("weight", "exp_avg", "exp_avg_sq", "slow_weights")
+
+
+@pytest.fixture(scope="module")
+def modules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A directory with the files; what they register in this process is forgotten afterwards."""
+    known, path = dict(components._components), list(sys.path)
+    yield write_files(tmp_path_factory.mktemp("own"))
+    components._components.clear()
+    components._components.update(known)
+    sys.path[:] = path
+    for name in files():
+        sys.modules.pop(Path(name).stem, None)
+
+
+def own_methods(modules: Path, dataset: Path, run_dir: Path, **changes: Any) -> list[str]:
+    """Command line of a small run with the balancer and the hook."""
+    names = ["--module", str(modules / "power.py"), "--module", str(modules / "lookahead.py"), "--hooks", "lookahead"]
+    own = {"balancer__kind": "power", "balancer__exponent": 2.0, "lookahead__every": 2}
+    common = {"model__dropout": 0.0, "optimizer__schedule": "constant", "checkpoint__keep": 0, "training__steps": STEPS}
+    return [*names, *flags(dataset, run_dir, **{**common, **own, **changes})]
+
+
+@pytest.fixture(scope="module")
+def plain(modules: Path, text_dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one process with a checkpoint in the middle, between two moves of the slow weights."""
+    run_dir = tmp_path_factory.mktemp("runs") / "plain"
+    assert pretrain_here(own_methods(modules, text_dataset, run_dir, checkpoint__every=HALF)) == 0
+    return run_dir
+
+
+def same_states(ours: Path, reference: Path, tolerance: float) -> None:
+    """Weights, moments and slow weights after the last step."""
+    for state in STATES:
+        mine, theirs = (read_full_state(checkpoint_path(run, STEPS), state=state) for run in (ours, reference))
+        assert mine.keys() == theirs.keys() and mine
+        for name, tensor in theirs.items():
+            if tolerance == 0.0:
+                assert torch.equal(mine[name], tensor), (state, name)
+            elif not name.endswith("key.bias"):  # no gradient in exact arithmetic: AdamW scales rounding noise up
+                apart = float((mine[name] - tensor).norm() / tensor.norm())
+                assert apart < (tolerance if "exp_avg" not in state else 10 * tolerance), (state, name)
+
+
+@pytest.mark.parametrize("name", LONGEST)
+def test_each_is_one_short_file(name: str) -> None:
+    assert len(files()[name].splitlines()) <= LONGEST[name]
+
+
+def test_their_settings_are_in_help(modules: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        parse([*own_methods(modules, tmp_path, tmp_path / "run"), "--help-all"])
+    assert left.value.code == 0
+    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "--balancer.exponent FLOAT Power of the loss; 0 weighs all tasks alike. (default: 1.0)" in text
+    assert "--lookahead.every INT Steps between two moves of the slow weights, k of the paper. (default: 5)" in text
+
+
+def test_they_act_on_a_run_and_are_in_its_metrics(plain: Path) -> None:
+    *_, before, last = lines(plain)
+    losses = {name: task["loss"] for name, task in before["tasks"].items() if name not in before["outside_tasks"]}
+    tasks = {name: task for name, task in last["tasks"].items() if name in losses and task["count"]}
+    powers = {name: losses[name] ** 2 for name in tasks if losses[name] is not None}
+    for name, power in powers.items():
+        # Tasks that were absent from the step before weigh by an older loss: only ratios are known here.
+        other = next(iter(powers))
+        assert math.isclose(tasks[name]["weight"] / tasks[other]["weight"], power / powers[other], rel_tol=1e-9)
+    assert last["balancer"]["kind"] == "power" and last["lookahead"]["distance"] > 0.0
+    assert f"steps {STEPS} (finished)" in report(plain)
+    weights, slow = (
+        read_full_state(checkpoint_path(plain, STEPS), state=state) for state in ("weight", "slow_weights")
+    )
+    apart = max(float((weights[name] - slow[name]).abs().max()) for name in weights)
+    assert 0.0 < apart < 1e-2, "one step of the fast weights since the fourth"
+
+
+def test_one_process_goes_on_bit_for_bit(modules: Path, plain: Path, text_dataset: Path, tmp_path: Path) -> None:
+    arguments = own_methods(modules, text_dataset, tmp_path, resume=checkpoint_path(plain, HALF))
+    assert pretrain_here(arguments) == 0
+    assert lines(tmp_path)[-1]["tasks"] == lines(plain)[-1]["tasks"]
+    same_states(tmp_path, plain, 0.0)
+
+
+@pytest.mark.parametrize("layout", LINES)
+def test_two_ranks_go_on_bit_for_bit_and_from_one_process(
+    two_ranks: Ranks, modules: Path, plain: Path, text_dataset: Path, tmp_path: Path, layout: str
+) -> None:
+    whole, halves, other = (tmp_path / name for name in ("whole", "halves", "other"))
+    two_ranks(pretrain_here, own_methods(modules, text_dataset, whole, checkpoint__every=HALF, **LINES[layout]))
+    for run_dir, begun in ((halves, whole), (other, plain)):
+        changes = {"resume": checkpoint_path(begun, HALF), **LINES[layout]}
+        two_ranks(pretrain_here, own_methods(modules, text_dataset, run_dir, **changes))
+    assert lines(halves)[-1]["tasks"] == lines(whole)[-1]["tasks"]
+    same_states(halves, whole, 0.0)
+    same_states(other, plain, 1e-5)
+    same_states(whole, plain, 1e-5)
+
+
+def test_a_run_does_not_go_on_without_its_modules(modules: Path, plain: Path, text_dataset: Path) -> None:
+    with pytest.raises(RefusedError, match="is a run with --module power --module lookahead; give it here too"):
+        parse(flags(text_dataset, plain))
+    given = own_methods(modules, text_dataset, plain)
+    with pytest.raises(RefusedError, match="is a run with --module power; give it here too"):
+        parse(given[2:])
