@@ -31,6 +31,7 @@ STATES = ("weight", "exp_avg", "exp_avg_sq", "slow_weights")
 @pytest.fixture(scope="module")
 def modules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A directory with the files; what they register in this process is forgotten afterwards."""
+    components.names("balancer")  # the package's own are there
     known, path = dict(components._components), list(sys.path)
     yield write_files(tmp_path_factory.mktemp("own"))
     components._components.clear()

@@ -99,6 +99,15 @@ class ProportionalSettings(Settings):
     """Weights by the number of elements (plain BERT)."""
 
 
+@component("balancer", "random", "trp_scale.balancing.random_weights:RandomWeights")
+@dataclass(kw_only=True)
+class RandomSettings(Settings):
+    """New random weights in every step: softmax of normal draws (Lin et al. 2022, RLW)."""
+
+    temperature: float = setting(1.0, above=0)
+    """The draws are divided by it: small ones leave each step to one task, large ones weigh all alike."""
+
+
 @component("balancer", "minimax", "trp_scale.balancing.minimax:Minimax")
 @dataclass(kw_only=True)
 class MinimaxSettings(GlobalLossSettings):
