@@ -55,7 +55,7 @@ def spoilt_run(layout: Layout, what: str) -> tuple[list[bool], dict[str, float],
     spoilt = type(
         "Spoilt", (), {"__call__": staticmethod(spoil), "__getattr__": lambda self, name: getattr(objective, name)}
     )
-    trainer.objective = spoilt()
+    trainer.run_context = replace(trainer.run_context, objective=spoilt())
     before: dict[str, torch.Tensor] = {}
     distances: dict[str, float] = {}
     for step in range(config.training.steps):
@@ -100,7 +100,7 @@ def skipping_run(layout: Layout) -> tuple[str, int]:
             "__getattr__": lambda self, name: getattr(objective, name),
         },
     )
-    trainer.objective = spoilt()
+    trainer.run_context = replace(trainer.run_context, objective=spoilt())
     reason = trainer.run()
     trainer.engine.close()
     return reason, saved[-1]
