@@ -7,7 +7,7 @@ from typing import Any
 
 from trp_scale.config import Config
 from trp_scale.config.settings import Settings
-from trp_scale.recipes.loader import from_dict, to_dict
+from trp_scale.recipes.loader import from_dict, setting_name, to_dict
 
 
 def changed(config: Config, **changes: Mapping[str, Any]) -> Any:
@@ -18,5 +18,5 @@ def changed(config: Config, **changes: Mapping[str, Any]) -> Any:
         own = document.get(section, {})
         other = isinstance(getattr(config, section, None), Settings) and values.get("kind", own["kind"]) != own["kind"]
         kept = {} if other else own
-        document[section] = {**kept, **values}
+        document[section] = {**kept, **{setting_name(name): value for name, value in values.items()}}
     return from_dict(document)
