@@ -214,7 +214,8 @@ def test_the_normalised_rules_agree_as_far_as_rounding_lets_them(
 @pytest.mark.parametrize(("norm", "allowed"), [("l2", TRAVELLED), ("linf", NORMALISED)])
 def test_shifts_of_pixels_agree(two_ranks: Ranks, norm: str, allowed: float, layout: str) -> None:
     """Of linf, the sign of a gradient that is nearly zero is rounding's."""
-    settings = changes("pixels", ascent="linear", update="sequential", norm=norm, eps=0.1 if norm == "linf" else 2.0)
+    settings = changes("absolute_embedding")
+    settings["adversary"] = {"kind": "pixels", "norm": norm, "eps": 0.1 if norm == "linf" else 2.0}
     theirs = reference(settings)
     without = reference({**settings, "adversary": {"kind": "none"}})
     assert too_far(without, theirs), "the shift does nothing"
