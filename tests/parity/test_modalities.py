@@ -79,6 +79,8 @@ def test_every_split_gives_the_same_weights(two_ranks: Ranks, balancing: str, la
 def test_no_two_balancers_do_the_same_and_absent_tasks_have_no_weight() -> None:
     for number, balancing in enumerate(BALANCING):
         for other in list(BALANCING)[number + 1 :]:
+            if set(reference(balancing).weights) != set(reference(other).weights):
+                continue  # one of the two has a norm after the encoder: another network
             assert too_far(reference(balancing), reference(other)), (balancing, other)
         weights = [stats.task_weights for stats in reference(balancing).steps]
         assert weights[1][1] == weights[3][2] == 0.0
