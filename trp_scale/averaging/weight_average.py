@@ -7,7 +7,8 @@ After the t-th applied step since `start_step`, t = 0, 1, 2, ...,
 
 The average lies in pieces as the weights do, on the ranks that own them, and is updated there: no rank sends anything,
 and none waits for its device. The checkpoint holds it beside the weights (core/hooks.py: sharded_state), under the same
-names, so that it can stand in for them: `--weights average` of export, finetune and probe.
+names, so that it can stand in for them: `--weights average` of export,
+finetune, evaluate, probe and represent.
 """
 
 from __future__ import annotations

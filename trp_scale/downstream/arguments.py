@@ -116,6 +116,8 @@ class EvaluateArguments:
     run: Annotated[Path, tyro.conf.arg(metavar="DIR", aliases=["--finetuned"])] = Path()
     """A directory of trp-scale finetune, with all its tasks and seeds, or one of its seeds. Under torchrun say
     --finetuned: it takes --run for one of its own flags, wherever it stands."""
+    weights: Weights = "last"
+    """Of runs with the hook weight_average: average measures the average of the weights in place of the last ones."""
     data: Annotated[str, tyro.conf.arg(metavar="DIR")] = ""
     """Data to measure on, all of it: shards, or for GLUE its directory; empty = what the run was measured on."""
     images: Annotated[str, tyro.conf.arg(metavar="DIR")] = ""

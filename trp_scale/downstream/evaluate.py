@@ -32,7 +32,7 @@ def evaluate(arguments: EvaluateArguments) -> int:
     baseline = None if arguments.baseline is None else read_results(arguments.baseline)
     with Environment() as environment:
         world = environment.world
-        runs = find_runs(arguments.run)
+        runs = find_runs(arguments.run, arguments.weights)
         if sets and len(runs) > 1:
             raise RefusedError(
                 f"--run {arguments.run} holds {len(runs)} tasks ({', '.join(runs)}), --robustness measures one; "
@@ -54,9 +54,11 @@ def evaluate(arguments: EvaluateArguments) -> int:
 
 def _name(arguments: EvaluateArguments, sets: list[RobustnessSet]) -> str:
     if sets:
-        return "robustness-" + "-".join(one.name for one in sets)
-    data = Path(arguments.data).resolve().name if arguments.data else "own"
-    return "-".join([data, *([arguments.split] if arguments.split else [])])
+        parts = ["robustness", *(one.name for one in sets)]
+    else:
+        parts = [Path(arguments.data).resolve().name if arguments.data else "own", arguments.split or ""]
+    parts.append(arguments.weights if arguments.weights != "last" else "")
+    return "-".join(filter(None, parts))
 
 
 def _own(seeds: list[FinetunedRun], arguments: EvaluateArguments, environment: Environment) -> TaskResult:

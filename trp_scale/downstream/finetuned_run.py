@@ -10,9 +10,10 @@ from torch import nn
 
 from trp_scale.checkpoint.document import CheckpointDocument, read_document
 from trp_scale.checkpoint.export import find_checkpoint
-from trp_scale.checkpoint.format import read_full_state
+from trp_scale.checkpoint.format import STATE_OF, read_full_state
 from trp_scale.config import RefusedError
 from trp_scale.config.finetuning import FinetuneConfig
+from trp_scale.config.upstream import Weights
 from trp_scale.distributed.environment import Environment
 from trp_scale.downstream.results import RESULTS_FILE, read_results
 from trp_scale.engines.plain import PlainEngine
@@ -28,12 +29,14 @@ class FinetunedRun:
         checkpoint: its newest.
         document: of the checkpoint.
         config: of the run.
+        weights: which of its weights are measured.
     """
 
     directory: Path
     checkpoint: Path
     document: CheckpointDocument
     config: FinetuneConfig
+    weights: Weights = "last"
 
     @property
     def classes(self) -> tuple[str, ...] | None:
@@ -42,8 +45,8 @@ class FinetunedRun:
         return None if names is None else tuple(names)
 
 
-def read_run(directory: Path) -> FinetunedRun:
-    """One task and seed.
+def read_run(directory: Path, weights: Weights = "last") -> FinetunedRun:
+    """One task and seed, with its last weights or their average.
 
     Raises:
         RefusedError: there is no checkpoint, it is of no fine-tuning, or of one that has not ended.
@@ -61,10 +64,10 @@ def read_run(directory: Path) -> FinetunedRun:
             f"--run {directory}: stopped after {document.step} of {config.training.steps} steps; repeat the command "
             "that began it, and it goes on to its end"
         )
-    return FinetunedRun(directory=directory, checkpoint=checkpoint, document=document, config=config)
+    return FinetunedRun(directory=directory, checkpoint=checkpoint, document=document, config=config, weights=weights)
 
 
-def find_runs(run: Path) -> dict[str, list[FinetunedRun]]:
+def find_runs(run: Path, weights: Weights = "last") -> dict[str, list[FinetunedRun]]:
     """The runs of a directory, by task: one alone, or all tasks and seeds of a `trp-scale finetune`.
 
     Raises:
@@ -81,7 +84,7 @@ def find_runs(run: Path) -> dict[str, list[FinetunedRun]]:
         )
     by_task: dict[str, list[FinetunedRun]] = {}
     for directory in found:
-        one = read_run(directory)
+        one = read_run(directory, weights)
         by_task.setdefault(one.config.downstream.task or one.config.downstream.kind, []).append(one)
     return by_task
 
@@ -114,9 +117,9 @@ def predicting_engine(module: nn.Module, run: FinetunedRun, environment: Environ
         module: of the run's task, with any weights.
 
     Raises:
-        RefusedError: the checkpoint has other tensors.
+        RefusedError: the checkpoint has other tensors, or no average where run.weights asks for it.
     """
-    weights = read_full_state(run.checkpoint)
+    weights = read_full_state(run.checkpoint, STATE_OF[run.weights])
     own = dict(module.named_parameters())
     other = [name for name in own.keys() & weights.keys() if own[name].shape != weights[name].shape]
     if own.keys() != weights.keys() or other:

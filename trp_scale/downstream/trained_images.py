@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from trp_scale.checkpoint.document import CheckpointDocument, read_document, read_hooks_state
 from trp_scale.checkpoint.export import find_checkpoint
-from trp_scale.checkpoint.format import read_full_state
+from trp_scale.checkpoint.format import named_weights, read_full_state
 from trp_scale.config import Config, RefusedError
 from trp_scale.core.batch import Batch
 from trp_scale.data.index import DataError
@@ -113,36 +113,37 @@ class TrainedModalities(TrainedRun):
     objective: MultimodalReconstruction
 
 
-def load_trained_images(source: Path, data: str = "") -> TrainedImages:
+def load_trained_images(source: Path | str, data: str = "") -> TrainedImages:
     """Read the newest checkpoint of a run directory, or the checkpoint itself.
 
     Args:
+        source: with "@average" behind it for the average of the weights.
         data: where the run's data is now; empty = at its `data.path`.
 
     Raises:
         RefusedError: there is none, or it is not of a masked autoencoder.
     """
-    checkpoint, document, config = _read(source, data, "mae")
+    checkpoint, state, document, config = _read(source, data, "mae")
     shape = perturbation_shape(config.model, config.vision, config.adversary)
     return TrainedImages(
         checkpoint=checkpoint,
         config=config,
         data_digest=document.extra.get("data_digest"),
-        model=_with_weights(MaskedAutoencoder(config), checkpoint),
+        model=_with_weights(MaskedAutoencoder(config), checkpoint, state),
         objective=MaskedPatchReconstruction(config.objective, config.vision.patch_size),
         shape=shape,
         perturbation=None if shape is None else _perturbation(checkpoint, document),
     )
 
 
-def load_trained_modalities(source: Path, data: str = "") -> TrainedModalities:
+def load_trained_modalities(source: Path | str, data: str = "") -> TrainedModalities:
     """As `load_trained_images`, of a multi-modal masked autoencoder."""
-    checkpoint, document, config = _read(source, data, "mm_mae")
+    checkpoint, state, document, config = _read(source, data, "mm_mae")
     return TrainedModalities(
         checkpoint=checkpoint,
         config=config,
         data_digest=document.extra.get("data_digest"),
-        model=_with_weights(MultimodalMaskedAutoencoder(config, document.extra[CLASSES]), checkpoint),
+        model=_with_weights(MultimodalMaskedAutoencoder(config, document.extra[CLASSES]), checkpoint, state),
         objective=MultimodalReconstruction(config),
     )
 
@@ -157,8 +158,9 @@ def model_kind(source: Path) -> str:
     return kind
 
 
-def _read(source: Path, data: str, kind: str) -> tuple[Path, CheckpointDocument, Config]:
-    checkpoint = find_checkpoint(source)
+def _read(source: Path | str, data: str, kind: str) -> tuple[Path, str, CheckpointDocument, Config]:
+    named, state = named_weights(str(source))
+    checkpoint = find_checkpoint(Path(named))
     document = read_document(checkpoint)
     config = from_dict(document.config, source=str(checkpoint))
     config.data.path = data or config.data.path
@@ -167,11 +169,11 @@ def _read(source: Path, data: str, kind: str) -> tuple[Path, CheckpointDocument,
             f"{checkpoint}: a model of kind {kind} is needed, a masked autoencoder; its model.kind is "
             f"{config.model.kind}"
         )
-    return checkpoint, document, config
+    return checkpoint, state, document, config
 
 
-def _with_weights(model: Model, checkpoint: Path, engine: str = "") -> Model:
-    weights = read_full_state(checkpoint, engine=engine)
+def _with_weights(model: Model, checkpoint: Path, state: str = "weight", engine: str = "") -> Model:
+    weights = read_full_state(checkpoint, state, engine)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(weights[name])
@@ -182,7 +184,7 @@ def load_masking_network(trained: TrainedImages) -> MaskingNetwork | None:
     """What chose the run's masks; None where they were drawn at random."""
     if trained.config.masking.network == "none":
         return None
-    return _with_weights(NETWORKS[trained.config.masking.network](trained.config), trained.checkpoint, NETWORK)
+    return _with_weights(NETWORKS[trained.config.masking.network](trained.config), trained.checkpoint, engine=NETWORK)
 
 
 def _perturbation(checkpoint: Path, document: CheckpointDocument) -> Tensor:

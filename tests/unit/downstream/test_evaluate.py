@@ -23,7 +23,7 @@ def reddish(number: int, **members: bytes) -> dict[str, str | bytes]:
     return sample(number, 16, 16, **{"jpg": jpeg(Image.fromarray(image.clip(0, 255).astype(np.uint8))), **members})
 
 
-def tuned_run(directory: Path, *, seeds: int = 1) -> Path:
+def tuned_run(directory: Path, *more: str, seeds: int = 1) -> Path:
     """Classifiers of ant, bee and cat, which they learn in part; their training data lies in directory/data."""
     data = write_images(directory / "data", [[reddish(number) for number in range(90)]])
     flags = tuning_flags(
@@ -38,7 +38,7 @@ def tuned_run(directory: Path, *, seeds: int = 1) -> Path:
         augmentation__measured="whole",
         data__validation_fraction=0.4,
     )
-    assert cli.main(["finetune", *flags]) == 0
+    assert cli.main(["finetune", *flags, *more]) == 0
     return directory / "run"
 
 
@@ -65,6 +65,20 @@ def test_one_seed_alone(tuned: Path, tmp_path: Path) -> None:
     assert cli.main(["evaluate", "--run", str(one), "--output", str(tmp_path)]) == 0
     (task,) = read_results(tmp_path).tasks
     assert task.seeds == [1] and task.values == read_results(tuned).tasks[0].values[1:]
+
+
+def test_the_average_of_the_weights_is_measured_in_their_place(
+    tuned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that measures its average itself says what is expected; the average has hardly left the first weights."""
+    averaging = ("--hooks", "weight_average", "--weight_average.decay", "0.999", "--weight_average.warmup", "false")
+    run = tuned_run(tmp_path, *averaging, "--weight_average.validate", "true")
+    for flags in ((), ("--weights", "average")):
+        assert cli.main(["evaluate", "--run", str(run), *flags]) == 0
+    (last,), (average,) = (read_results(run / "evaluations" / name).tasks for name in ("own", "own-average"))
+    assert average.metrics == read_results(run).tasks[0].metrics and average.mean < last.mean
+    assert cli.main(["evaluate", "--run", str(tuned), "--weights", "average"]) == 2
+    assert "holds no average of the weights, its run had no hook weight_average" in capsys.readouterr().err
 
 
 def test_other_data_is_all_measured_and_needs_no_training_data(tuned: Path, tmp_path: Path) -> None:

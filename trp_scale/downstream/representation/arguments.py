@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 
 import tyro
 
+from trp_scale.config.upstream import Weights
 from trp_scale.downstream.probe.arguments import Pooling
 
 
@@ -20,6 +21,9 @@ class RepresentArguments:
     from_: Annotated[str, tyro.conf.arg(name="from", metavar="RUN|DIR|scratch")]
     """The encoder: a run directory of trp-scale pretrain or finetune, an export, a directory of transformers (ViTMAE)
     or of timm (ViT, such as DINO's); scratch: weights drawn at random, in the sizes of --recipe, for comparison."""
+    weights: Weights = "last"
+    """Of a run with the hook weight_average, in --from: average takes the average of its weights in place of the last
+    ones."""
     data: Annotated[Path, tyro.conf.arg(metavar="DIR")]
     """Sharded images to look at. Figures about classes need images with classes."""
     output: Annotated[Path, tyro.conf.arg(metavar="DIR")]

@@ -8,7 +8,9 @@ from pathlib import Path
 
 from trp_scale.checkpoint.document import DOCUMENT_NAME, read_document
 from trp_scale.checkpoint.export import find_checkpoint
+from trp_scale.checkpoint.format import named_weights
 from trp_scale.config import RefusedError
+from trp_scale.config.upstream import AVERAGE
 from trp_scale.core.batch import Batch
 from trp_scale.distributed.environment import Environment
 from trp_scale.downstream.arguments import SCRATCH
@@ -30,16 +32,16 @@ def pretraining_pictures(source: str, choice: ImageChoice, output: Path) -> list
     Raises:
         RefusedError: the data lacks a modality that the run needs.
     """
-    path = Path(source)
+    path = Path(named_weights(source)[0])
     if not ((path / "checkpoints").is_dir() or (path / DOCUMENT_NAME).is_file()):
         return []
     config = read_document(find_checkpoint(path)).config
     if "downstream" in config:
         return []
     if config["model"]["kind"] == "mm_mae":
-        several = load_trained_modalities(path, str(choice.dataset.directory))
+        several = load_trained_modalities(source, str(choice.dataset.directory))
         return draw_modalities_of(several, _batch(several, choice), output)
-    trained = load_trained_images(path, str(choice.dataset.directory))
+    trained = load_trained_images(source, str(choice.dataset.directory))
     return draw_images_of(trained, _batch(trained, choice), output)
 
 
@@ -61,7 +63,8 @@ def represent(arguments: RepresentArguments) -> int:
             that cannot be written.
     """
     _check(arguments)
-    config = encoder_config(arguments.from_, recipe=arguments.recipe, size=arguments.image_size)
+    source = arguments.from_ + (AVERAGE if arguments.weights == "average" else "")
+    config = encoder_config(source, recipe=arguments.recipe, size=arguments.image_size)
     config.augmentation.measured = arguments.seen
     block = read_block(arguments.block, config.model.layers)
     positions = read_positions(arguments.positions, config.crops.size // config.vision.patch_size)
@@ -78,12 +81,12 @@ def represent(arguments: RepresentArguments) -> int:
         encoder = FrozenEncoder(config, pooling=arguments.pooling, device=environment.device)
         study = study_images(encoder, config, choice, block=block, shown=arguments.shown)
         findings = Findings(
-            encoder=arguments.from_, config=config, pooling=arguments.pooling, choice=choice, study=study, output=output
+            encoder=source, config=config, pooling=arguments.pooling, choice=choice, study=study, output=output
         )
         findings.add_similarity()
         findings.add_plane(arguments.plane)
         findings.add_attention(positions)
-        findings.add_pictures("Pre-training", lambda: pretraining_pictures(arguments.from_, study.shown.choice, output))
+        findings.add_pictures("Pre-training", lambda: pretraining_pictures(source, study.shown.choice, output))
         findings.add_pictures("Fine-tuned", lambda: finetuned_pictures(runs, study.shown, output, environment))
         findings.write()
     return 0

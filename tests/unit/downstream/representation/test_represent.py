@@ -20,12 +20,16 @@ from timm.models import save_for_hf
 from tests.fixtures import small_image_dataset
 from tests.runs import image_flags, pretrain_here
 from trp_scale import cli
+from trp_scale.checkpoint.export import find_checkpoint
+from trp_scale.checkpoint.format import read_full_state
 from trp_scale.config import RefusedError
+from trp_scale.core.pieces import WEIGHT_AVERAGE
 from trp_scale.downstream.probe.encoder import FrozenEncoder, encoder_config
 from trp_scale.downstream.representation.features import class_similarity, plane
 from trp_scale.downstream.representation.images import choose_images
 from trp_scale.downstream.representation.represent import read_block, read_positions
 from trp_scale.downstream.representation.study import study_images
+from trp_scale.downstream.trained_images import load_trained_images
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +68,27 @@ def represent(*arguments: object) -> int:
 def document(output: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads((output / "representation.json").read_text(encoding="utf-8"))
     return found
+
+
+def test_the_average_of_the_weights_is_looked_at(image_dataset: Path, tmp_path: Path) -> None:
+    run, alone = tmp_path / "run", tmp_path / "alone"
+    averaging = ["--hooks", "weight_average", "--weight_average.decay", "0.5"]
+    flags = image_flags("adpe_tiny", image_dataset, run, training__steps=3, optimizer__lr=0.01)
+    assert pretrain_here([*flags, *averaging]) == 0
+    average = read_full_state(find_checkpoint(run), WEIGHT_AVERAGE)
+    seen = load_trained_images(f"{run}@average").model
+    assert all(torch.equal(parameter, average[name]) for name, parameter in seen.named_parameters())
+    flags = image_flags("adpe_tiny", image_dataset, alone, training__steps=1, optimizer__lr=1e-12)
+    assert pretrain_here([*flags, "--model.weights", f"{run}@average"]) == 0
+    found = {}
+    for source, weights in ((run, "average"), (run, "last"), (alone, "last")):
+        output, named = tmp_path / "out" / source.name / weights, ("--from", source, "--weights", weights)
+        assert represent(*named, "--data", image_dataset, "--output", output, "--images", 20, "--shown", 3) == 0
+        found[source, weights] = document(output)
+    assert found[run, "average"]["encoder"] == f"{run}@average"
+    expected, last = (found[key]["class_similarity"] for key in ((alone, "last"), (run, "last")))
+    assert found[run, "average"]["class_similarity"] == pytest.approx(expected, rel=1e-4)
+    assert found[run, "average"]["class_similarity"] != pytest.approx(last, rel=1e-4)
 
 
 def test_everything_of_one_encoder_on_one_page(
