@@ -104,7 +104,7 @@ def modalities_step(
 def random_modalities(config: Config, rows: int) -> Batch:
     """`rows` images of noise with depth and segmentation of noise, and random visible patches."""
     generator = torch.Generator().manual_seed(0)
-    side, patch, stride = config.crops.size, config.vision.patch_size, config.modalities.segmentation_stride
+    side, patch, stride = config.crops.size, config.vision.patch_size, config.semseg.stride
     patches = (side // patch) ** 2
     order = torch.rand(rows, len(config.modalities.inputs) * patches, generator=generator).argsort(-1)
     labels = (rows, side // stride, side // stride)

@@ -6,17 +6,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from trp_scale.config import Config
+from trp_scale.config.components import names
 from trp_scale.config.settings import Settings
-from trp_scale.recipes.loader import from_dict, setting_name, to_dict
+from trp_scale.recipes.loader import from_dict, setting_name, to_dict, used_modalities
 
 
 def changed(config: Config, **changes: Mapping[str, Any]) -> Any:
     """`config` with `changes`, section dicts such as balancer={"kind": "uniform"}; another kind starts from its own
-    defaults. Refuses what is no setting."""
+    defaults, and a modality that the run no longer has takes its section with it. Refuses what is no setting."""
     document = to_dict(config)
     for section, values in changes.items():
         own = document.get(section, {})
         other = isinstance(getattr(config, section, None), Settings) and values.get("kind", own["kind"]) != own["kind"]
         kept = {} if other else own
         document[section] = {**kept, **{setting_name(name): value for name, value in values.items()}}
+    stay = [each.name for each in used_modalities(document, [])]
+    for name in set(names("modality")) - {*stay, *changes}:
+        document.pop(name, None)
     return from_dict(document)

@@ -116,7 +116,7 @@ def modality_config(layout: Layout | None = None, **changes: Any) -> Config:
             kind="mm_mae", layers=2, hidden_size=32, heads=2, intermediate_size=64, dropout=0.0, layer_norm_eps=1e-6
         ),
         vision=VisionConfig(patch_size=PATCH, decoder_layers=1, decoder_hidden_size=32, decoder_heads=2),
-        modalities=ModalitiesConfig(visible_tokens=VISIBLE, segmentation_stride=STRIDE, class_embedding=8),
+        modalities=ModalitiesConfig(visible_tokens=VISIBLE),
         objective=ObjectiveConfig(kind="mm_mae"),
         crops=CropsConfig(size=SIDE),
         batch=BatchConfig(global_size=8, micro_size=(layout or Layout()).micro_size),
@@ -124,7 +124,7 @@ def modality_config(layout: Layout | None = None, **changes: Any) -> Config:
         optimizer=OptimizerConfig(lr=1e-3, eps=1e-4, warmup_steps=0, schedule="constant"),
         balancer=settings_of("balancer", "uniform"),
     )
-    return changed(config, **changes)
+    return changed(changed(config, semseg={"stride": STRIDE, "class_embedding": 8}), **changes)
 
 
 def make_modality_engine(layout: Layout, config: Config, group: Group) -> Engine:

@@ -47,6 +47,7 @@ class Component:
         settings: its section.
         module: that registered it.
         after: hooks: names of those that must come before it where both are on.
+        tasks: modalities: names of what it can be predicted as.
         implementation: "module:Class", or the class.
     """
 
@@ -55,6 +56,7 @@ class Component:
     settings: type[Settings]
     module: str
     after: tuple[str, ...]
+    tasks: tuple[str, ...]
     implementation: str | type[Any]
 
     def load(self) -> Any:
@@ -63,6 +65,11 @@ class Component:
             return self.implementation
         module, _, name = self.implementation.partition(":")
         return getattr(importlib.import_module(module), name)
+
+    @property
+    def has_settings(self) -> bool:
+        """Whether there is more in its section than its name."""
+        return len(fields(self.settings)) > 1
 
     @property
     def summary(self) -> str:
@@ -75,7 +82,7 @@ _loaded = False
 
 
 def component(
-    role: Role, name: str, implementation: str = "", *, after: tuple[str, ...] = ()
+    role: Role, name: str, implementation: str = "", *, after: tuple[str, ...] = (), tasks: tuple[str, ...] = ()
 ) -> Callable[[Class], Class]:
     """Register the class below: a settings dataclass where `implementation` names the class as "module:Class", or the
     class itself, whose inner dataclass `Settings` (none: it has no settings) is its section.
@@ -84,6 +91,7 @@ def component(
         role: balancer, hook, modality, upstream or task.
         name: that a recipe calls it by: letters, digits and underscores.
         after: hooks: names of those that must come before it where both are on.
+        tasks: modalities: names of what it can be predicted as; none: its own name.
 
     Raises:
         RefusedError: no such role, a name that is no word or that another module has taken, or Settings that are no
@@ -111,6 +119,7 @@ def component(
             settings=tagged,
             module=cls.__module__,
             after=after,
+            tasks=tasks or (name,),
             implementation=implementation or cls,
         )
         return tagged if implementation else cls  # type: ignore[return-value]

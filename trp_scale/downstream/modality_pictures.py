@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from trp_scale.config.modalities import predicted
 from trp_scale.core.batch import Batch
 from trp_scale.downstream.trained_images import TrainedModalities
-from trp_scale.modalities import modality_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -77,6 +77,6 @@ def draw_modalities(figure_of: type[Figure], shown: dict[str, dict[str, Tensor]]
     for row, (task, stage, maps) in enumerate(rows):
         axes[row, 0].set_ylabel(f"{task}\n{stage}", fontsize=8)
         for column, one in enumerate(maps):
-            modality_of(task).show(axes[row, column], one, shown[task]["input"][column])
+            predicted(task).load().show(axes[row, column], one, shown[task]["input"][column])
             axes[row, column].set(xticks=[], yticks=[], frame_on=False)
     figure.savefig(path, dpi=100)

@@ -7,7 +7,7 @@ predicted and by which loss, what that costs, and how it is shown. The rest of t
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
@@ -17,7 +17,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from trp_scale.config import ModalitiesConfig
 from trp_scale.core.batch import Batch
 from trp_scale.data.images.crops import Cropper, Crops
 from trp_scale.data.images.maps import MapFormat, StoredMaps
@@ -124,12 +123,11 @@ class Modality(ABC):
     Where nothing is known a batch holds `blank`: not a number, or a class that is none.
 
     Args:
-        settings: the section `modalities` of the run.
+        settings: its own, the section of the run that has its name.
         patch_size: P, side of a patch in pixels of the image.
 
     Attributes:
         name: of the modality, as --modalities.inputs has it.
-        tasks: what it can be predicted as, the names that --modalities.outputs has; its own if nothing else is said.
         format: how its maps are stored; None: it is the image itself.
         regression: whether its losses are distances, not cross-entropies.
         blank: number in a batch where nothing is known, in the batch's type.
@@ -138,18 +136,13 @@ class Modality(ABC):
     """
 
     name: ClassVar[str]
-    tasks: ClassVar[tuple[str, ...]]
     format: ClassVar[MapFormat | None]
     regression: ClassVar[bool] = True
     blank: ClassVar[Any] = np.float32(np.nan)
     labels: ClassVar[PseudoLabels | None] = None
     file_settings: ClassVar[tuple[str, ...]] = ()
 
-    def __init_subclass__(cls) -> None:
-        if "tasks" not in vars(cls):
-            cls.tasks = (cls.name,)
-
-    def __init__(self, settings: ModalitiesConfig, patch_size: int) -> None:
+    def __init__(self, settings: Any, patch_size: int) -> None:
         self.settings, self.patch_size = settings, patch_size
 
     # What is stored
@@ -311,13 +304,6 @@ class Modality(ABC):
             axes.imshow(coloured.permute(1, 2, 0).numpy())
         else:
             axes.imshow(one.numpy(), cmap="viridis", vmin=low, vmax=high)
-
-    # Settings
-
-    @classmethod
-    def problems(cls, settings: ModalitiesConfig, patch_size: int) -> Iterator[str]:
-        """What is wrong with its settings in a run that uses it, each naming the flag and what is allowed."""
-        yield from ()
 
 
 def count_patches(valid: npt.NDArray[np.bool_], side: int) -> npt.NDArray[np.int32]:

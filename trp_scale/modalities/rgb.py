@@ -9,7 +9,6 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from trp_scale.config import ModalitiesConfig
 from trp_scale.core.batch import Batch
 from trp_scale.data.images.crops import Cropper, Crops, cut_images
 from trp_scale.data.images.maps import StoredMaps
@@ -33,10 +32,9 @@ class Rgb(Modality):
     """
 
     name = "rgb"
-    tasks = ("rgb", RAW)
     format = None
 
-    def __init__(self, settings: ModalitiesConfig, patch_size: int) -> None:
+    def __init__(self, settings: Any, patch_size: int) -> None:
         super().__init__(settings, patch_size)
         self._image_patches = ImagePatches(patch_size)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trp_scale.config import ModalitiesConfig, RefusedError
+from trp_scale.config import RefusedError
 from trp_scale.data.images.maps import (
     Description,
     MapFormat,
@@ -26,6 +26,7 @@ from trp_scale.data.images.png import PALETTE, Map, png_format
 from trp_scale.data.index import DataError
 from trp_scale.data.name_lists import read_names
 from trp_scale.modalities.base import Interpret, MapFiles, Modality, PseudoLabels, SceneMap, Size
+from trp_scale.modalities.settings import SemsegSettings
 
 VOID = 255
 """No class. Classes have numbers below it."""
@@ -133,6 +134,7 @@ class Semseg(Modality):
     The batch has it as semseg [R, S / stride, S / stride] uint8.
     """
 
+    settings: SemsegSettings
     name = "semseg"
     format = ClassFormat("semseg.png", bits=8, empty=VOID)
     labels = SegmentationLabels()
@@ -171,7 +173,7 @@ class Semseg(Modality):
 
     @property
     def stride(self) -> int:
-        return self.settings.segmentation_stride
+        return self.settings.stride
 
     def standardise(self, numbers: Map, stored: Any, *, mirrored: bool) -> npt.NDArray[np.uint8]:
         return numbers
@@ -211,18 +213,6 @@ class Semseg(Modality):
     def show(axes: Any, one: Tensor, whole: Tensor) -> None:
         colours = torch.where(one == VOID, torch.nan, (one % COLOURS).float())  # neighbours in the list differ
         axes.imshow(colours.numpy(), cmap="tab20", vmin=0, vmax=COLOURS - 1)
-
-    @classmethod
-    def problems(cls, settings: ModalitiesConfig, patch_size: int) -> Iterator[str]:
-        if cls.name in settings.inputs and settings.class_embedding < 1:
-            yield f"--modalities.class_embedding is {settings.class_embedding}, allowed: 1 or more"
-        stride = settings.segmentation_stride
-        if patch_size > 0 and (stride < 1 or patch_size % stride):
-            near = [size for size in range(1, patch_size + 1) if patch_size % size == 0]
-            yield (
-                f"--modalities.segmentation_stride is {stride} and does not divide --vision.patch_size {patch_size}; "
-                f"allowed: {', '.join(map(str, near))}"
-            )
 
 
 class SegmentationTokeniser(nn.Module):

@@ -24,9 +24,11 @@ from trp_scale.recipes.loader import (
     from_dict,
     known_recipes,
     load_recipe,
+    moved,
     read_yaml,
     setting_name,
     to_dict,
+    used_modalities,
 )
 
 EngineName = Literal["plain", "fsdp", "deepspeed"]
@@ -143,6 +145,7 @@ class First:
         run_dir: directory, or "".
         modules: given by --module.
         hooks: given by --hooks; None = those of the recipe.
+        modalities: {inputs or outputs: given by --modalities.inputs or outputs}.
         kinds: {section: kind} given by --section.kind.
     """
 
@@ -150,6 +153,7 @@ class First:
     run_dir: str
     modules: tuple[str, ...]
     hooks: tuple[str, ...] | None
+    modalities: Mapping[str, list[str]]
     kinds: Mapping[str, str]
 
 
@@ -159,13 +163,14 @@ def read_first(argv: Sequence[str]) -> First:
     parser.add_argument("--recipe", default="")
     parser.add_argument("--run_dir", "--run-dir", default="")
     parser.add_argument("--module", action="append", default=[])
-    parser.add_argument("--hooks", nargs="*")
+    for listed in ("hooks", "modalities.inputs", "modalities.outputs"):
+        parser.add_argument(f"--{listed}", nargs="*")
     for section in component_sections(Config):
         parser.add_argument(f"--{section}.kind", dest=f"kind of {section}")
     try:
         found = vars(parser.parse_known_args(list(argv))[0])
     except SystemExit:  # a flag without its value: told by who reads all flags
-        return First(recipe="", run_dir="", modules=(), hooks=None, kinds={})
+        return First(recipe="", run_dir="", modules=(), hooks=None, modalities={}, kinds={})
     kinds = {section: kind for section in component_sections(Config) if (kind := found[f"kind of {section}"])}
     hooks = found["hooks"]
     return First(
@@ -173,6 +178,9 @@ def read_first(argv: Sequence[str]) -> First:
         run_dir=found["run_dir"],
         modules=tuple(found["module"]),
         hooks=None if hooks is None else tuple(hooks),
+        modalities={
+            name: given for name in ("inputs", "outputs") if (given := found[f"modalities.{name}"]) is not None
+        },
         kinds=kinds,
     )
 
@@ -184,7 +192,8 @@ def component_sections(kind: type[Config]) -> dict[str, str]:
 
 def with_components(config: Config, first: First) -> Config:
     """The same settings with the components that the flags name. Another kind starts from its own defaults, but for the
-    settings that both kinds have from one class; another list of hooks keeps the sections of those that stay."""
+    settings that both kinds have from one class; another list of hooks or modalities keeps the sections of those that
+    stay."""
     document = to_dict(config)
     for section, role in component_sections(type(config)).items():
         if (kind := first.kinds.get(section)) and kind != getattr(config, section).kind:
@@ -199,6 +208,12 @@ def with_components(config: Config, first: First) -> Config:
             if name not in first.hooks:
                 document.pop(name, None)
         document["hooks"] = list(first.hooks)
+    if first.modalities:
+        before = used_modalities(document, [])
+        document["modalities"] |= first.modalities
+        stay = used_modalities(document, [])
+        for gone in (each.name for each in before if each.has_settings and each not in stay):
+            document.pop(gone)
     return from_dict(document)
 
 
@@ -223,11 +238,17 @@ def require_modules(run_dir: str, given: Sequence[str]) -> None:
 
 def refuse_settings_of_others(argv: Sequence[str], config: Config) -> None:
     """Refuse a flag of another kind's setting, or of a setting that has a new name, and say whose it is."""
+    unused = [name for name in names("modality") if config.model.kind == "mm_mae" and not hasattr(config, name)]
     for argument in argv:
         section, _, name = argument.removeprefix("--").partition("=")[0].replace("-", "_").partition(".")
         if argument.startswith("--") and name and not hasattr(config, section) and section in names("hook"):
             listed = " ".join([*config.hooks, section])
             raise RefusedError(f"--{section}.{name}: this run has no hook {section}; --hooks {listed} adds it")
+        if argument.startswith("--") and name and section in unused:
+            adds = f"--modalities.inputs {' '.join([*config.modalities.inputs, section])} adds it"
+            raise RefusedError(f"--{section}.{name}: this run neither sees nor predicts {section}; {adds}")
+        if argument.startswith("--") and (words := moved(f"{section}.{name}")):
+            raise RefusedError(f"--{section}.{name}: {words}")
         if not argument.startswith("--") or not isinstance(own := getattr(config, section, None), Settings):
             continue
         known = {setting_name(each.name) for each in dataclasses.fields(own)}

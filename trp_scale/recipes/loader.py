@@ -10,15 +10,16 @@ import copyreg
 import dataclasses
 import functools
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import yaml
 
 from trp_scale.config import Config, RefusedError, nearest
-from trp_scale.config.components import find, load_module, names, registered, unknown_component
+from trp_scale.config.components import Component, find, load_module, names, registered, unknown_component
 from trp_scale.config.finetuning import FinetuneConfig
+from trp_scale.config.modalities import ModalitiesConfig, predicted, seen
 from trp_scale.config.settings import Settings
 from trp_scale.recipes.inheritance import Inherited, inherit
 
@@ -176,8 +177,8 @@ def from_dict(document: Mapping[str, Any], source: str = "settings") -> Config:
         RefusedError: unknown keys, kinds and wrong types, all of them, each with its path.
     """
     problems: list[str] = []
-    hooks = document.get("hooks") if isinstance(document, Mapping) else None
-    kind = run_type(FinetuneConfig if "downstream" in document else Config, _known_hooks(hooks, problems))
+    base = FinetuneConfig if "downstream" in document else Config
+    kind = run_type(base, [*_listed_hooks(document, problems), *used_modalities(document, problems)], problems)
     config = _build(kind, document, "", problems)
     if problems:
         listed = "\n".join(f"  {problem}" for problem in problems)
@@ -188,31 +189,48 @@ def from_dict(document: Mapping[str, Any], source: str = "settings") -> Config:
     return config
 
 
-def _known_hooks(listed: object, problems: list[str]) -> tuple[str, ...]:
-    """Those of the listed hooks that there are; the others are problems."""
-    given = [str(name) for name in listed] if isinstance(listed, list) else []
-    known, taken = names("hook"), {field.name for field in dataclasses.fields(FinetuneConfig)}
+def _listed_hooks(document: Mapping[str, Any], problems: list[str]) -> list[Component]:
+    """The hooks that `document` lists, as far as there are such; the others are problems."""
+    listed = document.get("hooks") if isinstance(document, Mapping) else None
+    given, known = [str(name) for name in listed] if isinstance(listed, list) else [], names("hook")
     problems += [f"hooks: {unknown_component('hook', name)}" for name in given if name not in known]
-    problems += [
-        f"hooks: {name} of {find('hook', name).module} has settings, and a section {name} is there already; give the "
-        "hook another name"
-        for name in given
-        if name in known and name in taken and _has_settings(find("hook", name).settings)
-    ]
-    return tuple(name for name in given if name in known)
+    return [find("hook", name) for name in given if name in known]
 
 
-def _has_settings(section: type[Settings]) -> bool:
-    return len(dataclasses.fields(section)) > 1  # beside `kind`
+def used_modalities(document: Mapping[str, Any], problems: list[str]) -> list[Component]:
+    """The modalities that a run of several sees or predicts; a name that none has is a problem."""
+    model = document.get("model") if isinstance(document, Mapping) else None
+    if not isinstance(model, Mapping) or model.get("kind") != "mm_mae":
+        return []
+    section = _build(ModalitiesConfig, document.get("modalities", {}), "", [])
+    found = [_found(seen, name, problems) for name in section.inputs]
+    found += [_found(predicted, task, problems) for task in section.outputs]
+    return [one for one in map(functools.partial(find, "modality"), names("modality")) if one in found]
 
 
-def run_type(kind: type[Config], hooks: tuple[str, ...]) -> type[Config]:
-    """The settings of a run with these hooks: those of `kind`, and a section for each hook that has settings of its
-    own beside them."""
-    own = {field.name for field in dataclasses.fields(kind)}
-    sections = {name: find("hook", name).settings for name in hooks if name not in own}
-    added = tuple((name, found) for name, found in sections.items() if _has_settings(found))
-    return _with_sections(kind, added)  # type: ignore[arg-type]  # a class can be hashed, whatever its instances can
+def _found(known: Callable[[str], Component], name: str, problems: list[str]) -> Component | None:
+    try:
+        return known(name)
+    except RefusedError as error:
+        problems.append(str(error))
+        return None
+
+
+def run_type(kind: type[Config], parts: Sequence[Component], problems: list[str]) -> type[Config]:
+    """The settings of a run with these hooks and modalities: those of `kind`, and a section for each that has settings
+    of its own beside them. One whose section another has is a problem."""
+    sections: dict[str, type[Settings]] = {}
+    taken = {field.name for field in dataclasses.fields(FinetuneConfig)}
+    for part in dict.fromkeys(parts):
+        if part.has_settings and part.name in taken:
+            problems.append(
+                f"{part.role} {part.name} of {part.module} has settings, and a section {part.name} is there already; "
+                f"give the {part.role} another name"
+            )
+        elif part.has_settings:
+            sections[part.name] = part.settings
+            taken.add(part.name)
+    return _with_sections(kind, tuple(sections.items()))  # type: ignore[arg-type]  # a class can be hashed, whatever its instances can
 
 
 @functools.cache
@@ -285,7 +303,24 @@ def _unknown(kind: type[Any], key: str, path: str, siblings: Mapping[str, Any]) 
         return words
     if not path and key in names("hook"):
         return f"settings of the hook {key}, which is not in the list `hooks`"
+    if not path and key in names("modality") and find("modality", key).has_settings:
+        return (
+            f"settings of the modality {key}, which this run neither sees nor predicts; list it in modalities.inputs "
+            f"or outputs, or take them out (`{key}: null` in a recipe that extends another)"
+        )
+    if words := moved(f"{path}.{key}"):
+        return words
     return f"unknown key{_suggestion(key, path, siblings)}"
+
+
+def moved(setting: str) -> str:
+    """Where a setting is that has left its section, "section.field"."""
+    for role, name, settings in registered():
+        for field in dataclasses.fields(settings):
+            if field.metadata.get("was") == setting:
+                section = name if role in ("hook", "modality") else role
+                return f"this setting is now {section}.{setting_name(field.name)}"
+    return ""
 
 
 def elsewhere(kind: type[Settings], key: str, section: str) -> str:

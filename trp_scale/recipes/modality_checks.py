@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Sequence
 
 from trp_scale.config import Config
+from trp_scale.config.modalities import predicted
 
 
 def modality_problems(config: Config) -> Iterator[str]:
@@ -41,20 +42,10 @@ def _numbers(config: Config) -> Iterator[str]:
     modalities, patch_size = config.modalities, config.vision.patch_size
     if not 0 < modalities.concentration < math.inf:
         yield f"--modalities.concentration is {modalities.concentration}, allowed: more than 0"
-    if "semseg" in modalities.inputs and modalities.class_embedding < 1:
-        yield f"--modalities.class_embedding is {modalities.class_embedding}, allowed: 1 or more"
-    stride = modalities.segmentation_stride
-    segmented = "semseg" in (*modalities.inputs, *modalities.outputs)
-    if segmented and patch_size > 0 and (stride < 1 or patch_size % stride):
-        near = [size for size in range(1, patch_size + 1) if patch_size % size == 0]
-        yield (
-            f"--modalities.segmentation_stride is {stride} and does not divide --vision.patch_size {patch_size}; "
-            f"allowed: {', '.join(map(str, near))}"
-        )
     inputs, size = len(modalities.inputs), config.crops.size
     patches = (size // patch_size) ** 2 if patch_size > 0 else 0
     # What is no input is masked everywhere, and all inputs may then be seen.
-    hidden = any(task.removeprefix("raw_") not in modalities.inputs for task in modalities.outputs)
+    hidden = any(predicted(task).name not in modalities.inputs for task in modalities.outputs)
     most = inputs * patches - (0 if hidden else 1)
     if inputs and patches and not 0 < modalities.visible_tokens <= most:
         yield (
@@ -65,10 +56,5 @@ def _numbers(config: Config) -> Iterator[str]:
 
 def unread_modalities(config: Config) -> Iterator[tuple[str, str]]:
     """Settings that an MM-MAE does not read, each with the reason."""
-    modalities = config.modalities
-    if "semseg" not in modalities.inputs:
-        yield "modalities.class_embedding", "--modalities.inputs without semseg"
-        if "semseg" not in modalities.outputs:
-            yield "modalities.segmentation_stride", "--modalities.inputs and --modalities.outputs without semseg"
-    if len(modalities.inputs) == 1:
+    if len(config.modalities.inputs) == 1:
         yield "modalities.concentration", "a single one of --modalities.inputs"

@@ -87,7 +87,7 @@ def test_tokens_and_embeddings_are_normal_mask_tokens_zero_and_none_is_decayed()
     """Decay is of matrices; a class's vectors are one long vector for that. Queries, keys and values are drawn as
     matrices of their own (MultiMAE's code)."""
     settings = config(outputs=EVERY_TASK)
-    settings.model.initializer_range, settings.modalities.class_embedding = 0.03, 64
+    settings.model.initializer_range, settings.semseg.class_embedding = 0.03, 64
     found = dict(MultimodalMaskedAutoencoder(settings, {"semseg": CLASSES}).named_parameters())
     normal = {name: each for name, each in found.items() if name.endswith(("_token", "_embedding"))}
     masked = {f"decoders.{task}.mask_token" for task in EVERY_TASK}

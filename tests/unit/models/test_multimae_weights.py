@@ -14,7 +14,7 @@ from tests.synthetic_modalities import CLASSES, PATCH, SIDE, STRIDE, batch
 from tests.unit.models.multimae_peer import drawn_weights, predict
 from tests.unit.models.small_modalities import ALL, EVERY_TASK, config, small_model
 from trp_scale.config import Config, RefusedError
-from trp_scale.modalities import modality_of
+from trp_scale.config.modalities import predicted
 from trp_scale.models.given_weights import load_given_weights
 from trp_scale.models.patches import patchify
 from trp_scale.recipes.loader import load_recipe
@@ -44,12 +44,12 @@ def published(settings: Config, *, inputs: tuple[str, ...] = ALL, void: int = 0)
         decoder=vision.decoder_hidden_size,
         decoder_layers=vision.decoder_layers,
         grid=GRID,
-        embedding=settings.modalities.class_embedding,
+        embedding=settings.semseg.class_embedding,
     )
 
 
 def their_outputs(tasks: tuple[str, ...]) -> dict[str, tuple[str, int]]:
-    return {ADAPTERS[task]: (modality_of(task).name, CHANNELS[task]) for task in tasks}
+    return {ADAPTERS[task]: (predicted(task).name, CHANNELS[task]) for task in tasks}
 
 
 def loaded(settings: Config, state: dict[str, Tensor]) -> MultimodalMaskedAutoencoder:
@@ -101,7 +101,7 @@ def test_every_parameter_is_taken_and_void_keeps_its_own() -> None:
     before = {name: parameter.detach().clone() for name, parameter in small_model(settings).named_parameters()}
     state = published(settings)
     after = dict(loaded(settings, state).named_parameters())
-    width = settings.modalities.class_embedding
+    width = settings.semseg.class_embedding
     classes = "tokenisers.semseg.class_embedding"
     assert after[classes][:-width].equal(state["input_adapters.semseg.class_emb.weight"].flatten())
     assert after[classes][-width:].equal(before[classes][-width:])

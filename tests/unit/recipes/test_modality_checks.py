@@ -8,6 +8,7 @@ import pytest
 
 from tests.settings import changed
 from trp_scale.config import RefusedError
+from trp_scale.recipes.arguments import parse
 from trp_scale.recipes.checks import cautions, check
 from trp_scale.recipes.loader import from_dict, load_recipe, to_dict
 
@@ -29,11 +30,11 @@ def settings(recipe: str = "mm_mae_vit_b_in1k_400", **changes: dict[str, Any]) -
         ({"modalities": {"visible_tokens": 0}}, "--modalities.visible_tokens is 0, allowed: 1 to 587"),
         ({"modalities": {"visible_tokens": 588}}, "--modalities.visible_tokens is 588, allowed: 1 to 587"),
         ({"modalities": {"inputs": ["depth"], "outputs": ["depth"], "visible_tokens": 196}}, "allowed: 1 to 195"),
-        ({"modalities": {"segmentation_stride": 3}}, "--modalities.segmentation_stride is 3"),
-        ({"modalities": {"segmentation_stride": 0}}, "allowed: 1, 2, 4, 8, 16"),
-        ({"modalities": {"segmentation_stride": 32}}, "--modalities.segmentation_stride is 32"),
+        ({"semseg": {"stride": 3}}, "--semseg.stride is 3"),
+        ({"semseg": {"stride": 0}}, "allowed: 1, 2, 4, 8, 16"),
+        ({"semseg": {"stride": 32}}, "--semseg.stride is 32"),
         ({"modalities": {"concentration": 0.0}}, "--modalities.concentration is 0.0"),
-        ({"modalities": {"class_embedding": 0}}, "--modalities.class_embedding is 0"),
+        ({"semseg": {"class_embedding": 0}}, "--semseg.class_embedding is 0"),
         ({"crops": {"count": 2}}, "--crops.count is 2, allowed with --model.kind mm_mae: 1"),
         ({"crops": {"from": "view"}}, "--crops.from is view"),
         ({"crops": {"size": 100}}, "for example 96"),
@@ -67,7 +68,7 @@ def test_refused_with_the_flag(changes: dict[str, Any], words: str) -> None:
     [
         {"modalities": {"visible_tokens": 587}},
         {"modalities": {"inputs": ["rgb"], "outputs": ["raw_rgb", "rgb", "depth", "semseg"], "visible_tokens": 195}},
-        {"modalities": {"segmentation_stride": 16}},
+        {"semseg": {"stride": 16}},
         {"modalities": {"inputs": ["rgb"], "outputs": ["depth"], "visible_tokens": 196}},
         {"modalities": {"inputs": ["rgb"], "outputs": ["depth"]}, "vision": {"patch_size": 14}},
         {"masking": {"ratio": 0.001}},
@@ -87,13 +88,8 @@ def test_what_is_near_the_limits_is_allowed(changes: dict[str, Any]) -> None:
         ("mm_mae_vit_b_in1k_400", {"modalities": {"inputs": ["rgb"], "concentration": 2.0}}, "concentration 2.0"),
         (
             "mm_mae_vit_b_in1k_400",
-            {"modalities": {"inputs": ["rgb", "depth"], "class_embedding": 32}},
-            "--modalities.class_embedding 32",
-        ),
-        (
-            "mm_mae_vit_b_in1k_400",
-            {"modalities": {"inputs": ["rgb"], "outputs": ["depth"], "segmentation_stride": 2}},
-            "--modalities.segmentation_stride 2",
+            {"modalities": {"inputs": ["rgb", "depth"]}, "semseg": {"class_embedding": 32}},
+            "--semseg.class_embedding 32",
         ),
         ("mae_vit_b", {"modalities": {"inputs": ["rgb", "depth"]}}, "--modalities.inputs rgb depth has no effect"),
         ("mae_vit_b", {"objective": {"reduction": "element"}}, "--objective.reduction element"),
@@ -105,3 +101,52 @@ def test_a_setting_that_nobody_reads_is_cautioned_of(recipe: str, changes: dict[
     assert cautions(from_dict(settings(recipe))) == []
     (caution,) = cautions(from_dict(settings(recipe, **changes)))
     assert flag in caution and "has no effect" in caution
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"modalities": {"inputs": ["rgb", "dept"]}}, "--modalities.inputs has 'dept': no such modality; did you mean"),
+        ({"modalities": {"inputs": ["raw_rgb"]}}, "--modalities.inputs has 'raw_rgb': no such modality"),
+        ({"modalities": {"outputs": ["semsegs"]}}, "has 'semsegs': no modality has such a task; did you mean semseg?"),
+        ({"modalities": {"outputs": ["edges"]}}, "one of your own is registered by --module FILE.py"),
+        ({"semseg": {"strid": 2}}, "semseg.strid: unknown key; did you mean semseg.stride?"),
+        ({"modalities": {"segmentation_stride": 2}}, "segmentation_stride: this setting is now semseg.stride"),
+        ({"modalities": {"class_embedding": 2}}, "class_embedding: this setting is now semseg.class_embedding"),
+        ({"depth": {"stride": 2}}, "depth: unknown key"),
+    ],
+)
+def test_what_no_modality_has_is_refused_with_what_there_is(changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(RefusedError) as caught:
+        settings(**changes)
+    assert words in str(caught.value) and "has 1 wrong setting(s)" in str(caught.value)
+
+
+def test_a_modality_has_its_section_where_it_is_used() -> None:
+    """As an input, or by what is predicted of it; what is said of it elsewhere is refused."""
+    both = settings(modalities={"inputs": ["rgb"], "outputs": ["raw_rgb"]})
+    assert "semseg" in settings() and "semseg" not in both and "semseg" not in to_dict(load_recipe("mae_vit_b"))
+    assert settings(modalities={"inputs": ["rgb"], "outputs": ["semseg"]})["semseg"]["stride"] == 4
+    with pytest.raises(RefusedError, match=r"semseg: settings of the modality semseg, .* neither sees nor predicts"):
+        from_dict({**both, "semseg": {"stride": 2}})
+
+
+def words_of(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    with pytest.raises(SystemExit):
+        parse(["--recipe", "mm_mae_tiny", "--data.path", "data", *argv])
+    return capsys.readouterr().out
+
+
+def test_flags_choose_the_modalities_and_with_them_their_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    tiny = ["--recipe", "mm_mae_tiny", "--data.path", "data"]
+    assert parse([*tiny, "--semseg.stride", "2"]).config.semseg.stride == 2  # type: ignore[attr-defined]
+    two = ["--modalities.inputs", "rgb", "depth", "--modalities.outputs", "raw_rgb", "depth"]
+    assert "semseg" not in to_dict(parse([*tiny, *two]).config)
+    assert "--semseg.stride INT" in words_of(capsys, "--help-all")
+    assert "--semseg." not in words_of(capsys, "--help-all", *two)
+    with pytest.raises(RefusedError, match=r"--semseg\.stride: .* --modalities\.inputs rgb depth semseg adds it"):
+        parse([*tiny, *two, "--semseg.stride", "2"])
+    with pytest.raises(RefusedError, match=r"--modalities\.class_embedding: this setting is now semseg\.class_embed"):
+        parse([*tiny, "--modalities.class_embedding=2"])
+    with pytest.raises(RefusedError, match=r"--modalities\.inputs has 'dept': no such modality; did you mean depth"):
+        parse([*tiny, "--modalities.inputs", "dept"])

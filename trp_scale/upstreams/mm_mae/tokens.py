@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trp_scale.config import Config
-from trp_scale.modalities import modalities, modality, modality_of
+from trp_scale.config.modalities import predicted, used
 from trp_scale.modalities.base import Modality
 
 
@@ -28,13 +28,11 @@ class RunModalities:
     def __init__(self, config: Config) -> None:
         self.inputs: tuple[str, ...] = tuple(config.modalities.inputs)
         self.tasks: tuple[str, ...] = tuple(config.modalities.outputs)
-        self._names = {task: modality_of(task).name for task in self.tasks}
-        wanted = {*(modality(name).name for name in self.inputs), *self._names.values()}
-        self.used = {
-            name: kind(config.modalities, config.vision.patch_size)
-            for name, kind in modalities().items()
-            if name in wanted
-        }
+        self._names = {task: predicted(task).name for task in self.tasks}
+        self.used: dict[str, Modality] = {}
+        for one in used(self.inputs, self.tasks):
+            settings = getattr(config, one.name, None) if one.has_settings else None
+            self.used[one.name] = one.load()(settings or one.settings(), config.vision.patch_size)
 
     def of(self, task: str) -> Modality:
         """What a task predicts."""

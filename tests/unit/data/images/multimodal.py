@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
+from tests.settings import changed
 from tests.unit.data.images.source_images import png
 from tests.unit.data.images.stored import config_for, jpeg, write_images, write_tar
 from trp_scale.config import Config
@@ -68,13 +69,10 @@ def write_beside(directory: Path, shards: list[list[Contents]]) -> Path:
 
 def multimodal_config(path: Path | str, **sections: dict[str, object]) -> Config:
     """A run on `path`: crops of 32 pixels in patches of 8, segmentation at a quarter, 10 of 48 patches visible."""
-    given = {name: dict(fields) for name, fields in sections.items()}
-    config = config_for(path, **{"crops": {"count": 1}, **given})
-    config.crops.count = 1
+    config = config_for(path, crops={"count": 1})
     config.model.kind = config.objective.kind = "mm_mae"
-    if "visible_tokens" not in given.get("modalities", {}):
-        config.modalities.visible_tokens = 10
-    return config
+    config.modalities.visible_tokens = 10
+    return changed(config, **sections)  # type: ignore[no-any-return]
 
 
 def first_window(config: Config) -> list[Batch]:
