@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+
+from trp_scale.config import components
 
 DOCUMENT = Path(__file__).parents[1] / "docs/extending.md"
 FILE = re.compile(r"^```python (\S+\.py)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -20,3 +25,20 @@ def write_files(directory: Path) -> Path:
     for name, text in files().items():
         (directory / name).write_text(text, encoding="utf-8")
     return directory
+
+
+@contextmanager
+def forgetting() -> Iterator[None]:
+    """What is registered and imported within is forgotten afterwards, as by a process of its own."""
+    components.names("balancer")  # the package's own are there
+    known, path, modules = dict(components._components), list(sys.path), set(sys.modules)
+    try:
+        yield
+    finally:
+        components._components.clear()
+        components._components.update(known)
+        own = {folder for folder in sys.path if folder not in path}
+        sys.path[:] = path
+        for name in set(sys.modules) - modules:
+            if str(Path(getattr(sys.modules[name], "__file__", None) or "").parent) in own:
+                del sys.modules[name]

@@ -15,10 +15,22 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
 
-from trp_scale.config.components import kinds_beside
+from trp_scale.config.components import kinds_beside, load_module
 from trp_scale.config.settings import Settings
 
 Arguments = TypeVar("Arguments")
+
+Modules = Annotated[tyro.conf.UseAppendAction[list[str]], tyro.conf.arg(metavar="FILE.py|NAME")]
+
+
+@dataclasses.dataclass(kw_only=True)
+class ReadsRuns:
+    """A command that reads runs; `read` imports their modules."""
+
+    module: Modules = dataclasses.field(default_factory=list)
+    """Of a run that was made with --module: the same module, by its file or its dotted name; may be given several
+    times."""
+
 
 HELP = ("-h", "--help")
 HELP_ALL = "--help-all"
@@ -48,8 +60,12 @@ def read(
 
     Raises:
         SystemExit: 2 for an unknown or wrong flag (the nearest one is printed), 0 after help.
+        RefusedError: a module that cannot be imported.
     """
     parsed: Arguments = _parsed(kind, argv, prog=prog, first=first, settings=settings)
+    if isinstance(parsed, ReadsRuns):
+        for module in parsed.module:
+            load_module(module)
     return parsed
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,12 +11,12 @@ import pytest
 import torch
 
 from tests.distributed.test_resume import LAYOUTS
-from tests.extending import files, write_files
+from tests.extending import files, forgetting, write_files
 from tests.ranks import Ranks
 from tests.runs import flags, lines, pretrain_here
 from trp_scale.checkpoint.format import read_full_state
 from trp_scale.checkpoint.run_directory import checkpoint_path
-from trp_scale.config import RefusedError, components
+from trp_scale.config import RefusedError
 from trp_scale.observe.report import report
 from trp_scale.recipes.arguments import parse
 
@@ -31,14 +30,8 @@ STATES = ("weight", "exp_avg", "exp_avg_sq", "slow_weights")
 @pytest.fixture(scope="module")
 def modules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A directory with the files; what they register in this process is forgotten afterwards."""
-    components.names("balancer")  # the package's own are there
-    known, path = dict(components._components), list(sys.path)
-    yield write_files(tmp_path_factory.mktemp("own"))
-    components._components.clear()
-    components._components.update(known)
-    sys.path[:] = path
-    for name in files():
-        sys.modules.pop(Path(name).stem, None)
+    with forgetting():
+        yield write_files(tmp_path_factory.mktemp("own"))
 
 
 def own_methods(modules: Path, dataset: Path, run_dir: Path, **changes: Any) -> list[str]:

@@ -10,12 +10,12 @@ from typing import Annotated, Literal
 
 import tyro
 
-from trp_scale.command_line import read
+from trp_scale.command_line import ReadsRuns, read
 from trp_scale.config.upstream import Weights
 
 
 @dataclass(kw_only=True)
-class ReportArguments:
+class ReportArguments(ReadsRuns):
     """Print the table of a run that goes on or has ended: each task's loss at the start and now, and its weight."""
 
     run: Annotated[Path, tyro.conf.arg(metavar="DIR")]
@@ -94,7 +94,7 @@ def compare(argv: Sequence[str]) -> int:
 
 
 @dataclass(kw_only=True)
-class ExportArguments:
+class ExportArguments(ReadsRuns):
     """Write a run's weights as a directory that other libraries load."""
 
     run: Annotated[Path, tyro.conf.arg(metavar="DIR")]

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from trp_scale.command_line import read
+from trp_scale.command_line import ReadsRuns, read
 from trp_scale.config import RefusedError
 from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.config.upstream import AVERAGE, Weights
@@ -97,7 +97,7 @@ def tasks_of(arguments: FinetuneArguments) -> list[str]:
 
 
 @dataclass(kw_only=True)
-class EvaluateArguments:
+class EvaluateArguments(ReadsRuns):
     """Measure what `trp-scale finetune` has trained, without training it further: results.json and a table.
 
     Classifiers can also be measured on sets that ask how robust they are, each sharded first from its folders:

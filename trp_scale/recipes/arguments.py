@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 
 import tyro
 
-from trp_scale.command_line import asks_for_help, read
+from trp_scale.command_line import Modules, asks_for_help, read
 from trp_scale.config import Config, RefusedError
 from trp_scale.config.components import find, load_module, names
 from trp_scale.config.settings import Settings
@@ -43,9 +43,7 @@ class Arguments:
     """The settings: the recipe's, changed by the flags."""
     recipe: Annotated[str, tyro.conf.arg(metavar="NAME|PATH")] = ""
     """Name of a recipe of the package, or the path of a .yaml file."""
-    module: Annotated[tyro.conf.UseAppendAction[list[str]], tyro.conf.arg(metavar="FILE.py|NAME")] = field(
-        default_factory=list
-    )
+    module: Modules = field(default_factory=list)
     """A module of your own, by its file or its dotted name, that registers balancers, hooks, modalities or upstreams;
     may be given several times."""
     run_dir: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None

@@ -10,6 +10,7 @@ import copyreg
 import dataclasses
 import functools
 import re
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -181,12 +182,22 @@ def from_dict(document: Mapping[str, Any], source: str = "settings") -> Config:
     kind = run_type(base, [*_listed_hooks(document, problems), *used_modalities(document, problems)], problems)
     config = _build(kind, document, "", problems)
     if problems:
+        _refuse_without_modules(document, source)
         listed = "\n".join(f"  {problem}" for problem in problems)
-        modules = document.get("modules") if isinstance(document, Mapping) else None
-        of = f"\nThey are of a run with --module {' --module '.join(modules)}" if isinstance(modules, list) else ""
-        raise RefusedError(f"{source} has {len(problems)} wrong setting(s):\n{listed}{of if modules else ''}")
+        raise RefusedError(f"{source} has {len(problems)} wrong setting(s):\n{listed}")
     assert isinstance(config, Config)
     return config
+
+
+def _refuse_without_modules(document: Mapping[str, Any], source: str) -> None:
+    """Refuse settings of a run whose modules are not imported: what is wrong with them cannot be told."""
+    made_with = document.get("modules") if isinstance(document, Mapping) else None
+    listed = [str(name) for name in made_with] if isinstance(made_with, list) else []
+    if missing := [name for name in listed if name not in sys.modules]:
+        raise RefusedError(
+            f"{source}: settings of a run with --module {' --module '.join(missing)}; give it here too, by its file or "
+            "its dotted name"
+        )
 
 
 def _listed_hooks(document: Mapping[str, Any], problems: list[str]) -> list[Component]:

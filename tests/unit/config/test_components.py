@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
+from tests.extending import forgetting
 from trp_scale.config import RefusedError, components
-from trp_scale.config.components import component, find, load_module, names
+from trp_scale.config.components import component, find, load_module
 from trp_scale.config.settings import Settings, setting
 from trp_scale.recipes.arguments import parse
 from trp_scale.recipes.loader import from_dict, load_recipe, to_dict
@@ -24,15 +25,8 @@ TINY = ["--recipe", "pos_bert_tiny"]
 @pytest.fixture(autouse=True)
 def forgotten() -> Iterator[None]:
     """What a test registers and imports is forgotten after it."""
-    names("balancer")  # the package's own are there
-    known, path, modules = dict(components._components), list(sys.path), set(sys.modules)
-    yield
-    components._components.clear()
-    components._components.update(known)
-    sys.path[:] = path
-    for name in set(sys.modules) - modules:
-        if not name.startswith(("trp_scale", "torch")):
-            del sys.modules[name]
+    with forgetting():
+        yield
 
 
 def written(directory: Path, name: str, text: str) -> str:
@@ -149,7 +143,11 @@ def test_a_hook_whose_section_is_there_already_is_refused(tmp_path: Path) -> Non
 
 def test_settings_of_a_run_without_its_module_say_which(tmp_path: Path) -> None:
     (tmp_path / "config.yaml").write_text("modules: [own, other]\nbalancer: {kind: mine}\n", encoding="utf-8")
-    with pytest.raises(RefusedError, match=r"(?s)no such balancer.*They are of a run with --module own --module other"):
+    with pytest.raises(RefusedError, match=r"^\S*: settings of a run with --module own --module other; give it"):
+        load_recipe(tmp_path / "config.yaml")
+    load_module(written(tmp_path, "own", ""))
+    load_module(written(tmp_path, "other", ""))
+    with pytest.raises(RefusedError, match="no such balancer"):
         load_recipe(tmp_path / "config.yaml")
 
 

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 import tyro
 
-from trp_scale.command_line import read
+from trp_scale.command_line import ReadsRuns, read
 from trp_scale.config import RefusedError
 from trp_scale.config.upstream import AVERAGE, Weights
 from trp_scale.downstream.arguments import SCRATCH
@@ -59,7 +59,7 @@ class KnnSettings:
 
 
 @dataclass(kw_only=True)
-class ProbeArguments:
+class ProbeArguments(ReadsRuns):
     """Measure how far the features of a frozen encoder tell classes apart: results.json and a table. Features are
     computed once, under torchrun by all ranks together, and kept: the same encoder on the same images is not run again.
     A run that learned its masks also gets MLO-MAE's own figure, of the head that its masks were learned with."""

@@ -8,12 +8,13 @@ from typing import Annotated, Literal
 
 import tyro
 
+from trp_scale.command_line import ReadsRuns
 from trp_scale.config.upstream import Weights
 from trp_scale.downstream.probe.arguments import Pooling
 
 
 @dataclass(kw_only=True)
-class RepresentArguments:
+class RepresentArguments(ReadsRuns):
     """Look at what an encoder has learned: how much more alike images of one class are than images of two, the
     representations in a plane, attention maps; of a run of ours its reconstructions and masks; of fine-tuned runs what
     they decide by. Writes PNG files, representation.json and one page, index.html."""
