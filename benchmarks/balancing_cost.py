@@ -23,6 +23,7 @@ from trp_scale.upstreams.mm_mae.model import MultimodalMaskedAutoencoder
 from trp_scale.upstreams.mm_mae.objective import MultimodalReconstruction
 from trp_scale.upstreams.pos_bert.model import BertForMaskedPositions
 from trp_scale.upstreams.pos_bert.objective import PosMaskedLanguageModelling
+from trp_scale.upstreams.pos_bert.settings import PosBertConfig
 
 BALANCING: dict[str, tuple[Settings, str]] = {
     "uniform": (settings_of("balancer", "uniform"), "T"),
@@ -80,7 +81,7 @@ def text_step(
     balancing: Settings, rows: int, precision: Literal["bf16", "fp32"], device: torch.device
 ) -> Callable[[], object]:
     """A whole training step of PoS-BERT with `other` as a tenth task."""
-    config = Config(
+    config = PosBertConfig(
         model=ModelConfig(layers=4, hidden_size=256, heads=4, intermediate_size=1024, max_positions=LENGTH),
         objective=ObjectiveConfig(other="task"),
         balancer=balancing,

@@ -32,6 +32,7 @@ from trp_scale.training.agreement import StepAgreement
 from trp_scale.training.loop import Trainer
 from trp_scale.upstreams.pos_bert.model import BertForMaskedPositions
 from trp_scale.upstreams.pos_bert.objective import PosMaskedLanguageModelling
+from trp_scale.upstreams.pos_bert.settings import PosBertConfig
 
 Precision = Literal["fp32", "bf16"]
 
@@ -129,7 +130,7 @@ def run_config(
     lr: float = 1e-4,
 ) -> Config:
     """Settings of a run without end at a constant learning rate."""
-    return Config(
+    return PosBertConfig(
         model=model,
         batch=BatchConfig(global_size=rows * accumulation, micro_size=rows),
         training=TrainingConfig(steps=10**9, precision=precision, compile=compiled),

@@ -32,10 +32,11 @@ from rich.console import Console
 from rich.table import Table
 from torchvision import transforms
 
+from trp_scale.upstreams.mae.settings import MaeConfig
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.rounds import alternate
-from trp_scale.config import Config
 from trp_scale.data import fetch, plan
 from trp_scale.data.images import crops, decode, reader
 from trp_scale.data.index import read_json, write_json
@@ -100,8 +101,8 @@ def make_dataset(directory: Path, images: int) -> Path:
 
 def open_train(settings: Settings, directory: Path, count: int, size: int) -> TrainSource:
     """The training rows in this process; one window is one round."""
-    config = Config()
-    config.model.kind, config.objective.kind, config.masking.ratio = "mae", "mae", 0.75
+    config = MaeConfig()
+    config.masking.ratio = 0.75
     config.data.path, config.data.workers, config.data.validation_fraction = str(directory), 0, 0.0
     config.batch.micro_size, config.batch.global_size = settings.micro_size, settings.images
     config.crops.count, config.crops.size = count, size

@@ -31,9 +31,10 @@ from rich.console import Console
 from rich.table import Table
 from webdataset.writer import TarWriter
 
+from trp_scale.upstreams.pos_bert.settings import PosBertConfig
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from trp_scale.config import Config
 from trp_scale.data import fetch, plan
 from trp_scale.data.index import Block, Member, ShardIndex, write_index, write_json
 from trp_scale.data.sources import TrainSource, open_sources
@@ -135,7 +136,7 @@ def make_dataset(directory: Path, length: int) -> Path:
 
 def open_train(settings: Settings, directory: Path, micro_size: int) -> TrainSource:
     """The training rows in this process; one window is one round."""
-    config = Config()
+    config = PosBertConfig()
     config.data.path, config.data.workers, config.data.validation_fraction = str(directory), 0, 0.0
     config.batch.micro_size = micro_size
     config.batch.global_size = -(-settings.rows // micro_size) * micro_size

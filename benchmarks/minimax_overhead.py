@@ -18,12 +18,13 @@ import tyro
 
 from trp_scale.config.settings import Settings
 from trp_scale.core.hooks import build_hooks
+from trp_scale.upstreams.pos_bert.settings import PosBertConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.rounds import alternate, print_ratios
 from benchmarks.step_time import LENGTH, VOCABULARY, random_batch
-from trp_scale.config import BatchConfig, Config, ModelConfig, OptimizerConfig, TrainingConfig
+from trp_scale.config import BatchConfig, ModelConfig, OptimizerConfig, TrainingConfig
 from trp_scale.config.components import settings_of
 from trp_scale.core.batch import Batch
 from trp_scale.core.run import RunContext
@@ -82,7 +83,7 @@ def rows_of(batch: Batch, start: int, stop: int) -> Batch:
 def step_of(balancing: Settings, options: Options, accumulation: int, device: torch.device) -> Callable[[], object]:
     """One whole training step, hooks and optimizer included."""
     micro = options.rows // accumulation
-    config = Config(
+    config = PosBertConfig(
         model=ModelConfig(layers=4, hidden_size=256, heads=4, intermediate_size=1024, max_positions=LENGTH),
         batch=BatchConfig(global_size=options.rows, micro_size=micro),
         training=TrainingConfig(steps=10**9, precision="bf16" if device.type == "cuda" else "fp32"),

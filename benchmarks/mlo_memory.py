@@ -24,6 +24,8 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from trp_scale.upstreams.mae.settings import MaeConfig
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.memory import LAYOUTS, ZERO3, resident_bytes
@@ -70,9 +72,8 @@ class Peak:
 
 def settings(options: Options, world: int, *, masks: bool) -> Config:
     """Updates of everything at every step."""
-    config = Config(
+    config = MaeConfig(
         model=ModelConfig(
-            kind="mae",
             layers=options.layers,
             hidden_size=options.hidden_size,
             heads=options.hidden_size // 64,

@@ -22,7 +22,6 @@ from trp_scale.config import (
     MaskingConfig,
     ModelConfig,
     MultilevelConfig,
-    ObjectiveConfig,
     OptimizerConfig,
     TrainingConfig,
     VisionConfig,
@@ -38,6 +37,7 @@ from trp_scale.training.agreement import StepAgreement
 from trp_scale.training.loop import Trainer
 from trp_scale.upstreams.mae.model import MaskedAutoencoder
 from trp_scale.upstreams.mae.objective import MaskedPatchReconstruction
+from trp_scale.upstreams.mae.settings import MaeConfig
 
 GRID, PATCH = 4, 4
 PATCHES, VALUES = GRID**2, 3 * PATCH**2
@@ -130,10 +130,8 @@ def planted_config(seed: int, network: str, steps: int) -> Config:
     as far, and masks that no longer fall on the signal do not come back to it. Hence eps. The very first are large,
     since AdamW's first steps have the sign of the gradient alone. Hence the warm-up.
     """
-    return Config(
-        model=ModelConfig(
-            kind="mae", layers=1, hidden_size=32, heads=2, intermediate_size=64, dropout=0.0, layer_norm_eps=1e-6
-        ),
+    return MaeConfig(
+        model=ModelConfig(layers=1, hidden_size=32, heads=2, intermediate_size=64, dropout=0.0, layer_norm_eps=1e-6),
         vision=VisionConfig(
             patch_size=PATCH,
             tokens="visible",
@@ -142,7 +140,6 @@ def planted_config(seed: int, network: str, steps: int) -> Config:
             decoder_hidden_size=16,
             decoder_heads=2,
         ),
-        objective=ObjectiveConfig(kind="mae"),
         crops=CropsConfig(count=1, size=GRID * PATCH),
         masking=MaskingConfig(ratio=MASKED / PATCHES, maskings=0, network=network, hidden_size=64),  # type: ignore[arg-type]
         multilevel=MultilevelConfig(unroll=1, batch_size=64, micro_size=64, head_lr=1e-3, lr=0.02, eps=1e-3),

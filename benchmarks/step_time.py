@@ -19,6 +19,8 @@ import torch
 import tyro
 from transformers import BertForPreTraining
 
+from trp_scale.upstreams.pos_bert.settings import PosBertConfig
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.rounds import alternate, print_ratios
@@ -124,7 +126,7 @@ def main(options: Options) -> None:
     if options.threads:
         torch.set_num_threads(options.threads)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    config = Config(
+    config = PosBertConfig(
         model=ModelConfig(
             layers=4, hidden_size=256, heads=4, intermediate_size=1024, max_positions=LENGTH, dropout=0.1
         ),

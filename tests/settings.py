@@ -8,7 +8,7 @@ from typing import Any
 from trp_scale.config import Config
 from trp_scale.config.components import names
 from trp_scale.config.settings import Settings
-from trp_scale.recipes.loader import from_dict, setting_name, to_dict, used_modalities
+from trp_scale.recipes.loader import from_dict, setting_name, to_dict, upstream_settings, used_modalities
 
 
 def changed(config: Config, **changes: Mapping[str, Any]) -> Any:
@@ -23,4 +23,13 @@ def changed(config: Config, **changes: Mapping[str, Any]) -> Any:
     stay = [each.name for each in used_modalities(document, [])]
     for name in set(names("modality")) - {*stay, *changes}:
         document.pop(name, None)
+    return from_dict(document)
+
+
+def of_upstream(config: Config, upstream: str) -> Any:
+    """The settings of another upstream's run, with the values of `config` for all that it has too."""
+    given, document = to_dict(config), to_dict(upstream_settings(upstream)())
+    for section, values in document.items():
+        if isinstance(values, dict) and section in given:
+            document[section] = {name: given[section].get(name, value) for name, value in values.items()}
     return from_dict(document)

@@ -31,6 +31,7 @@ from trp_scale.training.agreement import StepAgreement
 from trp_scale.training.loop import Trainer
 from trp_scale.upstreams.pos_bert.model import BertForMaskedPositions
 from trp_scale.upstreams.pos_bert.objective import PosMaskedLanguageModelling
+from trp_scale.upstreams.pos_bert.settings import PosBertConfig
 
 VOCABULARY = 90
 LENGTH = 16
@@ -105,7 +106,7 @@ class Layout:
 
 def small_config(layout: Layout, **changes: Any) -> Config:
     """A two-layer BERT at a full learning rate; `changes` are section dicts, such as balancer={"kind": "uniform"}."""
-    config = Config(
+    config = PosBertConfig(
         model=ModelConfig(layers=2, hidden_size=32, heads=2, intermediate_size=64, max_positions=LENGTH, dropout=0.0),
         objective=ObjectiveConfig(),
         batch=BatchConfig(global_size=8, micro_size=layout.micro_size),

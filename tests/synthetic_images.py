@@ -17,7 +17,6 @@ from trp_scale.config import (
     CropsConfig,
     MaskingConfig,
     ModelConfig,
-    ObjectiveConfig,
     OptimizerConfig,
     TrainingConfig,
     VisionConfig,
@@ -32,6 +31,7 @@ from trp_scale.engines.build import build_engine
 from trp_scale.training.agreement import StepAgreement
 from trp_scale.upstreams.mae.model import MaskedAutoencoder
 from trp_scale.upstreams.mae.objective import MaskedPatchReconstruction
+from trp_scale.upstreams.mae.settings import MaeConfig
 from trp_scale.upstreams.mae.u_mae import UniformPatchReconstruction
 from trp_scale.upstreams.mae.uniformity import Uniformity
 
@@ -102,10 +102,8 @@ class TwoHalves(MaskedPatchReconstruction):
 
 def image_config(layout: Layout, **changes: Any) -> Config:
     """A masked autoencoder of two blocks and a decoder of two; `changes` are section dicts."""
-    config = Config(
-        model=ModelConfig(
-            kind="mae", layers=2, hidden_size=32, heads=2, intermediate_size=64, dropout=0.0, layer_norm_eps=1e-6
-        ),
+    config = MaeConfig(
+        model=ModelConfig(layers=2, hidden_size=32, heads=2, intermediate_size=64, dropout=0.0, layer_norm_eps=1e-6),
         vision=VisionConfig(
             patch_size=PATCH,
             tokens="all",
@@ -114,7 +112,6 @@ def image_config(layout: Layout, **changes: Any) -> Config:
             decoder_heads=2,
             positions="relative",
         ),
-        objective=ObjectiveConfig(kind="mae"),
         crops=CropsConfig(count=CROPS, size=SIDE),
         masking=MaskingConfig(ratio=1 - VISIBLE / PATCHES, maskings=0),
         batch=BatchConfig(global_size=8, micro_size=layout.micro_size),

@@ -19,7 +19,6 @@ from trp_scale.config import (
     CropsConfig,
     ModalitiesConfig,
     ModelConfig,
-    ObjectiveConfig,
     OptimizerConfig,
     TrainingConfig,
     VisionConfig,
@@ -36,6 +35,7 @@ from trp_scale.models.patches import patchify
 from trp_scale.training.agreement import StepAgreement
 from trp_scale.upstreams.mm_mae.model import MultimodalMaskedAutoencoder
 from trp_scale.upstreams.mm_mae.objective import MultimodalReconstruction
+from trp_scale.upstreams.mm_mae.settings import MmMaeConfig
 
 SIDE, PATCH, STRIDE = 16, 4, 2
 PATCHES = (SIDE // PATCH) ** 2
@@ -111,13 +111,10 @@ class SyntheticModalities:
 def modality_config(layout: Layout | None = None, **changes: Any) -> Config:
     """Two blocks of 32 and decoders of one block of 32, 4 x 4 patches in three modalities; `changes` are section
     dicts. AdamW's epsilon is large, so that rounding in gradients near zero is not scaled up."""
-    config = Config(
-        model=ModelConfig(
-            kind="mm_mae", layers=2, hidden_size=32, heads=2, intermediate_size=64, dropout=0.0, layer_norm_eps=1e-6
-        ),
+    config = MmMaeConfig(
+        model=ModelConfig(layers=2, hidden_size=32, heads=2, intermediate_size=64, dropout=0.0, layer_norm_eps=1e-6),
         vision=VisionConfig(patch_size=PATCH, decoder_layers=1, decoder_hidden_size=32, decoder_heads=2),
         modalities=ModalitiesConfig(visible_tokens=VISIBLE),
-        objective=ObjectiveConfig(kind="mm_mae"),
         crops=CropsConfig(size=SIDE),
         batch=BatchConfig(global_size=8, micro_size=(layout or Layout()).micro_size),
         training=TrainingConfig(steps=6, seed=3),

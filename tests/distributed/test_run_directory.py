@@ -16,7 +16,7 @@ import torch.distributed as dist
 from tests.ranks import Ranks
 from tests.runs import flags, lines, pretrain_here
 from trp_scale.checkpoint.run_directory import checkpoints, incompleteness
-from trp_scale.config import Config, RefusedError
+from trp_scale.config import RefusedError
 from trp_scale.data.text.groups import GROUPS
 from trp_scale.distributed.groups import Group
 from trp_scale.observe.report import report
@@ -24,6 +24,7 @@ from trp_scale.recipes.arguments import parse
 from trp_scale.recipes.loader import load_recipe
 from trp_scale.training.agreement import require_same_settings
 from trp_scale.training.loop import Trainer
+from trp_scale.upstreams.pos_bert.settings import PosBertConfig
 
 STEPS = 6
 TASKS = [*GROUPS, "next_sentence"]
@@ -166,7 +167,7 @@ def test_tensorboard_and_wandb_have_the_steps(run_dir: Path) -> None:
 
 def compare_settings(differing: bool) -> str:
     """What a rank is told when it was started with another seed and another micro-batch than rank 0."""
-    config = Config()
+    config = PosBertConfig()
     if differing and dist.get_rank() == 1:
         config.training.seed, config.batch.micro_size = 5, 16
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from trp_scale.config import Config
 from trp_scale.config.components import component
@@ -30,11 +30,11 @@ class AdversarySettings(Settings):
     eps: float = setting(20.0, above=0)
     """Radius of the ball: in units of the embedding, in patches for coordinates, of pixels in [0, 1]."""
 
-    def problems(self, config: Config) -> Iterator[str]:
-        if config.model.kind == "bert":
+    def problems(self, config: Any) -> Iterator[str]:
+        if config.reads == "text":
             yield (
-                f"--adversary.kind is {self.kind} but --model.kind is {config.model.kind}, which has no patches; "
-                "allowed: --model.kind mae, or --adversary.kind none"
+                f"--adversary.kind is {self.kind} but --upstream is {config.upstream}, which has no patches; "
+                "allowed: --upstream mae, or --adversary.kind none"
             )
 
 
@@ -56,14 +56,14 @@ class PositionAdversarySettings(AdversarySettings):
     check_every: int = setting(100, at_least=0)
     """Steps between checks that all ranks hold the same perturbation; 0 = never."""
 
-    def problems(self, config: Config) -> Iterator[str]:
+    def problems(self, config: Any) -> Iterator[str]:
         yield from super().problems(config)
-        if config.model.kind == "mm_mae":
+        if config.upstream == "mm_mae":
             yield (
-                f"--adversary.kind is {self.kind} but --model.kind is mm_mae, whose encoder sees no masked patch; "
-                "allowed: --adversary.kind pixels or none, or --model.kind mae"
+                f"--adversary.kind is {self.kind} but --upstream is mm_mae, whose encoder sees no masked patch; "
+                "allowed: --adversary.kind pixels or none, or --upstream mae"
             )
-        elif config.model.kind == "mae":
+        elif config.upstream == "mae":
             yield from self._model(config)
         yield from self._ascent()
 
@@ -112,7 +112,7 @@ class AbsoluteEmbeddingSettings(PositionAdversarySettings):
     mask_token: Literal["frozen", "learned"] = "frozen"
     """A learned mask token can undo the perturbation, since both are added at the same places."""
 
-    def cautions(self, config: Config, steps_per_epoch: int) -> Iterator[str]:
+    def cautions(self, config: Any, steps_per_epoch: int) -> Iterator[str]:
         if self.mask_token == "learned":
             yield (
                 "--adversary.mask_token learned lets the mask token undo the perturbation, since both are added at the "
@@ -135,7 +135,7 @@ class RelativeEmbeddingSettings(PositionAdversarySettings):
     """A vector for each bucket of the table, one on the values, or one for all buckets (as printed in 4.2.2; it cancels
     in the softmax and has no effect)."""
 
-    def cautions(self, config: Config, steps_per_epoch: int) -> Iterator[str]:
+    def cautions(self, config: Any, steps_per_epoch: int) -> Iterator[str]:
         if self.scope == "shared":
             yield (
                 "--adversary.scope shared adds one vector to every bucket, which cancels in the softmax: it has no "
@@ -160,15 +160,15 @@ class RelativeCoordinateSettings(PositionAdversarySettings):
 class PixelAdversarySettings(AdversarySettings):
     """Each image's pixels, by the one-step rule from the clean image in a pass of its own (FGSM; AdPE, Appendix B)."""
 
-    def problems(self, config: Config) -> Iterator[str]:
+    def problems(self, config: Any) -> Iterator[str]:
         yield from super().problems(config)
-        if config.model.kind == "mm_mae" and "rgb" not in config.modalities.inputs:
+        if config.upstream == "mm_mae" and "rgb" not in config.modalities.inputs:
             yield (
                 "--adversary.kind is pixels but --modalities.inputs has no rgb; allowed: rgb among them, or "
                 "--adversary.kind none"
             )
 
-    def cautions(self, config: Config, steps_per_epoch: int) -> Iterator[str]:
+    def cautions(self, config: Any, steps_per_epoch: int) -> Iterator[str]:
         widest = 1.0 if self.norm == "linf" else math.sqrt(3) * config.crops.size  # of [0, 1]^(3 x S x S)
         if self.eps > widest:
             yield (

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from trp_scale.config import Config
 from trp_scale.config.components import component
 from trp_scale.config.settings import Settings, setting
 
@@ -30,13 +29,13 @@ class LossReadingSettings(Settings):
     reference: dict[str, float] = setting(dict)
     """Loss subtracted from each task's for scale = reference, by task name."""
 
-    def problems(self, config: Config) -> Iterator[str]:
+    def problems(self, config: Any) -> Iterator[str]:
         if self.scale == "reference" and not self.reference:
             yield (
                 "--balancer.scale is reference but --balancer.reference is empty; allowed, for example: verb 2.1 noun 3"
             )
 
-    def cautions(self, config: Config, steps_per_epoch: int) -> Iterator[str]:
+    def cautions(self, config: Any, steps_per_epoch: int) -> Iterator[str]:
         if self.reference and self.scale != "reference":
             yield f"--balancer.reference is given but --balancer.scale is {self.scale}: it has no effect"
 
@@ -53,7 +52,7 @@ class GlobalLossSettings(LossReadingSettings):
     min_count: int = setting(0, at_least=0)
     """A task with fewer elements than this in the global batch takes no part in the maximum of this step."""
 
-    def cautions(self, config: Config, steps_per_epoch: int) -> Iterator[str]:
+    def cautions(self, config: Any, steps_per_epoch: int) -> Iterator[str]:
         yield from super().cautions(config, steps_per_epoch)
         if self.estimate == "micro":
             yield (
@@ -66,7 +65,7 @@ class GlobalLossSettings(LossReadingSettings):
 class RatioSettings(LossReadingSettings):
     """Of balancers that divide by losses or take their logarithm."""
 
-    def cautions(self, config: Config, steps_per_epoch: int) -> Iterator[str]:
+    def cautions(self, config: Any, steps_per_epoch: int) -> Iterator[str]:
         yield from super().cautions(config, steps_per_epoch)
         if self.scale == "initial" and self.kind != "uncertainty":
             yield (
@@ -88,7 +87,7 @@ class UniformSettings(FixedSumSettings):
     form: Literal["mean", "sum"] = setting("mean", was="uniform_form")
     """With total = paper: 1/T each (TRP eq. 4), or 1 each (MultiMAE)."""
 
-    def cautions(self, config: Config, steps_per_epoch: int) -> Iterator[str]:
+    def cautions(self, config: Any, steps_per_epoch: int) -> Iterator[str]:
         if self.form == "sum" and self.total == "1":
             yield "--balancer.form sum has no effect with --balancer.total 1; --balancer.total paper keeps the sum"
 
@@ -124,7 +123,7 @@ class MinimaxSettings(GlobalLossSettings):
     bound: float = setting(1.0, above=0)
     """B of Theorem 3.1: bound of the task losses."""
 
-    def cautions(self, config: Config, steps_per_epoch: int) -> Iterator[str]:
+    def cautions(self, config: Any, steps_per_epoch: int) -> Iterator[str]:
         yield from super().cautions(config, steps_per_epoch)
         if self.estimate == "micro" and self.loss_ema > 0:
             yield (
@@ -180,7 +179,7 @@ class DwaSettings(FixedSumSettings, RatioSettings):
     interval_steps: int = setting(0, at_least=0, was="dwa_interval_steps")
     """Steps over which losses are averaged; 0 = one epoch (paper)."""
 
-    def cautions(self, config: Config, steps_per_epoch: int) -> Iterator[str]:
+    def cautions(self, config: Any, steps_per_epoch: int) -> Iterator[str]:
         yield from super().cautions(config, steps_per_epoch)
         interval = self.interval_steps or steps_per_epoch
         if interval and 2 * interval >= config.training.steps:

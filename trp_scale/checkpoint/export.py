@@ -78,16 +78,19 @@ def find_writer(document: CheckpointDocument, to: str, image_size: int) -> Write
         RefusedError: that library has no such model.
     """
     writers: dict[tuple[str, str], Writer] = {
-        ("bert", "hf"): write_bert,
+        ("pos_bert", "hf"): write_bert,
         ("mae", "hf"): write_vitmae,
         ("mae", "timm"): partial(write_timm, image_size=image_size),
         ("mm_mae", "timm"): partial(write_multimodal_timm, image_size=image_size),
     }
-    kind = document.config.get("model", {}).get("kind", "bert")
-    if (kind, to) in writers:
-        return writers[kind, to]
-    allowed = ", ".join(library for model, library in writers if model == kind)
-    raise RefusedError(f"--to {to}: the run's model.kind is {kind}; allowed for it: {allowed or 'nothing'}")
+    upstream = document.config.get("upstream", "")
+    if (upstream, to) in writers:
+        return writers[upstream, to]
+    allowed = ", ".join(library for of, library in writers if of == upstream)
+    raise RefusedError(
+        f"--to {to}: the run's upstream is {upstream or 'none, it is a fine-tuned run'}; allowed for it: "
+        f"{allowed or 'nothing'}"
+    )
 
 
 def find_checkpoint(source: Path) -> Path:

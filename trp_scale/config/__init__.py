@@ -24,6 +24,7 @@ from trp_scale.config.run import (
     TrainingConfig,
     ValidationConfig,
 )
+from trp_scale.config.settings import setting
 from trp_scale.config.upstream import (
     CropsConfig,
     DataConfig,
@@ -49,6 +50,7 @@ __all__ = [
     "ObjectiveConfig",
     "OptimizerConfig",
     "PatchSplit",
+    "PretrainConfig",
     "RefusedError",
     "TrainingConfig",
     "ValidationConfig",
@@ -84,3 +86,16 @@ class Config:
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+
+    @property
+    def reads(self) -> str:
+        """Kind of the rows that the encoder reads, as dataset.json has it: text or image."""
+        raise NotImplementedError
+
+
+@dataclass(kw_only=True)
+class PretrainConfig(Config):
+    """One pre-training run; what the upstream task `upstream` has of its own is in a class derived from this."""
+
+    upstream: str = setting("", was=("model.kind", "objective.kind"))
+    """What the encoder learns from; a recipe's, or a name that a module of yours registers."""

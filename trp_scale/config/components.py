@@ -34,6 +34,9 @@ BUILT_IN = "trp_scale.components"
 
 Role = Literal["balancer", "hook", "adversary", "modality", "upstream", "task"]
 
+RUNS = {"upstream": "upstream", "task": "downstream.kind"}
+"""Roles whose settings are those of a whole run, and the key of a recipe that names the component."""
+
 Class = TypeVar("Class", bound=type[Any])
 
 
@@ -44,7 +47,7 @@ class Component:
     Attributes:
         role: what it stands in for.
         name: `kind` in its section, or for a hook the section's name.
-        settings: its section.
+        settings: its section; of an upstream or a task the settings of its runs, a `Config`.
         module: that registered it.
         after: hooks: names of those that must come before it where both are on.
         tasks: modalities: names of what it can be predicted as.
@@ -53,7 +56,7 @@ class Component:
 
     role: str
     name: str
-    settings: type[Settings]
+    settings: type[Any]
     module: str
     after: tuple[str, ...]
     tasks: tuple[str, ...]
@@ -85,7 +88,8 @@ def component(
     role: Role, name: str, implementation: str = "", *, after: tuple[str, ...] = (), tasks: tuple[str, ...] = ()
 ) -> Callable[[Class], Class]:
     """Register the class below: a settings dataclass where `implementation` names the class as "module:Class", or the
-    class itself, whose inner dataclass `Settings` (none: it has no settings) is its section.
+    class itself, whose inner dataclass `Settings` (none: it has no settings) is its section. The settings of an
+    upstream or a task derive from `PretrainConfig` or `FinetuneConfig`.
 
     Args:
         role: balancer, hook, modality, upstream or task.
@@ -106,11 +110,11 @@ def component(
         if not cls.__module__.startswith("trp_scale."):
             _load_all()  # whoever takes a name of the package's is told here, and not the package
         own = cls if implementation else cls.__dict__.get("Settings", Settings)
-        _check_settings(own, f"{cls.__module__}.{cls.__qualname__}")
+        _check_settings(role, own, f"{cls.__module__}.{cls.__qualname__}")
         known = _components.get((role, name))
         if known is not None and known.module != cls.__module__:
             raise RefusedError(f"{cls.__module__}: the {role} {name!r} is registered already, by {known.module}")
-        tagged = _tagged(own, name, documented_by=cls)
+        tagged = own if role == "task" else _tagged(role, own, name, documented_by=cls)
         if not implementation:
             cls.Settings = tagged
         _components[role, name] = Component(
@@ -127,12 +131,13 @@ def component(
     return register
 
 
-def _check_settings(own: object, where: str) -> None:
+def _check_settings(role: Role, own: object, where: str) -> None:
     """Refuse what is no section: a class whose fields `@dataclass` has not read, or one without a default."""
-    if not (isinstance(own, type) and issubclass(own, Settings) and "__dataclass_fields__" in own.__dict__):
+    base = _base(role)
+    if not (isinstance(own, type) and issubclass(own, base) and "__dataclass_fields__" in own.__dict__):
         raise RefusedError(
             f"{where}: Settings is {own!r}; allowed: a class with @dataclass(kw_only=True) above it, derived from "
-            "trp_scale.Settings"
+            f"trp_scale.{base.__name__}"
         )
     for each in fields(own):
         if each.default is MISSING and each.default_factory is MISSING:
@@ -142,9 +147,23 @@ def _check_settings(own: object, where: str) -> None:
             )
 
 
-def _tagged(own: type[Settings], name: str, documented_by: type[Any]) -> type[Settings]:
-    """The same section, whose `kind` is this name and no other."""
-    tagged = make_dataclass(own.__name__, [("kind", Literal[name], field(default=name))], bases=(own,), kw_only=True)
+def _base(role: Role) -> type[Any]:
+    """What the settings of a role derive from."""
+    if role not in RUNS:
+        return Settings
+    from trp_scale.config import PretrainConfig  # it has sections of components itself
+    from trp_scale.config.finetuning import FinetuneConfig
+
+    return PretrainConfig if role == "upstream" else FinetuneConfig
+
+
+def _tagged(role: Role, own: type[Any], name: str, documented_by: type[Any]) -> type[Any]:
+    """The same section, whose `kind` is this name and no other; or the same run, whose `upstream` is."""
+    tag = RUNS.get(role, "kind")
+    described = next(each for each in fields(own) if each.name == tag).metadata
+    tagged = make_dataclass(
+        own.__name__, [(tag, Literal[name], field(default=name, metadata=described))], bases=(own,), kw_only=True
+    )
     tagged.__module__, tagged.__qualname__ = own.__module__, own.__qualname__
     tagged.__doc__ = documented_by.__doc__ if own is Settings else own.__doc__
     return tagged
@@ -210,9 +229,15 @@ def names(role: str) -> list[str]:
 
 
 def registered() -> list[tuple[str, str, type[Settings]]]:
-    """(role, name, settings) of all components."""
+    """(role, name, settings) of all components that are a section of a run."""
     _load_all()
-    return [(each.role, each.name, each.settings) for each in _components.values()]
+    return [(each.role, each.name, each.settings) for each in _components.values() if each.role not in RUNS]
+
+
+def runs() -> list[tuple[str, str, type[Any]]]:
+    """(role, name, settings) of all components that a whole run is of."""
+    _load_all()
+    return [(each.role, each.name, each.settings) for each in _components.values() if each.role in RUNS]
 
 
 def kinds_beside(settings: type[Settings]) -> list[str]:

@@ -19,3 +19,7 @@ class FinetuneConfig(Config):
     augmentation: AugmentationConfig = field(default_factory=AugmentationConfig)
     dense: DenseConfig = field(default_factory=DenseConfig)
     detection: DetectionConfig = field(default_factory=DetectionConfig)
+
+    @property
+    def reads(self) -> str:
+        return "text" if self.downstream.kind == "glue" else "image"

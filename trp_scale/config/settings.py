@@ -41,15 +41,16 @@ class Range:
         return f"{lower} and {upper}" if lower and upper else lower or upper
 
 
-def setting(default: Any, *, was: str = "", **bounds: float) -> Any:
+def setting(default: Any, *, was: str | tuple[str, ...] = (), **bounds: float) -> Any:
     """A field of a settings dataclass.
 
     Args:
         default: a value, or a function without arguments for a list or dict.
-        was: name that the setting had; who still writes it is told the new one.
+        was: names that the setting had, in the same section, or with their section where it was another; who still
+            writes one is told the new one.
         bounds: at_least, above, at_most, below.
     """
-    metadata = {"range": Range(**bounds) if bounds else None, "was": was}
+    metadata = {"range": Range(**bounds) if bounds else None, "was": (was,) if isinstance(was, str) else was}
     if callable(default):
         return field(default_factory=default, metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -62,11 +63,11 @@ class Settings:
     kind: str = ""
     """Name of the component; given by the registry."""
 
-    def problems(self, config: Config) -> Iterator[str]:
+    def problems(self, config: Any) -> Iterator[str]:
         """What no run can have, beside ranges: each line names the flag, the value found and what is allowed."""
         return iter(())
 
-    def cautions(self, config: Config, steps_per_epoch: int) -> Iterator[str]:
+    def cautions(self, config: Any, steps_per_epoch: int) -> Iterator[str]:
         """What is allowed but rarely meant.
 
         Args:

@@ -20,9 +20,6 @@ AVERAGE = "@average"
 class ModelConfig:
     """The encoder. Defaults are BERT-base (TRP 001, Table 4)."""
 
-    kind: Literal["bert", "mae", "mm_mae"] = "bert"
-    """bert: text. mae: masked autoencoder on images; its other settings are under --vision, and it has no dropout.
-    mm_mae: the same with depth and segmentation beside the image (TRP 4.2), set under --modalities."""
     layers: int = setting(12, at_least=1)
     """Number of transformer blocks."""
     hidden_size: int = setting(768, at_least=1)
@@ -76,9 +73,6 @@ class VisionConfig:
 class ObjectiveConfig:
     """What is predicted, and which of it takes part in the maximum (TRP 4)."""
 
-    kind: Literal["pos_mlm", "mae", "mm_mae"] = "pos_mlm"
-    """pos_mlm: masked words in nine part-of-speech groups, and next-sentence prediction. mae: masked image patches.
-    mm_mae: masked patches of several modalities, each a task."""
     other: Literal["outside", "exclude", "unmasked", "task"] = "outside"
     """Words outside the nine groups: outside = added with their natural share n_other / n, exclude = no loss,
     unmasked = never chosen for masking, task = a tenth task in the maximum."""
@@ -87,7 +81,7 @@ class ObjectiveConfig:
     next_sentence_weight: float = setting(1.0, at_least=0)
     """Weight of next-sentence prediction when it is outside the maximum."""
     output_bias: Literal["zero", "frequency"] = "zero"
-    """pos_mlm: first value of the word prediction's bias. frequency: the logarithm of each piece's share of the first
+    """pos_bert: first value of the word prediction's bias. frequency: the logarithm of each piece's share of the first
     training rows. A short run otherwise learns little but these shares, and gives nearly the same output for all words.
     --model.weights brings a bias of its own."""
     target: Literal["normalised", "pixels"] = "normalised"

@@ -16,6 +16,7 @@ from trp_scale.data.index import read_json
 from trp_scale.data.mixture import MemberPath
 from trp_scale.data.plan import Blocks, Member
 from trp_scale.data.text.dataset import TextMeta, agree, open_text_dataset
+from trp_scale.upstreams.mm_mae.settings import MmMaeConfig
 from trp_scale.upstreams.pos_bert.batch import TextBatchBuilder
 
 if TYPE_CHECKING:
@@ -23,15 +24,15 @@ if TYPE_CHECKING:
     from trp_scale.upstreams.mae.batch import ImageBatchBuilder
     from trp_scale.upstreams.mm_mae.batch import MultimodalBatchBuilder
 
-KINDS = {"pos_mlm": "text", "mae": "image", "mm_mae": "image"}
-"""Kind in dataset.json, by the objective that learns from it."""
+KINDS = ("text", "image")
+"""Kinds in dataset.json."""
 
 BUILDERS = {
-    "pos_mlm": "trp_scale.upstreams.pos_bert.batch",
+    "pos_bert": "trp_scale.upstreams.pos_bert.batch",
     "mae": "trp_scale.upstreams.mae.batch",
     "mm_mae": "trp_scale.upstreams.mm_mae.batch",
 }
-"""Module of the batch builder, by objective."""
+"""Module of the batch builder, by upstream."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,11 +64,6 @@ class Rows:
         ]
 
 
-def kind_of(config: Config) -> str:
-    """The kind of rows that the objective learns from."""
-    return KINDS[config.objective.kind]
-
-
 def open_rows(config: Config, paths: Sequence[MemberPath]) -> Rows:
     """Open data sets of the kind that the objective learns from.
 
@@ -75,12 +71,12 @@ def open_rows(config: Config, paths: Sequence[MemberPath]) -> Rows:
         DataError: the data is missing, damaged or of another format, or the members of a mixture differ.
         RefusedError: settings that do not fit the data or each other, or data of another kind.
     """
-    wanted = kind_of(config)
+    wanted = config.reads
     for path in paths:
         found = read_json(path.path / "dataset.json").get("kind")
-        if found != wanted and found in KINDS.values():
+        if found != wanted and found in KINDS:
             raise RefusedError(
-                f"{path.path}: kind {found!r} found, but --objective.kind {config.objective.kind} learns from kind "
+                f"{path.path}: kind {found!r} found, but this run's encoder reads kind "
                 f"{wanted!r}; give other data (--data.path), or choose a recipe for {found} data"
             )
     return _open_images(config, paths) if wanted == "image" else _open_text(config, paths)
@@ -109,7 +105,7 @@ def _open_images(config: Config, paths: Sequence[MemberPath]) -> Rows:
     from trp_scale.data.images.kept_for_tests import refuse_test_sets
 
     used: Sequence[str] = ()
-    if config.objective.kind == "mm_mae":
+    if isinstance(config, MmMaeConfig):
         from trp_scale.upstreams.mm_mae.tokens import RunModalities
 
         used = RunModalities(config).stored
@@ -131,7 +127,7 @@ def _open_images(config: Config, paths: Sequence[MemberPath]) -> Rows:
 def _image_builder(
     config: Config, datasets: list[ImageDataset], meta: ImageMeta
 ) -> ImageBatchBuilder | MultimodalBatchBuilder:
-    if config.objective.kind == "mm_mae":
+    if isinstance(config, MmMaeConfig):
         from trp_scale.upstreams.mm_mae.batch import MultimodalBatchBuilder
 
         return MultimodalBatchBuilder(config, datasets, meta)

@@ -6,7 +6,7 @@ import hashlib
 from collections.abc import Iterator, Mapping
 from typing import Any, Literal, overload
 
-from trp_scale.config import Config, RefusedError
+from trp_scale.config import Config, PretrainConfig, RefusedError
 from trp_scale.core.batch import Batch
 from trp_scale.data.downstream import TRAIN, VALIDATION, Downstream, has_downstream, open_downstream
 from trp_scale.data.fetch import BatchBuilder, Fetcher, MicroBatches, start_worker_server
@@ -134,7 +134,7 @@ class Sources:
             self.downstream.close()
 
 
-def open_sources(config: Config, *, rank: int, world: int, device_type: str = "cpu") -> Sources:
+def open_sources(config: PretrainConfig, *, rank: int, world: int, device_type: str = "cpu") -> Sources:
     """Open a run's data on one rank: read dataset.json and the indexes, check the tars' sizes; starts no worker yet.
 
     Args:
@@ -148,7 +148,7 @@ def open_sources(config: Config, *, rank: int, world: int, device_type: str = "c
             objective does not learn from.
     """
     if config.data.workers > 0:
-        start_worker_server(BUILDERS[config.objective.kind])  # first, so that its imports go on beside everything else
+        start_worker_server(BUILDERS[config.upstream])  # first, so that its imports go on beside everything else
     paths = parse_paths(config.data.path)
     rows = open_rows(config, paths)
     fraction = config.data.validation_fraction

@@ -25,6 +25,7 @@ from trp_scale.models.positions import PositionOrder, sine_cosine
 from trp_scale.recipes.loader import from_dict
 from trp_scale.upstreams.mae.weights import VITMAE_POSITIONS, is_encoder, ours, published_name, vitmae_names
 from trp_scale.upstreams.mm_mae.export import images_alone
+from trp_scale.upstreams.mm_mae.settings import MmMaeConfig
 
 POSITION_NUMBERS = "embeddings.position_ids"
 """0, 1, 2, ...: stored by earlier versions of transformers."""
@@ -121,7 +122,7 @@ def open_encoder(path: str) -> EncoderSource:
 
 def _of_run(path: str, checkpoint: Path, state: str) -> EncoderSource:
     config = from_dict(read_document(checkpoint).config, source=str(checkpoint))
-    if config.model.kind == "bert":
+    if config.reads == "text":
         return EncoderSource(
             path=path,
             text=True,
@@ -134,7 +135,7 @@ def _of_run(path: str, checkpoint: Path, state: str) -> EncoderSource:
             tokenizer=checkpoint.parent.parent / "tokenizer",
             checkpoint=checkpoint,
         )
-    if config.model.kind == "mm_mae" and "rgb" not in config.modalities.inputs:
+    if isinstance(config, MmMaeConfig) and "rgb" not in config.modalities.inputs:
         raise RefusedError(
             f"--from {path}: the run's modalities.inputs are {', '.join(config.modalities.inputs)}: its encoder reads "
             "no images; allowed: a run with rgb among them"
@@ -142,13 +143,12 @@ def _of_run(path: str, checkpoint: Path, state: str) -> EncoderSource:
 
     def read() -> dict[str, Tensor]:
         stored = {name.removeprefix("encoder."): tensor for name, tensor in read_full_state(checkpoint, state).items()}
-        named = images_alone(stored) if config.model.kind == "mm_mae" else stored
+        named = images_alone(stored) if isinstance(config, MmMaeConfig) else stored
         weights = {name: tensor for name, tensor in named.items() if is_encoder(name) or name == "pos_embed"}
         return weights | _norm_of_mean(named)
 
     relative = config.adversary.kind == "relative_coordinate"
     settings = _sizes(config) | {
-        ("model", "kind"): "mae",
         ("vision", "patch_size"): config.vision.patch_size,
         ("vision", "positions"): config.vision.positions,
         ("vision", "position_order"): config.vision.position_order,
@@ -180,7 +180,7 @@ def _index(config: Config) -> str:
 
 
 def _sizes(config: Config) -> dict[tuple[str, str], Any]:
-    names = ("kind", "layers", "hidden_size", "heads", "intermediate_size", "max_positions", "layer_norm_eps")
+    names = ("layers", "hidden_size", "heads", "intermediate_size", "max_positions", "layer_norm_eps")
     return {("model", name): getattr(config.model, name) for name in names}
 
 
@@ -195,7 +195,6 @@ def _of_bert(path: str, found: dict[str, Any]) -> EncoderSource:
         return {name: tensor for name, tensor in named.items() if name.startswith(parts) and name != POSITION_NUMBERS}
 
     settings = {
-        ("model", "kind"): "bert",
         ("model", "layers"): found["num_hidden_layers"],
         ("model", "hidden_size"): found["hidden_size"],
         ("model", "heads"): found["num_attention_heads"],
@@ -269,7 +268,6 @@ def _vit_settings(
     position_order: PositionOrder = "column_row",
 ) -> dict[tuple[str, str], Any]:
     return {
-        ("model", "kind"): "mae",
         ("model", "layers"): layers,
         ("model", "hidden_size"): width,
         ("model", "heads"): heads,

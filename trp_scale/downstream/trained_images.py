@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from trp_scale.checkpoint.document import CheckpointDocument, read_document, read_hooks_state
 from trp_scale.checkpoint.export import find_checkpoint
 from trp_scale.checkpoint.format import named_weights, read_full_state
-from trp_scale.config import Config, RefusedError
+from trp_scale.config import PretrainConfig, RefusedError
 from trp_scale.core.batch import Batch
 from trp_scale.data.index import DataError
 from trp_scale.data.sources import Sources, open_sources
@@ -41,10 +41,10 @@ class TrainedRun:
     """
 
     checkpoint: Path
-    config: Config
+    config: PretrainConfig
     data_digest: str | None
 
-    def open_sources(self, config: Config) -> Sources:
+    def open_sources(self, config: PretrainConfig) -> Sources:
         """The run's data with other crops or batches, in this process; all training images are in one source.
 
         Raises:
@@ -148,27 +148,26 @@ def load_trained_modalities(source: Path | str, data: str = "") -> TrainedModali
     )
 
 
-def model_kind(source: Path) -> str:
-    """model.kind of the run.
+def upstream_of(source: Path) -> str:
+    """The run's upstream; empty for a fine-tuned one.
 
     Raises:
         RefusedError: no checkpoint there.
     """
-    kind: str = read_document(find_checkpoint(source)).config["model"]["kind"]
-    return kind
+    upstream: str = read_document(find_checkpoint(source)).config.get("upstream", "")
+    return upstream
 
 
-def _read(source: Path | str, data: str, kind: str) -> tuple[Path, str, CheckpointDocument, Config]:
+def _read(source: Path | str, data: str, upstream: str) -> tuple[Path, str, CheckpointDocument, PretrainConfig]:
     named, state = named_weights(str(source))
     checkpoint = find_checkpoint(Path(named))
     document = read_document(checkpoint)
     config = from_dict(document.config, source=str(checkpoint))
     config.data.path = data or config.data.path
-    if config.model.kind != kind:
-        raise RefusedError(
-            f"{checkpoint}: a model of kind {kind} is needed, a masked autoencoder; its model.kind is "
-            f"{config.model.kind}"
-        )
+    found = document.config.get("upstream", "none: it is a fine-tuned run")
+    if found != upstream:
+        raise RefusedError(f"{checkpoint}: a run of --upstream {upstream} is needed; its upstream is {found}")
+    assert isinstance(config, PretrainConfig)
     return checkpoint, state, document, config
 
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
-from trp_scale.config import Config
 from trp_scale.config.components import component
 from trp_scale.config.settings import Settings, setting
 
@@ -32,7 +32,7 @@ class SemsegSettings(Settings):
     class_embedding: int = setting(64, was="modalities.class_embedding", at_least=1)
     """Width of the vector that each class enters with."""
 
-    def problems(self, config: Config) -> Iterator[str]:
+    def problems(self, config: Any) -> Iterator[str]:
         patch_size = config.vision.patch_size
         if patch_size > 0 and (self.stride < 1 or patch_size % self.stride):
             near = [size for size in range(1, patch_size + 1) if patch_size % size == 0]
@@ -41,7 +41,7 @@ class SemsegSettings(Settings):
                 f"{', '.join(map(str, near))}"
             )
 
-    def cautions(self, config: Config, steps_per_epoch: int) -> Iterator[str]:
+    def cautions(self, config: Any, steps_per_epoch: int) -> Iterator[str]:
         if "semseg" not in config.modalities.inputs and self.class_embedding != SemsegSettings().class_embedding:
             yield (
                 f"--semseg.class_embedding {self.class_embedding} has no effect with --modalities.inputs without semseg"

@@ -9,25 +9,25 @@ import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
 import tyro
 
 from trp_scale.command_line import Modules, asks_for_help, read
-from trp_scale.config import Config, RefusedError
+from trp_scale.config import Config, PretrainConfig, RefusedError
 from trp_scale.config.components import find, load_module, names
+from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.config.settings import Settings
 from trp_scale.recipes.checks import check
 from trp_scale.recipes.loader import (
-    base_type,
     elsewhere,
     from_dict,
     known_recipes,
     load_recipe,
-    moved,
     read_yaml,
     setting_name,
     to_dict,
+    upstream_settings,
     used_modalities,
 )
 
@@ -90,7 +90,7 @@ def parse(argv: Sequence[str], *, prog: str = "trp-scale pretrain") -> Arguments
         RefusedError: no or an unknown recipe, settings that cannot be, flags that contradict each other.
         SystemExit: 2 for an unknown or wrong flag (the nearest one is printed), 0 after `--help`.
     """
-    arguments = parse_run(argv, Arguments, Config, prog=prog)
+    arguments = parse_run(argv, Arguments, PretrainConfig, prog=prog)
     check(arguments.config)
     return arguments
 
@@ -112,8 +112,9 @@ def parse_run(argv: Sequence[str], kind: type[AnyArguments], settings: type[Conf
         raise RefusedError(
             f"--recipe is missing{hint}; allowed: {', '.join(known_recipes(settings))}, or a path to a .yaml file"
         )
-    config = load_recipe(first.recipe) if first.recipe else settings()
-    if base_type(config) is not settings:
+    nothing: dict[str, Any] = {"downstream": {}} if issubclass(settings, FinetuneConfig) else {}
+    config = load_recipe(first.recipe) if first.recipe else from_dict(nothing)
+    if not isinstance(config, settings):
         raise RefusedError(
             f"--recipe {first.recipe} is not one of {prog}'s; allowed: {', '.join(known_recipes(settings))}, or a path "
             "to a .yaml file of that kind"
@@ -142,6 +143,7 @@ class First:
         recipe: name or path.
         run_dir: directory, or "".
         modules: given by --module.
+        upstream: given by --upstream, or "".
         hooks: given by --hooks; None = those of the recipe.
         modalities: {inputs or outputs: given by --modalities.inputs or outputs}.
         kinds: {section: kind} given by --section.kind.
@@ -150,6 +152,7 @@ class First:
     recipe: str
     run_dir: str
     modules: tuple[str, ...]
+    upstream: str = ""
     hooks: tuple[str, ...] | None
     modalities: Mapping[str, list[str]]
     kinds: Mapping[str, str]
@@ -161,6 +164,7 @@ def read_first(argv: Sequence[str]) -> First:
     parser.add_argument("--recipe", default="")
     parser.add_argument("--run_dir", "--run-dir", default="")
     parser.add_argument("--module", action="append", default=[])
+    parser.add_argument("--upstream", default="")
     for listed in ("hooks", "modalities.inputs", "modalities.outputs"):
         parser.add_argument(f"--{listed}", nargs="*")
     for section in component_sections(Config):
@@ -175,6 +179,7 @@ def read_first(argv: Sequence[str]) -> First:
         recipe=found["recipe"],
         run_dir=found["run_dir"],
         modules=tuple(found["module"]),
+        upstream=found["upstream"],
         hooks=None if hooks is None else tuple(hooks),
         modalities={
             name: given for name in ("inputs", "outputs") if (given := found[f"modalities.{name}"]) is not None
@@ -190,9 +195,16 @@ def component_sections(kind: type[Config]) -> dict[str, str]:
 
 def with_components(config: Config, first: First) -> Config:
     """The same settings with the components that the flags name. Another kind starts from its own defaults, but for the
-    settings that both kinds have from one class; another list of hooks or modalities keeps the sections of those that
-    stay."""
+    settings that both kinds have from one class, another upstream but for the sections that both have; another list of
+    hooks or modalities keeps the sections of those that stay."""
     document = to_dict(config)
+    if first.upstream and isinstance(config, PretrainConfig):
+        own, other = get_type_hints(type(config)), get_type_hints(upstream_settings(first.upstream, "--upstream"))
+        document = {
+            name: value for name, value in document.items() if name in config.hooks or other.get(name) == own[name]
+        }
+        document["upstream"] = first.upstream
+        config = from_dict(document)
     for section, role in component_sections(type(config)).items():
         if (kind := first.kinds.get(section)) and kind != getattr(config, section).kind:
             old, new = type(getattr(config, section)), find(role, kind, f"--{section}.kind").settings
@@ -236,7 +248,8 @@ def require_modules(run_dir: str, given: Sequence[str]) -> None:
 
 def refuse_settings_of_others(argv: Sequence[str], config: Config) -> None:
     """Refuse a flag of another kind's setting, or of a setting that has a new name, and say whose it is."""
-    unused = [name for name in names("modality") if config.model.kind == "mm_mae" and not hasattr(config, name)]
+    several = isinstance(config, PretrainConfig) and config.upstream == "mm_mae"
+    unused = [name for name in names("modality") if several and not hasattr(config, name)]
     for argument in argv:
         section, _, name = argument.removeprefix("--").partition("=")[0].replace("-", "_").partition(".")
         if argument.startswith("--") and name and not hasattr(config, section) and section in names("hook"):
@@ -245,12 +258,12 @@ def refuse_settings_of_others(argv: Sequence[str], config: Config) -> None:
         if argument.startswith("--") and name and section in unused:
             adds = f"--modalities.inputs {' '.join([*config.modalities.inputs, section])} adds it"
             raise RefusedError(f"--{section}.{name}: this run neither sees nor predicts {section}; {adds}")
-        if argument.startswith("--") and (words := moved(f"{section}.{name}")):
-            raise RefusedError(f"--{section}.{name}: {words}")
-        if not argument.startswith("--") or not isinstance(own := getattr(config, section, None), Settings):
+        own = getattr(config, section, None)
+        if not argument.startswith("--") or not name:
             continue
-        known = {setting_name(each.name) for each in dataclasses.fields(own)}
-        if name not in known and (words := elsewhere(type(own), name, section)):
+        kind: type[Any] = type(config if own is None else own)
+        known = {setting_name(each.name) for each in dataclasses.fields(kind)}
+        if (own is None or name not in known) and (words := elsewhere(type(config), kind, section, name)):
             raise RefusedError(f"--{section}.{name}: {words}")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trp_scale.config import Config, RefusedError
+from trp_scale.config import Config, PretrainConfig, RefusedError
 from trp_scale.config.components import find
 from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.config.settings import Settings, range_problems, sections
@@ -18,11 +18,9 @@ def check(config: Config) -> None:
     Raises:
         RefusedError: naming each flag, the value found and the values allowed.
     """
-    problems = [
-        *general_problems(config),
-        *vision_problems(config),
-        *multilevel_problems(config),
-    ]
+    problems = list(general_problems(config))
+    if isinstance(config, PretrainConfig):
+        problems += [*vision_problems(config), *multilevel_problems(config)]
     if problems:
         listed = "\n".join(f"  {problem}" for problem in problems)
         raise RefusedError(f"{len(problems)} setting(s) cannot be used:\n{listed}")
@@ -54,8 +52,9 @@ def cautions(config: Config, steps_per_epoch: int = 0) -> list[str]:
     for section in sections(config).values():
         if isinstance(section, Settings):
             found += section.cautions(config, steps_per_epoch)
-    found += multilevel_cautions(config)
-    found += unread_settings(config)
+    if isinstance(config, PretrainConfig):
+        found += multilevel_cautions(config)
+        found += unread_settings(config)
     return found
 
 

@@ -34,9 +34,6 @@ def _downstream(config: FinetuneConfig) -> Iterator[str]:
         yield f"--downstream.epochs is {downstream.epochs}, allowed: 0 or more"
     if not 0 < config.optimizer.layer_decay <= 1:
         yield f"--optimizer.layer_decay is {config.optimizer.layer_decay}, allowed: more than 0, at most 1"
-    encoder = "bert" if downstream.kind == "glue" else "mae"
-    if config.model.kind != encoder:
-        yield f"--model.kind is {config.model.kind}, allowed for --downstream.kind {downstream.kind}: {encoder}"
     if downstream.kind == "glue":
         if not 8 <= downstream.max_length <= config.model.max_positions:
             yield (

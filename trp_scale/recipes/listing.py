@@ -11,10 +11,9 @@ from typing import Annotated, Any
 import tyro
 
 from trp_scale.command_line import read
-from trp_scale.config import Config
+from trp_scale.config import PretrainConfig
 from trp_scale.recipes.loader import (
     RECIPES,
-    base_type,
     known_recipes,
     load_recipe,
     recipe_path,
@@ -47,7 +46,7 @@ def listed() -> Iterator[str]:
     """The names of the package's recipes, those of each command together, with what they say of themselves."""
     names = known_recipes()
     width = max(map(len, names))
-    pre_training = [name for name in names if base_type(load_recipe(name)) is Config]
+    pre_training = [name for name in names if isinstance(load_recipe(name), PretrainConfig)]
     for command, those in (
         ("pretrain", pre_training),
         ("finetune", [name for name in names if name not in pre_training]),

@@ -17,8 +17,8 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 import yaml
 
-from trp_scale.config import Config, RefusedError, nearest
-from trp_scale.config.components import Component, find, load_module, names, registered, unknown_component
+from trp_scale.config import Config, PretrainConfig, RefusedError, nearest
+from trp_scale.config.components import RUNS, Component, find, load_module, names, registered, runs, unknown_component
 from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.config.modalities import ModalitiesConfig, predicted, seen
 from trp_scale.config.settings import Settings
@@ -58,9 +58,9 @@ for _tag, _pattern, _first in (
 
 
 def known_recipes(kind: type[Config] | None = None) -> list[str]:
-    """Names of the recipes that come with the package; of pre-training (Config) or of fine-tuning alone if asked."""
+    """Names of the recipes that come with the package; if asked only those whose settings are of a kind."""
     names = sorted(path.stem for path in RECIPES.glob("*.yaml"))
-    return names if kind is None else [name for name in names if base_type(load_recipe(name)) is kind]
+    return names if kind is None else [name for name in names if isinstance(load_recipe(name), kind)]
 
 
 def load_recipe(name_or_path: str | Path) -> Config:
@@ -129,11 +129,12 @@ def recipe_path(name_or_path: str, said_by: str = "--recipe", said: str | None =
 
 
 def to_dict(config: Config) -> dict[str, Any]:
-    """`config` as plain dictionaries, lists, numbers and strings, every field written out."""
-    return {
+    """`config` as plain dictionaries, lists, numbers and strings, every field written out, what is no section first."""
+    written = {
         section: {setting_name(field): value for field, value in fields.items()} if isinstance(fields, dict) else fields
         for section, fields in dataclasses.asdict(config).items()
     }
+    return dict(sorted(written.items(), key=lambda each: isinstance(each[1], dict)))
 
 
 def flat(document: Mapping[str, Any]) -> dict[str, Any]:
@@ -167,8 +168,8 @@ def write_yaml(document: Mapping[str, Any], *, on_one_line: bool = False) -> str
 
 
 def from_dict(document: Mapping[str, Any], source: str = "settings") -> Config:
-    """The `Config` that `document` describes, a `FinetuneConfig` where it has a section `downstream`; fields it leaves
-    out keep their defaults.
+    """The settings that `document` describes: those of its `upstream` (pos_bert where it names none), or a
+    `FinetuneConfig` where it has a section `downstream`; fields it leaves out keep their defaults.
 
     Args:
         document: sections of fields, as `to_dict` gives.
@@ -178,7 +179,7 @@ def from_dict(document: Mapping[str, Any], source: str = "settings") -> Config:
         RefusedError: unknown keys, kinds and wrong types, all of them, each with its path.
     """
     problems: list[str] = []
-    base = FinetuneConfig if "downstream" in document else Config
+    base = _base_type(document, problems)
     kind = run_type(base, [*_listed_hooks(document, problems), *used_modalities(document, problems)], problems)
     config = _build(kind, document, "", problems)
     if problems:
@@ -200,6 +201,23 @@ def _refuse_without_modules(document: Mapping[str, Any], source: str) -> None:
         )
 
 
+def _base_type(document: object, problems: list[str]) -> type[Config]:
+    """The settings that a run has without its hooks."""
+    if not isinstance(document, Mapping) or "upstream" not in document:
+        fine_tuning = isinstance(document, Mapping) and "downstream" in document
+        return FinetuneConfig if fine_tuning else upstream_settings("pos_bert")
+    try:
+        return upstream_settings(str(document["upstream"]))
+    except RefusedError as error:
+        raise RefusedError("\n".join([str(error), *problems])) from None
+
+
+def upstream_settings(name: str, said: str = "upstream") -> type[PretrainConfig]:
+    """The settings of a pre-training run; raises RefusedError if there is no such upstream."""
+    found: type[PretrainConfig] = find("upstream", name, said).settings
+    return found
+
+
 def _listed_hooks(document: Mapping[str, Any], problems: list[str]) -> list[Component]:
     """The hooks that `document` lists, as far as there are such; the others are problems."""
     listed = document.get("hooks") if isinstance(document, Mapping) else None
@@ -210,8 +228,7 @@ def _listed_hooks(document: Mapping[str, Any], problems: list[str]) -> list[Comp
 
 def used_modalities(document: Mapping[str, Any], problems: list[str]) -> list[Component]:
     """The modalities that a run of several sees or predicts; a name that none has is a problem."""
-    model = document.get("model") if isinstance(document, Mapping) else None
-    if not isinstance(model, Mapping) or model.get("kind") != "mm_mae":
+    if not isinstance(document, Mapping) or document.get("upstream") != "mm_mae":
         return []
     section = _build(ModalitiesConfig, document.get("modalities", {}), "", [])
     found = [_found(seen, name, problems) for name in section.inputs]
@@ -265,13 +282,13 @@ def _from_parts(modules: list[str], document: dict[str, Any]) -> Config:
     return from_dict(document)
 
 
-def base_type(config: Config) -> type[Config]:
-    """`Config` or `FinetuneConfig`, whatever sections the hooks of a run add."""
-    return FinetuneConfig if isinstance(config, FinetuneConfig) else Config
+def _build(kind: type[Any], document: object, path: str, problems: list[str], run: type[Any] | None = None) -> Any:
+    """One dataclass from a mapping; what is wrong is added to `problems` and left at its default.
 
-
-def _build(kind: type[Any], document: object, path: str, problems: list[str]) -> Any:
-    """One dataclass from a mapping; what is wrong is added to `problems` and left at its default."""
+    Args:
+        run: settings that it is a section of; None: the whole run.
+    """
+    run = run or kind
     if not isinstance(document, Mapping):
         allowed = ", ".join(setting_name(field.name) for field in dataclasses.fields(kind))
         problems.append(f"{path or 'the file'}: {document!r} is no section; allowed: keys {allowed}")
@@ -282,13 +299,13 @@ def _build(kind: type[Any], document: object, path: str, problems: list[str]) ->
     for key, value in document.items():
         where = f"{path}.{key}" if path else str(key)
         if key not in fields:
-            problems.append(f"{where}: {_unknown(kind, str(key), path, fields)}")
+            problems.append(f"{where}: {_unknown(run, kind, str(key), path, fields)}")
             continue
         field = fields[key]
         if "role" in field.metadata:
-            values[field.name] = _component(field, value, where, problems)
+            values[field.name] = _component(field, value, where, problems, run)
         elif dataclasses.is_dataclass(types[field.name]):
-            values[field.name] = _build(types[field.name], value, where, problems)  # type: ignore[arg-type]
+            values[field.name] = _build(types[field.name], value, where, problems, run)  # type: ignore[arg-type]
         else:
             try:
                 values[field.name] = _value(types[field.name], value)
@@ -297,20 +314,21 @@ def _build(kind: type[Any], document: object, path: str, problems: list[str]) ->
     return kind(**values)
 
 
-def _component(field: dataclasses.Field[Any], document: object, where: str, problems: list[str]) -> Any:
+def _component(field: dataclasses.Field[Any], document: object, where: str, problems: list[str], run: type[Any]) -> Any:
     """The section of a component, whose settings are those of its `kind`."""
     default = field.default_factory()  # type: ignore[operator,misc]  # these fields have one
     named = document.get("kind", default.kind) if isinstance(document, Mapping) else default.kind
     try:
-        return _build(find(field.metadata["role"], str(named), f"{where}.kind").settings, document, where, problems)
+        section = find(field.metadata["role"], str(named), f"{where}.kind").settings
+        return _build(section, document, where, problems, run)
     except RefusedError as error:
         problems.append(str(error))
         return default
 
 
-def _unknown(kind: type[Any], key: str, path: str, siblings: Mapping[str, Any]) -> str:
-    """Why a section has no such key: a component's other kinds may have it, or it has another name now."""
-    if issubclass(kind, Settings) and (words := elsewhere(kind, key, path)):
+def _unknown(run: type[Any], kind: type[Any], key: str, path: str, siblings: Mapping[str, Any]) -> str:
+    """Why a section has no such key: it has another name now, or other kinds or other runs have it."""
+    if words := elsewhere(run, kind, path, key):
         return words
     if not path and key in names("hook"):
         return f"settings of the hook {key}, which is not in the list `hooks`"
@@ -319,36 +337,82 @@ def _unknown(kind: type[Any], key: str, path: str, siblings: Mapping[str, Any]) 
             f"settings of the modality {key}, which this run neither sees nor predicts; list it in modalities.inputs "
             f"or outputs, or take them out (`{key}: null` in a recipe that extends another)"
         )
-    if words := moved(f"{path}.{key}"):
-        return words
     return f"unknown key{_suggestion(key, path, siblings)}"
 
 
-def moved(setting: str) -> str:
-    """Where a setting is that has left its section, "section.field"."""
-    for role, name, settings in registered():
-        for field in dataclasses.fields(settings):
-            if field.metadata.get("was") == setting:
-                section = name if role in ("hook", "modality") else role
-                return f"this setting is now {section}.{setting_name(field.name)}"
+def elsewhere(run: type[Any], kind: type[Any], section: str, key: str) -> str:
+    """Where a setting is that this run has not under this name; empty if nowhere.
+
+    Args:
+        run: the run's settings.
+        kind: its section, or the run where it has no such section.
+        section, key: of the setting; section is "" for a whole section.
+    """
+    if new := _new_name(kind, section, key):
+        return f"this setting is now {new}"
+    return _of_another_kind(kind, section, key) or _of_another_run(run, section, key)
+
+
+def _new_name(kind: type[Any], section: str, key: str) -> str:
+    """What a setting is called that had the name `key` in this section, or in one that has not got it any more."""
+    for field in dataclasses.fields(kind):
+        if key in was(field):
+            return f"{section}.{setting_name(field.name)}"
+    own = [(f"{name if role in ('hook', 'modality') else role}.", each) for role, name, each in registered()]
+    for place, each in [*own, *(("", run) for _, _, run in runs())]:
+        for field in dataclasses.fields(each):
+            if f"{section}.{key}" in was(field):
+                return f"{place}{setting_name(field.name)}"
     return ""
 
 
-def elsewhere(kind: type[Settings], key: str, section: str) -> str:
-    """Where a setting is that a component's section has not: under a new name, or in other kinds of its role."""
-    for field in dataclasses.fields(kind):
-        if field.metadata.get("was") == key:
-            return f"this setting is now {section}.{setting_name(field.name)}"
-    own = kind().kind
-    role = next((role for role, name, settings in registered() if settings is kind), "")
+def _of_another_kind(kind: type[Any], section: str, key: str) -> str:
+    """The kinds of a component's role that have a setting which this one has not."""
+    role, own = next(((role, name) for role, name, settings in registered() if settings is kind), ("", ""))
     having = [
-        f"{name}{f' (as {setting_name(field.name)})' if field.metadata.get('was') == key else ''}"
+        f"{name}{f' (as {setting_name(field.name)})' if key in was(field) else ''}"
         for other, name, settings in registered()
         if other == role
         for field in dataclasses.fields(settings)
-        if key in (setting_name(field.name), field.metadata.get("was"))
+        if key in (setting_name(field.name), *was(field))
     ]
     return f"a setting of kind {', '.join(having)}; this run's {section}.kind is {own}" if having else ""
+
+
+def _of_another_run(run: type[Any], section: str, key: str) -> str:
+    """The upstreams, or the tasks, whose runs have a section or a setting of one that this run has not."""
+    role, own = next(((role, name) for role, name, settings in runs() if issubclass(run, settings)), ("", ""))
+    having = [
+        name
+        for other, name, settings in runs()
+        if other == role and any(key in each for each in _keys(settings, section))
+    ]
+    what = "setting" if section else "section"
+    return f"a {what} of {RUNS[role]} {', '.join(having)}; this run's is {own}" if having else ""
+
+
+def _keys(run: type[Any], section: str) -> list[set[str]]:
+    """The keys that a section may have, for each of its kinds; those of the whole run if section is ""."""
+    kinds = _sections(run).get(section, []) if section else [run]
+    return [{setting_name(field.name) for field in dataclasses.fields(each)} for each in kinds]
+
+
+def _sections(run: type[Any]) -> dict[str, list[type[Any]]]:
+    """{section: what its settings may be} of a run: one class, or one for each kind."""
+    types = get_type_hints(run)
+    return {
+        field.name: [settings for role, _, settings in registered() if role == field.metadata["role"]]
+        if "role" in field.metadata
+        else [types[field.name]]
+        for field in dataclasses.fields(run)
+        if "role" in field.metadata or dataclasses.is_dataclass(types[field.name])
+    }
+
+
+def was(field: dataclasses.Field[Any]) -> tuple[str, ...]:
+    """Names that a setting had."""
+    names: tuple[str, ...] = field.metadata.get("was", ())
+    return names
 
 
 def _suggestion(key: str, path: str, siblings: Iterable[str]) -> str:
@@ -361,7 +425,8 @@ def _suggestion(key: str, path: str, siblings: Iterable[str]) -> str:
 
 def nearest_field(name: str) -> str:
     """Like `nearest`, over the last parts of all `section.field` names."""
-    fields = list(flat(to_dict(Config())))
+    made = (settings() for _, _, settings in runs())
+    fields = list(dict.fromkeys(field for run in (*made, FinetuneConfig()) for field in flat(to_dict(run))))
     same = [field for field in fields if field.split(".")[-1] == name.split(".")[-1]]
     return f"; did you mean {' or '.join(same)}?" if same else nearest(name, fields)
 

@@ -35,7 +35,7 @@ def _model(config: Config) -> Iterator[str]:
         ("--crops.from", config.crops.from_, "image", "all modalities of an image share one crop"),
     ):
         if found != allowed:
-            yield f"{flag} is {found}, allowed with --model.kind mm_mae: {allowed} ({why})"
+            yield f"{flag} is {found}, allowed with --upstream mm_mae: {allowed} ({why})"
 
 
 def _numbers(config: Config) -> Iterator[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import fields
 
-from trp_scale.config import Config, MultilevelConfig, split_patches
+from trp_scale.config import Config, MultilevelConfig, PretrainConfig, split_patches
 
 AT_LEAST = {
     "unroll": 1,
@@ -31,16 +31,16 @@ OF_LABELS = tuple(
 """Settings that only feedback from a head reads."""
 
 
-def multilevel_problems(config: Config) -> Iterator[str]:
+def multilevel_problems(config: PretrainConfig) -> Iterator[str]:
     """Settings of learned masks that no run can have."""
     yield from _numbers(config)
-    model, masking = config.model, config.masking
+    masking = config.masking
     if masking.network == "none":
         return
-    if model.kind != "mae":
+    if config.upstream != "mae":
         yield (
-            f"--masking.network is {masking.network} but --model.kind is {model.kind}; allowed: --masking.network "
-            "none, or --model.kind mae"
+            f"--masking.network is {masking.network} but --upstream is {config.upstream}; allowed: --masking.network "
+            "none, or --upstream mae"
         )
         return
     if config.training.precision == "fp16":

@@ -5,36 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import asdict
 
-from trp_scale.config import MOST_PATCHES, Config, split_patches
+from trp_scale.config import MOST_PATCHES, Config, PretrainConfig, split_patches
 from trp_scale.recipes.modality_checks import modality_problems, unread_modalities
 from trp_scale.recipes.multilevel_checks import unread_masks
 
-OBJECTIVE_OF = {"bert": "pos_mlm", "mae": "mae", "mm_mae": "mm_mae"}
-"""Objective that each kind of model can be trained on."""
 
-
-def vision_problems(config: Config) -> Iterator[str]:
+def vision_problems(config: PretrainConfig) -> Iterator[str]:
     """Settings that no image run can have. Text has no such checks."""
-    model, objective = config.model, config.objective
-    if objective.kind != "pos_mlm" and objective.output_bias != "zero":
-        yield f"--objective.output_bias is {objective.output_bias}, allowed for --objective.kind {objective.kind}: zero"
-    if objective.kind != OBJECTIVE_OF[model.kind]:
-        yield (
-            f"--model.kind is {model.kind} but --objective.kind is {objective.kind}; "
-            f"allowed: --objective.kind {OBJECTIVE_OF[model.kind]}"
-        )
-    if model.kind == "bert":
+    upstream, objective = config.upstream, config.objective
+    if config.reads == "text":
         return
+    if objective.output_bias != "zero":
+        yield f"--objective.output_bias is {objective.output_bias}, allowed for --upstream {upstream}: zero"
     yield from _sizes(config)
     yield from crop_problems(config)
-    if model.kind == "mm_mae":
+    if upstream == "mm_mae":
         yield from modality_problems(config)
 
 
-def _sizes(config: Config) -> Iterator[str]:
+def _sizes(config: PretrainConfig) -> Iterator[str]:
     model, vision = config.model, config.vision
     if model.dropout:
-        yield f"--model.dropout is {model.dropout}, allowed for {model.kind}: 0 (a masked autoencoder has no dropout)"
+        yield f"--model.dropout is {model.dropout}, allowed: 0 (a masked autoencoder has no dropout)"
     for name in ("patch_size", "decoder_layers", "decoder_hidden_size", "decoder_heads"):
         if getattr(vision, name) < 1:
             yield f"--vision.{name} is {getattr(vision, name)}, allowed: 1 or more"
@@ -50,7 +42,7 @@ def _sizes(config: Config) -> Iterator[str]:
     ):
         if width % 4:
             yield f"{flag} is {width}, allowed: multiples of 4 (sine and cosine of two coordinates)"
-    if model.kind == "mae" and vision.decoder == "linear" and vision.tokens == "visible":
+    if config.upstream == "mae" and vision.decoder == "linear" and vision.tokens == "visible":
         yield (
             "--vision.decoder linear predicts from the encoder's tokens alone, and --vision.tokens visible leaves the "
             "masked ones out; allowed: --vision.tokens all, or --vision.decoder transformer"
@@ -67,7 +59,7 @@ def _sizes(config: Config) -> Iterator[str]:
             f"--crops.size {config.crops.size} has {split.patches} patches of --vision.patch_size {vision.patch_size}; "
             f"allowed: at most {MOST_PATCHES}"
         )
-    if model.kind == "mae" and not 0 < split.visible < split.patches:
+    if config.upstream == "mae" and not 0 < split.visible < split.patches:
         yield (
             f"--masking.ratio {config.masking.ratio} leaves {split.visible} of {split.patches} patches visible; at "
             "least one must be visible and one masked: change it, or --crops.size"
@@ -98,7 +90,7 @@ TEXT_ONLY = ("objective.other", "objective.next_sentence", "objective.next_sente
 MAE_ONLY = ("objective.target", "objective.uniformity")
 MODALITIES_ONLY = ("modalities", "objective.reduction")
 UNREAD = {
-    "bert": ("vision", "crops", *MAE_ONLY, *MODALITIES_ONLY),
+    "pos_bert": ("vision", "crops", *MAE_ONLY, *MODALITIES_ONLY),
     "mae": (*TEXT_ONLY, *MODALITIES_ONLY),
     "mm_mae": (*TEXT_ONLY, *MAE_ONLY, "masking.ratio"),
 }
@@ -107,14 +99,14 @@ DECODER_ONLY = ("vision.decoder_layers", "vision.decoder_hidden_size", "vision.d
 """Settings, or whole sections, that only some runs read."""
 
 
-def unread_settings(config: Config) -> Iterator[str]:
+def unread_settings(config: PretrainConfig) -> Iterator[str]:
     """A caution for each setting that differs from its default and that this run does not read."""
-    yield from _unread(config, UNREAD[config.model.kind], f"--model.kind {config.model.kind}")
+    yield from _unread(config, UNREAD[config.upstream], f"--upstream {config.upstream}")
     for names, because in unread_masks(config):
         yield from _unread(config, names, because)
-    if config.model.kind == "bert":
+    if config.reads == "text":
         return
-    if config.model.kind == "mm_mae":
+    if config.upstream == "mm_mae":
         for name, because in unread_modalities(config):
             yield from _unread(config, (name,), because)
     if config.crops.from_ == "image":
@@ -130,7 +122,7 @@ def unread_settings(config: Config) -> Iterator[str]:
 
 
 def _unread(config: Config, names: tuple[str, ...], because: str) -> Iterator[str]:
-    given, default = asdict(config), asdict(Config())
+    given, default = asdict(config), asdict(type(config)())
     for name in names:
         section, _, field = name.partition(".")
         for each in (field,) if field else given[section]:

@@ -7,7 +7,8 @@ from typing import Any, Protocol
 
 from torch import nn
 
-from trp_scale.config import Config
+from trp_scale.config import Config, PretrainConfig
+from trp_scale.config.components import find
 from trp_scale.core.hooks import Hook
 from trp_scale.core.objective import Objective
 from trp_scale.core.run import RunContext
@@ -58,16 +59,7 @@ class Upstream(Protocol):
 
 
 def build_upstream(config: Config, environment: Environment) -> Upstream:
-    """Open the data and choose model and objective by `objective.kind`; torchvision and timm are imported for images
-    only."""
-    if config.objective.kind == "mae":
-        from trp_scale.upstreams.mae.upstream import ImageUpstream
-
-        return ImageUpstream(config, environment)
-    if config.objective.kind == "mm_mae":
-        from trp_scale.upstreams.mm_mae.upstream import MultimodalUpstream
-
-        return MultimodalUpstream(config, environment)
-    from trp_scale.upstreams.pos_bert.upstream import TextUpstream
-
-    return TextUpstream(config, environment)
+    """Open the data and choose model and objective; torchvision and timm are imported for images only."""
+    assert isinstance(config, PretrainConfig)
+    upstream: Upstream = find("upstream", config.upstream).load()(config, environment)
+    return upstream

@@ -28,6 +28,7 @@ from trp_scale.distributed.groups import Group
 from trp_scale.engines.plain import PlainEngine
 from trp_scale.models.perturbation import PerturbationShape
 from trp_scale.training.agreement import StepAgreement
+from trp_scale.upstreams.mae.settings import MaeConfig
 
 CPU = torch.device("cpu")
 
@@ -107,8 +108,8 @@ class Setting:
     shape: PerturbationShape = COORDINATES
 
     def config(self) -> Config:
-        return Config(
-            model=ModelConfig(kind="mae"),
+        return MaeConfig(
+            model=ModelConfig(),
             vision=VisionConfig(patch_size=16),
             crops=CropsConfig(size=112),
             batch=BatchConfig(global_size=8, micro_size=self.micro_size),

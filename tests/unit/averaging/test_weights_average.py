@@ -21,12 +21,13 @@ from trp_scale.checkpoint.export import find_checkpoint
 from trp_scale.checkpoint.format import read_full_state
 from trp_scale.checkpoint.initial_weights import give_weights
 from trp_scale.cli import main
-from trp_scale.config import Config, RefusedError
+from trp_scale.config import RefusedError
 from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.core.pieces import WEIGHT_AVERAGE
 from trp_scale.downstream.encoder_source import open_encoder
 from trp_scale.downstream.probe.arguments import parse_probe
 from trp_scale.recipes.loader import to_dict
+from trp_scale.upstreams.pos_bert.settings import PosBertConfig
 
 
 def write_pair(directory: Path, kind: str) -> tuple[Path, Path]:
@@ -43,7 +44,7 @@ def write_pair(directory: Path, kind: str) -> tuple[Path, Path]:
     weights = {name: value + torch.randn(value.shape, generator=generator) for name, value in average.items()}
     document = read_document(find_checkpoint(alone))
     split = {name: [(0, value.numel(), 0)] for name, value in average.items()}
-    config = to_dict(Config(model=text.MODEL)) if kind == "text" else document.config
+    config = to_dict(PosBertConfig(model=text.MODEL)) if kind == "text" else document.config
     for run, states in ((both, {"weight": weights, WEIGHT_AVERAGE: average}), (alone, {"weight": average})):
         save_step(run, 4, engine=FakeEngine(0, split, states, steps=0), config=config, extra=document.extra)
     if (alone / "tokenizer").is_dir():

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from tests.unit.balancing.toy import CPU, ClosedForm, balancer, descend
-from trp_scale.config import Config, OptimizerConfig
+from trp_scale.config import OptimizerConfig
 from trp_scale.engines.plain import PlainEngine
+from trp_scale.upstreams.pos_bert.settings import PosBertConfig
 
 TASKS, SIZE = 4, 3
 
@@ -89,7 +90,7 @@ class Point(nn.Module):
 def walk(parabolas: Parabolas, mixture: Tensor, start: Tensor, rate: float) -> list[Tensor]:
     """Gradient descent on a downstream task, taken by the plain engine."""
     model = Point(start)
-    engine = PlainEngine(model, Config(optimizer=OptimizerConfig(kind="sgd")), device=CPU)
+    engine = PlainEngine(model, PosBertConfig(optimizer=OptimizerConfig(kind="sgd")), device=CPU)
     points = []
     for _ in range(60):
         points.append(model.point.detach().clone())

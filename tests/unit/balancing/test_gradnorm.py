@@ -14,10 +14,11 @@ from tests.unit.balancing.branching import Branched, Branching, BranchingObjecti
 from tests.unit.balancing.toy import CPU, ToyObjective, balancer, take_step
 from trp_scale.adversary.own_pass import run_own_pass
 from trp_scale.balancing.gradnorm import SMALLEST_WEIGHT, GradNorm
-from trp_scale.config import Config, RefusedError
+from trp_scale.config import RefusedError
 from trp_scale.core.hooks import Hook, Hooks, StepContext
 from trp_scale.core.run import RunContext
 from trp_scale.distributed.groups import ALONE
+from trp_scale.upstreams.pos_bert.settings import PosBertConfig
 
 THREE = BranchingObjective(tasks=("a", "b", "c"))
 NEVER: Mapping[int, tuple[int, ...]] = {}
@@ -170,7 +171,7 @@ def test_passes_of_other_hooks_are_not_tapped_and_change_nothing() -> None:
     hooks = Hooks(weigher, [OwnPasses()])
     engine: Any = PassEngine(watched)
     counts = torch.stack([THREE.count(micro) for micro in parts]).sum(0)
-    run = RunContext(config=Config(), objective=THREE, engine=engine)
+    run = RunContext(config=PosBertConfig(), objective=THREE, engine=engine)
     ctx = StepContext(run=run, hooks=hooks, step=0, window=parts, counts=counts, lr=1.0)
     hooks.before_step(ctx)
     assert watched.taps == [None] * 4

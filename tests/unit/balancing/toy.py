@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from trp_scale.balancing.base import TaskBalancer
-from trp_scale.config import Config
 from trp_scale.config.components import settings_of
 from trp_scale.config.settings import Settings
 from trp_scale.core.batch import Batch, StepStats, TaskLosses
@@ -18,6 +17,7 @@ from trp_scale.core.engine import Engine
 from trp_scale.core.hooks import Hooks, StepContext, build_hooks
 from trp_scale.core.run import RunContext
 from trp_scale.distributed.groups import ALONE, Group
+from trp_scale.upstreams.pos_bert.settings import PosBertConfig
 
 CPU = torch.device("cpu")
 
@@ -83,7 +83,7 @@ def stand_in_run(settings: Settings, objective: Any, steps_per_epoch: int = 0) -
     """What a balancer is told of a run."""
     engine = cast(Engine, StandInEngine())
     return RunContext(
-        config=Config(balancer=settings), objective=objective, engine=engine, steps_per_epoch=steps_per_epoch
+        config=PosBertConfig(balancer=settings), objective=objective, engine=engine, steps_per_epoch=steps_per_epoch
     )
 
 
@@ -138,7 +138,7 @@ def take_step(
 
     counts = group.sum(torch.stack([objective.count(micro) for micro in window]).sum(0))
     engine = cast(Engine, StandInEngine(group, forward=counted))
-    run = RunContext(config=Config(), objective=objective, engine=engine)
+    run = RunContext(config=PosBertConfig(), objective=objective, engine=engine)
     ctx = StepContext(run=run, hooks=hooks, step=step, window=window, counts=counts, lr=1.0)
     hooks.before_step(ctx)
     totals: list[float] = []

@@ -16,8 +16,9 @@ from transformers import AutoTokenizer, BertForPreTraining, PreTrainedTokenizerF
 from tests.unit.checkpoint.fake_engine import FakeEngine, save_step
 from trp_scale.checkpoint.errors import CheckpointError
 from trp_scale.checkpoint.export import export
-from trp_scale.config import Config, ModelConfig, RefusedError
+from trp_scale.config import ModelConfig, RefusedError
 from trp_scale.upstreams.pos_bert.model import BertForMaskedPositions, bert_config
+from trp_scale.upstreams.pos_bert.settings import PosBertConfig
 
 VOCABULARY = 90
 MODEL = ModelConfig(layers=2, hidden_size=32, heads=4, intermediate_size=48, max_positions=16, dropout=0.0)
@@ -34,7 +35,7 @@ def write_run(run_dir: Path, weights: dict[str, torch.Tensor], **extra: Any) -> 
     split = {name: [(0, 7, 0), (7, tensor.numel(), 0)] for name, tensor in weights.items() if tensor.numel() > 7}
     split |= {name: [(0, tensor.numel(), 0)] for name, tensor in weights.items() if tensor.numel() <= 7}
     engine = FakeEngine(0, split, {"weight": weights}, steps=0)
-    config = asdict(Config(model=MODEL))
+    config = asdict(PosBertConfig(model=MODEL))
     return save_step(run_dir, 4, engine=engine, config=config, extra={"vocab_size": VOCABULARY} | extra)
 
 

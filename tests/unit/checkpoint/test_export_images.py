@@ -26,6 +26,7 @@ from trp_scale.models.patches import patchify
 from trp_scale.recipes.loader import to_dict
 from trp_scale.upstreams.mae.model import MaskedAutoencoder
 from trp_scale.upstreams.mae.weights import published_name
+from trp_scale.upstreams.pos_bert.settings import PosBertConfig
 
 MAE = config(tokens="visible")
 
@@ -132,9 +133,8 @@ def test_timm_is_refused_other_norms_and_sizes(tmp_path: Path) -> None:
 
 
 def test_a_text_run_is_none_of_timm_s(tmp_path: Path) -> None:
-    settings = config()
-    settings.model.kind = "bert"
-    assert "model.kind is bert; allowed for it: hf" in refused(tmp_path, settings, to="timm")
+    settings = PosBertConfig()
+    assert "upstream is pos_bert; allowed for it: hf" in refused(tmp_path, settings, to="timm")
 
 
 def test_weights_that_are_not_of_this_model_are_refused(tmp_path: Path) -> None:

@@ -52,7 +52,7 @@ def test_what_cannot_be_exported_is_refused(tmp_path: Path) -> None:
     with pytest.raises(RefusedError, match=r"modalities.inputs are depth, semseg: its encoder reads no images"):
         export(tmp_path / "blind", tmp_path / "out", to="timm", image_size=SIDE)
     write_run(tmp_path / "run", config())
-    with pytest.raises(RefusedError, match=r"model.kind is mm_mae; allowed for it: timm"):
+    with pytest.raises(RefusedError, match=r"upstream is mm_mae; allowed for it: timm"):
         export(tmp_path / "run", tmp_path / "out", to="hf")
     with pytest.raises(RefusedError, match=r"--image_size is 30, allowed: multiples"):
         export(tmp_path / "run", tmp_path / "out", to="timm", image_size=30)

@@ -13,12 +13,13 @@ from tests.unit.checkpoint.fake_engine import FakeEngine, on_ranks, random_split
 from trp_scale.checkpoint.resume import CutMetrics, cut_metrics, select, take_back
 from trp_scale.checkpoint.resume_rules import MAY_CHANGE, check_settings, may_change
 from trp_scale.checkpoint.run_directory import checkpoints
-from trp_scale.config import Config, RefusedError
+from trp_scale.config import RefusedError
 from trp_scale.config.components import registered
 from trp_scale.distributed.groups import ALONE, Group
 from trp_scale.recipes.loader import to_dict
+from trp_scale.upstreams.pos_bert.settings import PosBertConfig
 
-PRESENT = to_dict(Config())
+PRESENT = to_dict(PosBertConfig())
 ALLOWED = {
     "batch.micro_size",
     "training.steps",
@@ -43,15 +44,16 @@ ALLOWED = {
 
 
 def all_fields() -> list[str]:
-    return [f"{section}.{field}" for section, values in PRESENT.items() for field in values]
+    sections = {section: values for section, values in PRESENT.items() if isinstance(values, dict)}
+    return ["upstream", *(f"{section}.{field}" for section, values in sections.items() for field in values)]
 
 
 def changed(*names: str) -> dict[str, Any]:
     """The default settings with other values in these fields."""
-    settings = to_dict(Config())
+    settings = to_dict(PosBertConfig())
     for name in names:
-        section, field = name.split(".")
-        settings[section][field] = "another value"
+        *section, field = name.split(".")
+        (settings[section[0]] if section else settings)[field] = "another value"
     return settings
 
 
@@ -70,12 +72,12 @@ def test_exactly_the_listed_settings_may_change(field: str) -> None:
 
 def test_every_rule_names_a_setting_that_exists() -> None:
     of_kinds = {f"{role}.{field.name}" for role, _, settings in registered() for field in fields(settings)}
-    known = set(all_fields()) | {f"{section.name}.*" for section in fields(Config())} | of_kinds | {"modules"}
+    known = set(all_fields()) | {f"{section.name}.*" for section in fields(PosBertConfig())} | of_kinds | {"modules"}
     assert set(MAY_CHANGE) <= known
 
 
 def test_all_refused_settings_are_listed_with_both_values_and_what_may_change() -> None:
-    stored = to_dict(Config())
+    stored = to_dict(PosBertConfig())
     stored["optimizer"]["lr"] = 0.5
     stored["batch"] = {"global_size": 8, "micro_size": 4}
     stored["training"]["seed"] = 3
@@ -90,29 +92,29 @@ def test_all_refused_settings_are_listed_with_both_values_and_what_may_change() 
 
 
 def test_a_setting_newer_than_the_checkpoint_had_its_default() -> None:
-    stored = to_dict(Config())
+    stored = to_dict(PosBertConfig())
     del stored["masking"]["unit"]
     assert check_settings(stored, PRESENT) == []
-    present = to_dict(Config())
+    present = to_dict(PosBertConfig())
     present["masking"]["unit"] = "word"
     with pytest.raises(RefusedError, match=r"masking\.unit: checkpoint piece, now word"):
         check_settings(stored, present)
 
 
 def test_a_setting_that_no_longer_exists_is_refused() -> None:
-    stored = to_dict(Config())
+    stored = to_dict(PosBertConfig())
     stored["masking"]["gone"] = 3
     with pytest.raises(RefusedError, match=r"masking\.gone: checkpoint 3, now absent"):
         check_settings(stored, PRESENT)
 
 
 def test_another_length_is_allowed_and_its_consequence_told() -> None:
-    stored = to_dict(Config())
+    stored = to_dict(PosBertConfig())
     stored["training"]["steps"] = 10
     (notice,) = check_settings(stored, PRESENT)
     change = "training.steps: checkpoint 10, now 1000000"
     assert notice == f"{change} (the linear schedule of the learning rate now ends there)"
-    constant = to_dict(Config())
+    constant = to_dict(PosBertConfig())
     constant["optimizer"]["schedule"] = stored["optimizer"]["schedule"] = "constant"
     assert check_settings(stored, constant) == [change]
 

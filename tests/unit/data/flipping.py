@@ -55,7 +55,7 @@ def stored_members(config: Config, rows: int) -> Iterator[tuple[str, str]]:
     for shard in sorted(Path(config.data.path).glob("shards/*.tar")):
         whole = shard.read_bytes()
         block = read_index(shard).blocks[0]
-        key = f"{shard.stem}/{block.key}" if config.objective.kind == "mm_mae" else block.key
+        key = f"{shard.stem}/{block.key}" if config.upstream == "mm_mae" else block.key
         for suffix, member in block.members.items():
             for byte, bit in flips(member.length, random):
                 shard.write_bytes(flipped(whole, member.offset + byte, bit))

@@ -14,6 +14,7 @@ from tests.settings import changed
 from trp_scale.config import Config
 from trp_scale.data.index import Block, Member, ShardIndex, write_index, write_json
 from trp_scale.data.text.groups import GROUPS, WORD_START
+from trp_scale.upstreams.pos_bert.settings import PosBertConfig
 
 SPECIAL = {"pad": 0, "unk": 1, "cls": 2, "sep": 3, "mask": 4}
 VOCABULARY = 60
@@ -113,7 +114,7 @@ def write_dataset(
 
 def config_for(path: Path | str, **sections: dict[str, object]) -> Config:
     """A run on `path` in this process, global batch 12 in micro-batches of 3; `sections` change fields by section."""
-    config = Config()
+    config = PosBertConfig()
     config.data.path = str(path)
     config.data.workers = 0
     config.data.validation_fraction = 0.0

@@ -101,9 +101,9 @@ def test_pictures_need_the_checkpoint_of_a_masked_autoencoder(
         draw_pictures(tmp_path, tmp_path / "pictures")
     run = train(scenes, tmp_path / "run")
     document = read_document(find_checkpoint(run))
-    document.config["model"]["kind"], document.config["objective"]["kind"] = "bert", "pos_mlm"
+    document.config["upstream"] = "pos_bert"
     monkeypatch.setattr("trp_scale.downstream.trained_images.read_document", lambda path: document)
-    with pytest.raises(RefusedError, match=r"its model\.kind is bert"):
+    with pytest.raises(RefusedError, match=r"its upstream is pos_bert"):
         draw_pictures(run, tmp_path / "pictures")
 
 

@@ -70,5 +70,5 @@ def test_losses_are_the_objective_s_and_the_plainest_guesses_are_known(run: Path
 
 
 def test_another_kind_of_run_is_refused(run: Path) -> None:
-    with pytest.raises(RefusedError, match=r"kind mae is needed.*its model\.kind is mm_mae"):
+    with pytest.raises(RefusedError, match=r"--upstream mae is needed; its upstream is mm_mae"):
         load_trained_images(run)

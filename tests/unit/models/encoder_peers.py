@@ -20,9 +20,7 @@ CLASSES = 7
 def finetune_config(grid: int = GRID, **downstream: Any) -> FinetuneConfig:
     """The encoder of `small_images.config`, two blocks of 24, on `grid` x `grid` patches; 7 classes."""
     return FinetuneConfig(
-        model=ModelConfig(
-            kind="mae", layers=2, hidden_size=24, heads=2, intermediate_size=40, dropout=0.0, layer_norm_eps=1e-6
-        ),
+        model=ModelConfig(layers=2, hidden_size=24, heads=2, intermediate_size=40, dropout=0.0, layer_norm_eps=1e-6),
         vision=VisionConfig(patch_size=PATCH),
         crops=CropsConfig(size=grid * PATCH),
         batch=BatchConfig(global_size=8, micro_size=4),

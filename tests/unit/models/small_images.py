@@ -11,6 +11,7 @@ from trp_scale.config import Config, CropsConfig, MaskingConfig, ModelConfig, Vi
 from trp_scale.config.components import settings_of
 from trp_scale.models.positions import PositionOrder, sine_cosine
 from trp_scale.upstreams.mae.model import MaskedAutoencoder
+from trp_scale.upstreams.mae.settings import MaeConfig
 
 GRID = 5
 PATCH = 4
@@ -36,10 +37,8 @@ def config(
     **adversary: Any,
 ) -> Config:
     """Two blocks of 24 with 2 heads, a decoder of two of 16, 5 x 5 patches of 4 x 4 pixels, of which 6 are visible."""
-    return Config(
-        model=ModelConfig(
-            kind="mae", layers=2, hidden_size=24, heads=2, intermediate_size=40, dropout=0.0, layer_norm_eps=1e-6
-        ),
+    return MaeConfig(
+        model=ModelConfig(layers=2, hidden_size=24, heads=2, intermediate_size=40, dropout=0.0, layer_norm_eps=1e-6),
         vision=VisionConfig(
             patch_size=PATCH,
             tokens=tokens,

@@ -16,7 +16,7 @@ from trp_scale.models.vit import TransformerBlock, feed_forward_ratio
 from trp_scale.upstreams.mae.model import MaskedAutoencoder
 
 SIZES = ModelConfig(
-    kind="mae", layers=2, hidden_size=96, heads=2, intermediate_size=192, layer_norm_eps=1e-6, initializer_range=0.02
+    layers=2, hidden_size=96, heads=2, intermediate_size=192, layer_norm_eps=1e-6, initializer_range=0.02
 )
 
 

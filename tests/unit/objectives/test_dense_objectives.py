@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from trp_scale.config import Config
 from trp_scale.core.batch import Batch
 from trp_scale.core.hooks import Balancer, Hooks, StepContext
 from trp_scale.core.run import RunContext
 from trp_scale.distributed.groups import ALONE
 from trp_scale.downstream.dense.depth_objective import LARGEST, Depth, DepthSpace, LargestError, reverse_huber
 from trp_scale.downstream.dense.segmentation_objective import Segmentation
+from trp_scale.upstreams.pos_bert.settings import PosBertConfig
 
 SPACE = DepthSpace(inverse=False, mean=3.0, deviation=2.0, low=1e-3, high=float("inf"))
 
@@ -122,7 +122,7 @@ def test_the_threshold_of_the_batch_is_the_same_however_it_is_split(parts: list[
     window = [replace(part(batch, rows), start=rows.start) for rows in parts]
     shown = torch.cat([outputs, outputs])  # for the pass beforehand, and for that of the losses
     engine = Fixed(shown[4 if len(parts) == 1 else 0 :])
-    run = RunContext(config=Config(), objective=objective, engine=engine)
+    run = RunContext(config=PosBertConfig(), objective=objective, engine=engine)
     hooks = Hooks(Balancer(), [LargestError(objective)])
     ctx = StepContext(run=run, hooks=hooks, step=0, window=window, counts=objective.count(batch), lr=0.1)
     hooks.before_step(ctx)
@@ -144,7 +144,7 @@ def test_the_pass_for_the_threshold_draws_what_the_weighted_pass_draws() -> None
 
     objective = Depth(SPACE, "batch")
     window = [replace(part(batch, rows), start=rows.start) for rows in (slice(0, 2), slice(2, 4))]
-    run = RunContext(config=Config(), objective=objective, engine=Dropping(torch.cat([outputs, outputs])))
+    run = RunContext(config=PosBertConfig(), objective=objective, engine=Dropping(torch.cat([outputs, outputs])))
     hooks = Hooks(Balancer(), [LargestError(objective)])
     ctx = StepContext(run=run, hooks=hooks, step=0, window=window, counts=objective.count(batch), lr=0.1)
     hooks.before_step(ctx)

@@ -74,7 +74,7 @@ def slow_sum(rows: Batch, prediction: Tensor, normalised: bool) -> float:
 @pytest.mark.parametrize("weights", [[1.0, 1.0, 1.0], [1.0, 0.0, 1.0]])
 def test_the_loss_is_the_mean_squared_error_of_masked_patches(target: Any, weights: list[float]) -> None:
     rows, model = batch(weights), Recorder()
-    objective = MaskedPatchReconstruction(ObjectiveConfig(kind="mae", target=target), PATCH)
+    objective = MaskedPatchReconstruction(ObjectiveConfig(target=target), PATCH)
     losses = objective(model, rows)
     assert losses.counts.tolist() == [sum(weights) * CROPS * MASKED] == objective.count(rows).tolist()
     assert losses.sums.item() == pytest.approx(slow_sum(rows, model.prediction, target == "normalised"), rel=1e-6)
@@ -84,7 +84,7 @@ def test_the_loss_is_the_mean_squared_error_of_masked_patches(target: Any, weigh
 
 def test_a_pixel_shift_reaches_the_model_and_not_the_target() -> None:
     rows, model = batch([1.0] * ROWS), Recorder()
-    objective = MaskedPatchReconstruction(ObjectiveConfig(kind="mae"), PATCH)
+    objective = MaskedPatchReconstruction(ObjectiveConfig(), PATCH)
     clean = objective(model, rows).sums.item()
     seen = model.patches
     shift = torch.full((ROWS, CROPS, 3, SIDE, SIDE), 0.5)

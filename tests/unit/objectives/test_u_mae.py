@@ -19,7 +19,7 @@ from trp_scale.upstreams.mae.objective import MaskedPatchReconstruction
 from trp_scale.upstreams.mae.u_mae import MOMENT, ROWS, UniformPatchReconstruction
 
 CROPS = 2
-SETTINGS = ObjectiveConfig(kind="mae", uniformity=0.3)
+SETTINGS = ObjectiveConfig(uniformity=0.3)
 MODELS: dict[str, dict[str, Any]] = {
     "mae": {"tokens": "visible"},
     "mae plus, relative": {"positions": "relative"},

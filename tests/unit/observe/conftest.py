@@ -11,11 +11,12 @@ import pytest
 from tests.unit.observe.small_run import TASKS
 from trp_scale.config import Config
 from trp_scale.observe import Observer, RunInfo
+from trp_scale.upstreams.pos_bert.settings import PosBertConfig
 
 
 @pytest.fixture
 def config() -> Config:
-    settings = Config()
+    settings = PosBertConfig()
     settings.training.steps = 20
     settings.logging.every = 1
     return settings

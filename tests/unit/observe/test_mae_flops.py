@@ -15,6 +15,7 @@ from trp_scale.config.components import settings_of
 from trp_scale.observe.throughput import mae_step_flops
 from trp_scale.recipes.loader import load_recipe
 from trp_scale.upstreams.mae.model import MaskedAutoencoder
+from trp_scale.upstreams.mae.settings import MaeConfig
 
 Positions = Literal["absolute", "relative"]
 
@@ -22,8 +23,8 @@ Positions = Literal["absolute", "relative"]
 def vit_base(
     *, size: int = 112, tokens: Literal["visible", "all"] = "all", positions: Positions = "absolute"
 ) -> Config:
-    return Config(
-        model=ModelConfig(kind="mae", dropout=0.0, layer_norm_eps=1e-6),
+    return MaeConfig(
+        model=ModelConfig(dropout=0.0, layer_norm_eps=1e-6),
         vision=VisionConfig(tokens=tokens, positions=positions),
         crops=CropsConfig(size=size),
         masking=MaskingConfig(ratio=0.75),
@@ -37,8 +38,8 @@ def small(
     decoder: Literal["transformer", "linear"] = "transformer",
     **adversary: Any,
 ) -> Config:
-    return Config(
-        model=ModelConfig(kind="mae", layers=3, hidden_size=48, heads=4, intermediate_size=80),
+    return MaeConfig(
+        model=ModelConfig(layers=3, hidden_size=48, heads=4, intermediate_size=80),
         vision=VisionConfig(
             patch_size=4,
             tokens=tokens,

@@ -12,6 +12,7 @@ from trp_scale.config import Config, RefusedError
 from trp_scale.config.components import settings_of
 from trp_scale.recipes.checks import cautions, check
 from trp_scale.recipes.loader import load_recipe
+from trp_scale.upstreams.pos_bert.settings import PosBertConfig
 
 BASES = {
     "relative_coordinate": "adpe_vit_l",
@@ -70,11 +71,11 @@ def test_refused_with_the_flag_to_change(kind: str, changes: dict[str, Any], wor
 
 
 def test_an_adversary_needs_image_patches() -> None:
-    config = Config()
+    config = PosBertConfig()
     config.data.path = "data"
     check(config)
     config.adversary = settings_of("adversary", "absolute_embedding")
-    with pytest.raises(RefusedError, match=r"allowed: --model.kind mae, or --adversary.kind none"):
+    with pytest.raises(RefusedError, match=r"allowed: --upstream mae, or --adversary.kind none"):
         check(config)
 
 

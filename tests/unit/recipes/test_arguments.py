@@ -10,11 +10,12 @@ from typing import get_type_hints
 
 import pytest
 
-from trp_scale.config import Config, RefusedError
+from trp_scale.config import RefusedError
 from trp_scale.config.components import settings_of
 from trp_scale.config.settings import sections
 from trp_scale.recipes.arguments import Arguments, parse
 from trp_scale.recipes.loader import load_recipe, setting_name
+from trp_scale.upstreams.pos_bert.settings import PosBertConfig
 
 TINY = ["--recipe", "pos_bert_tiny"]
 
@@ -31,7 +32,7 @@ def test_the_recipe_is_the_default_and_flags_change_it() -> None:
 def test_every_field_can_be_given_as_section_field_value() -> None:
     values = {int: "7", float: "0.25", str: "words", bool: "true"}
     argv = list(TINY)
-    for section, settings in sections(Config()).items():
+    for section, settings in sections(PosBertConfig()).items():
         for field, of in get_type_hints(type(settings)).items():
             default = getattr(settings, field)
             if isinstance(default, dict):
@@ -136,7 +137,7 @@ def test_help_explains_each_field_with_the_recipes_value(capsys: pytest.CaptureF
         parse([*TINY, "--help-all"])
     assert caught.value.code == 0
     text = capsys.readouterr().out
-    for name, section in sections(Config()).items():
+    for name, section in sections(PosBertConfig()).items():
         for field in dataclasses.fields(section):
             assert f"--{name}.{setting_name(field.name)} " in text
     assert "--hooks " in text and "--modules" not in text

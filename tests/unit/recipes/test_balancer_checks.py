@@ -11,10 +11,11 @@ from trp_scale.config.components import settings_of
 from trp_scale.recipes.arguments import parse
 from trp_scale.recipes.checks import cautions, check
 from trp_scale.recipes.loader import from_dict
+from trp_scale.upstreams.pos_bert.settings import PosBertConfig
 
 
 def config(kind: str = "minimax", **balancer: Any) -> Config:
-    made = Config(balancer=settings_of("balancer", kind, **balancer))
+    made = PosBertConfig(balancer=settings_of("balancer", kind, **balancer))
     made.data.path = "data"
     return made
 

@@ -8,11 +8,12 @@ import pytest
 
 from trp_scale.config import Config, RefusedError
 from trp_scale.recipes.checks import cautions, check, check_engine
+from trp_scale.upstreams.pos_bert.settings import PosBertConfig
 
 
 def config(**changes: object) -> Config:
     """A valid configuration with `section__field=value` changes."""
-    made = Config()
+    made = PosBertConfig()
     made.data.path = "data"
     for name, value in changes.items():
         section, field = name.split("__")

@@ -8,10 +8,11 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from trp_scale.config import Config, RefusedError
+from trp_scale.config import RefusedError
 from trp_scale.config.components import settings_of
 from trp_scale.recipes.checks import check
 from trp_scale.recipes.loader import dump, from_dict, known_recipes, load_recipe, to_dict
+from trp_scale.upstreams.pos_bert.settings import PosBertConfig
 
 
 def write(directory: Path, text: str) -> Path:
@@ -38,7 +39,7 @@ def test_numbers_and_words_are_read_by_the_rules_of_yaml_1_2(tmp_path: Path) -> 
 
 
 def test_what_a_recipe_leaves_out_keeps_its_default(tmp_path: Path) -> None:
-    assert load_recipe(write(tmp_path, "# nothing\n")) == Config()
+    assert load_recipe(write(tmp_path, "# nothing\n")) == PosBertConfig()
 
 
 def test_everything_wrong_is_named_at_once_with_the_nearest_name(tmp_path: Path) -> None:
@@ -102,7 +103,7 @@ def test_dump_and_dictionary_give_the_same_settings_back(tmp_path: Path) -> None
 def test_every_number_and_text_survives_the_dump(
     tmp_path_factory: pytest.TempPathFactory, lr: float, text: str
 ) -> None:
-    config = Config()
+    config = PosBertConfig()
     config.optimizer.lr, config.data.path, config.logging.wandb_project = lr, text, str(lr)
     assert load_recipe(write(tmp_path_factory.getbasetemp(), dump(config))) == config
 
@@ -126,3 +127,11 @@ def test_every_recipe_can_be_run_once_it_has_data(name: str) -> None:
     config = load_recipe(name)
     config.data.path = config.data.path or "data"
     check(config)
+
+
+@pytest.mark.parametrize("old", ["model", "objective"])
+def test_the_upstream_is_named_once(tmp_path: Path, old: str) -> None:
+    with pytest.raises(RefusedError, match=rf"{old}\.kind: this setting is now upstream"):
+        load_recipe(write(tmp_path, f"{old}: {{kind: mae}}\n"))
+    with pytest.raises(RefusedError, match=r"upstream is 'mea': no such upstream; did you mean mae\?"):
+        load_recipe(write(tmp_path, "upstream: mea\n"))

@@ -22,7 +22,6 @@ def settings(recipe: str = "mm_mae_vit_b_in1k_400", **changes: dict[str, Any]) -
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"objective": {"kind": "mae"}}, "--objective.kind mm_mae"),
         ({"modalities": {"inputs": []}}, "--modalities.inputs is empty"),
         ({"modalities": {"outputs": []}}, "--modalities.outputs is empty"),
         ({"modalities": {"inputs": ["rgb", "depth", "rgb"]}}, "--modalities.inputs has rgb more than once"),
@@ -35,10 +34,10 @@ def settings(recipe: str = "mm_mae_vit_b_in1k_400", **changes: dict[str, Any]) -
         ({"semseg": {"stride": 32}}, "--semseg.stride is 32"),
         ({"modalities": {"concentration": 0.0}}, "--modalities.concentration is 0.0"),
         ({"semseg": {"class_embedding": 0}}, "--semseg.class_embedding is 0"),
-        ({"crops": {"count": 2}}, "--crops.count is 2, allowed with --model.kind mm_mae: 1"),
+        ({"crops": {"count": 2}}, "--crops.count is 2, allowed with --upstream mm_mae: 1"),
         ({"crops": {"from": "view"}}, "--crops.from is view"),
         ({"crops": {"size": 100}}, "for example 96"),
-        ({"model": {"dropout": 0.1}}, "--model.dropout is 0.1, allowed for mm_mae: 0"),
+        ({"model": {"dropout": 0.1}}, "--model.dropout is 0.1, allowed: 0"),
         ({"vision": {"positions": "relative"}}, "--vision.positions is relative"),
         ({"vision": {"tokens": "all"}}, "--vision.tokens is all"),
         ({"vision": {"decoder": "linear"}}, "--vision.decoder is linear"),

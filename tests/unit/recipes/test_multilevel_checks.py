@@ -159,7 +159,7 @@ def test_masks_are_learned_for_masked_autoencoders_of_images_alone(recipe: str) 
     document = to_dict(load_recipe(recipe))
     document["data"]["path"] = "data"
     document["masking"]["network"] = "patchwise"
-    with pytest.raises(RefusedError, match=r"1 setting.*\n.*allowed: --masking\.network none, or --model\.kind mae"):
+    with pytest.raises(RefusedError, match=r"1 setting.*\n.*allowed: --masking\.network none, or --upstream mae"):
         check(from_dict(document))
 
 

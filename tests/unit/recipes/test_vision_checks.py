@@ -24,8 +24,6 @@ def settings(**changes: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"objective": {"kind": "pos_mlm"}}, "--objective.kind mae"),
-        ({"model": {"kind": "bert"}}, "--objective.kind pos_mlm"),
         ({"model": {"dropout": 0.1}}, "--model.dropout"),
         ({"model": {"hidden_size": 770, "heads": 11}}, "--model.hidden_size is 770"),
         ({"vision": {"decoder_hidden_size": 510, "decoder_heads": 2}}, "--vision.decoder_hidden_size is 510"),
@@ -158,4 +156,4 @@ def test_the_rows_of_table_a1_are_adpe_vit_b_with_other_flags(eps: str) -> None:
 @pytest.mark.parametrize("name", known_recipes())
 def test_no_recipe_of_images_inherits_bert_s_epsilon(name: str) -> None:
     config = load_recipe(name)
-    assert config.optimizer.eps == (1e-6 if config.model.kind == "bert" else 1e-8)
+    assert config.optimizer.eps == (1e-6 if config.reads == "text" else 1e-8)

@@ -40,10 +40,10 @@ def encoder_config(path: str, *, recipe: str = "", size: int = 0, batch: int = B
         RefusedError: no such encoder, one of text, or a size that patches do not fill.
     """
     config = FinetuneConfig()
-    config.downstream.kind, config.objective.kind = "classification", "mae"
+    config.downstream.kind = "classification"
     if path == SCRATCH:
         found = load_recipe(recipe)
-        if found.model.kind == "bert":
+        if found.reads == "text":
             raise RefusedError(f"--recipe {recipe}: an encoder of text; allowed: a recipe of images")
         config.model, config.vision = copy.deepcopy(found.model), copy.deepcopy(found.vision)
         config.model.weights = ""

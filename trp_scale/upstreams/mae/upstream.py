@@ -8,7 +8,6 @@ from typing import Any
 from torch import nn
 
 from trp_scale.checkpoint.initial_weights import give_weights
-from trp_scale.config import Config
 from trp_scale.core.hooks import Hook, built
 from trp_scale.core.objective import PatchObjective
 from trp_scale.core.run import RunContext
@@ -23,6 +22,7 @@ from trp_scale.observe.throughput import mae_step_flops
 from trp_scale.training.loop import WindowSource
 from trp_scale.upstreams.mae.model import MaskedAutoencoder
 from trp_scale.upstreams.mae.objective import MaskedPatchReconstruction
+from trp_scale.upstreams.mae.settings import MaeConfig
 from trp_scale.upstreams.mae.u_mae import UniformPatchReconstruction
 from trp_scale.upstreams.mae.uniformity import Uniformity
 
@@ -30,7 +30,7 @@ from trp_scale.upstreams.mae.uniformity import Uniformity
 class ImageUpstream:
     """Crops of images with masked patches; see `Upstream`."""
 
-    def __init__(self, config: Config, environment: Environment) -> None:
+    def __init__(self, config: MaeConfig, environment: Environment) -> None:
         data = environment.data
         self.config = config
         self.sources = open_sources(config, rank=data.rank, world=data.size, device_type=environment.device.type)

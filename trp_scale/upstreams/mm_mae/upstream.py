@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import nn
 
-from trp_scale.config import Config
 from trp_scale.core.hooks import Hook, built
 from trp_scale.core.run import RunContext
 from trp_scale.data.sources import open_sources
@@ -17,12 +16,13 @@ from trp_scale.upstreams.mm_mae.export import CLASSES
 from trp_scale.upstreams.mm_mae.flops import mm_mae_step_flops
 from trp_scale.upstreams.mm_mae.model import MultimodalMaskedAutoencoder
 from trp_scale.upstreams.mm_mae.objective import MultimodalReconstruction
+from trp_scale.upstreams.mm_mae.settings import MmMaeConfig
 
 
 class MultimodalUpstream:
     """Images with masked patches in several modalities; see `Upstream`."""
 
-    def __init__(self, config: Config, environment: Environment) -> None:
+    def __init__(self, config: MmMaeConfig, environment: Environment) -> None:
         data = environment.data
         self.config = config
         self.sources = open_sources(config, rank=data.rank, world=data.size, device_type=environment.device.type)

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from trp_scale.checkpoint.initial_weights import give_weights
-from trp_scale.config import Config
 from trp_scale.core.batch import Batch
 from trp_scale.core.hooks import Hook
 from trp_scale.core.run import RunContext
@@ -22,6 +21,7 @@ from trp_scale.observe.throughput import bert_step_flops
 from trp_scale.training import rundir
 from trp_scale.upstreams.pos_bert.model import BertForMaskedPositions
 from trp_scale.upstreams.pos_bert.objective import PosMaskedLanguageModelling
+from trp_scale.upstreams.pos_bert.settings import PosBertConfig
 
 FREQUENCY_ROWS = 2048
 """Rows in which pieces are counted: a quarter of a million pieces at 128 to a row."""
@@ -41,7 +41,7 @@ def piece_counts(batch: Batch, meta: TextMeta) -> Tensor:
 class TextUpstream:
     """Sentence pairs with masked words; see `Upstream`."""
 
-    def __init__(self, config: Config, environment: Environment) -> None:
+    def __init__(self, config: PosBertConfig, environment: Environment) -> None:
         data = environment.data
         self.config = config
         self._group = data

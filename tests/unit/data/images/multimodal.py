@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from tests.settings import changed
+from tests.settings import changed, of_upstream
 from tests.unit.data.images.source_images import png
 from tests.unit.data.images.stored import config_for, jpeg, write_images, write_tar
 from trp_scale.config import Config
@@ -69,8 +69,7 @@ def write_beside(directory: Path, shards: list[list[Contents]]) -> Path:
 
 def multimodal_config(path: Path | str, **sections: dict[str, object]) -> Config:
     """A run on `path`: crops of 32 pixels in patches of 8, segmentation at a quarter, 10 of 48 patches visible."""
-    config = config_for(path, crops={"count": 1})
-    config.model.kind = config.objective.kind = "mm_mae"
+    config = of_upstream(config_for(path, crops={"count": 1}), "mm_mae")
     config.modalities.visible_tokens = 10
     return changed(config, **sections)  # type: ignore[no-any-return]
 

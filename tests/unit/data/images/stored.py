@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from PIL import Image
 
-from tests.settings import changed
+from tests.settings import changed, of_upstream
 from tests.unit.data import stored
 from trp_scale.config import Config
 from trp_scale.core.batch import Batch
@@ -86,11 +86,10 @@ def small_images(directory: Path, **changes: object) -> Path:
 
 def config_for(path: Path | str, **sections: dict[str, object]) -> Config:
     """A run on `path`: 2 crops of 32 pixels in patches of 8; global batch 12 in micro-batches of 3."""
-    config = stored.config_for(path)
-    config.model.kind, config.objective.kind = "mae", "mae"
+    config = of_upstream(stored.config_for(path), "mae")
     config.vision.patch_size, config.masking.ratio, config.masking.maskings = 8, 0.75, 0
     config.crops.count, config.crops.size, config.crops.view_size = 2, 32, 48
-    return changed(config, **sections)
+    return changed(config, **sections)  # type: ignore[no-any-return]
 
 
 def joined(windows: list[list[Batch]]) -> dict[str, torch.Tensor]:

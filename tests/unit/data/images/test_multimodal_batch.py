@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
 
+from tests.settings import of_upstream
 from tests.unit.data.images.multimodal import (
     DESCRIBED,
     first_window,
@@ -261,9 +261,8 @@ def test_members_of_a_mixture_have_depth_of_one_direction(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("kind", ["mae", "mm_mae"])
-def test_workers_import_the_builder_beforehand(data: Path, kind: Literal["mae", "mm_mae"]) -> None:
-    config = multimodal_config(data)
-    config.objective.kind = kind
+def test_workers_import_the_builder_beforehand(data: Path, kind: str) -> None:
+    config = of_upstream(multimodal_config(data), kind)
     assert BUILDERS[kind] == type(open_rows(config, parse_paths(config.data.path)).builder).__module__
 
 

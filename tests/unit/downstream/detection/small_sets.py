@@ -22,7 +22,7 @@ def detection_config(side: int = 64, **detection: Any) -> FinetuneConfig:
     """Settings of a small detector on patches of 8 pixels."""
     config = FinetuneConfig()
     config.downstream.kind, config.downstream.classes = "detection", 8
-    config.model.kind, config.model.layers, config.model.hidden_size = "mae", 4, 32
+    config.model.layers, config.model.hidden_size = 4, 32
     config.model.heads, config.model.intermediate_size, config.model.dropout = 2, 64, 0.0
     config.vision.patch_size, config.crops.size, config.crops.interpolation = 8, side, "bilinear"
     small = {"masks": "on", "width": 16, "box_head": "2fc", "box_width": 32, "rpn_convolutions": 1, "mask_size": 28}

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from tests.runs import image_flags, pretrain_here
 from tests.unit.downstream.probe.small_encoder import small_config, striped_images
 from trp_scale import cli
-from trp_scale.config import Config, RefusedError
+from trp_scale.config import RefusedError
 from trp_scale.distributed.groups import ALONE
 from trp_scale.downstream.probe.arguments import parse_probe
 from trp_scale.downstream.probe.features import LabelledFeatures
@@ -24,6 +24,7 @@ from trp_scale.downstream.results import read_results
 from trp_scale.downstream.trained_images import load_trained_images
 from trp_scale.preparation.images.settings import ShardImagesConfig
 from trp_scale.preparation.images.shard import shard_images
+from trp_scale.upstreams.mae.settings import MaeConfig
 
 SMALL = {"crops__size": 16, "vision__patch_size": 4, "training__steps": 4, "batch__micro_size": 8}
 
@@ -145,7 +146,7 @@ def test_the_head_of_stage_two_is_measured_beside_the_probe(
 
 def test_the_head_sees_what_it_has_learned_on() -> None:
     """By hand: without a norm 10 and 0 + 5 say class 0; normalised to 1 and -1 they say class 1."""
-    config = Config()
+    config = MaeConfig()
     head = StageTwo(config=config, checkpoint=Path(), weight=torch.eye(2), bias=torch.tensor([0.0, 5.0]))
     test = LabelledFeatures(features=np.array([[10.0, 0.0]], np.float32), labels=np.array([1]))
     for norm, expected in (("layer", 1.0), ("none", 0.0)):

@@ -15,7 +15,7 @@ def small_config(positions: str = "absolute", classes: int = 3, pooling: str = "
     """Two blocks of 16 with 2 heads on 4 x 4 patches of 4 pixels."""
     config = FinetuneConfig()
     config.model.layers, config.model.hidden_size, config.model.heads = 2, 16, 2
-    config.model.intermediate_size, config.model.kind = 24, "mae"
+    config.model.intermediate_size = 24
     config.vision.patch_size, config.crops.size = PATCH, SIZE
     config.vision.positions, config.vision.index = positions, "relaxed"  # type: ignore[assignment]
     config.downstream.classes, config.downstream.kind = classes, "classification"
