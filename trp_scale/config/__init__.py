@@ -7,6 +7,7 @@ checking live in `trp_scale/recipes/`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
@@ -86,6 +87,11 @@ class Config:
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+
+    def problems(self) -> Iterator[str]:
+        """What no run of these settings can have, beside ranges and what each section says of itself: each line names
+        the flag, the value found and what is allowed."""
+        return iter(())
 
     @property
     def reads(self) -> str:

@@ -57,11 +57,8 @@ def setting(default: Any, *, was: str | tuple[str, ...] = (), **bounds: float) -
 
 
 @dataclass(kw_only=True)
-class Settings:
-    """A section that one component owns. The string under a field is its help; `setting` gives its range."""
-
-    kind: str = ""
-    """Name of the component; given by the registry."""
+class Section:
+    """A section of a recipe. The string under a field is its help; `setting` gives its range."""
 
     def problems(self, config: Any) -> Iterator[str]:
         """What no run can have, beside ranges: each line names the flag, the value found and what is allowed."""
@@ -75,6 +72,14 @@ class Settings:
             steps_per_epoch: global batches that the training rows make; 0 = not known yet.
         """
         return iter(())
+
+
+@dataclass(kw_only=True)
+class Settings(Section):
+    """A section that one component owns."""
+
+    kind: str = ""
+    """Name of the component; given by the registry."""
 
 
 def sections(config: Config) -> Mapping[str, Any]:

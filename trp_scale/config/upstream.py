@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import tyro.conf
 
-from trp_scale.config.settings import setting
+from trp_scale.config.settings import Section, setting
 
 Weights = Literal["last", "average"]
 """Which weights of a run: as its last step left them, or the average that its hook weight_average kept of them."""
@@ -148,10 +149,10 @@ class MaskingConfig:
 
 
 @dataclass(kw_only=True)
-class CropsConfig:
+class CropsConfig(Section):
     """Which parts of an image are rows of the model. Crops and flips follow from (seed, row key, epoch)."""
 
-    count: int = 1
+    count: int = setting(1, at_least=1)
     """Crops of each image in each epoch, k in AdPE 3.2; they share one decoding of the file."""
     size: int = 224
     """Side of a crop in pixels (MAE+: 112)."""
@@ -164,7 +165,19 @@ class CropsConfig:
     """Smallest share of the image's area that a random resized crop (or the view) covers."""
     max_scale: float = 1.0
     """Largest share of the image's area that a random resized crop (or the view) covers."""
-    flip: float = 0.5
+    flip: float = setting(0.5, at_least=0, at_most=1)
     """Probability of a horizontal flip."""
     interpolation: Literal["bicubic", "bilinear"] = "bicubic"
     """How a crop is resized; both with antialiasing."""
+
+    def problems(self, config: Any) -> Iterator[str]:
+        if not 0 < self.min_scale <= self.max_scale <= 1:
+            yield (
+                f"--crops.min_scale is {self.min_scale} and --crops.max_scale {self.max_scale}, allowed: shares of the "
+                "image's area, more than 0, at most 1, the first not above the second"
+            )
+        if self.from_ == "view" and self.view_size < self.size:
+            yield (
+                f"--crops.view_size is {self.view_size}, below --crops.size {self.size}: no window of that size lies "
+                "in the view; raise it, or use --crops.from image"
+            )

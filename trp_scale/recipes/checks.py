@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from trp_scale.config import Config, PretrainConfig, RefusedError
 from trp_scale.config.components import find
 from trp_scale.config.finetuning import FinetuneConfig
-from trp_scale.config.settings import Settings, range_problems, sections
+from trp_scale.config.settings import Section, range_problems, sections
 from trp_scale.recipes.multilevel_checks import multilevel_cautions, multilevel_problems
 from trp_scale.recipes.vision_checks import unread_settings, vision_problems
 
@@ -30,8 +30,9 @@ def general_problems(config: Config) -> Iterator[str]:
     """What neither a pre-training nor a fine-tuning run can have."""
     yield from range_problems(config)
     for section in sections(config).values():
-        if isinstance(section, Settings):
+        if isinstance(section, Section):
             yield from section.problems(config)
+    yield from config.problems()
     yield from hook_problems(config)
     yield from _relations(config)
 
@@ -50,7 +51,7 @@ def cautions(config: Config, steps_per_epoch: int = 0) -> list[str]:
             f"the learning rate never reaches --optimizer.lr {optimizer.lr:g}"
         )
     for section in sections(config).values():
-        if isinstance(section, Settings):
+        if isinstance(section, Section):
             found += section.cautions(config, steps_per_epoch)
     if isinstance(config, PretrainConfig):
         found += multilevel_cautions(config)

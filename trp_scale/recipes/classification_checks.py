@@ -5,14 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from trp_scale.config.finetuning import FinetuneConfig
-from trp_scale.recipes.vision_checks import crop_problems
 
 MOST_MAGNITUDE = 10
 
 
 def classification_problems(config: FinetuneConfig) -> Iterator[str]:
     """Settings that no classification can have."""
-    yield from crop_problems(config)
     augmentation, crops, micro_size = config.augmentation, config.crops, config.batch.micro_size
     if not 0 <= augmentation.magnitude <= MOST_MAGNITUDE:
         yield f"--augmentation.magnitude is {augmentation.magnitude}, allowed: from 0 (none) to {MOST_MAGNITUDE}"

@@ -23,8 +23,6 @@ def dense_problems(config: FinetuneConfig) -> Iterator[str]:
             f"--dense.min_scale is {dense.min_scale} and --dense.max_scale {dense.max_scale}, allowed: more than 0, at "
             f"most {MOST_SCALE:g}, the first not above the second"
         )
-    if not 0 <= config.crops.flip <= 1:
-        yield f"--crops.flip is {config.crops.flip}, allowed: a probability from 0 to 1"
     if not 0 <= dense.overlap <= 0.9:
         yield f"--dense.overlap is {dense.overlap}, allowed: from 0 to 0.9"
     if dense.width < 0 or dense.width % WIDTH_UNIT:

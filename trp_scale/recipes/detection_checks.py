@@ -28,8 +28,6 @@ def detection_problems(config: FinetuneConfig) -> Iterator[str]:
             f"--detection.min_scale is {detection.min_scale} and --detection.max_scale {detection.max_scale}, allowed: "
             "more than 0, at most 4, the first not above the second"
         )
-    if not 0 <= config.crops.flip <= 1:
-        yield f"--crops.flip is {config.crops.flip}, allowed: a probability from 0 to 1"
     if patch_size < 4 or patch_size & (patch_size - 1):
         yield (
             f"the encoder's patches have {patch_size} pixels; allowed for detection: a power of two from 4, since the "

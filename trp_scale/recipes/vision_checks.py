@@ -18,7 +18,6 @@ def vision_problems(config: PretrainConfig) -> Iterator[str]:
     if objective.output_bias != "zero":
         yield f"--objective.output_bias is {objective.output_bias}, allowed for --upstream {upstream}: zero"
     yield from _sizes(config)
-    yield from crop_problems(config)
     if upstream == "mm_mae":
         yield from modality_problems(config)
 
@@ -63,25 +62,6 @@ def _sizes(config: PretrainConfig) -> Iterator[str]:
         yield (
             f"--masking.ratio {config.masking.ratio} leaves {split.visible} of {split.patches} patches visible; at "
             "least one must be visible and one masked: change it, or --crops.size"
-        )
-
-
-def crop_problems(config: Config) -> Iterator[str]:
-    """Crops that no image has."""
-    crops = config.crops
-    if crops.count < 1:
-        yield f"--crops.count is {crops.count}, allowed: 1 or more"
-    if not 0 < crops.min_scale <= crops.max_scale <= 1:
-        yield (
-            f"--crops.min_scale is {crops.min_scale} and --crops.max_scale {crops.max_scale}, allowed: shares of the "
-            "image's area, more than 0, at most 1, the first not above the second"
-        )
-    if not 0 <= crops.flip <= 1:
-        yield f"--crops.flip is {crops.flip}, allowed: a probability from 0 to 1"
-    if crops.from_ == "view" and crops.view_size < crops.size:
-        yield (
-            f"--crops.view_size is {crops.view_size}, below --crops.size {crops.size}: no window of that size lies in "
-            "the view; raise it, or use --crops.from image"
         )
 
 

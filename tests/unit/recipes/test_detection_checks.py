@@ -25,7 +25,6 @@ def test_a_small_detector_is_allowed() -> None:
         ("detection", "score_threshold", 1.5, "--detection.score_threshold is 1.5"),
         ("detection", "mask_size", 1, "--detection.mask_size is 1"),
         ("detection", "min_scale", 2.0, "the first not above the second"),
-        ("crops", "flip", -0.1, "--crops.flip is -0.1"),
         ("crops", "size", 56, "multiples of four patches, 32 pixels, for example 32"),
         ("vision", "patch_size", 14, "a power of two from 4"),
         ("model", "layers", 6, "every fourth of the blocks, the encoder has 6"),
@@ -47,4 +46,12 @@ def test_recipes_of_detection_are_allowed_and_train_the_plain_sum(name: str) -> 
     assert (balancer.kind, balancer.total, balancer.form) == ("uniform", "paper", "sum")
     config.detection.box_samples = 0
     with pytest.raises(RefusedError, match=r"--detection\.box_samples is 0"):
+        check_finetune(config)
+
+
+def test_a_probability_of_a_flip_is_one() -> None:
+    config = load_recipe("detection_tiny")
+    assert isinstance(config, FinetuneConfig)
+    config.crops.flip = -0.1
+    with pytest.raises(RefusedError, match=r"--crops\.flip is -0\.1, allowed: from 0 to at most 1"):
         check_finetune(config)
