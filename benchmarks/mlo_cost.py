@@ -29,6 +29,7 @@ from benchmarks.mlo_steps import CLASSES, cycle, cycle_steps, labelled_window, m
 from benchmarks.mlo_unrolled import Rates, UnrolledMasks
 from benchmarks.rounds import Measured, alternate, pair_ratio
 from trp_scale.config import Config, split_patches
+from trp_scale.config.components import settings_of
 from trp_scale.masks.flops import multilevel_step_flops
 from trp_scale.masks.masking_network import NETWORKS
 from trp_scale.observe.throughput import mae_step_flops
@@ -73,7 +74,6 @@ def large(options: Options) -> Config:
     """ViT-B/16 with MAE's decoder."""
     config = load_recipe("mae_vit_b")
     config.batch.global_size = config.batch.micro_size = options.rows
-    config.masking.hidden_size = 512
     config.training.steps, config.optimizer.warmup_steps = 10**9, 0
     return config
 
@@ -93,14 +93,15 @@ def measured_model(options: Options) -> Config:
 def with_masks(config: Config, options: Options, cycle_of: tuple[int, int, int]) -> Config:
     """These settings with learned masks."""
     config = copy.deepcopy(config)
-    config.masking.network = options.network
-    config.multilevel.unroll, config.multilevel.every, parts = cycle_of
-    config.multilevel.micro_size = options.rows // parts
+    unroll, every, parts = cycle_of
+    own = {"network": options.network, "unroll": unroll, "every": every, "micro_size": options.rows // parts}
+    config.multilevel = settings_of("multilevel", "head", **own)
     return config
 
 
 def reference_cycle(config: Config, options: Options, unroll: int, device: torch.device) -> Callable[[], object]:
     """A cycle of the reference over images of noise."""
+    config = with_masks(config, options, (unroll, 1, 1))
     with device:
         model, network = MaskedAutoencoder(config), NETWORKS[options.network](config)
         visible = split_patches(config.crops.size, config.vision.patch_size, config.masking.ratio).visible

@@ -82,12 +82,13 @@ def settings(options: Options, world: int, *, masks: bool) -> Config:
         ),
         vision=VisionConfig(decoder_layers=options.decoder_layers),
         crops=CropsConfig(size=options.size),
-        masking=MaskingConfig(ratio=0.5, network="patchwise" if masks else "none"),
+        masking=MaskingConfig(ratio=0.5),
         batch=BatchConfig(global_size=ROWS * world, micro_size=ROWS),
         optimizer=OptimizerConfig(warmup_steps=0, schedule="constant"),
     )
     config.balancer = settings_of("balancer", "uniform")
-    config.multilevel.unroll = config.multilevel.every = 1
+    if masks:
+        config.multilevel = settings_of("multilevel", "head", network="patchwise", unroll=1, every=1)
     return config
 
 

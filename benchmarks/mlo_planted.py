@@ -47,7 +47,7 @@ class Outcome:
 
 def outcome(seed: int, steps: int = STEPS) -> Outcome:
     """Both runs of a seed."""
-    random, learned = (planted_run(seed, network, steps=steps) for network in ("none", "flattened"))
+    random, learned = (planted_run(seed, learned=learned, steps=steps) for learned in (False, True))
     untrained = random.probe()
     random.train()
     learned.train()

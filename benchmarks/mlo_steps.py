@@ -12,11 +12,10 @@ from benchmarks.minimax_overhead import SameWindow, Unobserved, rows_of
 from trp_scale.config import Config
 from trp_scale.core.batch import Batch
 from trp_scale.core.engine import Engine
-from trp_scale.core.hooks import build_hooks
+from trp_scale.core.hooks import build_hooks, built
 from trp_scale.core.run import MakeEngine, RunContext
 from trp_scale.distributed.groups import ALONE
 from trp_scale.engines.plain import PlainEngine
-from trp_scale.masks import build_multilevel
 from trp_scale.training.agreement import StepAgreement
 from trp_scale.training.loop import Trainer
 from trp_scale.upstreams.mae.model import MaskedAutoencoder
@@ -65,13 +64,13 @@ def masks_trainer(config: Config, rows: int, make_engine: MakeEngine) -> Trainer
     """
     engine: Engine = make_engine(MaskedAutoencoder(config), config)
     objective = MaskedPatchReconstruction(config.objective, config.vision.patch_size)
-    labels = labelled_window(config, rows)
-    served = Served(
-        train=SameWindow([random_images(config, rows)]),
-        downstream=Labelled(train=SameWindow(labels), validation=SameWindow(labels)),
-    )
+    downstream = None
+    if config.multilevel.reads_labels:
+        labels = labelled_window(config, rows)
+        downstream = Labelled(train=SameWindow(labels), validation=SameWindow(labels))
+    served = Served(train=SameWindow([random_images(config, rows)]), downstream=downstream)
     run = RunContext(config=config, objective=objective, engine=engine, sources=served, make_engine=make_engine)
-    masks = build_multilevel(run)
+    masks = built(run, "multilevel")
     trainer = Trainer(
         run_context=run,
         hooks=build_hooks(run, [masks] if masks else []),
@@ -88,7 +87,7 @@ def masks_trainer(config: Config, rows: int, make_engine: MakeEngine) -> Trainer
 
 def cycle_steps(config: Config) -> int:
     """Steps of the encoder from one update of the masking network to the next."""
-    return 1 if config.masking.network == "none" else config.multilevel.unroll * config.multilevel.every
+    return config.multilevel.unroll * config.multilevel.every if config.multilevel.learns else 1
 
 
 def cycle(config: Config, trainer: Trainer) -> Callable[[], object]:

@@ -51,9 +51,6 @@ SMALL = {
     "data.validation_fraction": 0.0,
     "training.precision": "fp32",
     "optimizer.lr": 1e-3,
-    "masking.hidden_size": 128,
-    "multilevel.head_norm": "layer",
-    "multilevel.head_lr": 1e-2,
     "checkpoint.every": 0,
     "logging.every": 20,
     "logging.progress": "false",
@@ -61,8 +58,8 @@ SMALL = {
 """A ViT that two cores can train; the rest is as in mlo_mae_cifar."""
 
 METHODS: dict[str, dict[str, str | int | float]] = {
-    "MAE": {"masking.network": "none"},
-    "MLO-MAE": {},
+    "MAE": {"multilevel.kind": "none"},
+    "MLO-MAE": {"multilevel.hidden_size": 128, "multilevel.head_norm": "layer", "multilevel.head_lr": 1e-2},
 }
 """What differs. MAE sees all of the training set, MLO-MAE's encoder the 80 % that are D_tr, as in the paper."""
 

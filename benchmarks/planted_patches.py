@@ -21,17 +21,15 @@ from trp_scale.config import (
     CropsConfig,
     MaskingConfig,
     ModelConfig,
-    MultilevelConfig,
     OptimizerConfig,
     TrainingConfig,
     VisionConfig,
 )
 from trp_scale.config.components import settings_of
 from trp_scale.core.batch import Batch
-from trp_scale.core.hooks import build_hooks
+from trp_scale.core.hooks import build_hooks, built
 from trp_scale.core.run import MakeEngine, RunContext
 from trp_scale.distributed.groups import ALONE
-from trp_scale.masks import build_multilevel
 from trp_scale.masks.hook import LearnedMasks
 from trp_scale.training.agreement import StepAgreement
 from trp_scale.training.loop import Trainer
@@ -46,6 +44,8 @@ NOISE, OTHER_NOISE = 1.3, 5.0
 """Deviations of a value at the signal places and elsewhere; that of the patterns' values is 1."""
 LEVEL, UNIT = 0.45, 0.075
 """Pixel of a value of 0, and difference of pixels for a value of 1; what leaves [0, 1] is cut off."""
+LABELLED = 64
+"""Images of a batch of D_tr or D_val."""
 STEPS = 80
 """After which random masks have hardly begun to teach the classes, and learned ones have."""
 
@@ -123,13 +123,16 @@ class Sources:
     downstream: Labelled
 
 
-def planted_config(seed: int, network: str, steps: int) -> Config:
+def planted_config(seed: int, steps: int, *, learned: bool, difference: float) -> Config:
     """A small MAE, and a masking network that does not move much before hypergradients say something.
 
     Before reconstruction begins to work they are noise, and a hundred times smaller than after; AdamW would follow them
     as far, and masks that no longer fall on the signal do not come back to it. Hence eps. The very first are large,
     since AdamW's first steps have the sign of the gradient alone. Hence the warm-up.
     """
+    sizes = {"unroll": 1, "batch_size": LABELLED, "micro_size": LABELLED, "hidden_size": 64}
+    rates = {"head_lr": 1e-3, "lr": 0.02, "eps": 1e-3, "difference": difference}
+    multilevel = settings_of("multilevel", "head", **sizes, **rates) if learned else settings_of("multilevel", "none")
     return MaeConfig(
         model=ModelConfig(layers=1, hidden_size=32, heads=2, intermediate_size=64, dropout=0.0, layer_norm_eps=1e-6),
         vision=VisionConfig(
@@ -141,8 +144,8 @@ def planted_config(seed: int, network: str, steps: int) -> Config:
             decoder_heads=2,
         ),
         crops=CropsConfig(count=1, size=GRID * PATCH),
-        masking=MaskingConfig(ratio=MASKED / PATCHES, maskings=0, network=network, hidden_size=64),  # type: ignore[arg-type]
-        multilevel=MultilevelConfig(unroll=1, batch_size=64, micro_size=64, head_lr=1e-3, lr=0.02, eps=1e-3),
+        masking=MaskingConfig(ratio=MASKED / PATCHES, maskings=0),
+        multilevel=multilevel,
         batch=BatchConfig(global_size=16, micro_size=16),
         training=TrainingConfig(steps=steps, seed=seed),
         optimizer=OptimizerConfig(lr=3e-3, beta2=0.95, warmup_steps=20, schedule="constant"),
@@ -195,28 +198,25 @@ class PlantedRun:
 
 
 def planted_run(
-    seed: int, network: str, *, steps: int = STEPS, dtype: torch.dtype = torch.float32, difference: float = 1e-2
+    seed: int, *, learned: bool, steps: int = STEPS, dtype: torch.dtype = torch.float32, difference: float = 1e-2
 ) -> PlantedRun:
     """Parts of a run, joined.
 
     Args:
-        network: masking.network.
-        difference: multilevel.difference.
+        learned: by a masking network, whose hypergradient takes differences of this length (multilevel.difference).
     """
-    config, planted = planted_config(seed, network, steps), Planted(seed)
-    config.multilevel.difference = difference
+    config, planted = planted_config(seed, steps, learned=learned, difference=difference), Planted(seed)
     plain = plain_engines(torch.device("cpu"))
     make_engine: MakeEngine = lambda module, own: plain(module.to(dtype), own)  # noqa: E731
     model = MaskedAutoencoder(config)
     engine = make_engine(model, config)
     objective = MaskedPatchReconstruction(config.objective, PATCH)
-    upper = config.multilevel.batch_size
-    labelled = Labelled(Windows(planted, upper, D_TR), Windows(planted, upper, D_VAL))
+    labelled = Labelled(Windows(planted, LABELLED, D_TR), Windows(planted, LABELLED, D_VAL))
     source = Windows(planted, config.batch.global_size, 0)
     run = RunContext(
         config=config, objective=objective, engine=engine, sources=Sources(source, labelled), make_engine=make_engine
     )
-    hook = build_multilevel(run)
+    hook = built(run, "multilevel")
     trainer = Trainer(
         run_context=run,
         hooks=build_hooks(run, [] if hook is None else [hook]),
@@ -228,4 +228,4 @@ def planted_run(
         stop_requested=lambda: None,
     )
     engine.train(True)
-    return PlantedRun(planted=planted, config=config, trainer=trainer, model=model, hook=hook)  # type: ignore[arg-type]
+    return PlantedRun(planted=planted, config=config, trainer=trainer, model=model, hook=hook)

@@ -176,7 +176,7 @@ def exact(updates: list[Update], path: Path = "both") -> Weights:
     return hypergradient(
         MaskedAutoencoder(config).double(),
         doubled(first.weights),
-        NETWORKS[config.masking.network](config).double(),
+        NETWORKS[config.multilevel.network](config).double(),
         doubled(first.network),
         (head["weight"], head["bias"]),
         lower=[lower],
@@ -185,7 +185,7 @@ def exact(updates: list[Update], path: Path = "both") -> Weights:
         encoder_rule=held_adamw(first.mean, first.square, first.number * unroll, first.lr, config, decay),
         head_rule=held_adamw(first.head_mean, first.head_square, first.number, first.head_lr, config, head_decay),
         pooling=config.multilevel.pooling,
-        normalise=config.masking.weights == "normalised",
+        normalise=config.multilevel.weights == "normalised",
         through_head=path != "encoder",
         through_encoder=path != "head",
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from tests.synthetic import Layout, RecordingTrainer, Result, SilentObserver, data_group
 from tests.synthetic_images import PATCH, SyntheticImages, TwoHalves, batch, by_projection, image_config
 from trp_scale.config import Config
+from trp_scale.config.components import find
 from trp_scale.core.batch import Batch
 from trp_scale.core.engine import Engine
 from trp_scale.core.hooks import Hook, build_hooks, built
@@ -19,7 +20,6 @@ from trp_scale.core.run import RunContext
 from trp_scale.data.train_source import JoinedWindows
 from trp_scale.distributed.groups import Group
 from trp_scale.engines.build import build_engine
-from trp_scale.masks import build_multilevel
 from trp_scale.masks.hook import LearnedMasks
 from trp_scale.masks.joint import JointObjective
 from trp_scale.training.agreement import StepAgreement
@@ -63,10 +63,11 @@ class LabelledImages:
 
     @property
     def size(self) -> int:
-        return self.config.multilevel.batch_size or self.config.batch.global_size
+        size: int = self.config.multilevel.batches(self.config)[0]
+        return size
 
     def _window(self, cursor: int) -> list[Batch]:
-        micro = self.config.multilevel.micro_size or self.config.batch.micro_size
+        _, micro = self.config.multilevel.batches(self.config)
         share = self.size // self.group.size
         first = self.first + cursor + self.group.rank * share
         return [labelled(range(start, start + micro)) for start in range(first, first + share, micro)]
@@ -105,10 +106,13 @@ class SyntheticSources:
 
 
 def mask_config(layout: Layout, **changes: Any) -> Config:
-    """The small masked autoencoder with a masking network of 8 between its layers."""
+    """The small masked autoencoder with a masking network of 8 between its layers; of our own settings those that the
+    kind of learning has."""
+    kind = changes.get("multilevel", {}).get("kind", "head")
+    ours = {"hidden_size": 8, "head_lr": 0.03, "lr": 0.02, "unroll": 2}
+    known = {field.name for field in fields(find("multilevel", kind).settings)}
     settings: dict[str, dict[str, Any]] = {
-        "masking": {"network": "flattened", "hidden_size": 8},
-        "multilevel": {"head_lr": 0.03, "lr": 0.02, "unroll": 2},
+        "multilevel": {"kind": kind, **{name: value for name, value in ours.items() if name in known}},
         "vision": {"tokens": "visible", "positions": "absolute", "decoder_layers": 1},
         "optimizer": {"lr": 3e-3, "eps": 1e-4},
     }
@@ -160,12 +164,19 @@ def masks_run(
         last = [Uniformity(objective)]
     downstream = SyntheticDownstream(LabelledImages(config, group, D_TR), LabelledImages(config, group, D_VAL))
     source: Any = PeekedImages(config, group)
-    sources = SyntheticSources(source, downstream if config.multilevel.feedback == "downstream" else None)
-    if config.multilevel.second_level == "joint":
+    sources = SyntheticSources(source, downstream if config.multilevel.reads_labels else None)
+    if config.multilevel.joins_labelled:
         objective = JointObjective(config, objective, classes=CLASSES, device=torch.device("cpu"), dtype=dtype)
         source = JoinedWindows(source, downstream.train)
-    run = RunContext(config=config, objective=objective, engine=engine, sources=sources, make_engine=make_engine)
-    hook = build_multilevel(run)
+    run = RunContext(
+        config=config,
+        objective=objective,
+        engine=engine,
+        sources=sources,
+        make_engine=make_engine,
+        make_model=lambda: MaskedAutoencoder(config),
+    )
+    hook = built(run, "multilevel")
     adversary = built(run, "adversary")
     others = [each for each in (hook, adversary, *last) if each is not None]
     trainer = RecordingTrainer(
@@ -179,7 +190,7 @@ def masks_run(
         stop_requested=lambda: None,
     )
     trainer.engine.train(True)
-    return MasksRun(trainer=trainer, hook=hook, engine=engine, model=networks[0], networks=networks[1:])  # type: ignore[arg-type]
+    return MasksRun(trainer=trainer, hook=hook, engine=engine, model=networks[0], networks=networks[1:])
 
 
 @dataclass(kw_only=True)

@@ -3,9 +3,10 @@
 from trp_scale import averaging, monitoring
 from trp_scale.adversary import settings as adversary
 from trp_scale.balancing import settings as balancing
+from trp_scale.masks import settings as masks
 from trp_scale.modalities import settings as modalities
 from trp_scale.upstreams.mae import settings as mae
 from trp_scale.upstreams.mm_mae import settings as mm_mae
 from trp_scale.upstreams.pos_bert import settings as pos_bert
 
-__all__ = ["adversary", "averaging", "balancing", "mae", "mm_mae", "modalities", "monitoring", "pos_bert"]
+__all__ = ["adversary", "averaging", "balancing", "mae", "masks", "mm_mae", "modalities", "monitoring", "pos_bert"]

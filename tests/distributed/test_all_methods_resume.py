@@ -22,7 +22,8 @@ LONG = 100_000
 flags = partial(
     image_flags,
     "adpe_tiny",
-    masking__network="patchwise",
+    multilevel__kind="head",
+    multilevel__network="patchwise",
     balancer__kind="minimax",
     multilevel__unroll=2,
     multilevel__every=2,

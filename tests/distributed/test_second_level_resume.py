@@ -17,8 +17,8 @@ from trp_scale.checkpoint import manager
 from trp_scale.checkpoint.engine_group import EngineGroup
 
 LEVELS: dict[str, dict[str, Any]] = {
-    "joint": {"second_level": "joint", "gamma": 0.5},
-    "fine_tuning": {"second_level": "fine_tuning", "proximity": 20.0},
+    "joint": {"kind": "joint", "gamma": 0.5},
+    "fine_tuning": {"kind": "fine_tuning", "proximity": 20.0},
 }
 STEPS = 3
 """Before the stop, which is within a cycle; the last outer step comes after 8."""

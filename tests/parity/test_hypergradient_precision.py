@@ -22,7 +22,7 @@ Changes = dict[str, dict[str, Any]]
 
 def changes(precision: str, **masking: Any) -> Changes:
     """A difference of 1e-2, as runs have it."""
-    return {"training": {"precision": precision}, "multilevel": {"unroll": 1, "difference": 1e-2}, "masking": masking}
+    return {"training": {"precision": precision}, "multilevel": {"unroll": 1, "difference": 1e-2, **masking}}
 
 
 def measured(two_ranks: Ranks, layout: Layout, settings: Changes) -> dict[Path, Agreement]:
@@ -85,11 +85,11 @@ def test_bf16_weights_are_refused_because_they_round_moves_away(two_ranks: Ranks
         for flag in (
             "torch_autocast",
             "--training.precision fp32",
-            "--multilevel.feedback",
+            "--multilevel.kind reconstruction",
             "--multilevel.exact_every",
         ):
             assert flag in message
-    unmoved = {**changes("bf16", network="flattened"), "multilevel": {"feedback": "reconstruction"}}
+    unmoved = {**changes("bf16", network="flattened"), "multilevel": {"kind": "reconstruction"}}
     two_ranks(made, layout, unmoved)  # nothing is moved there
 
 

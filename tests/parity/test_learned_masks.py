@@ -31,13 +31,13 @@ PATCHWISE = {"network": "patchwise", "hidden_size": 32}
 
 VARIANTS: dict[str, Changes] = {
     "flattened": {"multilevel": {"unroll": 1}},
-    "patchwise": {"masking": {**PATCHWISE, "weights": "normalised"}, "multilevel": {"pooling": "class"}},
+    "patchwise": {"multilevel": {"pooling": "class", **PATCHWISE, "weights": "normalised"}},
     "every 2": {"multilevel": {"unroll": 1, "every": 2, "head_norm": "layer"}},
     "unroll 5": {"multilevel": {"unroll": 5}, "training": {"steps": 6}},
-    "straight through": {"masking": {"selection": "straight_through"}, "multilevel": {"unroll": 1}},
-    "softsort": {"masking": {"selection": "softsort", **PATCHWISE}},
-    "curriculum": {"masking": {"ratio": 0.5, "final_ratio": 0.875}, "multilevel": {"unroll": 1}},
-    "reconstruction": {"masking": {"weights": "normalised"}, "multilevel": {"feedback": "reconstruction"}},
+    "straight through": {"multilevel": {"unroll": 1, "selection": "straight_through"}},
+    "softsort": {"multilevel": {"selection": "softsort", **PATCHWISE}},
+    "curriculum": {"masking": {"ratio": 0.5}, "multilevel": {"unroll": 1, "final_ratio": 0.875}},
+    "reconstruction": {"multilevel": {"kind": "reconstruction", "weights": "normalised"}},
     "look ahead": {"multilevel": {"mode": "look_ahead", "derivative": "full", "look_ahead_lr": 0.05, "lr": 0.1}},
 }
 """Unroll 2 where nothing else is said, four steps."""

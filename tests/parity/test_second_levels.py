@@ -19,8 +19,8 @@ from tests.synthetic_masks import MasksResult, run_masks
 STEPS = 5
 UNROLL = 2
 LEVELS: dict[str, dict[str, Any]] = {
-    "joint": {"second_level": "joint", "gamma": 0.5, "batch_size": 12},
-    "fine_tuning": {"second_level": "fine_tuning", "proximity": 20.0},
+    "joint": {"kind": "joint", "gamma": 0.5, "batch_size": 12},
+    "fine_tuning": {"kind": "fine_tuning", "proximity": 20.0},
 }
 ACCUMULATION = {"plain": 1, "fsdp": 2, "zero2": 1, "zero3": 2, "zero3_offload": 1}
 """Micro-batches of D_u on each rank, by engine; DeepSpeed believes that a window holds no more than these."""

@@ -78,7 +78,7 @@ SECOND_LEVELS = ("head", "joint")
 @pytest.mark.parametrize("layout", ["accumulation 1", "fsdp"])
 @pytest.mark.parametrize("level", SECOND_LEVELS)
 def test_it_composes_with_learned_masks(two_ranks: Ranks, level: str, layout: str) -> None:
-    multilevel = {**ROUNDING["multilevel"], "second_level": level}
+    multilevel = {**ROUNDING["multilevel"], "kind": level}
     settings = {**ROUNDING, "multilevel": multilevel, "objective": {"uniformity": 0.5}, "training": {"steps": STEPS}}
     theirs = run_masks(Layout(micro_size=2), settings)
     arguments = (LAYOUTS[layout], settings)

@@ -43,7 +43,6 @@ KNOWN = {
     ("data", "upstreams"),  # data/kinds.py chooses
     ("models", "upstreams"),  # models/given_weights.py chooses
     ("checkpoint", "upstreams"),  # checkpoint/export.py chooses
-    ("masks", "upstreams"),
     ("upstreams", "training"),
 }
 """What still goes against the direction, and has to go."""

@@ -15,7 +15,6 @@ import tyro.conf
 
 from trp_scale.config.components import default_settings
 from trp_scale.config.modalities import ModalitiesConfig
-from trp_scale.config.multilevel import MultilevelConfig
 from trp_scale.config.patches import MOST_PATCHES, PatchSplit, split_patches
 from trp_scale.config.run import (
     BatchConfig,
@@ -47,7 +46,6 @@ __all__ = [
     "MaskingConfig",
     "ModalitiesConfig",
     "ModelConfig",
-    "MultilevelConfig",
     "ObjectiveConfig",
     "OptimizerConfig",
     "PatchSplit",
@@ -83,7 +81,8 @@ class Config:
     """Settings of the balancer of this kind."""
     adversary: Any = field(default_factory=default_settings("adversary", "none"), metadata={"role": "adversary"})
     """Settings of the adversary of this kind."""
-    multilevel: MultilevelConfig = field(default_factory=MultilevelConfig)
+    multilevel: Any = field(default_factory=default_settings("multilevel", "none"), metadata={"role": "multilevel"})
+    """Settings of learned masks of this kind."""
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)

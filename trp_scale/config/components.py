@@ -32,7 +32,7 @@ ENTRY_POINTS = "trp_scale.components"
 BUILT_IN = "trp_scale.components"
 """Module that imports the package's own."""
 
-Role = Literal["balancer", "hook", "adversary", "modality", "upstream", "task"]
+Role = Literal["balancer", "hook", "adversary", "multilevel", "modality", "upstream", "task"]
 
 RUNS = {"upstream": "upstream", "task": "downstream.kind"}
 """Roles whose settings are those of a whole run, and the key of a recipe that names the component."""
@@ -52,6 +52,7 @@ class Component:
         after: hooks: names of those that must come before it where both are on.
         tasks: modalities: names of what it can be predicted as.
         implementation: "module:Class", or the class.
+        was: settings with a value, "section.setting value", that this kind stands for now.
     """
 
     role: str
@@ -61,6 +62,7 @@ class Component:
     after: tuple[str, ...]
     tasks: tuple[str, ...]
     implementation: str | type[Any]
+    was: tuple[str, ...] = ()
 
     def load(self) -> Any:
         """The class; its module is imported now."""
@@ -85,17 +87,25 @@ _loaded = False
 
 
 def component(
-    role: Role, name: str, implementation: str = "", *, after: tuple[str, ...] = (), tasks: tuple[str, ...] = ()
+    role: Role,
+    name: str,
+    implementation: str = "",
+    *,
+    after: tuple[str, ...] = (),
+    tasks: tuple[str, ...] = (),
+    was: tuple[str, ...] = (),
 ) -> Callable[[Class], Class]:
     """Register the class below: a settings dataclass where `implementation` names the class as "module:Class", or the
     class itself, whose inner dataclass `Settings` (none: it has no settings) is its section. The settings of an
     upstream or a task derive from `PretrainConfig` or `FinetuneConfig`.
 
     Args:
-        role: balancer, hook, modality, upstream or task.
+        role: balancer, hook, adversary, multilevel, modality, upstream or task.
         name: that a recipe calls it by: letters, digits and underscores.
         after: hooks: names of those that must come before it where both are on.
         tasks: modalities: names of what it can be predicted as; none: its own name.
+        was: settings with a value, "section.setting value", that this kind stands for now; who still writes one is told
+            so.
 
     Raises:
         RefusedError: no such role, a name that is no word or that another module has taken, or Settings that are no
@@ -125,6 +135,7 @@ def component(
             after=after,
             tasks=tasks or (name,),
             implementation=implementation or cls,
+            was=was,
         )
         return tagged if implementation else cls  # type: ignore[return-value]
 
@@ -238,6 +249,13 @@ def runs() -> list[tuple[str, str, type[Any]]]:
     """(role, name, settings) of all components that a whole run is of."""
     _load_all()
     return [(each.role, each.name, each.settings) for each in _components.values() if each.role in RUNS]
+
+
+def kind_in_place_of(was: str) -> str:
+    """What a setting that is no more is now with this value, "section.setting value": "section.kind NAME". Empty where
+    no kind stands for it."""
+    _load_all()
+    return next((f"{each.role}.kind {each.name}" for each in _components.values() if was in each.was), "")
 
 
 def kinds_beside(settings: type[Settings]) -> list[str]:

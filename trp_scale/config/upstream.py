@@ -130,22 +130,6 @@ class MaskingConfig:
     """Draw single word pieces, or whole words."""
     sampling: Literal["uniform", "stratified"] = "uniform"
     """stratified: positions are drawn systematically over the groups; each group's count then varies less."""
-    network: Literal["none", "flattened", "patchwise"] = "none"
-    """none: masks are drawn at random. Otherwise a network gives each patch of an image a probability, and the most
-    probable patches are masked (MLO-MAE; --multilevel says how it learns). flattened: two linear layers over all patch
-    embeddings at once (paper). patchwise: two layers for each patch, which sees itself, its position and the image's
-    mean; under a million weights."""
-    hidden_size: int = 512
-    """Width between the masking network's two layers (MLO-MAE, B.2)."""
-    weights: Literal["raw", "normalised"] = "raw"
-    """A masked patch's error counts times its probability. raw: divided by the number of masked patches (eq. 1).
-    normalised: by the sum of their probabilities, so that scaling all of them changes nothing."""
-    selection: Literal["hard", "straight_through", "softsort"] = "hard"
-    """Derivative of the selection itself: none, the identity's, or SoftSort's (MLO-MAE, A.4)."""
-    temperature: float = 0.1
-    """Temperature of SoftSort, in units of the probability."""
-    final_ratio: float = 0.0
-    """masking.ratio grows to this linearly over the run (MLO-MAE, D.4: 0.5 to 0.9); 0 = it stays."""
 
 
 @dataclass(kw_only=True)

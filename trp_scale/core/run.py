@@ -18,6 +18,9 @@ from trp_scale.distributed.groups import ALONE, Group
 MakeEngine = Callable[[nn.Module, Config], Engine]
 """Wraps a module that a hook trains beside the model in an engine of the run's kind, with its own settings."""
 
+MakeModel = Callable[[], nn.Module]
+"""Makes another model like the run's, with the weights that it started from."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunContext:
@@ -29,7 +32,7 @@ class RunContext:
         engine: holds the model.
         world: all ranks.
         sources: named streams of rows (data/sources.py).
-        make_engine: for what a hook trains beside the model.
+        make_engine, make_model: for what a hook trains beside the model.
         steps_per_epoch: global batches that the training rows make, rounded up; 0 = not known.
     """
 
@@ -39,6 +42,7 @@ class RunContext:
     world: Group = ALONE
     sources: Any = None
     make_engine: MakeEngine | None = None
+    make_model: MakeModel | None = None
     steps_per_epoch: int = 0
 
     @property

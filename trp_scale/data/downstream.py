@@ -47,11 +47,6 @@ class Downstream:
         self.validation.close()
 
 
-def has_downstream(config: Config) -> bool:
-    """Whether a masking network learns from labels."""
-    return config.masking.network != "none" and config.multilevel.feedback == "downstream"
-
-
 def open_downstream(
     config: Config,
     rows: Rows,
@@ -85,7 +80,7 @@ def open_downstream(
         for blocks, mask, path in zip(rows.blocks, training, paths, strict=True)
     ]
     train = [every & ~mask for every, mask in zip(training, validation, strict=True)]
-    unroll, joint = config.multilevel.unroll, config.multilevel.second_level == "joint"
+    unroll, joined = config.multilevel.unroll, config.multilevel.joins_labelled
     notices: list[str] = []
 
     def open_source(name: str, shown: str, chosen: Sequence[Chosen], steps: int) -> TrainSource:
@@ -97,7 +92,7 @@ def open_downstream(
         return TrainSource(plan, rows.builder, sized, rank=rank, world=world, pin_memory=pin, flags=FLAGS)
 
     downstream = Downstream(
-        train=open_source(TRAIN, "D_tr", train, 1 if joint else unroll),
+        train=open_source(TRAIN, "D_tr", train, 1 if joined else unroll),
         validation=open_source(VALIDATION, "D_val", validation, unroll * config.multilevel.every),
         classes=classes,
         notices=notices,
@@ -109,8 +104,7 @@ def _sized(config: Config, steps: int) -> Config:
     """Settings with the batches of D_tr and D_val. One of their windows is fetched every `steps` steps: that takes so
     many times fewer workers."""
     sized = copy.deepcopy(config)
-    sized.batch.global_size = config.multilevel.batch_size or config.batch.global_size
-    sized.batch.micro_size = config.multilevel.micro_size or config.batch.micro_size
+    sized.batch.global_size, sized.batch.micro_size = config.multilevel.batches(config)
     sized.data.workers = -(-config.data.workers // steps)
     return sized
 
@@ -118,9 +112,9 @@ def _sized(config: Config, steps: int) -> Config:
 def _labels(config: Config, rows: Rows) -> list[Integers]:
     if rows.labels is None or "cls" not in rows.meta.suffixes:  # type: ignore[union-attr]  # text has no labels
         raise RefusedError(
-            f"--masking.network {config.masking.network} learns from classes, and the images of --data.path "
+            f"--multilevel.kind {config.multilevel.kind} learns from classes, and the images of --data.path "
             f"{config.data.path} have none (no .cls; in a mixture every member needs them); allowed: images with "
-            "classes, --multilevel.feedback reconstruction, or --masking.network none"
+            "classes, or --multilevel.kind reconstruction or none"
         )
     return rows.labels
 
@@ -130,8 +124,8 @@ def _classes(config: Config, rows: Rows, labels: Sequence[Integers]) -> int:
     count = 1 + max(int(numbers.max()) for numbers in labels) if names is None else len(names)
     if count < 2:
         raise RefusedError(
-            f"{config.data.path}: {count} class found, --masking.network {config.masking.network} needs at least 2 to "
-            "learn from; allowed with it: --multilevel.feedback reconstruction"
+            f"{config.data.path}: {count} class found, --multilevel.kind {config.multilevel.kind} needs at least 2 to "
+            "learn from; allowed with it: --multilevel.kind reconstruction"
         )
     return count
 
@@ -147,7 +141,7 @@ def _notices(
 ) -> list[str]:
     """Notices of a source that is smaller than a batch, or that lacks some classes altogether."""
     found = []
-    size = config.multilevel.batch_size or config.batch.global_size
+    size, _ = config.multilevel.batches(config)
     split = f"{shown} (--multilevel.validation_share {config.multilevel.validation_share:g})"
     if images < size:
         found.append(

@@ -110,8 +110,8 @@ def _open_images(config: Config, paths: Sequence[MemberPath]) -> Rows:
 
         used = RunModalities(config).stored
     datasets = [open_image_dataset(path.path, path.name, used) for path in paths]
-    if config.masking.network != "none":
-        refuse_test_sets(datasets, config.masking.network)
+    if config.multilevel.learns:
+        refuse_test_sets(datasets, config.multilevel.kind)
     meta = agree_images(datasets)
     builder = _image_builder(config, datasets, meta)
     return Rows(

@@ -8,7 +8,7 @@ from typing import Any, Literal, overload
 
 from trp_scale.config import Config, PretrainConfig, RefusedError
 from trp_scale.core.batch import Batch
-from trp_scale.data.downstream import TRAIN, VALIDATION, Downstream, has_downstream, open_downstream
+from trp_scale.data.downstream import TRAIN, VALIDATION, Downstream, open_downstream
 from trp_scale.data.fetch import BatchBuilder, Fetcher, MicroBatches, start_worker_server
 from trp_scale.data.kinds import BUILDERS, Rows, open_rows
 from trp_scale.data.mixture import parse_paths
@@ -163,7 +163,7 @@ def open_sources(config: PretrainConfig, *, rank: int, world: int, device_type: 
     training = [~mask for mask in held]
     pin = device_type == "cuda"
     downstream = None
-    if has_downstream(config):
+    if config.multilevel.reads_labels:
         downstream, labelled = open_downstream(config, rows, paths, training, rank=rank, world=world, pin=pin)
         training = training if config.multilevel.unlabelled == "all" else labelled
     train = TrainPlan(

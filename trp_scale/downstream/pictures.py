@@ -83,7 +83,7 @@ def mask_strips(trained: TrainedImages, network: MaskingNetwork, batch: Batch) -
     count, patch_size = patches.shape[1], trained.config.vision.patch_size
     orders = torch.stack([_random_order(trained.config.training.seed, key, count) for key in batch.keys.tolist()])
     strips = {"image": pixels(patches, patch_size)}
-    for share in (FEW, trained.config.masking.final_ratio or trained.config.masking.ratio):
+    for share in (FEW, trained.config.multilevel.final_ratio or trained.config.masking.ratio):
         split = PatchSplit(patches=count, visible=min(count - 1, int(count * (1.0 - share))))
         for name, scores in (("random", orders), ("learned", probabilities)):
             masked = select(scores, split).masked

@@ -19,6 +19,7 @@ from trp_scale.data.index import DataError
 from trp_scale.data.sources import Sources, open_sources
 from trp_scale.masks.hook import NETWORK
 from trp_scale.masks.masking_network import NETWORKS, MaskingNetwork
+from trp_scale.masks.settings import RandomMasksSettings
 from trp_scale.models.perturbation import PerturbationShape, perturbation_shape
 from trp_scale.recipes.loader import from_dict
 from trp_scale.upstreams.mae.model import MaskedAutoencoder
@@ -52,7 +53,7 @@ class TrainedRun:
         """
         config = copy.deepcopy(config)
         config.data.workers = 0
-        config.masking.network = "none"
+        config.multilevel = RandomMasksSettings()
         where = f"the run's data, data.path {config.data.path} from {Path.cwd()}"
         try:
             sources = open_sources(config, rank=0, world=1)
@@ -181,9 +182,11 @@ def _with_weights(model: Model, checkpoint: Path, state: str = "weight", engine:
 
 def load_masking_network(trained: TrainedImages) -> MaskingNetwork | None:
     """What chose the run's masks; None where they were drawn at random."""
-    if trained.config.masking.network == "none":
+    if not trained.config.multilevel.learns:
         return None
-    return _with_weights(NETWORKS[trained.config.masking.network](trained.config), trained.checkpoint, engine=NETWORK)
+    return _with_weights(
+        NETWORKS[trained.config.multilevel.network](trained.config), trained.checkpoint, engine=NETWORK
+    )
 
 
 def _perturbation(checkpoint: Path, document: CheckpointDocument) -> Tensor:

@@ -17,15 +17,14 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from trp_scale.config import Config
 from trp_scale.core.batch import Batch
 from trp_scale.core.engine import Engine
 from trp_scale.core.hooks import StepContext
 from trp_scale.core.pieces import Shards, whole_tensors
+from trp_scale.core.run import RunContext
 from trp_scale.masks.finite_difference import MaskDerivative
 from trp_scale.masks.head import HeadLevel, HeadStep, global_sum
 from trp_scale.masks.masks import MaskedWindow, MaskGradient
-from trp_scale.upstreams.mae.model import MaskedAutoencoder
 
 Weights = dict[str, Tensor]
 
@@ -55,15 +54,15 @@ class ExactComparison:
     """Compares each `multilevel.exact_every`-th hypergradient with the exact one.
 
     Args:
-        config: settings of the run.
+        run: whose model is differentiated.
     Attributes:
         number: hypergradients so far.
         cosine, norm_ratio: ours to the exact one in the last comparison; None before it.
     """
 
-    def __init__(self, config: Config) -> None:
-        self.config = config
-        self.every = config.multilevel.exact_every
+    def __init__(self, run: RunContext) -> None:
+        self.make_model = run.make_model
+        self.every: int = run.config.multilevel.exact_every
         self.number = 0
         self.cosine: Tensor | None = None
         self.norm_ratio: Tensor | None = None
@@ -90,7 +89,8 @@ class ExactComparison:
             step: the step that it is the hypergradient of.
         """
         if self._module is None:
-            self._module = MaskedAutoencoder(self.config).double().to(ctx.engine.device)
+            assert self.make_model is not None, "hypergradients are compared in a run that can make a second model"
+            self._module = self.make_model().double().to(ctx.engine.device)
         forward = partial(_forward, self._module)
         with sdpa_kernel(SDPBackend.MATH), torch.enable_grad():
             direction = _encoder_gradient(ctx, level, forward, step)

@@ -10,19 +10,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trp_scale.config import Config
 from trp_scale.core.batch import Batch
 from trp_scale.core.engine import Engine, EngineError, Stores
 from trp_scale.core.hooks import StepContext
 from trp_scale.core.pieces import Region, Shards
-from trp_scale.core.run import MakeEngine
-from trp_scale.data.downstream import Downstream
+from trp_scale.core.run import RunContext
 from trp_scale.masks.exact import Weights, whole
 from trp_scale.masks.finite_difference import MaskDerivative
-from trp_scale.masks.head import HeadLevel, global_rows, global_sum, leaf
+from trp_scale.masks.head import global_rows, global_sum, leaf
 from trp_scale.masks.hypergradient import Clock, ValidationLoss, on_device
 from trp_scale.masks.masks import Hypergradient, MaskedWindow
-from trp_scale.upstreams.mae.model import MaskedAutoencoder
+from trp_scale.masks.settings import FineTuningSettings
 
 FINE_TUNED = "fine_tuned"
 """Name of the second encoder's engine, and prefix of its tensors in a checkpoint."""
@@ -36,27 +34,16 @@ class FineTunedValidationLoss(ValidationLoss):
     down L_cls + lambda ||F - E||^2; as decay, the pull does not go through AdamW's moments. The head's step depends on
     F alone, so that the masks act on L_val by dF' / dE = 2 eta lambda.
 
-    Args:
+    Attributes:
         tuned: holds F, whose pieces lie as the run's engine's do.
     """
 
-    def __init__(
-        self,
-        config: Config,
-        derivative: MaskDerivative,
-        clock: Clock,
-        *,
-        level: HeadLevel,
-        sources: Downstream,
-        tuned: Engine,
-    ) -> None:
-        super().__init__(config, derivative, clock, level=level, sources=sources)
-        self.tuned = tuned
-        self.distance: Tensor | None = None
+    settings: FineTuningSettings
 
-    def pull(self, ctx: StepContext) -> float:
-        """Share of the way to E that F goes in this step, 2 eta lambda."""
-        return 2.0 * ctx.lr * self.settings.proximity
+    def __init__(self, run: RunContext, derivative: MaskDerivative, clock: Clock) -> None:
+        super().__init__(run, derivative, clock)
+        self.tuned = second_encoder(run)
+        self.distance: Tensor | None = None
 
     def head_step(self, ctx: StepContext) -> None:
         with self.clock("head"):
@@ -64,7 +51,7 @@ class FineTunedValidationLoss(ValidationLoss):
 
     def encoder_gradient(self, ctx: StepContext) -> Shards:
         self.head_step(ctx)
-        return self.direct_path(ctx, self.tuned).times(self.pull(ctx))
+        return self.direct_path(ctx, self.tuned).times(self.settings.pull(ctx.lr))
 
     def compare(
         self,
@@ -77,7 +64,7 @@ class FineTunedValidationLoss(ValidationLoss):
     ) -> None:
         """L_val is a function of F, which moves by a share of what E moves by (dF' / dE)."""
         tuned = whole(self.tuned, self.tuned.weights())
-        pulled = {name: self.pull(ctx) * value for name, value in response.items()}
+        pulled = {name: self.settings.pull(ctx.lr) * value for name, value in response.items()}
         super().compare(ctx, window, found, before, tuned, pulled)
 
     def learn(self, ctx: StepContext, window: list[Batch]) -> None:
@@ -103,7 +90,7 @@ class FineTunedValidationLoss(ValidationLoss):
         else:
             tuned.skip()
         self.distance = way.norm()
-        move(tuned, way, self.pull(ctx))
+        move(tuned, way, self.settings.pull(ctx.lr))
 
     def engines(self) -> Mapping[str, Engine]:
         return {FINE_TUNED: self.tuned}
@@ -113,19 +100,20 @@ class FineTunedValidationLoss(ValidationLoss):
         return {**super().metrics(), "distance": self.distance}
 
 
-def second_encoder(config: Config, engine: Engine, make_engine: MakeEngine) -> Engine:
+def second_encoder(run: RunContext) -> Engine:
     """An engine like the run's with the same model, which starts at the run's weights. The decoder comes along, so that
     the pieces of both lie alike; it takes no part.
 
     Raises:
         EngineError: the pieces do not lie alike.
     """
-    tuned = make_engine(MaskedAutoencoder(config), copy.deepcopy(config))
+    assert run.make_engine is not None and run.make_model is not None, "a run that can make a second encoder"
+    engine, tuned = run.engine, run.make_engine(run.make_model(), copy.deepcopy(run.config))
     tuned.create_optimizer_state()  # the decoder's too, which a checkpoint holds and no step makes
     if lie_of(tuned) != lie_of(engine):
         raise EngineError(
-            f"the engine {engine.name} shards the second encoder of --multilevel.second_level fine_tuning differently "
-            "from the first; allowed: --multilevel.second_level head or joint, or another engine"
+            f"the engine {engine.name} shards the second encoder of --multilevel.kind fine_tuning differently from the "
+            "first; allowed: --multilevel.kind head or joint, or another engine"
         )
     with torch.no_grad():
         for mine, theirs in zip(tuned.pieces(), engine.pieces(), strict=True):

@@ -4,8 +4,19 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass
+from functools import singledispatch
 
 from trp_scale.config import Config
+from trp_scale.masks.masking_network import NETWORKS
+from trp_scale.masks.settings import (
+    FineTuningSettings,
+    HeadSettings,
+    JointSettings,
+    LabelledSettings,
+    LearnedMasksSettings,
+    MultilevelSettings,
+    ReconstructionSettings,
+)
 from trp_scale.observe.throughput import TRAINING_OVER_FORWARD, encoder_forward_flops, mae_step_flops
 
 
@@ -15,7 +26,7 @@ class Passes:
 
     Attributes:
         masked: F, encoder and decoder over the masked images.
-        whole: W, the encoder over the whole images of D_tr, or of D_val.
+        whole: W, the encoder over the whole images of D_tr, or of D_val; 0 without labels.
         choice: T, the masking network, and the patch embedding that it reads.
         outer: the masking network forward and backward; the gradient of its first layer's input is not needed.
     """
@@ -26,9 +37,18 @@ class Passes:
     outer: float
 
 
+@dataclass(frozen=True, kw_only=True)
+class Cycle:
+    """FLOPs of what a cycle is made of. Attributes: inner, head, outer: of one step of each."""
+
+    inner: float
+    head: float
+    outer: float
+
+
 def multilevel_step_flops(config: Config, *, ranks: int, computed: bool = False) -> float:
     """Model FLOPs of one inner step, averaged over the inner steps from one outer step to the next; one multiply-add is
-    2 FLOPs.
+    2 FLOPs. Those of a masked autoencoder's step where masks are drawn at random.
 
     With F, W and T as in `Passes`:
         every inner step: 3 F, and T for its masks;
@@ -36,9 +56,9 @@ def multilevel_step_flops(config: Config, *, ranks: int, computed: bool = False)
         after multilevel.every of those, an outer step: 3 W on D_tr, in which the head step is done, 3 W on D_val (both
             give dL_val / dE'), 2 F without a backward pass (the finite difference), and T's own forward and backward
             pass. Where one pass does not hold a rank's share of both batches, W for the head comes before them.
-    feedback reconstruction: the outer step is F, and there is no head.
-    second_level joint: 3 W on D_tr are part of every inner step, in which the head learns.
-    second_level fine_tuning: the head step is 3 W of the second encoder, whose 3 W on D_val give dL_val / dF'.
+    kind reconstruction: the outer step is F, and there is no head.
+    kind joint: 3 W on D_tr are part of every inner step, in which the head learns.
+    kind fine_tuning: the head step is 3 W of the second encoder, whose 3 W on D_val give dL_val / dF'.
     mode look_ahead: the head step is its own, W; the outer step begins with unroll x (3 F + T), and with derivative
         full it has (unroll - 1) x (6 F + 2 F) more, and T's own passes for each of the steps.
     A selection with a derivative of its own: each F of a difference is 3 F.
@@ -51,70 +71,87 @@ def multilevel_step_flops(config: Config, *, ranks: int, computed: bool = False)
         ranks: that split the batches.
         computed: count the last block of F as it is computed, as in `mae_step_flops`.
     """
-    settings, passes = config.multilevel, _passes(config, computed)
-    step = TRAINING_OVER_FORWARD * passes.masked + passes.choice
-    if settings.feedback == "reconstruction":
-        head_step, outer_step = 0.0, _mask_derivative(config, passes) + passes.outer
-    elif settings.second_level == "joint":
-        step += TRAINING_OVER_FORWARD * passes.whole
-        head_step, outer_step = 0.0, TRAINING_OVER_FORWARD * passes.whole + _outer_step_by_difference(config, passes)
-    elif settings.second_level == "fine_tuning":
-        head_step = TRAINING_OVER_FORWARD * passes.whole
-        outer_step = TRAINING_OVER_FORWARD * passes.whole + _outer_step_by_difference(config, passes)
-    else:
-        head_step = passes.whole
-        outer_step = _encoder_gradient(config, passes, ranks) + _outer_step_by_difference(config, passes)
-        if settings.mode == "look_ahead":
-            outer_step += _unrolled(config, passes)
-        else:
-            outer_step -= head_step  # which finding dL_val / dE' began with
-    return step + (head_step + outer_step / settings.every) / settings.unroll
+    settings: MultilevelSettings = config.multilevel
+    if not isinstance(settings, LearnedMasksSettings):
+        return mae_step_flops(config, rows=config.batch.global_size * config.crops.count, computed=computed)
+    cycle = _cycle(settings, config, _passes(config, computed), ranks)
+    return cycle.inner + (cycle.head + cycle.outer / settings.every) / settings.unroll
 
 
-def _encoder_gradient(config: Config, passes: Passes, ranks: int) -> float:
-    """The head's step and dL_val / dE'."""
-    settings, batch = config.multilevel, config.batch
-    images, micro = settings.batch_size or batch.global_size, settings.micro_size or batch.micro_size
+@singledispatch
+def _cycle(settings: LearnedMasksSettings, config: Config, passes: Passes, ranks: int) -> Cycle:
+    raise NotImplementedError(f"nobody has said what a cycle of multilevel.kind {settings.kind} costs")
+
+
+@_cycle.register
+def _(settings: ReconstructionSettings, config: Config, passes: Passes, ranks: int) -> Cycle:
+    return Cycle(inner=_inner(passes), head=0.0, outer=_mask_derivative(settings, passes) + passes.outer)
+
+
+@_cycle.register
+def _(settings: JointSettings, config: Config, passes: Passes, ranks: int) -> Cycle:
+    whole = TRAINING_OVER_FORWARD * passes.whole
+    return Cycle(inner=_inner(passes) + whole, head=0.0, outer=whole + _by_difference(settings, passes))
+
+
+@_cycle.register
+def _(settings: FineTuningSettings, config: Config, passes: Passes, ranks: int) -> Cycle:
+    whole = TRAINING_OVER_FORWARD * passes.whole
+    return Cycle(inner=_inner(passes), head=whole, outer=whole + _by_difference(settings, passes))
+
+
+@_cycle.register
+def _(settings: HeadSettings, config: Config, passes: Passes, ranks: int) -> Cycle:
+    images, micro = settings.batches(config)
     first = 0.0 if images == ranks * micro else passes.whole
-    return first + 2 * TRAINING_OVER_FORWARD * passes.whole
+    outer = first + 2 * TRAINING_OVER_FORWARD * passes.whole + _by_difference(settings, passes)
+    if settings.mode == "look_ahead":
+        outer += _unrolled(settings, passes)
+    else:
+        outer -= passes.whole  # the head's step, with which finding dL_val / dE' began
+    return Cycle(inner=_inner(passes), head=passes.whole, outer=outer)
 
 
-def _unrolled(config: Config, passes: Passes) -> float:
+def _inner(passes: Passes) -> float:
+    return TRAINING_OVER_FORWARD * passes.masked + passes.choice
+
+
+def _unrolled(settings: HeadSettings, passes: Passes) -> float:
     """What unrolled steps that are taken back add to an outer step."""
-    settings = config.multilevel
-    gradient = TRAINING_OVER_FORWARD * passes.masked
-    flops = settings.unroll * (gradient + passes.choice)
+    flops = settings.unroll * _inner(passes)
     if settings.derivative == "full":
-        flops += (settings.unroll - 1) * (2 * gradient + _outer_step_by_difference(config, passes))
+        gradients = 2 * TRAINING_OVER_FORWARD * passes.masked
+        flops += (settings.unroll - 1) * (gradients + _by_difference(settings, passes))
     return flops
 
 
-def _outer_step_by_difference(config: Config, passes: Passes) -> float:
-    return 2 * _mask_derivative(config, passes) + passes.outer
+def _by_difference(settings: LabelledSettings, passes: Passes) -> float:
+    return 2 * _mask_derivative(settings, passes) + passes.outer
 
 
-def _mask_derivative(config: Config, passes: Passes) -> float:
+def _mask_derivative(settings: LearnedMasksSettings, passes: Passes) -> float:
     """dL_rec / d masks at one place in the weights."""
-    return passes.masked * (1 if config.masking.selection == "hard" else TRAINING_OVER_FORWARD)
+    return passes.masked * (1 if settings.selection == "hard" else TRAINING_OVER_FORWARD)
 
 
 def _passes(config: Config, computed: bool) -> Passes:
     """The passes of these settings. A curriculum counts with the ratio in the middle of the run."""
-    if config.masking.final_ratio:
+    settings = config.multilevel
+    if settings.final_ratio:
         config = copy.deepcopy(config)
-        config.masking.ratio = 0.5 * (config.masking.ratio + config.masking.final_ratio)
-    model, masking, crops = config.model, config.masking, config.crops
+        config.masking.ratio = 0.5 * (config.masking.ratio + settings.final_ratio)
+    width, crops = config.model.hidden_size, config.crops
     rows = config.batch.global_size * crops.count
     patches = (crops.size // config.vision.patch_size) ** 2
-    if masking.network == "flattened":
-        first, second = patches * model.hidden_size * masking.hidden_size, masking.hidden_size * patches
-    else:  # each patch, and the image's mean
-        first, second = (patches + 1) * model.hidden_size * masking.hidden_size, patches * masking.hidden_size
-    embedding = patches * 3 * config.vision.patch_size**2 * model.hidden_size
-    images = (config.multilevel.batch_size or config.batch.global_size) * crops.count
+    first, second = NETWORKS[settings.network].multiply_adds(patches, width, settings.hidden_size)
+    embedding = patches * 3 * config.vision.patch_size**2 * width
+    whole = 0.0
+    if settings.reads_labels:
+        images, _ = settings.batches(config)
+        whole = images * crops.count * encoder_forward_flops(config)
     return Passes(
         masked=mae_step_flops(config, rows=rows, computed=computed) / TRAINING_OVER_FORWARD,
-        whole=images * encoder_forward_flops(config),
+        whole=whole,
         choice=2.0 * rows * (embedding + first + second),
         outer=2.0 * rows * (2 * first + TRAINING_OVER_FORWARD * second),
     )

@@ -25,6 +25,7 @@ from trp_scale.core.pieces import STATE_NAMES, Shards
 from trp_scale.core.seeds import reseed, tensor_seed
 from trp_scale.distributed.groups import Group
 from trp_scale.engines.optimizer import decay_groups, empty_adamw_state, set_learning_rate
+from trp_scale.masks.settings import LabelledSettings
 from trp_scale.models.initialise import initial_tensor
 
 HEAD_DEVIATION = 0.01
@@ -74,7 +75,7 @@ class Head:
     """
 
     def __init__(self, config: Config, classes: int, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
-        self.settings = config.multilevel
+        self.settings: LabelledSettings = config.multilevel
         self.betas, self.eps = (config.optimizer.beta1, config.optimizer.beta2), config.optimizer.eps
         shape = (classes, config.model.hidden_size)
         weight = initial_tensor(config.training.seed, "head.weight", shape, HEAD_DEVIATION).to(device, dtype)

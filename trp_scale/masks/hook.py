@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,8 +16,23 @@ from trp_scale.config import Config
 from trp_scale.core.batch import Batch, StepStats
 from trp_scale.core.engine import Engine
 from trp_scale.core.hooks import Hook, StepContext
-from trp_scale.masks.hypergradient import OuterObjective
+from trp_scale.core.objective import PatchObjective
+from trp_scale.core.run import RunContext
+from trp_scale.masks.fine_tuning import FineTunedValidationLoss
+from trp_scale.masks.finite_difference import HardMaskDerivative, MaskDerivative, SoftMaskDerivative
+from trp_scale.masks.hypergradient import OuterObjective, RaisedReconstruction, ValidationLoss
+from trp_scale.masks.joint import JointValidationLoss
+from trp_scale.masks.masking_network import NETWORKS
 from trp_scale.masks.masks import Hypergradient, MaskedWindow, Masker
+from trp_scale.masks.settings import (
+    FineTuningSettings,
+    HeadSettings,
+    JointSettings,
+    LearnedMasksSettings,
+    RandomMasksSettings,
+    ReconstructionSettings,
+)
+from trp_scale.masks.unrolled import UnrolledValidationLoss
 
 NETWORK = "masking_network"
 """Name of the masking network's engine, and prefix of its tensors in a checkpoint."""
@@ -33,11 +49,13 @@ class LearnedMasks(Hook):
     added before they move on.
 
     Args:
-        config: settings of the run.
+        settings: how the masks learn.
+        run: whose masks they are; it can make a second engine.
+        outer: makes what the masking network is to lower.
+    Attributes:
+        clock: counts the time of each part.
         masker: the masking network.
         outer: what it is to lower.
-        clock: counts the time of each part.
-    Attributes:
         inner_steps: since the last head step.
         head_steps: since the last outer step.
         outer_steps: so far.
@@ -45,9 +63,14 @@ class LearnedMasks(Hook):
 
     name = "multilevel"
 
-    def __init__(self, config: Config, masker: Masker, outer: OuterObjective, clock: LevelClock) -> None:
-        self.config, self.settings = config, config.multilevel
-        self.masker, self.outer, self.clock = masker, outer, clock
+    def __init__(self, settings: LearnedMasksSettings, run: RunContext, outer: type[OuterObjective]) -> None:
+        self.settings, self.clock = settings, LevelClock(run.device)
+        objective: PatchObjective = run.objective  # type: ignore[assignment]  # checked with the settings
+        assert run.make_engine is not None, "masks are learned in a run that can make a second engine"
+        network = run.make_engine(NETWORKS[settings.network](run.config), network_config(run.config))
+        self.masker = Masker(run.config, network, objective)
+        derivative: type[MaskDerivative] = HardMaskDerivative if settings.selection == "hard" else SoftMaskDerivative
+        self.outer = outer(run, derivative(objective), self.clock)
         self.inner_steps = 0
         self.head_steps = 0
         self.outer_steps = 0
@@ -139,6 +162,45 @@ class LearnedMasks(Hook):
         self.inner_steps, self.head_steps = int(steps["inner_steps"]), int(steps["head_steps"])
         self.outer_steps, self.unrolled = int(steps["outer_steps"]), bool(steps["unrolled"])
         self.outer.load_state_dict(state["outer"])
+
+
+def random_masks(settings: RandomMasksSettings, run: RunContext) -> None:
+    """A method that is off leaves no hook at all."""
+
+
+def masks_that_raise_the_loss(settings: ReconstructionSettings, run: RunContext) -> LearnedMasks:
+    """The hook of kind reconstruction."""
+    return LearnedMasks(settings, run, RaisedReconstruction)
+
+
+def masks_from_a_head(settings: HeadSettings, run: RunContext) -> LearnedMasks:
+    """The hook of kind head."""
+    return LearnedMasks(settings, run, MODES[settings.mode])
+
+
+def masks_from_a_joint_step(settings: JointSettings, run: RunContext) -> LearnedMasks:
+    """The hook of kind joint."""
+    return LearnedMasks(settings, run, JointValidationLoss)
+
+
+def masks_from_fine_tuning(settings: FineTuningSettings, run: RunContext) -> LearnedMasks:
+    """The hook of kind fine_tuning."""
+    return LearnedMasks(settings, run, FineTunedValidationLoss)
+
+
+MODES: dict[str, type[OuterObjective]] = {"committed": ValidationLoss, "look_ahead": UnrolledValidationLoss}
+"""By multilevel.mode."""
+
+
+def network_config(config: Config) -> Config:
+    """The run's settings with the masking network's optimizer. A hypergradient carries the inner learning rate as a
+    factor. AdamW's eps carries the same factor: without it nothing moves."""
+    own, settings = copy.deepcopy(config), config.multilevel
+    own.optimizer.kind, own.optimizer.clipping = "adamw", 0.0
+    own.optimizer.lr, own.optimizer.weight_decay = settings.lr, settings.weight_decay
+    own.optimizer.eps = settings.network_eps(config.optimizer.lr)
+    own.training.compile = False
+    return own
 
 
 def without_inputs(window: MaskedWindow) -> MaskedWindow:

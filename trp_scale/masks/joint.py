@@ -15,7 +15,7 @@ from trp_scale.core.batch import Batch, TaskLosses
 from trp_scale.core.hooks import StepContext
 from trp_scale.core.objective import PatchObjective
 from trp_scale.core.pieces import Shards
-from trp_scale.data.downstream import Downstream
+from trp_scale.core.run import RunContext
 from trp_scale.masks.finite_difference import MaskDerivative
 from trp_scale.masks.head import Head, HeadLevel, leaf
 from trp_scale.masks.hypergradient import Clock, ValidationLoss
@@ -115,17 +115,17 @@ class JointValidationLoss(ValidationLoss):
 
     Its step, C' = C - eta grad_C L_cls(D_tr; E, C), is of the encoder before the inner step: the masks act on L_val
     through E' alone, and there by gamma x L_rec, which the step's task weights carry.
-
-    Args:
-        level: the head of the joint objective.
     """
 
-    def __init__(
-        self, config: Config, derivative: MaskDerivative, clock: Clock, *, level: HeadLevel, sources: Downstream
-    ) -> None:
-        super().__init__(config, derivative, clock, level=level, sources=sources)
-        self.leaf = leaf(level.head.parameters.flat())
+    def __init__(self, run: RunContext, derivative: MaskDerivative, clock: Clock) -> None:
+        super().__init__(run, derivative, clock)
+        self.leaf = leaf(self.level.head.parameters.flat())
         self.gradient = torch.zeros_like(self.leaf, requires_grad=False)
+
+    def head_level(self, run: RunContext) -> HeadLevel:
+        """The joint objective's."""
+        assert isinstance(run.objective, JointObjective), "the upstream has made the objective of this kind"
+        return run.objective.level
 
     def counts(self, ctx: StepContext, window: MaskedWindow) -> Tensor:
         return torch.cat([window.counts[:-1], ctx.counts[-1:]])  # classification is the last task

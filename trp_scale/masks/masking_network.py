@@ -21,7 +21,12 @@ class MaskingNetwork(nn.Module):
         super().__init__()
         self.grid = config.crops.size // config.vision.patch_size
         self.width = config.model.hidden_size
-        self.hidden_size = config.masking.hidden_size
+        self.hidden_size: int = config.multilevel.hidden_size
+
+    @staticmethod
+    def multiply_adds(patches: int, width: int, hidden_size: int) -> tuple[int, int]:
+        """Of the first layer and of the second, for one image."""
+        raise NotImplementedError("a masking network says what it costs")
 
     @property
     def layers(self) -> list[nn.Module]:
@@ -57,6 +62,10 @@ class FlattenedMasking(MaskingNetwork):
         self.score = nn.Linear(self.hidden_size, patches)
         self.initialise(config.training.seed)
 
+    @staticmethod
+    def multiply_adds(patches: int, width: int, hidden_size: int) -> tuple[int, int]:
+        return patches * width * hidden_size, hidden_size * patches
+
     def logits(self, embeddings: Tensor) -> Tensor:
         return self.score(self.hidden(embeddings.flatten(1)).relu())  # type: ignore[no-any-return]
 
@@ -75,6 +84,10 @@ class PatchwiseMasking(MaskingNetwork):
         self.register_buffer("positions", sine_cosine(self.grid, self.width).float(), persistent=False)
         self.initialise(config.training.seed)
 
+    @staticmethod
+    def multiply_adds(patches: int, width: int, hidden_size: int) -> tuple[int, int]:
+        return (patches + 1) * width * hidden_size, patches * hidden_size  # each patch, and the image's mean
+
     def logits(self, embeddings: Tensor) -> Tensor:
         own = self.hidden(embeddings + self.positions.to(embeddings.dtype))  # [B, N, H]
         context = self.context(embeddings.mean(1, keepdim=True))  # [B, 1, H]
@@ -82,4 +95,4 @@ class PatchwiseMasking(MaskingNetwork):
 
 
 NETWORKS: dict[str, type[MaskingNetwork]] = {"flattened": FlattenedMasking, "patchwise": PatchwiseMasking}
-"""By masking.network."""
+"""By multilevel.network."""

@@ -1,7 +1,7 @@
 """Stage I's masks: the masking network gives each patch a probability, and the most probable N r patches are masked
 (MLO-MAE 3.2, A.4); and the network's own step, down the hypergradient (eq. 8).
 
-The selection is always hard. `masking.selection` says what the loss's derivative by a probability sees of it.
+The selection is always hard. `multilevel.selection` says what the loss's derivative by a probability sees of it.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from trp_scale.config import Config, MaskingConfig, PatchSplit
+from trp_scale.config import Config, PatchSplit
 from trp_scale.core.batch import Batch
 from trp_scale.core.engine import Engine
 from trp_scale.core.objective import PatchObjective
+from trp_scale.masks.settings import LearnedMasksSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,11 +40,12 @@ class Selection:
         return self.probabilities.gather(1, self.masked)
 
 
-def split_at(step: int, steps: int, patches: int, masking: MaskingConfig) -> PatchSplit:
+def split_at(step: int, config: Config) -> PatchSplit:
     """How many patches are visible in this step: with a curriculum the ratio grows linearly (D.4)."""
-    ratio = masking.ratio
-    if masking.final_ratio > 0.0 and steps > 1:
-        ratio += (masking.final_ratio - masking.ratio) * step / (steps - 1)
+    ratio, final, steps = config.masking.ratio, config.multilevel.final_ratio, config.training.steps
+    patches = (config.crops.size // config.vision.patch_size) ** 2
+    if final > 0.0 and steps > 1:
+        ratio += (final - ratio) * step / (steps - 1)
     return PatchSplit(patches=patches, visible=int(patches * (1.0 - ratio)))
 
 
@@ -83,14 +85,14 @@ def softsort(temperature: float) -> Relaxation:
     return soft_mask
 
 
-def relaxation_of(masking: MaskingConfig) -> Relaxation:
-    """As masking.selection says."""
+def relaxation_of(settings: LearnedMasksSettings) -> Relaxation:
+    """As multilevel.selection says."""
     relaxations: dict[str, Relaxation] = {
         "hard": hard,
         "straight_through": straight_through,
-        "softsort": softsort(masking.temperature),
+        "softsort": softsort(settings.temperature),
     }
-    return relaxations[masking.selection]
+    return relaxations[settings.selection]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,9 +213,9 @@ class Masker:
 
     def __init__(self, config: Config, network: Engine, objective: PatchObjective) -> None:
         self.config, self.network, self.objective = config, network, objective
-        self.relaxation = relaxation_of(config.masking)
-        self.patches = (config.crops.size // config.vision.patch_size) ** 2
-        self.eps = network_eps(config)
+        self.settings: LearnedMasksSettings = config.multilevel
+        self.relaxation = relaxation_of(self.settings)
+        self.eps = self.settings.network_eps(config.optimizer.lr)
         self.gradient_norm: Tensor | None = None
         self.below_eps: Tensor | None = None
 
@@ -226,11 +228,11 @@ class Masker:
             step: number of the run's step, for the curriculum.
             keep: keep the network's inputs, for an outer step.
         """
-        split = split_at(step, self.config.training.steps, self.patches, self.config.masking)
+        split = split_at(step, self.config)
         selections = []
         for micro in window:
             patches = self.objective.patches(micro)
-            every = torch.arange(self.patches, device=patches.device).expand(len(patches), -1)
+            every = torch.arange(split.patches, device=patches.device).expand(len(patches), -1)
             embeddings = engine(patches, every, every[:, :0], give="patch_embedding")
             with self.network.exact_forwards():  # it is small, and in bf16 many patches would be equally probable
                 probabilities = self.network(embeddings)
@@ -243,7 +245,7 @@ class Masker:
         number = torch.stack([rows(micro).double().sum() * split.masked for micro in window]).sum()
         summed = engine.data_group.sum(torch.cat([counts.to(there.device), torch.stack([there, number])]))
         total, number = summed[-2], summed[-1]
-        factor = number / total if self.config.masking.weights == "normalised" else torch.ones_like(total)
+        factor = number / total if self.settings.weights == "normalised" else torch.ones_like(total)
         return MaskedWindow(micros=window, selections=selections, counts=summed[:-2], factor=factor, total=total)
 
     def outer_step(self, hypergradient: Hypergradient, scale: float) -> bool:
@@ -273,13 +275,13 @@ class Masker:
         if not math.isfinite(float(norm)):
             self.network.skip()
             return False
-        self.network.step(self.config.multilevel.lr * scale)
+        self.network.step(self.settings.lr * scale)
         self.below_eps = self._share_below_eps()
         return True
 
     def _centred(self, window: MaskedWindow, gradients: Sequence[MaskGradient]) -> Sequence[MaskGradient]:
         """With normalised weights, less their weighted mean: scaling all probabilities then changes nothing."""
-        if self.config.masking.weights == "raw":
+        if self.settings.weights == "raw":
             return gradients
         pairs = zip(window.micros, window.selections, gradients, strict=True)
         local = torch.stack(
@@ -293,8 +295,7 @@ class Masker:
 
     @torch.no_grad()
     def _share_below_eps(self) -> Tensor:
-        settings = self.config.optimizer
-        share = 1 - settings.beta2 ** self.network.optimizer_steps()
+        share = 1 - self.config.optimizer.beta2 ** self.network.optimizer_steps()
         squares = [piece.tensors["exp_avg_sq"] for piece in self.network.pieces() if piece.owner]
         found = torch.zeros(2, dtype=torch.float64, device=self.network.device)
         for square in squares:
@@ -302,18 +303,6 @@ class Masker:
         below, number = self.network.data_group.sum(found)
         share_below: Tensor = below / number
         return share_below
-
-
-def network_eps(config: Config) -> float:
-    """AdamW's eps of the masking network, in units of its gradients. A hypergradient carries the learning rate of the
-    inner step, and with a fine-tuned second encoder the share of the way that it follows the first
-    (fine_tuning.py)."""
-    settings, lr = config.multilevel, config.optimizer.lr
-    if settings.feedback == "reconstruction":
-        return settings.eps
-    if settings.mode == "look_ahead":
-        return settings.eps * (settings.look_ahead_lr or lr)
-    return settings.eps * lr * (2.0 * lr * settings.proximity if settings.second_level == "fine_tuning" else 1.0)
 
 
 def rows(micro: Batch) -> Tensor:

@@ -16,17 +16,16 @@ from typing import Protocol
 
 from torch import Tensor
 
-from trp_scale.config import Config
 from trp_scale.core.batch import Batch, StepStats
 from trp_scale.core.engine import Engine
 from trp_scale.core.hooks import StepContext
 from trp_scale.core.pieces import Shards
-from trp_scale.data.downstream import Downstream
+from trp_scale.core.run import RunContext
 from trp_scale.masks.exact import whole
 from trp_scale.masks.finite_difference import SMALLEST, MaskDerivative
-from trp_scale.masks.head import HeadLevel
 from trp_scale.masks.hypergradient import Choose, Clock, ValidationLoss, on_device
 from trp_scale.masks.masks import Hypergradient, MaskedWindow
+from trp_scale.masks.settings import HeadSettings
 
 
 class Peekable(Protocol):
@@ -48,24 +47,16 @@ class InnerStep:
 class UnrolledValidationLoss(ValidationLoss):
     """L_val after unrolled steps that are taken back.
 
-    Args:
+    Attributes:
         upcoming: D_u, whose next windows the steps are made on.
     """
 
     of_last_step = False
+    settings: HeadSettings
 
-    def __init__(
-        self,
-        config: Config,
-        derivative: MaskDerivative,
-        clock: Clock,
-        *,
-        level: HeadLevel,
-        sources: Downstream,
-        upcoming: Peekable,
-    ) -> None:
-        super().__init__(config, derivative, clock, level=level, sources=sources)
-        self.upcoming = upcoming
+    def __init__(self, run: RunContext, derivative: MaskDerivative, clock: Clock) -> None:
+        super().__init__(run, derivative, clock)
+        self.upcoming: Peekable = run.sources.train
 
     def before_last_step(self, ctx: StepContext, window: MaskedWindow) -> None:
         """The outer step was at the start of the cycle; there is nothing to keep."""

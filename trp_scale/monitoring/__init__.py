@@ -19,14 +19,9 @@ class GradientNoiseScaleSettings(Settings):
     """Share of the past in the averages of both estimates: they look back over about 1 / (1 - smoothing) steps."""
 
     def problems(self, config: Config) -> Iterator[str]:
-        batch, masks = config.batch, config.masking.network != "none"
+        batch = config.batch
         if batch.global_size < 2 * batch.micro_size:
             yield (
                 f"--batch.micro_size is {batch.micro_size} and --batch.global_size {batch.global_size}, but the hook "
                 "gradient_noise_scale compares micro-batches with the global batch; allowed: half of it or less"
-            )
-        if masks and config.multilevel.second_level == "joint":
-            yield (
-                "--multilevel.second_level is joint, where a step's micro-batches are of two kinds, but the hook "
-                "gradient_noise_scale is of one; allowed: head, fine_tuning, or --hooks without it"
             )

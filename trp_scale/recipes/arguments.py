@@ -250,8 +250,9 @@ def refuse_settings_of_others(argv: Sequence[str], config: Config) -> None:
     """Refuse a flag of another kind's setting, or of a setting that has a new name, and say whose it is."""
     several = isinstance(config, PretrainConfig) and config.upstream == "mm_mae"
     unused = [name for name in names("modality") if several and not hasattr(config, name)]
-    for argument in argv:
-        section, _, name = argument.removeprefix("--").partition("=")[0].replace("-", "_").partition(".")
+    for argument, following in zip(argv, [*argv[1:], ""], strict=True):
+        flag, _, value = argument.removeprefix("--").partition("=")
+        section, _, name = flag.replace("-", "_").partition(".")
         if argument.startswith("--") and name and not hasattr(config, section) and section in names("hook"):
             listed = " ".join([*config.hooks, section])
             raise RefusedError(f"--{section}.{name}: this run has no hook {section}; --hooks {listed} adds it")
@@ -263,7 +264,9 @@ def refuse_settings_of_others(argv: Sequence[str], config: Config) -> None:
             continue
         kind: type[Any] = type(config if own is None else own)
         known = {setting_name(each.name) for each in dataclasses.fields(kind)}
-        if (own is None or name not in known) and (words := elsewhere(type(config), kind, section, name)):
+        if own is not None and name in known:
+            continue
+        if words := elsewhere(type(config), kind, section, name, value or following):
             raise RefusedError(f"--{section}.{name}: {words}")
 
 

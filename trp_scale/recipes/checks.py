@@ -8,7 +8,6 @@ from trp_scale.config import Config, PretrainConfig, RefusedError
 from trp_scale.config.components import find
 from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.config.settings import Section, range_problems, sections
-from trp_scale.recipes.multilevel_checks import multilevel_cautions, multilevel_problems
 from trp_scale.recipes.vision_checks import unread_settings, vision_problems
 
 
@@ -20,7 +19,7 @@ def check(config: Config) -> None:
     """
     problems = list(general_problems(config))
     if isinstance(config, PretrainConfig):
-        problems += [*vision_problems(config), *multilevel_problems(config)]
+        problems += vision_problems(config)
     if problems:
         listed = "\n".join(f"  {problem}" for problem in problems)
         raise RefusedError(f"{len(problems)} setting(s) cannot be used:\n{listed}")
@@ -54,7 +53,6 @@ def cautions(config: Config, steps_per_epoch: int = 0) -> list[str]:
         if isinstance(section, Section):
             found += section.cautions(config, steps_per_epoch)
     if isinstance(config, PretrainConfig):
-        found += multilevel_cautions(config)
         found += unread_settings(config)
     return found
 

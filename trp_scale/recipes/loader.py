@@ -18,7 +18,17 @@ from typing import Any, Literal, get_args, get_origin, get_type_hints
 import yaml
 
 from trp_scale.config import Config, PretrainConfig, RefusedError, nearest
-from trp_scale.config.components import RUNS, Component, find, load_module, names, registered, runs, unknown_component
+from trp_scale.config.components import (
+    RUNS,
+    Component,
+    find,
+    kind_in_place_of,
+    load_module,
+    names,
+    registered,
+    runs,
+    unknown_component,
+)
 from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.config.modalities import ModalitiesConfig, predicted, seen
 from trp_scale.config.settings import Settings
@@ -299,7 +309,7 @@ def _build(kind: type[Any], document: object, path: str, problems: list[str], ru
     for key, value in document.items():
         where = f"{path}.{key}" if path else str(key)
         if key not in fields:
-            problems.append(f"{where}: {_unknown(run, kind, str(key), path, fields)}")
+            problems.append(f"{where}: {_unknown(run, kind, str(key), value, path, fields)}")
             continue
         field = fields[key]
         if "role" in field.metadata:
@@ -326,9 +336,9 @@ def _component(field: dataclasses.Field[Any], document: object, where: str, prob
         return default
 
 
-def _unknown(run: type[Any], kind: type[Any], key: str, path: str, siblings: Mapping[str, Any]) -> str:
+def _unknown(run: type[Any], kind: type[Any], key: str, value: object, path: str, siblings: Mapping[str, Any]) -> str:
     """Why a section has no such key: it has another name now, or other kinds or other runs have it."""
-    if words := elsewhere(run, kind, path, key):
+    if words := elsewhere(run, kind, path, key, value):
         return words
     if not path and key in names("hook"):
         return f"settings of the hook {key}, which is not in the list `hooks`"
@@ -340,14 +350,17 @@ def _unknown(run: type[Any], kind: type[Any], key: str, path: str, siblings: Map
     return f"unknown key{_suggestion(key, path, siblings)}"
 
 
-def elsewhere(run: type[Any], kind: type[Any], section: str, key: str) -> str:
+def elsewhere(run: type[Any], kind: type[Any], section: str, key: str, value: object) -> str:
     """Where a setting is that this run has not under this name; empty if nowhere.
 
     Args:
         run: the run's settings.
         kind: its section, or the run where it has no such section.
         section, key: of the setting; section is "" for a whole section.
+        value: that it is given.
     """
+    if new := kind_in_place_of(f"{section}.{key} {value}"):
+        return f"this is now {new}"
     if new := _new_name(kind, section, key):
         return f"this setting is now {new}"
     return _of_another_kind(kind, section, key) or _of_another_run(run, section, key)

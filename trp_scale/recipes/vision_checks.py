@@ -7,7 +7,6 @@ from dataclasses import asdict
 
 from trp_scale.config import MOST_PATCHES, Config, PretrainConfig, split_patches
 from trp_scale.recipes.modality_checks import modality_problems, unread_modalities
-from trp_scale.recipes.multilevel_checks import unread_masks
 
 
 def vision_problems(config: PretrainConfig) -> Iterator[str]:
@@ -82,8 +81,6 @@ DECODER_ONLY = ("vision.decoder_layers", "vision.decoder_hidden_size", "vision.d
 def unread_settings(config: PretrainConfig) -> Iterator[str]:
     """A caution for each setting that differs from its default and that this run does not read."""
     yield from _unread(config, UNREAD[config.upstream], f"--upstream {config.upstream}")
-    for names, because in unread_masks(config):
-        yield from _unread(config, names, because)
     if config.reads == "text":
         return
     if config.upstream == "mm_mae":

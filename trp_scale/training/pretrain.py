@@ -113,6 +113,7 @@ class Run:
             world=self.world,
             sources=self.sources,
             make_engine=partial(build_second_engine, engine_name, **settings),
+            make_model=self.upstream.model,
             steps_per_epoch=steps_per_epoch,
         )
         self.hooks = build_hooks(self.context, self.upstream.hooks(self.context))

@@ -15,6 +15,7 @@ from benchmarks.mlo_cost import OURS, PLAIN, REFERENCE, Options, large, over_pla
 from benchmarks.mlo_unrolled import Rates, UnrolledMasks
 from tests.unit.models.small_images import VISIBLE, config, crops, small_model
 from trp_scale.config import Config
+from trp_scale.config.components import settings_of
 from trp_scale.masks.masking_network import FlattenedMasking
 
 RATES = Rates(encoder=0.3, head=0.2)
@@ -39,7 +40,7 @@ def batches() -> tuple[Tensor, tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
 def test_the_reference_s_gradient_is_that_of_the_validation_loss() -> None:
     """Against central differences of it along a random direction, in float64; the masks stay what they are."""
     settings = config(tokens="visible")
-    settings.masking.network, settings.masking.hidden_size = "flattened", 8
+    settings.multilevel = settings_of("multilevel", "head", hidden_size=8)
     network = FlattenedMasking(settings).double()
     masks, data = reference(network), batches()
     generator = torch.Generator().manual_seed(2)
@@ -63,7 +64,7 @@ def test_the_reference_s_gradient_is_that_of_the_validation_loss() -> None:
 
 def test_a_cycle_moves_all_three_levels() -> None:
     settings = config(tokens="visible")
-    settings.masking.network, settings.masking.hidden_size = "flattened", 8
+    settings.multilevel = settings_of("multilevel", "head", hidden_size=8)
     network = FlattenedMasking(settings).double()
     masks = reference(network)
     masks.unroll = 2

@@ -106,7 +106,7 @@ def test_what_cannot_be_measured_is_refused(tuned: Path, tmp_path: Path, capsys:
                 "mlo_mae_tiny",
                 tuned.parent / "data",
                 pretrained,
-                masking__network="none",
+                multilevel__kind="none",
                 training__steps=1,
                 crops__size=16,
                 vision__patch_size=4,

@@ -55,7 +55,7 @@ def test_every_seed_is_a_run_and_none_is_trained_twice(
 
 def test_the_encoder_is_the_run_s_in_its_sizes_and_weights(image_dataset: Path, tmp_path: Path) -> None:
     source = tmp_path / "source"
-    pretrain_here(image_flags("mlo_mae_tiny", image_dataset, source, masking__network="none", training__steps=1))
+    pretrain_here(image_flags("mlo_mae_tiny", image_dataset, source, multilevel__kind="none", training__steps=1))
     arguments = parse_finetune(tuning_flags(image_dataset, tmp_path / "x", str(source), model__layers=7))
     assert arguments.config.model.layers == SMALL_IMAGES["model.layers"], "the encoder's sizes are its own"
     (checkpoint,) = (source / "checkpoints").iterdir()

@@ -57,7 +57,7 @@ def flags(scenes: Path) -> list[str]:
     return [word for name, value in values.items() for word in (f"--{name}", str(value))]
 
 
-LEARNED = ["--masking.network", "flattened", "--multilevel.batch_size", "8", "--adversary.kind", "none"]
+LEARNED = ["--multilevel.kind", "head", "--multilevel.batch_size", "8", "--adversary.kind", "none"]
 
 
 @pytest.mark.parametrize("masks", [[], LEARNED], ids=["drawn", "learned"])

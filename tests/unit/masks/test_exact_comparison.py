@@ -31,9 +31,9 @@ def compared(dtype: torch.dtype = torch.float64, **changes: Any) -> dict[str, fl
         {},
         {"multilevel": {"mode": "look_ahead", "unroll": 1, "head_norm": "layer", "head_dropout": 0.3}},
         {"multilevel": {"mode": "look_ahead", "unroll": 2, "derivative": "full"}},
-        {"masking": {"selection": "softsort", "weights": "normalised"}},
-        {"multilevel": {"second_level": "joint", "gamma": 0.5}},
-        {"multilevel": {"second_level": "fine_tuning", "proximity": 20.0}, "masking": {"selection": "softsort"}},
+        {"multilevel": {"selection": "softsort", "weights": "normalised"}},
+        {"multilevel": {"kind": "joint", "gamma": 0.5}},
+        {"multilevel": {"kind": "fine_tuning", "proximity": 20.0, "selection": "softsort"}},
     ],
 )
 def test_in_float64_both_agree(changes: dict[str, Any]) -> None:

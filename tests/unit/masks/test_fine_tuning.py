@@ -14,13 +14,14 @@ from tests.unit.masks.exact_hypergradient import cross_entropy
 from tests.unit.masks.test_hypergradient import copies, relative
 from trp_scale.config import Config
 from trp_scale.core.engine import EngineError
+from trp_scale.core.run import MakeEngine, RunContext
 from trp_scale.engines.plain import PlainEngine
 from trp_scale.masks.fine_tuning import FINE_TUNED, FineTunedValidationLoss, second_encoder
 from trp_scale.upstreams.mae.model import MaskedAutoencoder
 
 
 def tuned_run(micro_size: int = 4, dtype: torch.dtype = torch.float32, **changes: Any) -> MasksRun:
-    multilevel = {"second_level": "fine_tuning", "proximity": 20.0, **changes.pop("multilevel", {})}
+    multilevel = {"kind": "fine_tuning", "proximity": 20.0, **changes.pop("multilevel", {})}
     layout = Layout(micro_size=micro_size)
     return masks_run(layout, mask_config(layout, multilevel=multilevel, **changes), dtype=dtype)
 
@@ -36,7 +37,7 @@ def test_it_starts_where_the_first_is_and_is_an_engine_of_the_hook() -> None:
     with torch.no_grad():
         for parameter in engine.module.parameters():
             parameter.add_(0.1)  # as if the run had started from given weights
-    tuned = second_encoder(config, engine, plain)
+    tuned = second_encoder(context(engine, config))
     assert all(torch.equal(tuned.module.get_parameter(name), value) for name, value in copies(engine.module).items())
     run = tuned_run()
     assert run.hook is not None and run.hook.engines()[FINE_TUNED] is outer_of(run).tuned
@@ -90,6 +91,18 @@ def test_the_network_s_eps_carries_what_its_gradients_carry() -> None:
     assert eps[20.0] == pytest.approx(1e-8 * 3e-3 * 2 * 3e-3 * 20.0) and eps[20.0] == pytest.approx(20 * eps[1.0])
 
 
+def context(engine: PlainEngine, config: Config, make_engine: MakeEngine | None = None) -> RunContext:
+    """A run with this engine that can make another model and engine."""
+    objective: Any = None
+    return RunContext(
+        config=config,
+        objective=objective,
+        engine=engine,
+        make_engine=make_engine or plain,
+        make_model=lambda: MaskedAutoencoder(config),
+    )
+
+
 def plain(module: torch.nn.Module, config: Config) -> PlainEngine:
     return PlainEngine(module, config, device=torch.device("cpu"))
 
@@ -103,4 +116,4 @@ def test_pieces_that_lie_otherwise_are_refused() -> None:
         return plain(MaskedAutoencoder(deeper), own)
 
     with pytest.raises(EngineError, match=r"shards the second encoder .* differently"):
-        second_encoder(config, plain(MaskedAutoencoder(config), config), make_engine)
+        second_encoder(context(plain(MaskedAutoencoder(config), config), config, make_engine))

@@ -131,7 +131,7 @@ def committed(settings: dict[str, Any], *, micro_size: int, cycles: int = 2, **k
             head_state, cycles, config.multilevel.head_lr * lr / config.optimizer.lr, config, head_decay
         ),
         pooling=config.multilevel.pooling,
-        normalise=config.masking.weights == "normalised",
+        normalise=config.multilevel.weights == "normalised",
         **kind,
     )
     return recorder.gradient, exact
@@ -142,8 +142,8 @@ def committed(settings: dict[str, Any], *, micro_size: int, cycles: int = 2, **k
     "settings",
     [
         {"multilevel": {"unroll": 1}},
-        {"multilevel": {"unroll": 1, "pooling": "class"}, "masking": {"network": "patchwise"}},
-        {"multilevel": {"unroll": 1}, "masking": {"weights": "normalised"}},
+        {"multilevel": {"unroll": 1, "pooling": "class", "network": "patchwise"}},
+        {"multilevel": {"unroll": 1, "weights": "normalised"}},
         {"multilevel": {"unroll": 1}, "vision": {"tokens": "all", "positions": "relative"}},
     ],
 )

@@ -26,7 +26,7 @@ ADVERSARIES: dict[str, dict[str, Any]] = {
 
 
 def joint_run(micro_size: int = 4, **changes: Any) -> MasksRun:
-    multilevel = {"second_level": "joint", "gamma": 0.5, **changes.pop("multilevel", {})}
+    multilevel = {"kind": "joint", "gamma": 0.5, **changes.pop("multilevel", {})}
     layout = Layout(micro_size=micro_size)
     return masks_run(layout, mask_config(layout, multilevel=multilevel, **changes))
 

@@ -14,9 +14,9 @@ from trp_scale.engines.plain import PlainEngine
 from trp_scale.masks.head import HeadLevel
 
 
-@pytest.mark.parametrize("network", ["none", "flattened"])
+@pytest.mark.parametrize("kind", ["none", "head"])
 def test_a_run_has_a_hook_a_second_engine_and_more_passes_only_with_learned_masks(
-    monkeypatch: pytest.MonkeyPatch, network: str
+    monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     passes: list[str] = []
     heads: list[None] = []
@@ -34,7 +34,8 @@ def test_a_run_has_a_hook_a_second_engine_and_more_passes_only_with_learned_mask
     monkeypatch.setattr(PlainEngine, "__call__", counted)
     monkeypatch.setattr(HeadLevel, "__init__", made)
     layout = Layout(micro_size=4)
-    run = masks_run(layout, mask_config(layout, masking={"network": network}, multilevel={"unroll": 1}))
+    multilevel = {"head": {"unroll": 1}, "none": {}}[kind]
+    run = masks_run(layout, mask_config(layout, multilevel={"kind": kind, **multilevel}))
     hooks = run.trainer.hooks
     batch_of = hooks.batch
 
@@ -45,7 +46,7 @@ def test_a_run_has_a_hook_a_second_engine_and_more_passes_only_with_learned_mask
 
     monkeypatch.setattr(hooks, "batch", noted)
     run.trainer.train_step()
-    if network == "none":
+    if kind == "none":
         assert run.hook is None and run.networks == [] and heads == []
         assert set(hooks.state_dict()) == {hooks.balancer.name}
         assert passes == ["prediction"] * 2 and extras == [set(), set()]

@@ -38,8 +38,7 @@ def test_an_adversary_climbs_along_the_step_s_gradient_alone(update: str) -> Non
             4,
             adversary=adversary,
             vision={"tokens": "all"},
-            multilevel={"mode": mode, **STILL},
-            masking={"selection": selection},
+            multilevel={"mode": mode, "selection": selection, **STILL},
         )
         assert run.hook is not None and run.hook.outer_steps == 2
         (vector,) = (each.vector.detach() for each in run.trainer.hooks.all if hasattr(each, "vector"))
@@ -82,11 +81,10 @@ def test_a_cycle_looks_ahead_once_also_when_its_first_step_is_skipped(monkeypatc
 
 
 def test_a_curriculum_s_counts_are_those_of_the_masks_that_were_learned_from() -> None:
-    run = after(6, masking={"final_ratio": 0.9})
+    run = after(6, multilevel={"final_ratio": 0.9})
     config = run.trainer.config
-    patches = (config.crops.size // config.vision.patch_size) ** 2
     images = config.batch.global_size * config.crops.count
-    masked = [split_at(step, config.training.steps, patches, config.masking).masked for step in range(6)]
+    masked = [split_at(step, config).masked for step in range(6)]
     assert masked[0] < masked[-1]
     assert [stats.task_counts for stats in run.trainer.history] == [(images * each,) for each in masked]  # type: ignore[attr-defined]
 

@@ -24,8 +24,7 @@ def found(path: Path, network: str = "flattened", micro_size: int = 8, unroll: i
     optimizer = {name: rates.pop(name) for name in ("lr",) if name in rates}
     multilevel = {name: rates.pop(name) for name in ("head_lr",) if name in rates}
     changes: dict[str, Any] = {
-        "multilevel": {"unroll": unroll, "difference": 1e-4, **multilevel},
-        "masking": {"network": network},
+        "multilevel": {"network": network, "unroll": unroll, "difference": 1e-4, **multilevel},
         "optimizer": optimizer,
     }
     return update(Layout(micro_size=micro_size), changes, path=path, dtype=torch.float64, **rates)

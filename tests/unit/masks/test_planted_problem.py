@@ -118,7 +118,7 @@ def head_level(run: PlantedRun) -> Any:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_direction_of_the_probabilities_is_exact_differentiation_s(seed: int) -> None:
-    run = planted_run(seed, "flattened", dtype=torch.float64, difference=1e-4)
+    run = planted_run(seed, learned=True, dtype=torch.float64, difference=1e-4)
     taken, engine = watch(run), run.trainer.engine
     for _ in range(PART - 1):
         run.trainer.train_step()
@@ -134,7 +134,7 @@ def test_the_direction_of_the_probabilities_is_exact_differentiation_s(seed: int
 @lru_cache
 def learned(seed: int) -> tuple[PlantedRun, OuterSteps]:
     """A whole run with learned masks."""
-    run = planted_run(seed, "flattened")
+    run = planted_run(seed, learned=True)
     taken = watch(run)
     run.train()
     return run, taken
@@ -154,7 +154,7 @@ def test_the_probe_gains_over_random_masks() -> None:
     margins = []
     for seed in SEEDS:
         run, _ = learned(seed)
-        random = planted_run(seed, "none")
+        random = planted_run(seed, learned=False)
         random.train()
         margins.append(run.probe() - random.probe())
         shares = [statistics.fmean(part) for part in (run.shares[:10], run.shares[-10:])]

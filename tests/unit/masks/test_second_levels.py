@@ -59,7 +59,7 @@ class Watched:
 
 
 def watched(settings: dict[str, Any], *, second_level: str, micro_size: int) -> Watched:
-    multilevel = {"second_level": second_level, "unroll": UNROLL, **settings["multilevel"]}
+    multilevel = {"kind": second_level, "unroll": UNROLL, **settings["multilevel"]}
     run = start(micro_size=micro_size, **{**settings, "multilevel": multilevel})
     assert run.hook is not None and isinstance(run.hook.outer, ValidationLoss)
     outer, config = run.hook.outer, run.trainer.config
@@ -123,7 +123,7 @@ def joint(settings: dict[str, Any], micro_size: int) -> tuple[float, float, floa
         validation=found.validation,
         encoder_rule=found.encoder_rule,
         head_rule=found.head_rule,
-        normalise=config.masking.weights == "normalised",
+        normalise=config.multilevel.weights == "normalised",
         gamma=config.multilevel.gamma,
     )
     return found.apart(exact)
@@ -134,7 +134,7 @@ def joint(settings: dict[str, Any], micro_size: int) -> tuple[float, float, floa
     "settings",
     [
         {"multilevel": {"gamma": 0.3}},
-        {"multilevel": {"gamma": 3.0}, "masking": {"network": "patchwise", "weights": "normalised"}},
+        {"multilevel": {"gamma": 3.0, "network": "patchwise", "weights": "normalised"}},
         {"multilevel": {"gamma": 0.3}, "vision": {"tokens": "all", "positions": "relative"}},
     ],
 )
@@ -169,7 +169,7 @@ def fine_tuned(settings: dict[str, Any], micro_size: int) -> tuple[float, float,
     "settings",
     [
         {"multilevel": {"proximity": 20.0}},
-        {"multilevel": {"proximity": 1.0}, "masking": {"network": "patchwise"}},
+        {"multilevel": {"proximity": 1.0, "network": "patchwise"}},
         {"multilevel": {"proximity": 20.0}, "vision": {"tokens": "all", "positions": "relative"}},
     ],
 )

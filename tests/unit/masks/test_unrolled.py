@@ -63,7 +63,7 @@ def test_several_steps_are_exact_with_the_full_derivative(unroll: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("masking", "kind"),
+    ("selection", "kind"),
     [
         ({"selection": "straight_through"}, {"mask_of": lambda sigma, masked: sigma}),
         ({"selection": "softsort", "temperature": 0.3}, {"mask_of": soft_mask(0.3)}),
@@ -73,9 +73,9 @@ def test_several_steps_are_exact_with_the_full_derivative(unroll: int) -> None:
         ),
     ],
 )
-def test_a_choice_with_a_derivative_of_its_own(masking: dict[str, Any], kind: dict[str, Any]) -> None:
-    ours, exact, _ = looked_ahead({"masking": masking}, unroll=1, **kind)
-    hard, _, _ = looked_ahead({"masking": {**masking, "selection": "hard"}}, unroll=1)
+def test_a_choice_with_a_derivative_of_its_own(selection: dict[str, Any], kind: dict[str, Any]) -> None:
+    ours, exact, _ = looked_ahead({"multilevel": selection}, unroll=1, **kind)
+    hard, _, _ = looked_ahead({"multilevel": {**selection, "selection": "hard"}}, unroll=1)
     assert relative(ours, exact) < 1e-6
     assert relative(hard, exact) > 0.05, "the choice's derivative is no part of what is compared"
 

@@ -14,6 +14,7 @@ from tests.synthetic_images import CROPS, PATCHES, VISIBLE
 from tests.synthetic_masks import mask_config, masks_run
 from tests.unit.models.small_images import config as small_config
 from trp_scale.config import Config
+from trp_scale.config.components import settings_of
 from trp_scale.masks.flops import multilevel_step_flops
 from trp_scale.observe.throughput import encoder_forward_flops, mae_step_flops
 from trp_scale.recipes.loader import load_recipe
@@ -43,14 +44,14 @@ CASES: list[dict[str, Any]] = [
     {},
     {"multilevel": {"micro_size": 4}},
     {"multilevel": {"unroll": 1, "every": 3, "batch_size": 4, "micro_size": 4}},
-    {"multilevel": {"unroll": 2, "every": 2, "micro_size": 2}, "masking": {"network": "patchwise"}},
-    {"masking": {"selection": "softsort"}},
+    {"multilevel": {"unroll": 2, "every": 2, "micro_size": 2, "network": "patchwise"}},
+    {"multilevel": {"selection": "softsort"}},
     {"multilevel": {"mode": "look_ahead", "every": 2}},
     {"multilevel": {"mode": "look_ahead", "derivative": "full", "unroll": 3, "micro_size": 2}},
-    {"multilevel": {"second_level": "joint", "batch_size": 4, "micro_size": 2}},
-    {"multilevel": {"second_level": "fine_tuning", "unroll": 1, "every": 2}},
-    {"multilevel": {"feedback": "reconstruction", "unroll": 1, "every": 2}},
-    {"multilevel": {"feedback": "reconstruction"}, "masking": {"selection": "straight_through"}},
+    {"multilevel": {"kind": "joint", "batch_size": 4, "micro_size": 2}},
+    {"multilevel": {"kind": "fine_tuning", "unroll": 1, "every": 2}},
+    {"multilevel": {"kind": "reconstruction", "unroll": 1, "every": 2}},
+    {"multilevel": {"kind": "reconstruction", "selection": "straight_through"}},
 ]
 
 
@@ -59,15 +60,15 @@ def test_a_cycle_is_what_torch_counts_in_it(changes: dict[str, Any]) -> None:
     config = mask_config(Layout(micro_size=8), **changes)
     settings = config.multilevel
     steps = settings.unroll * settings.every
-    images = settings.batch_size or ROWS
     backward = steps  # passes through the model with masks
-    if config.masking.selection != "hard":
-        backward += 1 if settings.feedback == "reconstruction" else 2
-    if settings.mode == "look_ahead":
+    if config.multilevel.selection != "hard":
+        backward += 1 if settings.kind == "reconstruction" else 2
+    if settings.kind == "head" and settings.mode == "look_ahead":
         backward += settings.unroll + (2 * (settings.unroll - 1) if settings.derivative == "full" else 0)
     unneeded = backward * of_pixels(config, ROWS * CROPS * VISIBLE)
-    if settings.feedback == "downstream":
-        on_train = {"head": 1, "joint": steps, "fine_tuning": settings.every}[settings.second_level]
+    if settings.reads_labels:
+        images, _ = settings.batches(config)
+        on_train = {"head": 1, "joint": steps, "fine_tuning": settings.every}[settings.kind]
         unneeded += (on_train + 1) * of_pixels(config, images * CROPS * PATCHES)
     expected = steps * multilevel_step_flops(config, ranks=1, computed=True) - unneeded
     assert counted_cycle(config) == pytest.approx(expected, rel=1e-12)
@@ -87,9 +88,7 @@ def imagenet(**multilevel: Any) -> Config:
     """ViT-B/16 with a decoder of 8 x 512 on 256 images of 224 px, which one rank holds in one pass."""
     config = load_recipe("mae_vit_b")
     config.batch.global_size = config.batch.micro_size = 256
-    config.masking.network = "flattened"
-    for name, value in multilevel.items():
-        setattr(config.multilevel, name, value)
+    config.multilevel = settings_of("multilevel", "head", **multilevel)
     return config
 
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 import shlex
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from trp_scale.config import Config
 from trp_scale.downstream.sweep import combinations
+from trp_scale.masks.settings import LabelledSettings
 from trp_scale.recipes import loader
 from trp_scale.recipes.arguments import parse
 from trp_scale.recipes.checks import cautions
@@ -40,7 +42,7 @@ def test_imagenet_follows_table_11() -> None:
     assert (optimizer.weight_decay, levels.head_weight_decay, levels.weight_decay) == (0.05, 0.05, 0.05)
     assert (optimizer.beta1, optimizer.beta2, optimizer.schedule) == (0.9, 0.95, "cosine")
     assert (config.batch.global_size, levels.batch_size, levels.unroll, config.masking.ratio) == (256, 0, 1, 0.75)
-    assert (config.masking.network, config.masking.hidden_size) == ("flattened", 512)
+    assert (config.multilevel.network, config.multilevel.hidden_size) == ("flattened", 512)
     assert config.training.steps == pytest.approx(50 * 0.8 * 1_281_167 / 256, abs=1)
 
 
@@ -58,10 +60,12 @@ def test_cifar_follows_table_12() -> None:
 
 def test_each_baseline_differs_in_what_it_is_named_for() -> None:
     ours, two_levels, uniform = (load_recipe(name) for name in ("mlo_mae_cifar", "blo_mae_cifar", "u_mae_cifar"))
-    assert (two_levels.multilevel.second_level, two_levels.multilevel.gamma) == ("joint", 1.0)
-    two_levels.multilevel.second_level = "head"
+    assert (two_levels.multilevel.kind, two_levels.multilevel.gamma) == ("joint", 1.0)
+    shared = {field.name for field in fields(LabelledSettings)} - {"kind"}
+    assert all(getattr(two_levels.multilevel, name) == getattr(ours.multilevel, name) for name in shared)
+    two_levels.multilevel = ours.multilevel
     assert two_levels == ours
-    assert (uniform.objective.uniformity, uniform.masking.network, uniform.masking.maskings) == (0.01, "none", 0)
+    assert (uniform.objective.uniformity, uniform.multilevel.kind, uniform.masking.maskings) == (0.01, "none", 0)
     assert uniform.training.steps == 200 * 50_000 / 128
     for section in ("model", "vision", "crops", "batch", "optimizer"):
         assert getattr(uniform, section) == getattr(ours, section)
@@ -100,7 +104,7 @@ def test_the_flags_that_a_recipe_names_are_settings(name: str) -> None:
 def test_tiny_is_cifar_s_method_on_small_scenes() -> None:
     tiny, cifar = load_recipe("mlo_mae_tiny"), load_recipe("mlo_mae_cifar")
     assert tiny.data.validation_fraction > 0
-    for section, own in (("masking", {"hidden_size"}), ("multilevel", {"head_norm", "head_lr", "lr"})):
+    for section, own in (("masking", set()), ("multilevel", {"hidden_size", "head_norm", "head_lr", "lr"})):
         ours, theirs = getattr(tiny, section), getattr(cifar, section)
         differ = {name for name in vars(ours) if getattr(ours, name) != getattr(theirs, name)}
         assert differ == own, section

@@ -15,12 +15,12 @@ from trp_scale.config import RefusedError
 
 def test_a_run_with_learned_masks_goes_on_from_a_plain_one_and_back(image_dataset: Path, tmp_path: Path) -> None:
     runs = {name: tmp_path / name for name in ("plain", "masks", "again")}
-    still = {"optimizer__lr": 1e-12, "training__steps": 2, "multilevel__unroll": 1}
+    still = {"optimizer__lr": 1e-12, "training__steps": 2}
     pretrain_here(image_flags("mae_vit_b", image_dataset, runs["plain"], training__steps=3))
-    learned = image_flags(
-        "mae_vit_b", image_dataset, runs["masks"], masking__network="patchwise", model__weights=runs["plain"], **still
+    learned = {"multilevel__kind": "head", "multilevel__network": "patchwise", "multilevel__unroll": 1}
+    pretrain_here(
+        image_flags("mae_vit_b", image_dataset, runs["masks"], model__weights=runs["plain"], **still, **learned)
     )
-    pretrain_here(learned)
     pretrain_here(image_flags("mae_vit_b", image_dataset, runs["again"], model__weights=runs["masks"], **still))
     plain, masks, again = (read_full_state(find_checkpoint(run)) for run in runs.values())
     assert set(plain) == set(masks) == set(again)

@@ -24,8 +24,8 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def flags(data: Path, run_dir: Path, level: str, **changes: object) -> list[str]:
     settings = {
-        "masking__network": "patchwise",
-        "multilevel__second_level": level,
+        "multilevel__network": "patchwise",
+        "multilevel__kind": level,
         "multilevel__unroll": 2,
         "training__steps": STEPS,
         "checkpoint__every": STEPS,

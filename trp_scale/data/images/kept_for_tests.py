@@ -32,12 +32,12 @@ def is_test_set(split: str) -> bool:
     return any(word.startswith(KEPT_FOR_TESTS) for word in re.findall("[a-z]+", split.lower()))
 
 
-def refuse_test_sets(datasets: Sequence[ImageDataset], network: str) -> None:
+def refuse_test_sets(datasets: Sequence[ImageDataset], kind: str) -> None:
     """Refuse data that is marked as a test set.
 
     Args:
         datasets: of the run.
-        network: masking.network.
+        kind: multilevel.kind.
 
     Raises:
         RefusedError: naming the first.
@@ -46,9 +46,9 @@ def refuse_test_sets(datasets: Sequence[ImageDataset], network: str) -> None:
         if is_test_set(dataset.split):
             raise RefusedError(
                 f"{dataset.directory}: dataset.json says that these images are split {dataset.split!r} "
-                f"(settings.split; --split of trp-scale shard-images); --masking.network {network} would learn "
+                f"(settings.split; --split of trp-scale shard-images); --multilevel.kind {kind} would learn "
                 "masks from images that are kept for a test; allowed: images of another split, such as train, or "
-                "--masking.network none"
+                "--multilevel.kind none"
             )
 
 

@@ -24,6 +24,7 @@ from trp_scale.data.index import DataError
 from trp_scale.downstream.probe.classifiers import accuracy
 from trp_scale.downstream.probe.features import LabelledFeatures
 from trp_scale.masks.fine_tuning import FINE_TUNED
+from trp_scale.masks.settings import FineTuningSettings
 from trp_scale.recipes.loader import from_dict
 from trp_scale.upstreams.mae.weights import is_encoder
 
@@ -55,11 +56,11 @@ class StageTwo:
     @property
     def pooling(self) -> str:
         """What it reads: mean or class."""
-        return self.config.multilevel.pooling
+        return str(self.config.multilevel.pooling)
 
     def encoder_weights(self) -> dict[str, Tensor] | None:
         """Weights of Stage II's own encoder; None where it has none and reads the run's."""
-        if self.config.multilevel.second_level != "fine_tuning":
+        if not isinstance(self.config.multilevel, FineTuningSettings):
             return None
         stored = read_full_state(self.checkpoint, engine=FINE_TUNED)
         return {name: tensor for name, tensor in stored.items() if is_encoder(name)}
@@ -83,8 +84,7 @@ def stage_two(path: str) -> StageTwo | None:
     checkpoint = find_checkpoint(place)
     document = read_document(checkpoint)
     config = from_dict(document.config, source=str(checkpoint))
-    learned = config.masking.network != "none" and config.multilevel.feedback == "downstream"
-    if not learned or isinstance(config, FinetuneConfig):
+    if isinstance(config, FinetuneConfig) or not config.multilevel.reads_labels:
         return None
     head = read_hooks_state(checkpoint, document)["multilevel"]["outer"]["head"]
     return StageTwo(

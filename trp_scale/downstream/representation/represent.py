@@ -24,6 +24,7 @@ from trp_scale.downstream.representation.finetuned import finetuned_pictures, op
 from trp_scale.downstream.representation.images import ImageChoice, choose_images, trained_images
 from trp_scale.downstream.representation.study import study_images
 from trp_scale.downstream.trained_images import TrainedRun, load_trained_images, load_trained_modalities
+from trp_scale.masks.settings import RandomMasksSettings
 
 
 def pretraining_pictures(source: str, choice: ImageChoice, output: Path) -> list[Picture]:
@@ -47,7 +48,7 @@ def pretraining_pictures(source: str, choice: ImageChoice, output: Path) -> list
 
 def _batch(trained: TrainedRun, choice: ImageChoice) -> Batch:
     config = copy.deepcopy(trained.config)
-    config.masking.network = "none"  # to look at a test set is no training on it
+    config.multilevel = RandomMasksSettings()  # to look at a test set is no training on it
     return next(trained_images(config, choice))
 
 

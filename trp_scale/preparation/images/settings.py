@@ -49,7 +49,7 @@ class ShardImagesConfig(ShardingSettings):
     """Number in the segmentation maps that means no class; stored as 255."""
     split: str = "train"
     """What the images are for: train, or another name. It chooses the split of a dataset directory or a torchvision
-    dataset that has several, and is kept in dataset.json: no masks are learned (--masking.network) from images whose
+    dataset that has several, and is kept in dataset.json: no masks are learned (--multilevel.kind) from images whose
     split has a word that begins with test, val, dev or eval. Say --split test for every set that is kept for one."""
     image_column: str = "image"
     """Column of a dataset directory that holds the images."""

@@ -15,10 +15,8 @@ from trp_scale.data.sources import open_sources
 from trp_scale.data.train_source import JoinedWindows
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group
-from trp_scale.masks import build_multilevel
 from trp_scale.masks.flops import multilevel_step_flops
 from trp_scale.masks.joint import JointObjective
-from trp_scale.observe.throughput import mae_step_flops
 from trp_scale.training.loop import WindowSource
 from trp_scale.upstreams.mae.model import MaskedAutoencoder
 from trp_scale.upstreams.mae.objective import MaskedPatchReconstruction
@@ -39,16 +37,13 @@ class ImageUpstream:
             self.reconstruction = UniformPatchReconstruction(config.objective, config.vision.patch_size, data)
         self.objective: PatchObjective = self.reconstruction
         self.source: WindowSource = self.sources.train
-        if (labelled := self.sources.downstream) is not None and config.multilevel.second_level == "joint":
+        if (labelled := self.sources.downstream) is not None and config.multilevel.joins_labelled:
             device = environment.device
             self.objective = JointObjective(config, self.reconstruction, classes=labelled.classes, device=device)
             self.source = JoinedWindows(self.sources.train, labelled.train)
         crops = config.batch.global_size * config.crops.count
         self.positions_per_step = crops * (config.crops.size // config.vision.patch_size) ** 2
-        learned = config.masking.network != "none"
-        self.step_flops = (
-            multilevel_step_flops(config, ranks=data.size) if learned else mae_step_flops(config, rows=crops)
-        )
+        self.step_flops = multilevel_step_flops(config, ranks=data.size)
 
     def model(self) -> nn.Module:
         model = MaskedAutoencoder(self.config)
@@ -56,9 +51,8 @@ class ImageUpstream:
         return model
 
     def hooks(self, run: RunContext) -> list[Hook]:
-        masks = build_multilevel(run)
-        adversary = built(run, "adversary")
-        hooks = [hook for hook in (masks, adversary) if hook is not None]  # masks first: the adversary acts under them
+        made = (built(run, "multilevel"), built(run, "adversary"))  # masks first: the adversary acts under them
+        hooks = [hook for hook in made if hook is not None]
         if isinstance(self.reconstruction, UniformPatchReconstruction):
             hooks.append(Uniformity(self.reconstruction))  # last: its pass sees what the others change
         return hooks

@@ -16,8 +16,6 @@ from trp_scale.data.images.dataset import open_image_dataset
 from trp_scale.data.index import read_json, write_json
 from trp_scale.data.sources import Sources, TrainSource, open_sources
 
-FLATTENED = {"network": "flattened"}
-
 
 @pytest.fixture(scope="module")
 def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
@@ -27,8 +25,8 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def learned(path: Path, **sections: dict[str, object]) -> Config:
-    masking = {**FLATTENED, **sections.pop("masking", {})}
-    return config_for(path, masking=masking, **sections)
+    multilevel = {"kind": "head", **sections.pop("multilevel", {})}
+    return config_for(path, multilevel=multilevel, **sections)
 
 
 def opened(config: Config, rank: int = 0, world: int = 1) -> Sources:
@@ -68,11 +66,11 @@ def test_without_learned_masks_nothing_changes(images: Path) -> None:
     found = []
     for config in (
         config_for(images),
-        learned(images, multilevel={"feedback": "reconstruction"}),
+        learned(images, multilevel={"kind": "reconstruction"}),
         learned(images, multilevel={"unlabelled": "all"}),
     ):
         sources = opened(config)
-        assert (sources.downstream is None) == (config.multilevel.unlabelled == "train")
+        assert (sources.downstream is None) == (not config.multilevel.reads_labels)
         found.append(joined([sources.train.next_window() for _ in range(7)]))
     for fields in found[1:]:
         assert all(torch.equal(value, fields[name]) for name, value in found[0].items())
@@ -205,9 +203,9 @@ def changed(path: Path, **changes: object) -> Path:
 def test_what_cannot_be_learned_from_is_refused(images: Path, tmp_path: Path) -> None:
     bare = [{name: value for name, value in sample(number, 8, 8).items() if name != "cls"} for number in range(20)]
     unlabelled = write_images(tmp_path / "bare", [bare], changes={"suffixes": ["jpg"], "classes": None})
-    with pytest.raises(RefusedError, match=r"bare have none .*--multilevel\.feedback reconstruction"):
+    with pytest.raises(RefusedError, match=r"bare have none .*--multilevel\.kind reconstruction or none"):
         opened(learned(unlabelled))
-    assert opened(learned(unlabelled, multilevel={"feedback": "reconstruction"})).downstream is None
+    assert opened(learned(unlabelled, multilevel={"kind": "reconstruction"})).downstream is None
     with pytest.raises(RefusedError, match="have none"):
         opened(learned(Path(f"a:0.5={images},b:0.5={unlabelled}")))
     alike = [sample(number, 8, 8, cls=b"0") for number in range(20)]

@@ -42,13 +42,13 @@ def test_any_input_can_be_marked_and_is_then_refused(tmp_path: Path, kind: str) 
     else:
         settings = {"inputs": [str(class_folder(tmp_path / "from"))]}
     path = shard(tmp_path / "data", split="test", **settings)
-    learned = config_for(path, masking={"network": "patchwise"}, multilevel={"feedback": "reconstruction"})
+    learned = config_for(path, multilevel={"kind": "reconstruction"})
     with pytest.raises(
-        RefusedError, match=rf"^{path}: .* split 'test' .* --masking.network patchwise .* such as train"
+        RefusedError, match=rf"^{path}: .* split 'test' .* --multilevel.kind reconstruction .* such as train"
     ):
         open_sources(learned, rank=0, world=1)
     with pytest.raises(RefusedError, match="kept for a test"):
-        open_sources(config_for(f"a:0.5={path},b:0.5={path}", masking={"network": "flattened"}), rank=0, world=1)
+        open_sources(config_for(f"a:0.5={path},b:0.5={path}", multilevel={"kind": "head"}), rank=0, world=1)
     assert open_sources(config_for(path), rank=0, world=1).train.rows > 0  # without learned masks, as ever
     assert shard(path, split="test", **settings) == path  # finished
     other = shard(tmp_path / "train", **settings)

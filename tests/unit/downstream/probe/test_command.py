@@ -15,6 +15,7 @@ from tests.runs import image_flags, pretrain_here
 from tests.unit.downstream.probe.small_encoder import small_config, striped_images
 from trp_scale import cli
 from trp_scale.config import RefusedError
+from trp_scale.config.components import settings_of
 from trp_scale.distributed.groups import ALONE
 from trp_scale.downstream.probe.arguments import parse_probe
 from trp_scale.downstream.probe.features import LabelledFeatures
@@ -150,13 +151,13 @@ def test_the_head_sees_what_it_has_learned_on() -> None:
     head = StageTwo(config=config, checkpoint=Path(), weight=torch.eye(2), bias=torch.tensor([0.0, 5.0]))
     test = LabelledFeatures(features=np.array([[10.0, 0.0]], np.float32), labels=np.array([1]))
     for norm, expected in (("layer", 1.0), ("none", 0.0)):
-        config.multilevel.head_norm = norm  # type: ignore[assignment]
+        config.multilevel = settings_of("multilevel", "head", head_norm=norm)
         assert head.accuracy(test) == expected
 
 
 def test_a_second_encoder_s_head_is_measured_on_its_own(stripes: Path, others: Path, tmp_path: Path) -> None:
     """With fine-tuning in level II the head has learned on that encoder's features (MLO-MAE eq. 13)."""
-    run = learned_run(stripes, tmp_path / "run", multilevel__second_level="fine_tuning", optimizer__lr=0.05)
+    run = learned_run(stripes, tmp_path / "run", multilevel__kind="fine_tuning", optimizer__lr=0.05)
     head = stage_two(str(run))
     assert head is not None
     weights, own = head.encoder_weights(), load_trained_images(run).model.state_dict()
@@ -175,7 +176,7 @@ def test_the_own_figure_is_left_out_where_it_would_say_nothing(
     results = read_results(probe(tmp_path, learned, others, "--test", stripes, "--method", "knn", name="seen"))
     assert len(results.tasks) == 1 and "64 of its 64 images are in the run's data" in caplog.text
     drawn = tmp_path / "drawn"
-    assert pretrain_here(image_flags("mlo_mae_tiny", stripes, drawn, masking__network="none", **SMALL)) == 0
+    assert pretrain_here(image_flags("mlo_mae_tiny", stripes, drawn, multilevel__kind="none", **SMALL)) == 0
     assert stage_two(str(drawn)) is None
 
 
@@ -227,7 +228,7 @@ def test_pre_training_on_real_images_beats_random_features(tmp_path: Path) -> No
         shard_images(ShardImagesConfig(output=tmp_path / split, inputs=tars, split=split, processes=1))  # type: ignore[arg-type]
     run = tmp_path / "run"
     changes: dict[str, Any] = {"model__layers": 4, "model__hidden_size": 128, "model__heads": 4}
-    changes |= {"model__intermediate_size": 512, "vision__patch_size": 4, "masking__network": "none"}
+    changes |= {"model__intermediate_size": 512, "vision__patch_size": 4, "multilevel__kind": "none"}
     changes |= {"batch__global_size": 64, "batch__micro_size": 64, "training__steps": 600}
     changes |= {"training__precision": "fp32", "optimizer__lr": 1e-3, "data__validation_fraction": 0.0}
     words = image_flags("mlo_mae_cifar", tmp_path / "train", run, **changes)
