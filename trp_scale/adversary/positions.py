@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trp_scale.adversary.agreement import AgreementCheck
-from trp_scale.adversary.ascent import ASCENTS
+from trp_scale.adversary.ascent import ASCENTS, State
 from trp_scale.adversary.effect import NEGLIGIBLE, EffectWatch, log_line
 from trp_scale.adversary.own_pass import run_own_pass
 from trp_scale.adversary.projection import Balls
-from trp_scale.adversary.saturation import Saturation
 from trp_scale.adversary.settings import (
     NoAdversarySettings,
     PositionAdversarySettings,
@@ -25,6 +23,7 @@ from trp_scale.core.batch import Batch, StepStats
 from trp_scale.core.hooks import Hook, StepContext
 from trp_scale.core.run import RunContext
 from trp_scale.models.perturbation import PerturbationShape, perturbation_shape
+from trp_scale.models.relative_positions import REACH, relaxed_index
 
 NAME = "adversary"
 
@@ -237,3 +236,98 @@ def load_tensors(
         )
     stored: Mapping[str, Tensor] = state["tensors"]
     return {name: torch.clone(stored[name]).to(tensor.device) for name, tensor in expected.items()}
+
+
+FINGERPRINT_BITS = 62
+"""So that a fingerprint and its negative are both int64."""
+
+
+def fingerprint(tensors: Iterable[Tensor]) -> Tensor:
+    """0-dimensional int64 >= 0 from the bits of fp32 or int64 tensors and their places; integers only, so exact."""
+    bits = torch.cat([tensor.detach().reshape(-1).view(torch.int32) for tensor in tensors]).long()
+    places = torch.arange(1, bits.numel() + 1, device=bits.device)
+    # Multiplications by odd numbers and shifts (Vigna's splitmix64 mixes in this way); int64 wraps around.
+    mixed = (bits ^ (places * 0x1E3779B97F4A7C15)) * 0x3F58476D1CE4E5B9
+    mixed = (mixed ^ (mixed >> 27)) * 0x14D049BB133111EB
+    return (mixed ^ (mixed >> 31)).sum() & (2**FINGERPRINT_BITS - 1)  # type: ignore[no-any-return]
+
+
+class AgreementCheck:
+    """Compares the ranks each `every` steps with one all-reduce of two numbers.
+
+    It is started before the loop reads the step's loss and read after, when nothing is left to wait for.
+
+    Args:
+        every: steps between checks; 0 = never.
+    """
+
+    def __init__(self, every: int) -> None:
+        self.every = every
+        self._mine: Tensor | None = None
+        self._largest: Tensor | None = None
+
+    def start(self, ctx: StepContext, tensors: Iterable[Tensor]) -> None:
+        """Reduce the fingerprint, on the steps that are due."""
+        if ctx.data_group.size == 1 or self.every == 0 or (ctx.step + 1) % self.every:
+            return
+        self._mine = fingerprint(tensors)
+        self._largest = ctx.data_group.max(torch.stack([self._mine, -self._mine]))
+
+    def finish(self, ctx: StepContext) -> None:
+        """Read what `start` reduced, if it did.
+
+        Raises:
+            RuntimeError: on all ranks together, with every rank's fingerprint.
+        """
+        if self._largest is None or self._mine is None:
+            return
+        largest, negative = self._largest.tolist()
+        mine, self._mine, self._largest = self._mine, None, None
+        if largest != -negative:
+            held = ctx.data_group.gather_objects(int(mine))
+            listed = ", ".join(f"rank {rank}: {value:016x}" for rank, value in enumerate(held))
+            raise RuntimeError(
+                f"step {ctx.step + 1}: the ranks hold different adversaries (fingerprints {listed}). They follow from "
+                "one reduced gradient, so a rank has computed or received something else: check that machine, and "
+                "resume from the last checkpoint (--resume auto)"
+            )
+
+
+class Saturation:
+    """Which offsets of a relative coordinate perturbation are clamped.
+
+    Args:
+        balls: views [L, 2] (row, column) of the perturbation.
+        grid: patches along a side.
+        device: where the perturbation lives.
+    """
+
+    def __init__(self, balls: Balls, grid: int, device: torch.device) -> None:
+        self.balls = balls
+        self.offsets = torch.arange(1 - grid, grid, device=device)  # [2G - 1]
+        # Each offset of an axis is that of G - |offset| of the G x G pairs of places on it.
+        self.weights = (grid - self.offsets.abs()).double() / grid**2  # [2G - 1], sums to 1
+
+    def _clamped(self, view: Tensor) -> Tensor:
+        """[L, 2] -> [L, 2, 2G - 1] bool."""
+        return relaxed_index(view.unsqueeze(-1) + self.offsets).abs() > REACH
+
+    def share(self, flat: Tensor) -> Tensor:
+        """0-dimensional float64: share of (pair, axis) offsets, over all pairs of patches and blocks, that are
+        clamped."""
+        parts = [(self._clamped(view).double() * self.weights).sum(-1).flatten() for view in self.balls.views(flat)]
+        return torch.cat(parts).mean()
+
+    def lost(self, flat: Tensor) -> Tensor:
+        """[numel] bool: elements whose axis has all its offsets clamped: no gradient comes back to them, wherever the
+        block's other axis stands."""
+        return torch.cat([self._clamped(view).all(-1).flatten() for view in self.balls.views(flat)])
+
+    def restarted(self, flat: Tensor, state: State) -> tuple[Tensor, State]:
+        """The perturbation and what its ascent remembers, with zeros for the elements that are lost."""
+        lost = self.lost(flat)
+
+        def kept(value: Tensor) -> Tensor:
+            return torch.where(lost, torch.zeros_like(value), value) if value.shape == flat.shape else value
+
+        return kept(flat), {name: kept(value) for name, value in state.items()}

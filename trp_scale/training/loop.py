@@ -1,26 +1,26 @@
-"""The training loop. Read aloud it is the method; it knows no method by name."""
+"""The training loop. Read aloud it is the method; it knows no method by name. With it: the learning rate of a step, and
+losses over the held-out rows."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from trp_scale.config import Config
+from trp_scale.config import Config, OptimizerConfig
 from trp_scale.core.batch import Batch, StepStats
-from trp_scale.core.engine import Engine
+from trp_scale.core.engine import Engine, Trains
 from trp_scale.core.hooks import Hooks, StepContext
 from trp_scale.core.objective import Objective
 from trp_scale.core.run import RunContext
 from trp_scale.observe.observer import Observer
 from trp_scale.observe.records import StepRecord, TaskRecord
 from trp_scale.training.agreement import StepAgreement
-from trp_scale.training.schedule import learning_rate
 
 
 class WindowSource(Protocol):
@@ -177,3 +177,54 @@ class Trainer:
 
     def _due(self, every: int) -> bool:
         return every > 0 and (self.state.step % every == 0 or self.state.step >= self.config.training.steps)
+
+
+@torch.no_grad()
+def validate(engine: Trains, objective: Objective, batches: Iterable[Batch], corrupt: set[str]) -> dict[str, Any]:
+    """Mean loss of each task over the split, without dropout; all ranks call it with as many batches.
+
+    Args:
+        corrupt: keys of blocks that could not be read are added to it.
+
+    Returns:
+        {"loss": mean over the balanced tasks that occur, or where none is balanced over all that do; None if none does,
+         "worst_task": the balanced task with the largest loss,
+         "tasks": {name: {"loss": mean over its elements or None, "count": elements}}}
+    """
+    engine.train(False)
+    size = len(objective.tasks)
+    sums = torch.zeros(2, size, dtype=torch.float64, device=engine.device)
+    for batch in batches:
+        corrupt.update(batch.corrupt)
+        losses = objective(engine, batch.to(engine.device))
+        sums += torch.stack([losses.sums, losses.counts])
+    engine.train(True)
+    totals, counts = engine.data_group.sum(sums).tolist()
+    tasks = {
+        name: {"loss": total / count if count else None, "count": int(count)}
+        for name, total, count in zip(objective.tasks, totals, counts, strict=True)
+    }
+    places = objective.balanced or range(size)
+    balanced = {name: tasks[name]["loss"] for name in (objective.tasks[place] for place in places)}
+    known = {name: loss for name, loss in balanced.items() if loss is not None}
+    return {
+        "loss": sum(known.values()) / len(known) if known else None,
+        "worst_task": max(known, key=lambda name: known[name]) if known else None,
+        "tasks": tasks,
+    }
+
+
+def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
+    """Learning rate of step `step` (from 0) of `steps`.
+
+    Linear warm-up over `warmup_steps`: the first step has lr / warmup_steps, the last of the warm-up the full lr. After
+    it linear or cosine decay that reaches `min_lr` at the last step, or no decay.
+    """
+    if step < config.warmup_steps:
+        return config.lr * (step + 1) / config.warmup_steps
+    left = steps - 1 - config.warmup_steps
+    done = min(1.0, (step - config.warmup_steps) / left) if left > 0 else 1.0
+    if config.schedule == "constant":
+        return config.lr
+    factor = 1.0 - done if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
+    return config.min_lr + (config.lr - config.min_lr) * factor

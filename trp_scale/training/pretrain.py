@@ -31,8 +31,7 @@ from trp_scale.recipes.checks import cautions, check_engine
 from trp_scale.recipes.loader import to_dict
 from trp_scale.training import rundir
 from trp_scale.training.agreement import StepAgreement, require_same_settings
-from trp_scale.training.loop import Trainer, TrainingState
-from trp_scale.training.validation import validate
+from trp_scale.training.loop import Trainer, TrainingState, validate
 from trp_scale.upstreams.base import Upstream, build_upstream
 
 logger = logging.getLogger(__name__)

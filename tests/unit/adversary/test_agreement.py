@@ -14,7 +14,7 @@ from torch import Tensor
 from tests.ranks import Ranks
 from tests.synthetic import data_group
 from tests.unit.adversary.toy import Setting, toy_hook, toy_trainer
-from trp_scale.adversary.agreement import AgreementCheck, fingerprint
+from trp_scale.adversary.positions import AgreementCheck, fingerprint
 from trp_scale.core.hooks import StepContext
 
 SGD = {"ascent": "sgd", "lr": 0.3, "eps": 0.4}

@@ -201,6 +201,16 @@ def test_auto_passes_over_what_is_damaged_and_a_path_does_not(tmp_path: Path, fi
         assert str(error).startswith(f"--resume auto: {third} is not whole") and "none is left" in str(error)
 
 
+def test_a_checkpoint_of_version_0_1_is_refused_in_one_line_that_says_so(tmp_path: Path) -> None:
+    document = save_step(tmp_path, 1) / "checkpoint.json"
+    content = json.loads(document.read_text(encoding="utf-8"))
+    document.write_text(json.dumps(content | {"format": 1}), encoding="utf-8")
+    for resume in ("auto", str(tmp_path), str(document.parent)):
+        with pytest.raises(RefusedError, match="a checkpoint of format 1, and this version reads format 2") as caught:
+            select(tmp_path, resume, ALONE)
+        assert "\n" not in str(caught.value)
+
+
 def test_what_was_passed_over_does_not_push_out_a_whole_one(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save_step(tmp_path, step)

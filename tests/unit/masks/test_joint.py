@@ -16,7 +16,7 @@ from tests.unit.masks.test_hypergradient import copies
 from trp_scale.core.batch import Batch, TaskLosses
 from trp_scale.core.hooks import StepContext
 from trp_scale.masks.joint import HEAD, STEP, JointObjective, JointValidationLoss
-from trp_scale.training.validation import validate
+from trp_scale.training.loop import validate
 
 ADVERSARIES: dict[str, dict[str, Any]] = {
     "none": {},

@@ -11,8 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.unit.models.test_dense_heads import CASES, built, images
 from trp_scale.config.finetuning import FinetuneConfig
-from trp_scale.observe.counted_flops import forward_flops
-from trp_scale.observe.throughput import encoder_forward_flops
+from trp_scale.observe.throughput import encoder_forward_flops, forward_flops
 
 
 @pytest.mark.parametrize("head", CASES)

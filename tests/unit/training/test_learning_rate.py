@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from trp_scale.config import OptimizerConfig
-from trp_scale.training.schedule import learning_rate
+from trp_scale.training.loop import learning_rate
 
 PEAK, LEAST = 2e-4, 1e-6
 

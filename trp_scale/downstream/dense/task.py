@@ -15,8 +15,7 @@ from trp_scale.downstream.dense.model import PixelModel
 from trp_scale.downstream.dense.rows import DenseData, DenseMaps, open_dense
 from trp_scale.downstream.encoder_source import open_encoder
 from trp_scale.downstream.task import TaskParts, open_task_sources, take_encoder
-from trp_scale.observe.counted_flops import forward_flops
-from trp_scale.observe.throughput import TRAINING_OVER_FORWARD
+from trp_scale.observe.throughput import TRAINING_OVER_FORWARD, forward_flops
 
 
 class DenseTask(TaskParts):

@@ -25,7 +25,7 @@ from trp_scale.downstream.probe.features import Features, LabelledFeatures, extr
 from trp_scale.downstream.probe.images import ProbedImages
 from trp_scale.downstream.task import distinct
 from trp_scale.models.initialise import initial_tensor
-from trp_scale.training.schedule import learning_rate
+from trp_scale.training.loop import learning_rate
 
 WEIGHT_DEVIATION = 0.01
 """Standard deviation of the layer's first weights."""

@@ -36,10 +36,10 @@ def pretraining_pictures(source: str, choice: ImageChoice, output: Path) -> list
     path = Path(named_weights(source)[0])
     if not ((path / "checkpoints").is_dir() or (path / DOCUMENT_NAME).is_file()):
         return []
-    config = read_document(find_checkpoint(path)).config
-    if "downstream" in config:
+    upstream = read_document(find_checkpoint(path)).config.get("upstream")
+    if upstream is None:
         return []
-    if config["model"]["kind"] == "mm_mae":
+    if upstream == "mm_mae":
         several = load_trained_modalities(source, str(choice.dataset.directory))
         return draw_modalities_of(several, _batch(several, choice), output)
     trained = load_trained_images(source, str(choice.dataset.directory))

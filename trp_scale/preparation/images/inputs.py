@@ -1,16 +1,24 @@
-"""Which kind of input was given, and its listing."""
+"""Which kind of input was given, and its listing; rendered scenes are one, made when they are read."""
 
 from __future__ import annotations
 
+import dataclasses
+import hashlib
 from pathlib import Path
 
+import numpy as np
+from PIL import Image
+
+from trp_scale.data.images.members import CLASS, IMAGE, ordered_suffixes
+from trp_scale.data.images.png import write_png
 from trp_scale.data.index import DataError
+from trp_scale.modalities import modalities
+from trp_scale.modalities.base import MapFiles, Modality
 from trp_scale.preparation.dataset_directory import is_dataset_directory
 from trp_scale.preparation.images.dataset_libraries import TORCHVISION, list_directory, list_torchvision
 from trp_scale.preparation.images.files import list_folder
-from trp_scale.preparation.images.map_descriptions import describe_maps
-from trp_scale.preparation.images.samples import Listing
-from trp_scale.preparation.images.scenes_source import list_scenes
+from trp_scale.preparation.images.samples import Listing, Loaded, Sample
+from trp_scale.preparation.images.scenes import SCENE_CLASSES, render_scene
 from trp_scale.preparation.images.settings import ShardImagesConfig
 from trp_scale.preparation.images.tars import find_tars, list_tars
 
@@ -55,3 +63,72 @@ def _refuse_tied_settings(
         raise DataError(f"--modality {config.modality[0]}: goes with an image folder, not with {kind}")
     if config.class_names and not class_names:
         raise DataError(f"--class_names {config.class_names}: goes with tars, not with {kind}")
+
+
+def describe_maps(config: ShardImagesConfig, listing: Listing) -> None:
+    """Fill `listing.maps` for maps that come from files, and let what describes them into its fingerprint.
+
+    Raises:
+        DataError: a setting for maps that there are none of, or one that is missing.
+    """
+    defaults = {field.name: field.default for field in dataclasses.fields(config)}
+    for name, kind in modalities().items():
+        if kind.format is None:
+            continue
+        there = kind.format.suffix in listing.suffixes and name not in listing.maps
+        for setting in kind.file_settings:
+            if getattr(config, setting) != defaults[setting] and not there:
+                raise DataError(
+                    f"--{setting} {getattr(config, setting)}: goes with {name} maps from files, --modality "
+                    f"{name}=FOLDER of an image folder or .{kind.format.suffix} members of tars; there are none"
+                )
+        if there:
+            files = listing.maps[name] = kind.from_files(config)
+            if files.content:
+                listing.fingerprint = hashlib.sha256(listing.fingerprint.encode() + files.content).hexdigest()
+
+
+class SceneSource:
+    """Synthetic scenes by number.
+
+    Args:
+        maps: modalities by the suffix of their maps.
+    """
+
+    def __init__(self, seed: int, size: int, maps: dict[str, type[Modality]]) -> None:
+        self._seed = seed
+        self._size = size
+        self._maps = maps
+
+    def read(self, sample: Sample) -> Loaded:
+        scene = render_scene(self._seed, sample.row, self._size)
+        found = {suffix: kind.of_scene(scene) for suffix, kind in self._maps.items()}
+        maps = {suffix: write_png(one.numbers) for suffix, one in found.items() if one is not None}
+        return Loaded(image=Image.fromarray(scene.image), label=scene.label, maps=maps)
+
+
+def list_scenes(seed: int, count: int, size: int) -> Listing:
+    """`count` scenes of size x size pixels, as many of each class, with the maps of every modality that has some."""
+    scene = render_scene(seed, 0, size)
+    kinds: dict[str, type[Modality]] = {}
+    maps: dict[str, MapFiles] = {}
+    for name, kind in modalities().items():
+        found = kind.of_scene(scene)
+        if found is not None and kind.format is not None:
+            kinds[kind.format.suffix] = kind
+            maps[name] = MapFiles(name=name, format=kind.format, description={**found.description, "exact": True})
+    source = SceneSource(seed, size, kinds)
+    samples = [Sample(f"scene-{number:08d}", f"scene {number}", None, number) for number in range(count)]
+    # Another renderer, or another numpy that rounds otherwise, is another input, and so is one with other maps.
+    first = source.read(samples[0])
+    digest = hashlib.sha256(np.asarray(first.image).tobytes())
+    for suffix, content in first.maps.items():
+        digest.update(suffix.encode() + content)
+    return Listing(
+        source=source,
+        samples=samples,
+        suffixes=ordered_suffixes({IMAGE, CLASS, *kinds}),
+        classes=list(SCENE_CLASSES),
+        fingerprint=digest.hexdigest(),
+        maps=maps,
+    )

@@ -17,7 +17,7 @@ from trp_scale.data.images.dataset import open_image_dataset
 from trp_scale.data.index import DataError, read_index, read_json, write_json
 from trp_scale.modalities.depth import StoredDepth
 from trp_scale.preparation.pseudo_labels import label as labelling
-from trp_scale.preparation.pseudo_labels.writing import LabelStream
+from trp_scale.preparation.pseudo_labels.portion import LabelStream
 from trp_scale.preparation.sharding.lock import only_run
 from trp_scale.preparation.verify import verify_dataset
 
