@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from trp_scale.adversary.settings import PixelAdversarySettings
 from trp_scale.core.batch import Batch, StepStats
 from trp_scale.core.hooks import Hook, StepContext
 from trp_scale.core.run import RunContext
+from trp_scale.models.perturbation import PIXEL_SHIFT
 
 
 class PixelAdversary(Hook):
@@ -65,7 +65,7 @@ class PixelAdversary(Hook):
     def batch(self, ctx: StepContext, micro: Batch) -> Batch:
         if micro.joined:
             return micro
-        return replace(micro, extras={**micro.extras, "pixel_shift": self.shifts[micro.start]})
+        return micro.adding({PIXEL_SHIFT: self.shifts[micro.start]})
 
     def after_step(self, ctx: StepContext, stats: StepStats) -> None:
         self.shifts = {}

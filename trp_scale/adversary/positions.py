@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from trp_scale.config import RefusedError
 from trp_scale.core.batch import Batch, StepStats
 from trp_scale.core.hooks import Hook, StepContext
 from trp_scale.core.run import RunContext
-from trp_scale.models.perturbation import PerturbationShape, perturbation_shape
+from trp_scale.models.perturbation import PERTURBATION, PerturbationShape, perturbation_shape
 from trp_scale.models.relative_positions import REACH, relaxed_index
 
 NAME = "adversary"
@@ -69,7 +68,7 @@ class PositionAdversary(Hook):
         self.vector.grad = None  # passes that other hooks have made between steps leave theirs here
 
     def batch(self, ctx: StepContext, micro: Batch) -> Batch:
-        return replace(micro, extras={**micro.extras, "perturbation": self.seen})
+        return micro.adding({PERTURBATION: self.seen})
 
     def gradients(self, ctx: StepContext) -> None:
         self.gradient = reduced_gradient(ctx, self.vector)

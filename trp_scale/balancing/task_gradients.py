@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -52,10 +52,10 @@ class TaskGradients:
     def tapped(self, batch: Batch) -> Batch:
         """The batch with a fresh tap in its extras; the one before it is read."""
         self._fold()
-        name, shape = self.objective.tap(batch, self.at)
+        key, shape = self.objective.tap(batch, self.at)
         tap = torch.zeros(shape, dtype=torch.float32, device=self.device, requires_grad=True)
         self._pending = _Tapped(batch, tap)
-        return replace(batch, extras={**batch.extras, name: tap})
+        return batch.adding({key: tap})
 
     def note(self, losses: TaskLosses) -> None:
         """Keep what a tap's gradient will be multiplied with."""

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import NewType
 
 import torch
 from torch import Tensor
+
+Extra = NewType("Extra", str)
+"""Key of what a hook adds to batches. Who adds it and who reads it import the same key; a bare string is none."""
 
 
 @dataclass(kw_only=True)
@@ -22,7 +27,7 @@ class Batch:
         fetch_seconds: time the loader spent to make this batch, in seconds.
         joined: it comes from another source than the window's own, for a task of its own; hooks that change what the
             model sees of the window leave it as it is.
-        extras: what hooks add for the model's forward pass, by name; not by row, such as a perturbation.
+        extras: what hooks add for the model's forward pass; not by row, such as a perturbation.
     """
 
     fields: dict[str, Tensor]
@@ -32,7 +37,7 @@ class Batch:
     corrupt: list[str] = field(default_factory=list)
     fetch_seconds: float = 0.0
     joined: bool = False
-    extras: dict[str, Tensor] = field(default_factory=dict)
+    extras: dict[Extra, Tensor] = field(default_factory=dict)
 
     def __getitem__(self, name: str) -> Tensor:
         return self.fields[name]
@@ -40,6 +45,10 @@ class Batch:
     @property
     def rows(self) -> int:
         return int(self.keys.shape[0])
+
+    def adding(self, extras: Mapping[Extra, Tensor]) -> Batch:
+        """The same batch with these extras beside those that it has."""
+        return replace(self, extras={**self.extras, **extras})
 
     def to(self, device: torch.device) -> Batch:
         """The same batch with its fields on `device`; keys stay on the host."""

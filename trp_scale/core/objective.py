@@ -7,7 +7,7 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 from torch import Tensor
 
-from trp_scale.core.batch import Batch, TaskLosses
+from trp_scale.core.batch import Batch, Extra, TaskLosses
 
 
 class Objective(Protocol):
@@ -45,11 +45,11 @@ class Tap(NamedTuple):
     `.grad` holds the tasks' gradients there, which no other graph or pass has to give.
 
     Attributes:
-        name: under which it goes into `Batch.extras`.
+        key: under which it goes into `Batch.extras`.
         shape: what the model expects for this batch.
     """
 
-    name: str
+    key: Extra
     shape: tuple[int, ...]
 
 
@@ -74,6 +74,12 @@ class TappedObjective(Objective, Protocol):
         ...
 
 
+PATCH_WEIGHTS = Extra("patch_weights")
+"""[R, k, M] weight of each masked patch's error; 1 where it is not given."""
+GATE = Extra("gate")
+"""[R, k, V] factor of each visible patch's token, 1 in value: a derivative of the choice of patches goes through it."""
+
+
 class PatchObjective(Objective, Protocol):
     """An objective on masked patches of images, whose masks and weights a hook may replace (MLO-MAE eq. 1)."""
 
@@ -86,5 +92,5 @@ class PatchObjective(Objective, Protocol):
         ...
 
     def losses(self, errors: Tensor, batch: Batch) -> TaskLosses:
-        """The sums for given errors, linear in them, and in `batch.extras["patch_weights"]` [R, k, M]."""
+        """The sums for given errors, linear in them, and in PATCH_WEIGHTS of the batch."""
         ...

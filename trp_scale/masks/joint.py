@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,7 +10,7 @@ from torch import Tensor
 
 from trp_scale.adversary.positions import reduced_gradient
 from trp_scale.config import Config
-from trp_scale.core.batch import Batch, TaskLosses
+from trp_scale.core.batch import Batch, Extra, TaskLosses
 from trp_scale.core.hooks import StepContext
 from trp_scale.core.objective import PatchObjective
 from trp_scale.core.pieces import Shards
@@ -23,7 +22,7 @@ from trp_scale.masks.masks import MaskedWindow
 
 CLASSIFICATION = "classification"
 
-HEAD, STEP = "head", "step"
+HEAD, STEP = Extra("head"), Extra("step")
 """Extras of a micro-batch of D_tr: the head as a leaf [K D + K], and the number of the step."""
 
 
@@ -131,7 +130,7 @@ class JointValidationLoss(ValidationLoss):
         return torch.cat([window.counts[:-1], ctx.counts[-1:]])  # classification is the last task
 
     def joined(self, ctx: StepContext, micro: Batch) -> Batch:
-        return replace(micro, extras={**micro.extras, HEAD: self.leaf, STEP: torch.tensor(ctx.step)})
+        return micro.adding({HEAD: self.leaf, STEP: torch.tensor(ctx.step)})
 
     def gradients(self, ctx: StepContext) -> None:
         self.gradient = reduced_gradient(ctx, self.leaf)

@@ -16,7 +16,7 @@ from torch import Tensor
 from trp_scale.config import Config, PatchSplit
 from trp_scale.core.batch import Batch
 from trp_scale.core.engine import Engine
-from trp_scale.core.objective import PatchObjective
+from trp_scale.core.objective import GATE, PATCH_WEIGHTS, PatchObjective
 from trp_scale.masks.settings import LearnedMasksSettings
 
 
@@ -176,10 +176,10 @@ class MaskedWindow:
     def weighted(self, place: int, weights: Tensor, gate: Tensor | None = None) -> Batch:
         """Micro-batch number `place` with its masks, these weights [B, M] and gates [B, V]."""
         micro, selection = self.micros[place], self.selections[place]
-        extras = {**micro.extras, "patch_weights": by_row(weights, micro)}
+        extras = {PATCH_WEIGHTS: by_row(weights, micro)}
         if gate is not None:
-            extras["gate"] = by_row(gate, micro)
-        return masked_with(replace(micro, extras=extras), selection)
+            extras[GATE] = by_row(gate, micro)
+        return masked_with(micro.adding(extras), selection)
 
 
 Hypergradient = Sequence[tuple[MaskedWindow, Sequence[MaskGradient]]]

@@ -17,6 +17,7 @@ from trp_scale.data.images.rows import DecodedRows
 from trp_scale.modalities.base import Modality
 from trp_scale.models.image_patches import CHANNEL_DEVIATION, CHANNEL_MEAN, TARGET_EPS, ImagePatches, normalised
 from trp_scale.models.patches import unpatchify
+from trp_scale.models.perturbation import PIXEL_SHIFT
 
 RAW = "raw_rgb"
 
@@ -51,7 +52,7 @@ class Rgb(Modality):
 
     def seen(self, patches: Tensor, batch: Batch) -> Tensor:
         """With `pixel_shift` [R, 3, S, S] of the batch's extras added, which a hook may put there."""
-        shift = batch.extras.get("pixel_shift")
+        shift = batch.extras.get(PIXEL_SHIFT)
         return patches if shift is None else self._image_patches(batch["images"], shift)
 
     def elements(self, batch: Batch) -> Tensor:

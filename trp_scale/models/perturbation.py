@@ -13,7 +13,13 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from trp_scale.config import ModelConfig, VisionConfig
+from trp_scale.core.batch import Extra
 from trp_scale.models.relative_positions import BUCKETS
+
+PERTURBATION = Extra("perturbation")
+"""[numel] the flat vector, added where its parts act."""
+PIXEL_SHIFT = Extra("pixel_shift")
+"""[R, 3, S, S], or [R, k, 3, S, S] of several crops: added to pixels in [0, 1]."""
 
 
 @dataclass(frozen=True, kw_only=True)

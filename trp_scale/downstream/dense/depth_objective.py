@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from trp_scale.core.batch import Batch, StepStats, TaskLosses
+from trp_scale.core.batch import Batch, Extra, StepStats, TaskLosses
 from trp_scale.core.hooks import Hook, StepContext
 from trp_scale.downstream.classification.model import Pixels
 
@@ -18,7 +18,7 @@ DEPTH = "depth"
 THRESHOLD = 0.2
 """c, as a share of the largest error."""
 
-LARGEST = "largest_error"
+LARGEST = Extra("largest_error")
 """In `Batch.extras`: [] the largest error of the global batch."""
 
 
@@ -118,7 +118,7 @@ class LargestError(Hook):
 
     def __init__(self, objective: Depth) -> None:
         self.objective = objective
-        self._added: dict[str, Tensor] = {}
+        self._added: dict[Extra, Tensor] = {}
 
     @torch.no_grad()
     def before_step(self, ctx: StepContext) -> None:
@@ -128,7 +128,7 @@ class LargestError(Hook):
             self._added = {LARGEST: ctx.data_group.max(torch.stack(errors).max())}
 
     def batch(self, ctx: StepContext, micro: Batch) -> Batch:
-        return replace(micro, extras={**micro.extras, **self._added})
+        return micro.adding(self._added)
 
     def after_step(self, ctx: StepContext, stats: StepStats) -> None:
         self._added = {}

@@ -10,8 +10,10 @@ from torch import Tensor
 
 from trp_scale.config import ObjectiveConfig
 from trp_scale.core.batch import Batch, TaskLosses
+from trp_scale.core.objective import GATE, PATCH_WEIGHTS
 from trp_scale.models.image_patches import ImagePatches, normalised
 from trp_scale.models.patches import gather_patches
+from trp_scale.models.perturbation import PERTURBATION, PIXEL_SHIFT
 from trp_scale.upstreams.mae.model import MaeOutput, Wanted
 
 RECONSTRUCTION = "reconstruction"
@@ -56,7 +58,7 @@ class MaskedPatchReconstruction:
     def losses(self, errors: Tensor, batch: Batch) -> TaskLosses:
         """The sums for given errors [R, k, M]; linear in them."""
         errors = errors.double()
-        if (weights := batch.extras.get("patch_weights")) is not None:
+        if (weights := batch.extras.get(PATCH_WEIGHTS)) is not None:
             errors = errors * weights
         rows = errors.sum((1, 2)) @ batch["row_weights"].double()
         return TaskLosses(sums=rows.reshape(1), counts=self.count(batch))
@@ -69,12 +71,12 @@ class MaskedPatchReconstruction:
     def run(self, forward: Callable[..., Any], batch: Batch, clean: Tensor, **wanted: Wanted) -> Any:
         """What the model gives for a batch, its patches [B, N, P], and what hooks added; `wanted` is its `give`."""
         seen = clean
-        if (shift := batch.extras.get("pixel_shift")) is not None:
+        if (shift := batch.extras.get(PIXEL_SHIFT)) is not None:
             seen = self.patches(batch, shift)
         arguments: dict[str, Any] = {**wanted}
-        if (perturbation := batch.extras.get("perturbation")) is not None:
+        if (perturbation := batch.extras.get(PERTURBATION)) is not None:
             arguments["perturbation"] = perturbation
-        if (gate := batch.extras.get("gate")) is not None:
+        if (gate := batch.extras.get(GATE)) is not None:
             arguments["gate"] = gate.flatten(0, 1)
         return forward(seen, batch["visible"].flatten(0, 1), batch["masked"].flatten(0, 1), **arguments)
 

@@ -10,13 +10,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trp_scale.config import ObjectiveConfig
-from trp_scale.core.batch import Batch, TaskLosses
+from trp_scale.core.batch import Batch, Extra, TaskLosses
 from trp_scale.distributed.groups import Group
 from trp_scale.upstreams.mae.objective import RECONSTRUCTION, MaskedPatchReconstruction
 
 UNIFORMITY = "uniformity"
-MOMENT = "uniformity_moment"
-ROWS = "uniformity_rows"
+MOMENT = Extra("uniformity_moment")
+ROWS = Extra("uniformity_rows")
 """Extras of a batch: S of the global batch; or the rows of a global batch that is one micro-batch on each rank."""
 
 

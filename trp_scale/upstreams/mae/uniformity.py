@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import Tensor
 
-from trp_scale.core.batch import Batch, StepStats
+from trp_scale.core.batch import Batch, Extra, StepStats
 from trp_scale.core.hooks import Hook, StepContext
 from trp_scale.upstreams.mae.u_mae import MOMENT, ROWS, UNIFORMITY, UniformPatchReconstruction
 
@@ -28,7 +26,7 @@ class Uniformity(Hook):
 
     def __init__(self, objective: UniformPatchReconstruction) -> None:
         self.objective = objective
-        self._added: dict[str, Tensor] = {}
+        self._added: dict[Extra, Tensor] = {}
 
     def before_step(self, ctx: StepContext) -> None:
         rows = ctx.counts[self.objective.tasks.index(UNIFORMITY)]
@@ -39,7 +37,7 @@ class Uniformity(Hook):
             self._added = {MOMENT: ctx.data_group.sum(torch.stack(own).sum(0)) / rows.clamp(min=1)}
 
     def batch(self, ctx: StepContext, micro: Batch) -> Batch:
-        return replace(micro, extras={**micro.extras, **self._added})
+        return micro.adding(self._added)
 
     def after_step(self, ctx: StepContext, stats: StepStats) -> None:
         self._added = {}

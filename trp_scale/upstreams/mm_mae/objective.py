@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from trp_scale.config import Config
-from trp_scale.core.batch import Batch, TaskLosses
+from trp_scale.core.batch import Batch, Extra, TaskLosses
 from trp_scale.core.objective import Tap, TapPlace
 from trp_scale.upstreams.mm_mae.model import MultimodalOutput
 from trp_scale.upstreams.mm_mae.tokens import RunModalities, visible_slots
 
-TASK_TAPS = "task_taps"
+TASK_TAPS = Extra("task_taps")
 """Argument of the model that takes the taps, under which they are in `Batch.extras`."""
 
 
@@ -25,7 +25,7 @@ class MultimodalReconstruction:
         sample: each row's mean over its elements, and the rows that have any;
         element: over all elements, and their number.
 
-    A hook may add `pixel_shift` [R, 3, S, S], of pixels in [0, 1], under `batch.extras`: it is added to what the model
+    A hook may add PIXEL_SHIFT [R, 3, S, S] to `batch.extras`: it is added to what the model
     sees of rgb; the target stays clean.
 
     Args:

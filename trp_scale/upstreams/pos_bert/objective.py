@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from trp_scale.config import ObjectiveConfig
-from trp_scale.core.batch import Batch, TaskLosses
+from trp_scale.core.batch import Batch, Extra, TaskLosses
 from trp_scale.core.objective import Tap, TapPlace
 from trp_scale.upstreams.pos_bert.model import BertOutput
 
-TAPS: dict[TapPlace, str] = {"weights": "transform_tap", "representation": "representation_tap"}
+TAPS: dict[TapPlace, Extra] = {"weights": Extra("transform_tap"), "representation": Extra("representation_tap")}
 """Argument of the model that takes a tap."""
 
 NEXT_SENTENCE = "next_sentence"
