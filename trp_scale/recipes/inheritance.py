@@ -1,13 +1,14 @@
 """Recipes that extend one another: `extends: NAME|PATH` at the top of a file, then only what differs from there.
 
-The sections of the two files are merged key by key, however deep they go. A list replaces the list before it. A section
-that names another `kind` replaces the whole section, since the settings of one kind mean nothing to another. A `null`
-takes away what the extended recipe says there, a value or a section, so that the default holds again.
+The sections of the two files are merged key by key, however deep they go. A list replaces the list before it. The
+section of a component that names another `kind` replaces the whole section, since the settings of one kind mean nothing
+to another. A `null` takes away what the extended recipe says there, a value or a section, so that the default holds
+again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -29,12 +30,15 @@ class Inherited:
     """The file that each value comes from, by the value's path, such as `optimizer.lr`."""
 
 
-def inherit(path: Path, read: Callable[[Path], object], find: Callable[[str, Path], Path]) -> Inherited:
+def inherit(
+    path: Path, read: Callable[[Path], object], find: Callable[[str, Path], Path], of_components: Collection[str]
+) -> Inherited:
     """The recipe at `path`, merged over those it extends.
 
     Args:
         path: file of the recipe.
         read: gives the document in a file.
+        of_components: sections whose `kind` decides which settings they have.
         find: gives the file that a recipe named in `extends` of a file is in; refuses a name that there is not.
 
     Raises:
@@ -58,7 +62,10 @@ def inherit(path: Path, read: Callable[[Path], object], find: Callable[[str, Pat
     merged: dict[str, Any] = {}
     origin: dict[str, Path] = {}
     for file, document in reversed(documents.items()):
-        _merge(merged, {key: value for key, value in document.items() if key != EXTENDS}, file, origin, "")
+        own = {key: value for key, value in document.items() if key != EXTENDS}
+        for section in of_components:
+            _replace_another_kind(merged, own, section, origin)
+        _merge(merged, own, file, origin, "")
     return Inherited(list(reversed(documents)), merged, origin)
 
 
@@ -75,6 +82,18 @@ def _same(path: Path, seen: Mapping[Path, object]) -> bool:
     return path.resolve() in {file.resolve() for file in seen}
 
 
+def _replace_another_kind(onto: dict[str, Any], over: Mapping[str, Any], section: str, origin: dict[str, Path]) -> None:
+    """Take a section out of `onto` that is of another kind than the one over it."""
+    before, after = onto.get(section), over.get(section)
+    if (
+        isinstance(before, Mapping)
+        and isinstance(after, Mapping)
+        and after.get("kind", before.get("kind")) != before.get("kind")
+    ):
+        _forget(origin, section)
+        del onto[section]
+
+
 def _merge(onto: dict[str, Any], over: Mapping[str, Any], file: Path, origin: dict[str, Path], prefix: str) -> None:
     """Write the values of `over` into `onto`, and `file` as their origin."""
     for key, value in over.items():
@@ -84,8 +103,7 @@ def _merge(onto: dict[str, Any], over: Mapping[str, Any], file: Path, origin: di
             del onto[key]
             _forget(origin, where)
         elif isinstance(value, Mapping):
-            kept = isinstance(before, Mapping) and value.get("kind", before.get("kind")) == before.get("kind")
-            if not kept:
+            if not isinstance(before, Mapping):
                 _forget(origin, where)
                 onto[key] = {}
                 origin[where] = file

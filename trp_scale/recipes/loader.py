@@ -88,10 +88,15 @@ def resolve(path: Path) -> tuple[Config, Inherited]:
 
     Raises: as `load_recipe`; a wrong setting is told of the file that it stands in.
     """
-    recipe = inherit(path, read_yaml, _extended_path)
+    recipe = _inherited(path)
     for file in recipe.chain[:-1]:
-        from_dict(inherit(file, read_yaml, _extended_path).document, source=str(file))
+        from_dict(_inherited(file).document, source=str(file))
     return from_dict(recipe.document, source=str(path)), recipe
+
+
+def _inherited(path: Path) -> Inherited:
+    roles = (field for _, _, run in runs() for field in dataclasses.fields(run) if "role" in field.metadata)
+    return inherit(path, read_yaml, _extended_path, {"downstream", *(field.name for field in roles)})
 
 
 def read_yaml(path: Path) -> object:

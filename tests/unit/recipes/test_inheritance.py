@@ -60,6 +60,12 @@ def test_a_section_of_another_kind_takes_nothing_of_the_extended_one(tmp_path: P
     assert (same.balancer.alpha, same.balancer.scale) == (2.0, "initial")
 
 
+def test_a_kind_that_is_no_component_s_is_a_setting_like_others(tmp_path: Path) -> None:
+    base = "optimizer: {kind: adamw, lr: 0.5}\n"
+    other = load_recipe(write(tmp_path, base=base, mine="extends: base.yaml\noptimizer: {kind: sgd}\n"))
+    assert (other.optimizer.kind, other.optimizer.lr) == ("sgd", 0.5)
+
+
 def test_a_file_extends_a_recipe_of_the_package_and_a_path_is_meant_from_its_own_place(tmp_path: Path) -> None:
     (tmp_path / "below").mkdir()
     write(tmp_path, mine="extends: pos_bert_tiny\ntraining: {steps: 5}\n")
