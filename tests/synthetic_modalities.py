@@ -1,5 +1,5 @@
-"""Small random images with depth and segmentation, made from positions alone, and a run of the multi-modal masked
-autoencoder over them on any engine."""
+"""Small random images with depth, segmentation and normals, made from positions alone, and a run of the multi-modal
+masked autoencoder over them on any engine."""
 
 from __future__ import annotations
 
@@ -64,13 +64,19 @@ def row(
     if "semseg" in absent:
         semseg = torch.full_like(semseg, VOID)
     order = torch.randperm(inputs * (side // PATCH) ** 2, generator=generator)
+    normals = torch.nn.functional.normalize(torch.stack([*(smooth[:2] - 0.5), 0.2 + smooth[2]]), dim=0)  # [3, S, S]
+    normals = torch.where(holes[1], torch.nan, normals)
+    if "normals" in absent:
+        normals = torch.full_like(normals, torch.nan)
     return {
         "images": (smooth[:3].clamp(0, 1) * 255).to(torch.uint8),
         "depth": depth,
         "semseg": semseg,
+        "normals": normals,
         "visible": order[:visible].sort().values,
         "depth_counts": patch_sums(~depth.isnan(), PATCH),
         "semseg_counts": patch_sums(semseg != VOID, PATCH // STRIDE),
+        "normals_counts": patch_sums(~normals[0].isnan(), PATCH),
         "labels": torch.tensor(-1),
         "row_weights": torch.tensor(1.0),
     }

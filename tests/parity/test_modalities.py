@@ -76,6 +76,40 @@ def test_every_split_gives_the_same_weights(two_ranks: Ranks, balancing: str, la
         assert mine.task_weights == pytest.approx(other.task_weights, rel=1e-5, abs=1e-9), step
 
 
+FOUR = {"inputs": ["rgb", "depth", "semseg", "normals"], "outputs": ["rgb", "depth", "semseg", "normals"]}
+
+
+@lru_cache
+def with_normals(loss: str, micro_size: int = 2) -> Result:
+    """Four modalities under minimax, on this process."""
+    return run_modalities(Layout(micro_size=micro_size), normals(loss), without_normals)
+
+
+def without_normals(step: int) -> Absent:
+    return ("normals",) if step == 2 else ()
+
+
+def normals(loss: str) -> dict[str, Any]:
+    return {**changes("minimax"), "modalities": {**FOUR, "visible_tokens": 12}, "normals": {"loss": loss}}
+
+
+@pytest.mark.parametrize("loss", ["cosine", "l1"])
+def test_accumulation_gives_the_same_weights_with_surface_normals(loss: str) -> None:
+    ours, theirs = with_normals(loss, 8), with_normals(loss)
+    assert ours.moved and differences(ours, theirs) == []
+    weights = [stats.task_weights for stats in theirs.steps]
+    assert weights[2][3] == 0.0 and weights[1][3] > 0.0, "absent from one step"
+
+
+@pytest.mark.parametrize("layout", ["fsdp", "zero3"])
+def test_two_ranks_give_the_same_weights_with_surface_normals(two_ranks: Ranks, layout: str) -> None:
+    ours = two_ranks(run_modalities, TWO_RANKS[layout], normals("cosine"), without_normals)[0]
+    theirs = with_normals("cosine")
+    assert ours.moved and differences(ours, theirs) == []
+    for step, (mine, other) in enumerate(zip(ours.steps, theirs.steps, strict=True)):
+        assert mine.loss == pytest.approx(other.loss, rel=1e-5), step
+
+
 def test_no_two_balancers_do_the_same_and_absent_tasks_have_no_weight() -> None:
     for number, balancing in enumerate(BALANCING):
         for other in list(BALANCING)[number + 1 :]:

@@ -15,7 +15,7 @@ class ModalitiesConfig:
     """MM-MAE's inputs and tasks (TRP 4.2.1). Defaults are the paper's."""
 
     inputs: list[str] = setting(lambda: ["rgb", "depth", "semseg"])
-    """Modalities whose patches the encoder may see: rgb, depth, semseg, or one of --module."""
+    """Modalities whose patches the encoder may see. A wrong name lists all that there are, those of --module too."""
     outputs: list[str] = setting(lambda: ["rgb", "depth", "semseg"])
     """What is predicted: each is a task with its own decoder. A modality's name, or raw_rgb, which predicts pixels as
     they are; rgb normalises each patch first."""

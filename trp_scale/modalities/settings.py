@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from trp_scale.config.components import component
 from trp_scale.config.settings import Settings, setting
@@ -46,3 +46,12 @@ class SemsegSettings(Settings):
             yield (
                 f"--semseg.class_embedding {self.class_embedding} has no effect with --modalities.inputs without semseg"
             )
+
+
+@component("modality", "normals", "trp_scale.modalities.normals:Normals")
+@dataclass(kw_only=True)
+class NormalsSettings(Settings):
+    """The direction that every pixel's surface faces."""
+
+    loss: Literal["cosine", "l1"] = "cosine"
+    """1 - cosine of the angle between predicted and true normal, or the mean absolute error of the three components."""

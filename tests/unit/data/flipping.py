@@ -22,6 +22,7 @@ from tests.unit.data.stored import config_for
 from trp_scale.config import Config
 from trp_scale.core.batch import Batch
 from trp_scale.data.images.maps import map_formats
+from trp_scale.data.images.png import write_png
 from trp_scale.data.index import DataError, read_index
 from trp_scale.data.sources import open_sources
 from trp_scale.downstream.detection.batch import read_image
@@ -97,6 +98,7 @@ def main(images: str, text: str) -> None:
     size = (40, 50)
     forms = map_formats()
     stored = {name: png(numbers) for name, numbers in zip(("depth", "semseg"), maps(*size, seed=0), strict=True)}
+    stored["normals"] = write_png(np.random.default_rng(0).integers(0, 1 << 16, (*size, 3)).astype(np.uint16))
     colours = png(np.asarray(Image.fromarray(np.arange(60, dtype=np.uint8).reshape(4, 5, 3)).resize((50, 40))))
     with tempfile.TemporaryDirectory() as folder:
         for name, map_ in stored.items():

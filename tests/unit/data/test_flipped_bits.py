@@ -18,6 +18,7 @@ from tests.unit.data.images.multimodal import SUFFIXES, sample, write_multimodal
 from tests.unit.data.stored import write_dataset
 from trp_scale.checkpoint.document import read_document
 from trp_scale.checkpoint.run_directory import checkpoint_path
+from trp_scale.data.images.maps import map_formats
 from trp_scale.data.index import read_index
 
 ARRAYS = ["tokens.npy", "tags.npy", "sentences.npy"]
@@ -45,7 +46,8 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Counter[str]
 
 def test_nothing_else_happens_to_any_kind_of_member(outcomes: dict[str, Counter[str]]) -> None:
     stored = {f"{mode} {suffix}" for mode in ("plain", "verify") for suffix in SUFFIXES + ARRAYS}
-    assert outcomes.keys() == stored | {"decoder depth.png", "decoder semseg.png", "detection png"}
+    decoders = {f"decoder {form.suffix}" for form in map_formats().values()}
+    assert outcomes.keys() == stored | decoders | {"detection png"}
     for name, counts in outcomes.items():
         if name.endswith(" cls"):
             assert counts.keys() == {"read"}, "the class stands in the index; its member is for other readers"

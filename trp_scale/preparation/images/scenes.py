@@ -1,4 +1,4 @@
-"""Synthetic scenes for runs without downloads: solids on a textured ground, with exact depth and segmentation.
+"""Synthetic scenes for runs without downloads: solids on a textured ground, with exact depth, segmentation and normals.
 
 Rendered by casting rays with numpy: occlusion, one sun with shadows, patterns, highlights, varied cameras. The class of
 a scene is the kind of its main object, the one with the largest visible area. They are toys: good for seeing a run
@@ -43,6 +43,7 @@ class RenderedScene:
         image: [size, size, 3] uint8, RGB.
         depth: [size, size] uint16, millimetres, at the pixel's centre.
         segmentation: [size, size] uint8, number in SEGMENTATION_CLASSES, at the pixel's centre.
+        normals: [size, size, 3] float32 of length 1, at the pixel's centre: x to the right, y up, z towards the camera.
         bodies: [size, size] uint8, 0 wall, 1 ground, then the objects, the main one first.
         label: number in SCENE_CLASSES.
         classes, units_per_metre: of segmentation and depth.
@@ -54,6 +55,7 @@ class RenderedScene:
     image: NDArray[np.uint8]
     depth: NDArray[np.uint16]
     segmentation: NDArray[np.uint8]
+    normals: Floats
     bodies: NDArray[np.uint8]
     label: int
 
@@ -74,6 +76,7 @@ def render_scene(seed: int, number: int, size: int) -> RenderedScene:
         image=np.ascontiguousarray(image.T).reshape(size, size, 3),
         depth=np.rint(seen.t * np.float32(DEPTH_UNITS_PER_METRE)).astype(np.uint16).reshape(size, size),
         segmentation=kinds[seen.body].reshape(size, size),
+        normals=np.ascontiguousarray((_axes(scene).T @ seen.normal).T).reshape(size, size, 3),
         bodies=seen.body.reshape(size, size),
         label=number % len(KINDS),
     )
@@ -87,6 +90,12 @@ def _rays(scene: Scene, size: int, right: float, below: float, pixels: NDArray[n
     up = (1 - (row + below) / size * 2) * scene.slope
     sine, cosine = math.sin(scene.pitch), math.cos(scene.pitch)
     return np.stack([across, up * cosine - sine, cosine + up * sine]).astype(np.float32)
+
+
+def _axes(scene: Scene) -> Floats:
+    """The camera's right, up and backward direction in the world, the columns of [3, 3]."""
+    sine, cosine = math.sin(scene.pitch), math.cos(scene.pitch)
+    return np.array([[1, 0, 0], [0, cosine, sine], [0, sine, -cosine]], dtype=np.float32)
 
 
 def _smooth(scene: Scene, size: int, light: Floats) -> Floats:

@@ -21,6 +21,7 @@ from PIL import Image
 from tests.fixtures import small_image_dataset
 from tests.unit.data.images.source_images import bomb, class_folder, jpeg, png, rotated_jpeg, stored
 from trp_scale.data.hashing import name_hash
+from trp_scale.data.images.members import known_suffixes
 from trp_scale.data.index import DataError, read_index, read_json
 from trp_scale.preparation.images.samples import Sample, cut_into_portions
 from trp_scale.preparation.images.shard import ShardImagesConfig, shard_images
@@ -130,7 +131,7 @@ def test_two_runs_at_once_are_refused(made: Path, tmp_path: Path) -> None:
 def test_the_index_gives_every_member_as_tarfile_does(made: Path) -> None:
     dataset = read_json(made / "dataset.json")
     assert dataset["format"] == 1 and dataset["kind"] == "image"
-    assert dataset["suffixes"] == ["jpg", "cls", "depth.png", "semseg.png"]
+    assert dataset["suffixes"] == list(known_suffixes())
     found = stored(made)
     samples = 0
     for name in dataset["shards"]:
@@ -260,7 +261,7 @@ def test_shards_are_cut_in_whole_blocks(
         ({"max_skipped": 2.0}, "--max_skipped 2.0"),
         ({"modality": ["depth=."]}, "not with --embedded"),
         ({"class_names": "names.txt"}, "not with --embedded"),
-        ({"modality": ["normals=."]}, "depth=FOLDER or semseg=FOLDER"),
+        ({"modality": ["edges=."]}, "depth=FOLDER or semseg=FOLDER or"),
         ({"modality": ["depth=nowhere"]}, "nowhere is not a folder"),
     ],
 )

@@ -19,6 +19,7 @@ from PIL import Image
 
 from tests.fixtures import small_image_dataset
 from tests.unit.data.images.source_images import class_map, depth_map, encoded, jpeg, pixels, png, stored
+from trp_scale.data.images.members import known_suffixes
 from trp_scale.data.index import DataError, Member, read_index, read_json, write_index, write_json
 from trp_scale.preparation.images.display import contact_sheet, stored_images
 from trp_scale.preparation.verify import verify_dataset
@@ -113,7 +114,7 @@ def replace_sample(shard: Path, number: int, members: dict[str, bytes], **change
         ("cls", b"", "class b'' found"),
         ("cls", b"07", "class b'07' found, the index says"),
         ("cls", None, r"member \.cls is missing"),
-        ("pyd", pickle.dumps(None), r"member \.pyd is refused; only jpg, cls, depth.png, semseg.png may be"),
+        ("pyd", pickle.dumps(None), rf"member \.pyd is refused; only {', '.join(known_suffixes())} may be"),
     ],
 )
 def test_members_that_break_the_promise_of_dataset_json_are_named(
