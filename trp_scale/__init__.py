@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from trp_scale.core.hooks import Balancer, Hook, StepContext
     from trp_scale.core.pieces import Shards
     from trp_scale.core.run import RunContext
+    from trp_scale.data.images.maps import MapFormat
+    from trp_scale.modalities.base import Modality
 
 __version__ = "0.2.0"
 
@@ -26,6 +28,8 @@ __all__ = [
     "Balancer",
     "Batch",
     "Hook",
+    "MapFormat",
+    "Modality",
     "RunContext",
     "Settings",
     "Shards",
@@ -42,6 +46,8 @@ _HOME = {
     "Balancer": "trp_scale.core.hooks",
     "Batch": "trp_scale.core.batch",
     "Hook": "trp_scale.core.hooks",
+    "MapFormat": "trp_scale.data.images.maps",
+    "Modality": "trp_scale.modalities.base",
     "RunContext": "trp_scale.core.run",
     "Settings": "trp_scale.config.settings",
     "Shards": "trp_scale.core.pieces",

@@ -24,8 +24,16 @@ Modules = Annotated[tyro.conf.UseAppendAction[list[str]], tyro.conf.arg(metavar=
 
 
 @dataclasses.dataclass(kw_only=True)
-class ReadsRuns:
-    """A command that reads runs; `read` imports their modules."""
+class TakesModules:
+    """A command whose work may need components of a module; `read` imports it."""
+
+    module: Modules = dataclasses.field(default_factory=list)
+    """A module of your own, by its file or its dotted name, that registers modalities; may be given several times."""
+
+
+@dataclasses.dataclass(kw_only=True)
+class ReadsRuns(TakesModules):
+    """A command that reads runs."""
 
     module: Modules = dataclasses.field(default_factory=list)
     """Of a run that was made with --module: the same module, by its file or its dotted name; may be given several
@@ -63,7 +71,7 @@ def read(
         RefusedError: a module that cannot be imported.
     """
     parsed: Arguments = _parsed(kind, argv, prog=prog, first=first, settings=settings)
-    if isinstance(parsed, ReadsRuns):
+    if isinstance(parsed, TakesModules):
         for module in parsed.module:
             load_module(module)
     return parsed

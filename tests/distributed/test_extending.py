@@ -7,20 +7,23 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image
 
 from tests.distributed.test_resume import LAYOUTS
 from tests.extending import files, forgetting, write_files
 from tests.ranks import Ranks
-from tests.runs import flags, lines, pretrain_here
+from tests.runs import flags, image_flags, lines, pretrain_here
+from trp_scale import cli
 from trp_scale.checkpoint.format import read_full_state
 from trp_scale.checkpoint.run_directory import checkpoint_path
-from trp_scale.config import RefusedError
+from trp_scale.config import RefusedError, components
 from trp_scale.observe.report import report
 from trp_scale.recipes.arguments import parse
 
-LONGEST = {"power.py": 40, "lookahead.py": 60}
+LONGEST = {"power.py": 40, "lookahead.py": 60, "infrared.py": 120}
 """Lines of each file, at most."""
 LINES = {name: LAYOUTS[name] for name in ("fsdp", "zero3")}
 STEPS, HALF = 5, 3
@@ -50,9 +53,9 @@ def plain(modules: Path, text_dataset: Path, tmp_path_factory: pytest.TempPathFa
     return run_dir
 
 
-def same_states(ours: Path, reference: Path, tolerance: float) -> None:
+def same_states(ours: Path, reference: Path, tolerance: float, states: tuple[str, ...] = STATES) -> None:
     """Weights, moments and slow weights after the last step."""
-    for state in STATES:
+    for state in states:
         mine, theirs = (read_full_state(checkpoint_path(run, STEPS), state=state) for run in (ours, reference))
         assert mine.keys() == theirs.keys() and mine
         for name, tensor in theirs.items():
@@ -123,3 +126,100 @@ def test_a_run_does_not_go_on_without_its_modules(modules: Path, plain: Path, te
     given = own_methods(modules, text_dataset, plain)
     with pytest.raises(RefusedError, match="is a run with --module power; give it here too"):
         parse(given[2:])
+
+
+# A modality
+
+OWN_MAPS = ("weight", "exp_avg", "exp_avg_sq")
+
+
+@pytest.fixture(scope="module")
+def seen_twice(modules: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Photographs beside near-infrared pictures of the same places, sharded by two processes, and verified."""
+    directory = tmp_path_factory.mktemp("seen")
+    random = np.random.default_rng(0)
+    for number in range(32):
+        name, coarse = f"c{number % 2}/{number:02d}", random.integers(0, 256, (4, 4, 4), dtype=np.uint8)
+        colours, light = (
+            Image.fromarray(each).resize((40, 36), Image.Resampling.BICUBIC)
+            for each in (coarse[..., :3], coarse[..., 3])
+        )
+        dark = np.asarray(light) * (random.random((36, 40)) > 0.05).astype(np.uint8)
+        for folder, picture, suffix in (("photographs", colours, "jpg"), ("infrared", Image.fromarray(dark), "png")):
+            path = directory / folder / f"{name}.{suffix}"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            picture.save(path)
+    output, module = directory / "data", ["--module", str(modules / "infrared.py")]
+    given = ["--modality", f"infrared={directory / 'infrared'}", "--rows_per_block", "4", "--samples_per_shard", "16"]
+    inputs = ["--inputs", str(directory / "photographs"), "--output", str(output), "--processes", "2"]
+    assert cli.main(["shard-images", *inputs, *given, *module]) == 0
+    assert cli.main(["verify", str(output), *module]) == 0
+    return output
+
+
+def own_modality(modules: Path, dataset: Path, run_dir: Path, **changes: Any) -> list[str]:
+    """Command line of a small run that sees and predicts infrared light and the image."""
+    common = {"optimizer__schedule": "constant", "checkpoint__keep": 0, "training__steps": STEPS}
+    common |= {"modalities__visible_tokens": 10, "infrared__error": "absolute", "infrared__stride": 2}
+    both = ["rgb", "infrared"]
+    lists = ["--modalities.inputs", *both, "--modalities.outputs", *both, "--module", str(modules / "infrared.py")]
+    return [*image_flags("mm_mae_tiny", dataset, run_dir, **{**common, **changes}), *lists]
+
+
+@pytest.fixture(scope="module")
+def seeing(modules: Path, seen_twice: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one process, and one that loads, with a checkpoint in the middle."""
+    run_dir = tmp_path_factory.mktemp("runs") / "seeing"
+    changes = {"checkpoint__every": HALF, "data__workers": 1}
+    assert pretrain_here(own_modality(modules, seen_twice, run_dir, **changes)) == 0
+    return run_dir
+
+
+def test_a_modality_of_ones_own_is_learned_and_shown(
+    modules: Path, seen_twice: Path, seeing: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    steps = lines(seeing)
+    assert [list(step["tasks"]) for step in steps] == [["rgb", "infrared"]] * STEPS
+    assert all(0 < step["tasks"]["infrared"]["loss"] < 2 for step in steps)
+    assert all(step["tasks"]["infrared"]["weight"] > 0 for step in steps)
+    module = ["--module", str(modules / "infrared.py")]
+    assert cli.main(["report", "--run", str(seeing), "--pictures", str(tmp_path), *module]) == 0
+    assert cli.main(["inspect", str(seen_twice), "--rows", "1", "--output", str(tmp_path / "sheet.png"), *module]) == 0
+    said = capsys.readouterr().out
+    assert "infrared " in said and "infrared.png 40 x 36 L" in said
+    with pytest.raises(SystemExit):
+        parse([*own_modality(modules, seen_twice, tmp_path / "run"), "--help-all"])
+    assert "--infrared.error" in capsys.readouterr().out
+
+
+def test_its_data_and_settings_are_refused_without_it(
+    modules: Path, seen_twice: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with forgetting():
+        components._components.pop(("modality", "infrared"))
+        assert cli.main(["verify", str(seen_twice)]) == 1
+        assert "suffix 'infrared.png' found" in (said := capsys.readouterr().err) and "--module registers" in said
+    given = own_modality(modules, seen_twice, seen_twice / "none")
+    with pytest.raises(RefusedError, match=r"--infrared\.stride is 3, allowed: a divisor"):
+        parse([*given, "--infrared.stride", "3"])
+
+
+def test_one_process_goes_on_with_it_bit_for_bit(modules: Path, seeing: Path, seen_twice: Path, tmp_path: Path) -> None:
+    assert pretrain_here(own_modality(modules, seen_twice, tmp_path, resume=checkpoint_path(seeing, HALF))) == 0
+    assert lines(tmp_path)[-1]["tasks"] == lines(seeing)[-1]["tasks"]
+    same_states(tmp_path, seeing, 0.0, OWN_MAPS)
+
+
+@pytest.mark.parametrize("layout", LINES)
+def test_two_ranks_go_on_with_it_bit_for_bit_and_from_one_process(
+    two_ranks: Ranks, modules: Path, seeing: Path, seen_twice: Path, tmp_path: Path, layout: str
+) -> None:
+    whole, halves, other = (tmp_path / name for name in ("whole", "halves", "other"))
+    two_ranks(pretrain_here, own_modality(modules, seen_twice, whole, checkpoint__every=HALF, **LINES[layout]))
+    for run_dir, begun in ((halves, whole), (other, seeing)):
+        changes = {"resume": checkpoint_path(begun, HALF), **LINES[layout]}
+        two_ranks(pretrain_here, own_modality(modules, seen_twice, run_dir, **changes))
+    assert lines(halves)[-1]["tasks"] == lines(whole)[-1]["tasks"]
+    same_states(halves, whole, 0.0, OWN_MAPS)
+    same_states(other, seeing, 1e-5, OWN_MAPS)
+    same_states(whole, seeing, 1e-5, OWN_MAPS)

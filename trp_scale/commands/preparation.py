@@ -11,7 +11,7 @@ from typing import Annotated
 
 import tyro
 
-from trp_scale.command_line import read
+from trp_scale.command_line import TakesModules, read
 from trp_scale.errors import RefusedError
 
 
@@ -55,7 +55,7 @@ def pseudo_label(argv: Sequence[str]) -> int:
 
 
 @dataclass(kw_only=True)
-class InspectArguments:
+class InspectArguments(TakesModules):
     """Show rows of a shard: text with its part-of-speech groups in colour, or images with their classes and maps."""
 
     shard: tyro.conf.Positional[Path]
@@ -116,7 +116,7 @@ def _show_images(shard: Path, rows: int, block: str | None, output: Path | None)
 
 
 @dataclass(kw_only=True)
-class VerifyArguments:
+class VerifyArguments(TakesModules):
     """Check every index, size, checksum and array of a data set. The first bad byte range is named, with exit status
     1."""
 

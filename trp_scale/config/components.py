@@ -239,6 +239,12 @@ def names(role: str) -> list[str]:
     return [name for own, name in _components if own == role]
 
 
+def own_modules() -> list[str]:
+    """Modules outside the package that registered components; another process imports them by these names."""
+    found = dict.fromkeys(each.module for each in _components.values())
+    return [name for name in found if not name.startswith("trp_scale.") and name != "__main__"]
+
+
 def registered() -> list[tuple[str, str, type[Settings]]]:
     """(role, name, settings) of all components that are a section of a run."""
     _load_all()

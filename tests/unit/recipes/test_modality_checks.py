@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.extending import forgetting
 from tests.settings import changed
 from trp_scale.config import RefusedError
 from trp_scale.recipes.arguments import parse
@@ -149,3 +150,14 @@ def test_flags_choose_the_modalities_and_with_them_their_settings(capsys: pytest
         parse([*tiny, "--modalities.class_embedding=2"])
     with pytest.raises(RefusedError, match=r"--modalities\.inputs has 'dept': no such modality; did you mean depth"):
         parse([*tiny, "--modalities.inputs", "dept"])
+
+
+def test_what_is_registered_as_a_modality_and_is_none_is_refused() -> None:
+    from trp_scale.config.components import component
+    from trp_scale.upstreams.mm_mae.tokens import RunModalities
+
+    with forgetting():
+        component("modality", "sound")(type("Sound", (), {"__init__": lambda self, settings, patch: None}))
+        config = from_dict(settings(modalities={"inputs": ["rgb", "sound"], "outputs": ["rgb"]}))
+        with pytest.raises(RefusedError, match=r"registers Sound as the modality .sound.; allowed: .* trp_scale\.M"):
+            RunModalities(config)

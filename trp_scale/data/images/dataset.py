@@ -28,7 +28,7 @@ from trp_scale.data.images.maps import (
     required,
     stored_maps,
 )
-from trp_scale.data.images.members import IMAGE, known_suffixes
+from trp_scale.data.images.members import IMAGE, OWN_MODALITY, known_suffixes
 from trp_scale.data.images.reader import SampleTable, read_samples
 from trp_scale.data.index import DataError, read_json
 
@@ -198,7 +198,9 @@ def _read_meta(path: Path, document: dict[str, Any]) -> tuple[ImageMeta, int]:
     unknown = [suffix for suffix in suffixes if suffix not in known_suffixes()]
     if unknown or IMAGE not in suffixes:
         found = f"suffix {unknown[0]!r} found" if unknown else f"no suffix {IMAGE!r} found"
-        raise DataError(f"{path}: {found}; allowed are {', '.join(known_suffixes())}, and {IMAGE} is needed")
+        raise DataError(
+            f"{path}: {found}; allowed are {', '.join(known_suffixes())}, and {IMAGE} is needed{OWN_MODALITY}"
+        )
     if not isinstance(rows_per_block, int) or rows_per_block < 1:
         raise DataError(f"{path}: rows_per_block {rows_per_block!r} found, at least 1 allowed; shard the images again")
     classes = class_names(path, "classes", document.get("classes"))

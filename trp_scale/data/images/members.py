@@ -9,6 +9,9 @@ from trp_scale.data.images.maps import map_formats
 IMAGE, CLASS = "jpg", "cls"
 """The image, and its class as an ASCII integer."""
 
+OWN_MODALITY = "; --module registers a modality of your own"
+"""Ends the refusal of a member that no modality has."""
+
 
 def known_suffixes() -> tuple[str, ...]:
     """Members that a sample may have, in their order; every sample of a data set has the same ones."""

@@ -8,14 +8,16 @@ from pathlib import Path
 
 from tyro.conf import UseAppendAction
 
+from trp_scale.command_line import TakesModules
 from trp_scale.data.images.maps import map_formats
 from trp_scale.data.index import DataError
 from trp_scale.preparation.sharding.job import ShardingSettings, check_ranges
 
 
 @dataclass(kw_only=True)
-class ShardImagesConfig(ShardingSettings):
-    """Shard images for pre-training, with their classes and aligned depth and segmentation maps where there are any."""
+class ShardImagesConfig(ShardingSettings, TakesModules):
+    """Shard images for pre-training, with their classes and aligned maps where there are any, such as depth and
+    segmentation."""
 
     inputs: list[str] = field(default_factory=list)
     """One of: a folder of images (sub-folders are classes, numbered by sorted name; a flat folder has none); tars with
@@ -24,8 +26,8 @@ class ShardImagesConfig(ShardingSettings):
     downloaded). The files of a folder of images are known by their names and sizes alone: if one was changed in place
     and kept its size, give another --output."""
     embedded: bool = False
-    """Render synthetic scenes (solids on a textured ground) with class, exact depth and exact segmentation: made for
-    trying things out without downloads, not for figures about real images."""
+    """Render synthetic scenes (solids on a textured ground) with class, exact depth, segmentation and surface normals:
+    made for trying things out without downloads, not for figures about real images."""
     count: int = 4096
     """Embedded: scenes to render."""
     size: int = 128
@@ -36,9 +38,10 @@ class ShardImagesConfig(ShardingSettings):
     """Embedded: in place of shards, a COCO file with the box and the mask of each object, and a folder of images, for
     fine-tuning on detection."""
     modality: UseAppendAction[list[str]] = field(default_factory=list)
-    """depth=FOLDER (16-bit grey PNG) or semseg=FOLDER (8-bit PNG of class numbers), once for each: maps aligned with
-    the upright images of an image folder, under the same relative paths. Tars bring theirs as .depth.png and
-    .semseg.png members."""
+    """depth=FOLDER (16-bit grey PNG), semseg=FOLDER (8-bit PNG of class numbers), normals=FOLDER (8- or 16-bit RGB
+    PNG of (n + 1) / 2, x to the right, y up, z towards the camera; black: unknown) or one of --module, once for each:
+    maps aligned with the upright images of an image folder, under the same relative paths. Tars bring theirs as
+    members .NAME.png, such as .depth.png."""
     class_names: str = ""
     """Tars: text file with the name of each class, one a line, in the order of their numbers."""
     depth_scale: float | None = None

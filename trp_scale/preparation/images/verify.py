@@ -10,7 +10,7 @@ from PIL import Image
 
 from trp_scale.data.images.aligned import first_difference
 from trp_scale.data.images.maps import map_formats
-from trp_scale.data.images.members import CLASS, IMAGE, known_suffixes
+from trp_scale.data.images.members import CLASS, IMAGE, OWN_MODALITY, known_suffixes
 from trp_scale.data.images.png import png_size
 from trp_scale.data.index import Block, DataError, Member, read_index
 
@@ -27,7 +27,7 @@ def check_members(shard: Path, block: Block, dataset: dict[str, Any]) -> None:
     known = known_suffixes()
     unknown = sorted(set(dataset["suffixes"]) - set(known))
     if unknown:
-        raise DataError(f"dataset.json: suffix {unknown[0]!r} found, only {', '.join(known)} may be")
+        raise DataError(f"dataset.json: suffix {unknown[0]!r} found, only {', '.join(known)} may be{OWN_MODALITY}")
     for suffix in block.members:
         if suffix not in dataset["suffixes"]:
             allowed = ", ".join(dataset["suffixes"])

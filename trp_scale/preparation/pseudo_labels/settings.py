@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from trp_scale.command_line import TakesModules
 from trp_scale.data.images.maps import OWN_TAR
 from trp_scale.data.index import DataError
 from trp_scale.modalities import modalities
@@ -16,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(kw_only=True)
-class PseudoLabelConfig:
+class PseudoLabelConfig(TakesModules):
     """Label a data set of images with a depth estimator, a segmentation model, or both."""
 
     data: Path

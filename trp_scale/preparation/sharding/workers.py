@@ -14,6 +14,7 @@ from typing import Any, Protocol, TypeVar
 
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from trp_scale.config.components import load_module, own_modules
 from trp_scale.data.index import DataError
 
 
@@ -53,9 +54,13 @@ class Progressed:
 _worker: Callable[[Any], Any] | None = None
 
 
-def _start(make: Callable[..., Callable[[Any], Any]], arguments: tuple[Any, ...], counters: Any) -> None:
+def _start(
+    make: Callable[..., Callable[[Any], Any]], arguments: tuple[Any, ...], counters: Any, modules: list[str]
+) -> None:
     """Set up a process. It ends with its parent: one that was killed must not leave others writing."""
     global _worker
+    for module in modules:
+        load_module(module)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     _worker = make(*arguments, _advance(counters))
 
@@ -107,7 +112,7 @@ def run_portions(
                 return {}
             worker = make(*arguments, _advance(counters))
             return {portion.number: worker(portion) for portion in portions}
-        initial = (make, arguments, counters)
+        initial = (make, arguments, counters, own_modules())
         with ProcessPoolExecutor(processes, context, initializer=_start, initargs=initial) as pool:
             futures = {portion.number: pool.submit(_work, portion) for portion in portions}
             try:

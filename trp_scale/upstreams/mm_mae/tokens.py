@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trp_scale.config import Config
+from trp_scale.config import Config, RefusedError
 from trp_scale.config.modalities import predicted, used
 from trp_scale.modalities.base import Modality
 
@@ -22,7 +22,7 @@ class RunModalities:
         used: inputs and what tasks predict, by name, in the order of a sample's members.
 
     Raises:
-        RefusedError: an input or an output that no modality has.
+        RefusedError: an input or an output that no modality has, or what is registered as one is none.
     """
 
     def __init__(self, config: Config) -> None:
@@ -32,7 +32,13 @@ class RunModalities:
         self.used: dict[str, Modality] = {}
         for one in used(self.inputs, self.tasks):
             settings = getattr(config, one.name, None) if one.has_settings else None
-            self.used[one.name] = one.load()(settings or one.settings(), config.vision.patch_size)
+            made = one.load()(settings or one.settings(), config.vision.patch_size)
+            if not isinstance(made, Modality) or made.name != one.name:
+                raise RefusedError(
+                    f"{one.module} registers {type(made).__name__} as the modality {one.name!r}; allowed: a class "
+                    f"derived from trp_scale.Modality, with name = {one.name!r}"
+                )
+            self.used[one.name] = made
 
     def of(self, task: str) -> Modality:
         """What a task predicts."""
