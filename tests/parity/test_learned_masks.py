@@ -60,7 +60,10 @@ def changes(variant: str) -> Changes:
     own = VARIANTS[variant]
     sections = {"training", *ROUNDING, *own}
     start: Changes = {"training": {"steps": 4}, **ROUNDING}
-    return {section: {**start.get(section, {}), **own.get(section, {})} for section in sections}
+    found = {section: {**start.get(section, {}), **own.get(section, {})} for section in sections}
+    if variant == "reconstruction":
+        del found["multilevel"]["difference"]  # it takes none
+    return found
 
 
 def ranking_gap(probabilities: Tensor, split: PatchSplit) -> float:

@@ -19,7 +19,6 @@ from trp_scale.masks.exact import Weights, whole
 from trp_scale.masks.finite_difference import MaskDerivative
 from trp_scale.masks.head import global_rows, global_sum, leaf
 from trp_scale.masks.hypergradient import Clock, ValidationLoss, on_device
-from trp_scale.masks.masks import Hypergradient, MaskedWindow
 from trp_scale.masks.settings import FineTuningSettings
 
 FINE_TUNED = "fine_tuned"
@@ -53,19 +52,10 @@ class FineTunedValidationLoss(ValidationLoss):
         self.head_step(ctx)
         return self.direct_path(ctx, self.tuned).times(self.settings.pull(ctx.lr))
 
-    def compare(
-        self,
-        ctx: StepContext,
-        window: MaskedWindow,
-        found: Hypergradient,
-        before: Weights,
-        after: Weights,
-        response: Weights,
-    ) -> None:
-        """L_val is a function of F, which moves by a share of what E moves by (dF' / dE)."""
-        tuned = whole(self.tuned, self.tuned.weights())
+    def seen(self, ctx: StepContext, after: Weights, response: Weights) -> tuple[Weights, Weights]:
+        """F, which moves by a share of what E moves by (dF' / dE)."""
         pulled = {name: self.settings.pull(ctx.lr) * value for name, value in response.items()}
-        super().compare(ctx, window, found, before, tuned, pulled)
+        return whole(self.tuned, self.tuned.weights()), pulled
 
     def learn(self, ctx: StepContext, window: list[Batch]) -> None:
         """A step of F and of the head. Where its gradient is not finite F is pulled all the same, so that dF' / dE is

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,14 +25,7 @@ from trp_scale.masks.hypergradient import OuterObjective, RaisedReconstruction, 
 from trp_scale.masks.joint import JointValidationLoss
 from trp_scale.masks.masking_network import NETWORKS
 from trp_scale.masks.masks import Hypergradient, MaskedWindow, Masker
-from trp_scale.masks.settings import (
-    FineTuningSettings,
-    HeadSettings,
-    JointSettings,
-    LearnedMasksSettings,
-    RandomMasksSettings,
-    ReconstructionSettings,
-)
+from trp_scale.masks.settings import HeadSettings, LearnedMasksSettings, RandomMasksSettings
 from trp_scale.masks.unrolled import UnrolledValidationLoss
 
 NETWORK = "masking_network"
@@ -168,28 +162,18 @@ def random_masks(settings: RandomMasksSettings, run: RunContext) -> None:
     """A method that is off leaves no hook at all."""
 
 
-def masks_that_raise_the_loss(settings: ReconstructionSettings, run: RunContext) -> LearnedMasks:
-    """The hook of kind reconstruction."""
-    return LearnedMasks(settings, run, RaisedReconstruction)
+MODES: dict[str, type[OuterObjective]] = {"committed": ValidationLoss, "look_ahead": UnrolledValidationLoss}
+"""By multilevel.mode."""
 
 
 def masks_from_a_head(settings: HeadSettings, run: RunContext) -> LearnedMasks:
-    """The hook of kind head."""
+    """The hook of kind head; those of the other kinds are below."""
     return LearnedMasks(settings, run, MODES[settings.mode])
 
 
-def masks_from_a_joint_step(settings: JointSettings, run: RunContext) -> LearnedMasks:
-    """The hook of kind joint."""
-    return LearnedMasks(settings, run, JointValidationLoss)
-
-
-def masks_from_fine_tuning(settings: FineTuningSettings, run: RunContext) -> LearnedMasks:
-    """The hook of kind fine_tuning."""
-    return LearnedMasks(settings, run, FineTunedValidationLoss)
-
-
-MODES: dict[str, type[OuterObjective]] = {"committed": ValidationLoss, "look_ahead": UnrolledValidationLoss}
-"""By multilevel.mode."""
+masks_from_a_joint_step = partial(LearnedMasks, outer=JointValidationLoss)
+masks_from_fine_tuning = partial(LearnedMasks, outer=FineTunedValidationLoss)
+masks_that_raise_the_loss = partial(LearnedMasks, outer=RaisedReconstruction)
 
 
 def network_config(config: Config) -> Config:

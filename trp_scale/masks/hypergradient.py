@@ -234,6 +234,10 @@ class ValidationLoss(OuterObjective):
             )
             return [(window, [gradient.times(-1.0) for gradient in found])]
 
+    def seen(self, ctx: StepContext, after: Weights, response: Weights) -> tuple[Weights, Weights]:
+        """The encoder whose features L_val is of, after a step of E, and its derivative by the step's gradient."""
+        return after, response
+
     def compare(
         self,
         ctx: StepContext,
@@ -245,6 +249,7 @@ class ValidationLoss(OuterObjective):
     ) -> None:
         """Take note of how well this agrees with the exact hypergradient of one inner step; see WholeStep."""
         assert self.last is not None, "the head has stepped"
+        after, response = self.seen(ctx, after, response)
         step = WholeStep(
             before=before,
             after=after,

@@ -124,26 +124,6 @@ class LearnedMasksSettings(MultilevelSettings):
             )
 
 
-@component(
-    "multilevel",
-    "reconstruction",
-    "trp_scale.masks.hook:masks_that_raise_the_loss",
-    was=("multilevel.feedback reconstruction",),
-)
-@dataclass(kw_only=True)
-class ReconstructionSettings(LearnedMasksSettings):
-    """The network raises the reconstruction loss, without labels (the ablation that leaves downstream feedback out)."""
-
-    def cautions(self, config: Any, steps_per_epoch: int) -> Iterator[str]:
-        yield from super().cautions(config, steps_per_epoch)
-        if self.weights == "raw" and self.selection == "hard":
-            yield (
-                "--multilevel.kind reconstruction with --multilevel.weights raw and --multilevel.selection hard only "
-                "ever raises probabilities: a larger weight is a larger loss, whatever the patch; --multilevel.weights "
-                "normalised compares patches with each other"
-            )
-
-
 @dataclass(kw_only=True)
 class LabelledSettings(LearnedMasksSettings):
     """Of the kinds whose network lowers the loss of a classification head on D_val."""
@@ -326,4 +306,24 @@ class FineTuningSettings(LabelledSettings):
                 f"--multilevel.proximity is {self.proximity:g} and --optimizer.lr {lr:g}: a step would take the second "
                 f"encoder {self.pull(lr):g} of the way to the first; allowed: below 1, a proximity below "
                 f"{0.5 / lr:g}"
+            )
+
+
+@component(
+    "multilevel",
+    "reconstruction",
+    "trp_scale.masks.hook:masks_that_raise_the_loss",
+    was=("multilevel.feedback reconstruction",),
+)
+@dataclass(kw_only=True)
+class ReconstructionSettings(LearnedMasksSettings):
+    """The network raises the reconstruction loss, without labels (the ablation that leaves downstream feedback out)."""
+
+    def cautions(self, config: Any, steps_per_epoch: int) -> Iterator[str]:
+        yield from super().cautions(config, steps_per_epoch)
+        if self.weights == "raw" and self.selection == "hard":
+            yield (
+                "--multilevel.kind reconstruction with --multilevel.weights raw and --multilevel.selection hard only "
+                "ever raises probabilities: a larger weight is a larger loss, whatever the patch; --multilevel.weights "
+                "normalised compares patches with each other"
             )

@@ -234,8 +234,8 @@ def test_what_has_no_effect_or_is_rarely_meant_is_allowed_with_a_caution(
 @pytest.mark.parametrize(
     ("kind", "name", "value", "having"),
     [
-        ("none", "unroll", 5, "reconstruction, head, joint, fine_tuning"),
-        ("none", "final_ratio", 0.9, "reconstruction, head, joint, fine_tuning"),
+        ("none", "unroll", 5, "head, joint, fine_tuning, reconstruction"),
+        ("none", "final_ratio", 0.9, "head, joint, fine_tuning, reconstruction"),
         ("head", "gamma", 2.0, "joint"),
         ("joint", "proximity", 2.0, "fine_tuning"),
         ("joint", "mode", "look_ahead", "head"),
