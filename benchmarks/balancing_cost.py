@@ -12,7 +12,7 @@ from rich.table import Table
 from benchmarks.image_steps import counted_flops, resized, same_step
 from benchmarks.rounds import Measured, alternate, pair_ratio
 from benchmarks.step_time import LENGTH, VOCABULARY, random_batch
-from trp_scale.config import BatchConfig, Config, ModelConfig, ObjectiveConfig, OptimizerConfig
+from trp_scale.config import BatchConfig, Config, OptimizerConfig, TextModelConfig
 from trp_scale.config.components import settings_of
 from trp_scale.config.settings import Settings
 from trp_scale.core.batch import Batch
@@ -23,7 +23,7 @@ from trp_scale.upstreams.mm_mae.model import MultimodalMaskedAutoencoder
 from trp_scale.upstreams.mm_mae.objective import MultimodalReconstruction
 from trp_scale.upstreams.pos_bert.model import BertForMaskedPositions
 from trp_scale.upstreams.pos_bert.objective import PosMaskedLanguageModelling
-from trp_scale.upstreams.pos_bert.settings import PosBertConfig
+from trp_scale.upstreams.pos_bert.settings import PosBertConfig, PosBertObjectiveConfig
 
 BALANCING: dict[str, tuple[Settings, str]] = {
     "uniform": (settings_of("balancer", "uniform"), "T"),
@@ -82,8 +82,8 @@ def text_step(
 ) -> Callable[[], object]:
     """A whole training step of PoS-BERT with `other` as a tenth task."""
     config = PosBertConfig(
-        model=ModelConfig(layers=4, hidden_size=256, heads=4, intermediate_size=1024, max_positions=LENGTH),
-        objective=ObjectiveConfig(other="task"),
+        model=TextModelConfig(layers=4, hidden_size=256, heads=4, intermediate_size=1024, max_positions=LENGTH),
+        objective=PosBertObjectiveConfig(other="task"),
         balancer=balancing,
     )
     config.training.precision = precision

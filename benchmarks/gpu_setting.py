@@ -15,7 +15,7 @@ from torch import nn
 
 from benchmarks.minimax_overhead import SameWindow, rows_of
 from benchmarks.step_time import VOCABULARY, random_batch
-from trp_scale.config import BatchConfig, Config, ModelConfig, OptimizerConfig, TrainingConfig
+from trp_scale.config import BatchConfig, Config, OptimizerConfig, TextModelConfig, TrainingConfig
 from trp_scale.config.components import settings_of
 from trp_scale.config.settings import Settings
 from trp_scale.core.batch import Batch
@@ -70,18 +70,20 @@ class Setting:
         return torch.cuda.get_device_name(self.device) if self.on_gpu else "cpu"
 
     @property
-    def base(self) -> ModelConfig:
+    def base(self) -> TextModelConfig:
         """BERT-base; the model whose speed and memory are measured."""
         if self.small:
-            return ModelConfig(layers=2, hidden_size=32, heads=2, intermediate_size=64, max_positions=64)
-        return ModelConfig()
+            return TextModelConfig(layers=2, hidden_size=32, heads=2, intermediate_size=64, max_positions=64)
+        return TextModelConfig()
 
     @property
-    def checked(self) -> ModelConfig:
+    def checked(self) -> TextModelConfig:
         """A model small enough to train many times: its engines are compared, without dropout."""
         if self.small:
             return replace(self.base, dropout=0.0)
-        return ModelConfig(layers=4, hidden_size=256, heads=4, intermediate_size=1024, max_positions=128, dropout=0.0)
+        return TextModelConfig(
+            layers=4, hidden_size=256, heads=4, intermediate_size=1024, max_positions=128, dropout=0.0
+        )
 
     @property
     def lengths(self) -> dict[int, int]:
@@ -120,7 +122,7 @@ def lacking(layout: str) -> str:
 
 
 def run_config(
-    model: ModelConfig,
+    model: TextModelConfig,
     *,
     rows: int,
     accumulation: int = 1,

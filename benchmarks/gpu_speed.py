@@ -13,8 +13,9 @@ from benchmarks.gpu_setting import Setting, engine_for, run_config, trainer_for,
 from benchmarks.minimax_overhead import BALANCING
 from benchmarks.rounds import Measured, alternate
 from benchmarks.step_time import VOCABULARY, our_step, peer_step, random_batch
-from trp_scale.config import Config, ModelConfig, ObjectiveConfig
+from trp_scale.config import Config, TextModelConfig
 from trp_scale.observe.throughput import bert_step_flops, peak_flops
+from trp_scale.upstreams.pos_bert.settings import PosBertObjectiveConfig
 
 TOKENS_TRIED = (8_192, 16_384, 32_768, 65_536, 131_072)
 """Tokens of a micro-batch in the search; rows = tokens / length."""
@@ -29,7 +30,7 @@ def rows_tried(setting: Setting, length: int) -> list[int]:
     return [2, 4] if setting.small else [tokens // length for tokens in TOKENS_TRIED]
 
 
-def computed_flops(model: ModelConfig, *, rows: int, length: int, predicted: int) -> float:
+def computed_flops(model: TextModelConfig, *, rows: int, length: int, predicted: int) -> float:
     """Like bert_step_flops, less what our last layer leaves out: it is computed at 1 + `predicted` positions only.
 
     Left out at each other position: query and output 4 d^2, feed-forward 4 d i, attention 4 N d; x 3 for training.
@@ -89,7 +90,7 @@ def search(setting: Setting, length: int) -> dict[int, float]:
 def both_sides(setting: Setting, length: int, rows: int, *, compiled: bool) -> tuple[dict[str, Measured], list[float]]:
     """Alternating steps of both sides on the same weights and rows, and their first losses without dropout."""
     config: Config = run_config(setting.base, rows=rows, compiled=compiled)
-    config.objective = ObjectiveConfig(other="task")
+    config.objective = PosBertObjectiveConfig(other="task")
     batch = random_batch(rows, length, setting.lengths[length])
     ours, engine = our_step(config, batch, setting.device)
     peer, module = peer_step(config, batch, setting.device, engine.full_weights())

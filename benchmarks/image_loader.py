@@ -40,8 +40,9 @@ from benchmarks.rounds import alternate
 from trp_scale.data import fetch, plan
 from trp_scale.data.images import crops, decode, reader
 from trp_scale.data.index import read_json, write_json
-from trp_scale.data.sources import TrainSource, open_sources
+from trp_scale.data.sources import TrainSource
 from trp_scale.preparation.sharding.writing import new_tar, report_path
+from trp_scale.upstreams.base import open_sources
 from trp_scale.upstreams.mae import patch_masks as masks
 
 STAGES = {

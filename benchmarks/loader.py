@@ -37,9 +37,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from trp_scale.data import fetch, plan
 from trp_scale.data.index import Block, Member, ShardIndex, write_index, write_json
-from trp_scale.data.sources import TrainSource, open_sources
+from trp_scale.data.sources import TrainSource
 from trp_scale.data.text import rows as text_rows
 from trp_scale.data.text.groups import GROUPS, WORD_START
+from trp_scale.upstreams.base import open_sources
 from trp_scale.upstreams.pos_bert import batch as text_batch
 from trp_scale.upstreams.pos_bert import masking, sentence_pairs
 

@@ -23,12 +23,13 @@ import torch
 import torch.multiprocessing as multiprocessing
 import tyro
 
+from trp_scale.config import TextModelConfig
 from trp_scale.upstreams.pos_bert.settings import PosBertConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.step_time import LENGTH, VOCABULARY, random_batch
-from trp_scale.config import BatchConfig, ModelConfig, OptimizerConfig
+from trp_scale.config import BatchConfig, OptimizerConfig
 from trp_scale.config.components import settings_of
 from trp_scale.data.text.groups import GROUPS
 from trp_scale.distributed.environment import Environment
@@ -65,7 +66,7 @@ def measure(rank: int, layout: str, options: Options, answers: Any) -> None:
     if world > 1:
         os.environ.update({name: str(value) for name, value in values.items()})
     config = PosBertConfig(
-        model=ModelConfig(
+        model=TextModelConfig(
             layers=options.layers,
             hidden_size=options.hidden_size,
             heads=options.hidden_size // 64,

@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 import tyro
 
+from trp_scale.config import TextModelConfig
 from trp_scale.config.settings import Settings
 from trp_scale.core.hooks import build_hooks
 from trp_scale.upstreams.pos_bert.settings import PosBertConfig
@@ -24,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.rounds import alternate, print_ratios
 from benchmarks.step_time import LENGTH, VOCABULARY, random_batch
-from trp_scale.config import BatchConfig, ModelConfig, OptimizerConfig, TrainingConfig
+from trp_scale.config import BatchConfig, OptimizerConfig, TrainingConfig
 from trp_scale.config.components import settings_of
 from trp_scale.core.batch import Batch
 from trp_scale.core.run import RunContext
@@ -84,7 +85,7 @@ def step_of(balancing: Settings, options: Options, accumulation: int, device: to
     """One whole training step, hooks and optimizer included."""
     micro = options.rows // accumulation
     config = PosBertConfig(
-        model=ModelConfig(layers=4, hidden_size=256, heads=4, intermediate_size=1024, max_positions=LENGTH),
+        model=TextModelConfig(layers=4, hidden_size=256, heads=4, intermediate_size=1024, max_positions=LENGTH),
         batch=BatchConfig(global_size=options.rows, micro_size=micro),
         training=TrainingConfig(steps=10**9, precision="bf16" if device.type == "cuda" else "fp32"),
         optimizer=OptimizerConfig(warmup_steps=0, schedule="constant"),

@@ -24,13 +24,14 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
+from trp_scale.config.images import MaeMaskingConfig, MaeVisionConfig
 from trp_scale.upstreams.mae.settings import MaeConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.memory import LAYOUTS, ZERO3, resident_bytes
 from benchmarks.mlo_steps import masks_trainer
-from trp_scale.config import BatchConfig, Config, CropsConfig, MaskingConfig, ModelConfig, OptimizerConfig, VisionConfig
+from trp_scale.config import BatchConfig, Config, CropsConfig, ModelConfig, OptimizerConfig
 from trp_scale.config.components import settings_of
 from trp_scale.core.engine import Engine
 from trp_scale.distributed.environment import Environment
@@ -78,11 +79,10 @@ def settings(options: Options, world: int, *, masks: bool) -> Config:
             hidden_size=options.hidden_size,
             heads=options.hidden_size // 64,
             intermediate_size=4 * options.hidden_size,
-            dropout=0.0,
         ),
-        vision=VisionConfig(decoder_layers=options.decoder_layers),
+        vision=MaeVisionConfig(decoder_layers=options.decoder_layers),
         crops=CropsConfig(size=options.size),
-        masking=MaskingConfig(ratio=0.5),
+        masking=MaeMaskingConfig(ratio=0.5),
         batch=BatchConfig(global_size=ROWS * world, micro_size=ROWS),
         optimizer=OptimizerConfig(warmup_steps=0, schedule="constant"),
     )

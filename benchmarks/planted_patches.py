@@ -19,13 +19,12 @@ from trp_scale.config import (
     BatchConfig,
     Config,
     CropsConfig,
-    MaskingConfig,
     ModelConfig,
     OptimizerConfig,
     TrainingConfig,
-    VisionConfig,
 )
 from trp_scale.config.components import settings_of
+from trp_scale.config.images import MaeMaskingConfig, MaeVisionConfig
 from trp_scale.core.batch import Batch
 from trp_scale.core.hooks import build_hooks, built
 from trp_scale.core.run import MakeEngine, RunContext
@@ -134,8 +133,8 @@ def planted_config(seed: int, steps: int, *, learned: bool, difference: float) -
     rates = {"head_lr": 1e-3, "lr": 0.02, "eps": 1e-3, "difference": difference}
     multilevel = settings_of("multilevel", "head", **sizes, **rates) if learned else settings_of("multilevel", "none")
     return MaeConfig(
-        model=ModelConfig(layers=1, hidden_size=32, heads=2, intermediate_size=64, dropout=0.0, layer_norm_eps=1e-6),
-        vision=VisionConfig(
+        model=ModelConfig(layers=1, hidden_size=32, heads=2, intermediate_size=64, layer_norm_eps=1e-6),
+        vision=MaeVisionConfig(
             patch_size=PATCH,
             tokens="visible",
             positions="absolute",
@@ -144,7 +143,7 @@ def planted_config(seed: int, steps: int, *, learned: bool, difference: float) -
             decoder_heads=2,
         ),
         crops=CropsConfig(count=1, size=GRID * PATCH),
-        masking=MaskingConfig(ratio=MASKED / PATCHES, maskings=0),
+        masking=MaeMaskingConfig(ratio=MASKED / PATCHES, maskings=0),
         multilevel=multilevel,
         batch=BatchConfig(global_size=16, micro_size=16),
         training=TrainingConfig(steps=steps, seed=seed),

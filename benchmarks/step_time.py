@@ -19,12 +19,13 @@ import torch
 import tyro
 from transformers import BertForPreTraining
 
-from trp_scale.upstreams.pos_bert.settings import PosBertConfig
+from trp_scale.config import TextModelConfig
+from trp_scale.upstreams.pos_bert.settings import PosBertConfig, PosBertObjectiveConfig
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.rounds import alternate, print_ratios
-from trp_scale.config import Config, ModelConfig, ObjectiveConfig, OptimizerConfig, TrainingConfig
+from trp_scale.config import Config, OptimizerConfig, TrainingConfig
 from trp_scale.core.batch import Batch
 from trp_scale.data.text.groups import GROUPS
 from trp_scale.engines.optimizer import build_optimizer
@@ -127,10 +128,10 @@ def main(options: Options) -> None:
         torch.set_num_threads(options.threads)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     config = PosBertConfig(
-        model=ModelConfig(
+        model=TextModelConfig(
             layers=4, hidden_size=256, heads=4, intermediate_size=1024, max_positions=LENGTH, dropout=0.1
         ),
-        objective=ObjectiveConfig(other="task"),
+        objective=PosBertObjectiveConfig(other="task"),
         training=TrainingConfig(precision=options.precision, compile=options.compile),
         optimizer=OptimizerConfig(lr=1e-4, warmup_steps=0),
     )

@@ -8,7 +8,7 @@ from typing import Any
 from trp_scale.config import Config
 from trp_scale.config.components import names
 from trp_scale.config.settings import Settings
-from trp_scale.recipes.loader import from_dict, setting_name, to_dict, upstream_settings, used_modalities
+from trp_scale.recipes.loader import from_dict, setting_name, to_dict, upstream_settings
 
 
 def changed(config: Config, **changes: Mapping[str, Any]) -> Any:
@@ -20,7 +20,7 @@ def changed(config: Config, **changes: Mapping[str, Any]) -> Any:
         other = isinstance(getattr(config, section, None), Settings) and values.get("kind", own["kind"]) != own["kind"]
         kept = {} if other else own
         document[section] = {**kept, **{setting_name(name): value for name, value in values.items()}}
-    stay = [each.name for each in used_modalities(document, [])]
+    stay = [each.name for each in type(config).parts(document, [])]
     for name in set(names("modality")) - {*stay, *changes}:
         document.pop(name, None)
     return from_dict(document)

@@ -14,9 +14,8 @@ from tests.settings import changed
 from trp_scale.config import (
     BatchConfig,
     Config,
-    ModelConfig,
-    ObjectiveConfig,
     OptimizerConfig,
+    TextModelConfig,
     TrainingConfig,
 )
 from trp_scale.config.components import settings_of
@@ -31,7 +30,7 @@ from trp_scale.training.agreement import StepAgreement
 from trp_scale.training.loop import Trainer
 from trp_scale.upstreams.pos_bert.model import BertForMaskedPositions
 from trp_scale.upstreams.pos_bert.objective import PosMaskedLanguageModelling
-from trp_scale.upstreams.pos_bert.settings import PosBertConfig
+from trp_scale.upstreams.pos_bert.settings import PosBertConfig, PosBertObjectiveConfig
 
 VOCABULARY = 90
 LENGTH = 16
@@ -107,8 +106,10 @@ class Layout:
 def small_config(layout: Layout, **changes: Any) -> Config:
     """A two-layer BERT at a full learning rate; `changes` are section dicts, such as balancer={"kind": "uniform"}."""
     config = PosBertConfig(
-        model=ModelConfig(layers=2, hidden_size=32, heads=2, intermediate_size=64, max_positions=LENGTH, dropout=0.0),
-        objective=ObjectiveConfig(),
+        model=TextModelConfig(
+            layers=2, hidden_size=32, heads=2, intermediate_size=64, max_positions=LENGTH, dropout=0.0
+        ),
+        objective=PosBertObjectiveConfig(),
         batch=BatchConfig(global_size=8, micro_size=layout.micro_size),
         training=TrainingConfig(steps=8, seed=3),
         optimizer=OptimizerConfig(lr=1e-3, warmup_steps=0, schedule="constant"),

@@ -15,13 +15,12 @@ from trp_scale.config import (
     BatchConfig,
     Config,
     CropsConfig,
-    MaskingConfig,
     ModelConfig,
     OptimizerConfig,
     TrainingConfig,
-    VisionConfig,
 )
 from trp_scale.config.components import settings_of
+from trp_scale.config.images import MaeMaskingConfig, MaeVisionConfig
 from trp_scale.core.batch import Batch, TaskLosses
 from trp_scale.core.engine import Engine
 from trp_scale.core.hooks import Hook, build_hooks, built
@@ -103,8 +102,8 @@ class TwoHalves(MaskedPatchReconstruction):
 def image_config(layout: Layout, **changes: Any) -> Config:
     """A masked autoencoder of two blocks and a decoder of two; `changes` are section dicts."""
     config = MaeConfig(
-        model=ModelConfig(layers=2, hidden_size=32, heads=2, intermediate_size=64, dropout=0.0, layer_norm_eps=1e-6),
-        vision=VisionConfig(
+        model=ModelConfig(layers=2, hidden_size=32, heads=2, intermediate_size=64, layer_norm_eps=1e-6),
+        vision=MaeVisionConfig(
             patch_size=PATCH,
             tokens="all",
             decoder_layers=2,
@@ -113,7 +112,7 @@ def image_config(layout: Layout, **changes: Any) -> Config:
             positions="relative",
         ),
         crops=CropsConfig(count=CROPS, size=SIDE),
-        masking=MaskingConfig(ratio=1 - VISIBLE / PATCHES, maskings=0),
+        masking=MaeMaskingConfig(ratio=1 - VISIBLE / PATCHES, maskings=0),
         batch=BatchConfig(global_size=8, micro_size=layout.micro_size),
         training=TrainingConfig(steps=6, seed=3),
         optimizer=OptimizerConfig(lr=1e-3, warmup_steps=0, schedule="constant"),

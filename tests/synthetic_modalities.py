@@ -17,11 +17,10 @@ from trp_scale.config import (
     BatchConfig,
     Config,
     CropsConfig,
-    ModalitiesConfig,
+    DecodedVisionConfig,
     ModelConfig,
     OptimizerConfig,
     TrainingConfig,
-    VisionConfig,
 )
 from trp_scale.config.components import settings_of
 from trp_scale.core.batch import Batch
@@ -35,7 +34,7 @@ from trp_scale.models.patches import patchify
 from trp_scale.training.agreement import StepAgreement
 from trp_scale.upstreams.mm_mae.model import MultimodalMaskedAutoencoder
 from trp_scale.upstreams.mm_mae.objective import MultimodalReconstruction
-from trp_scale.upstreams.mm_mae.settings import MmMaeConfig
+from trp_scale.upstreams.mm_mae.settings import MmMaeConfig, ModalitiesConfig
 
 SIDE, PATCH, STRIDE = 16, 4, 2
 PATCHES = (SIDE // PATCH) ** 2
@@ -118,8 +117,8 @@ def modality_config(layout: Layout | None = None, **changes: Any) -> Config:
     """Two blocks of 32 and decoders of one block of 32, 4 x 4 patches in three modalities; `changes` are section
     dicts. AdamW's epsilon is large, so that rounding in gradients near zero is not scaled up."""
     config = MmMaeConfig(
-        model=ModelConfig(layers=2, hidden_size=32, heads=2, intermediate_size=64, dropout=0.0, layer_norm_eps=1e-6),
-        vision=VisionConfig(patch_size=PATCH, decoder_layers=1, decoder_hidden_size=32, decoder_heads=2),
+        model=ModelConfig(layers=2, hidden_size=32, heads=2, intermediate_size=64, layer_norm_eps=1e-6),
+        vision=DecodedVisionConfig(patch_size=PATCH, decoder_layers=1, decoder_hidden_size=32, decoder_heads=2),
         modalities=ModalitiesConfig(visible_tokens=VISIBLE),
         crops=CropsConfig(size=SIDE),
         batch=BatchConfig(global_size=8, micro_size=(layout or Layout()).micro_size),

@@ -40,7 +40,6 @@ BESIDE = {("masks", "adversary")}
 RECIPES_ARE_READ_BY = {"checkpoint", "upstreams", "training", "downstream", "commands", "cli"}
 
 KNOWN = {
-    ("data", "upstreams"),  # data/kinds.py chooses
     ("models", "upstreams"),  # models/given_weights.py chooses
     ("checkpoint", "upstreams"),  # checkpoint/export.py chooses
     ("upstreams", "training"),

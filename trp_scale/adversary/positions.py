@@ -18,6 +18,7 @@ from trp_scale.adversary.settings import (
     RelativeCoordinateSettings,
 )
 from trp_scale.config import RefusedError
+from trp_scale.config.images import ImagePretrainConfig
 from trp_scale.core.batch import Batch, StepStats
 from trp_scale.core.hooks import Hook, StepContext
 from trp_scale.core.run import RunContext
@@ -50,6 +51,7 @@ class PositionAdversary(Hook):
         self.saturation: Saturation | None = None
         if isinstance(settings, RelativeCoordinateSettings):  # the other kinds cannot saturate
             config = run.config
+            assert isinstance(config, ImagePretrainConfig)
             self.saturation = Saturation(self.balls, config.crops.size // config.vision.patch_size, device)
         self.resets = isinstance(settings, RelativeCoordinateSettings) and settings.on_saturation == "reset"
         self.vector = torch.zeros(shape.numel, dtype=torch.float32, device=device, requires_grad=True)
@@ -177,7 +179,9 @@ def position_adversary(
     Args:
         shape: what the model expects; None = that of a masked autoencoder of the run's sizes.
     """
-    shape = shape or perturbation_shape(run.config.model, run.config.vision, settings)
+    if shape is None:
+        assert isinstance(run.config, ImagePretrainConfig)
+        shape = perturbation_shape(run.config.model, run.config.vision, settings)
     assert shape is not None, f"adversary.kind {settings.kind} has a perturbation of some shape"
     return POSITIONS[settings.update](settings, run, shape)
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from trp_scale.config import Config
 from trp_scale.config.components import component
+from trp_scale.config.images import ImagePretrainConfig, MaskedAutoencoderConfig
 from trp_scale.config.settings import Settings, setting
 
 OWN_RATE = ("sgd", "sign")
@@ -30,13 +30,6 @@ class AdversarySettings(Settings):
     eps: float = setting(20.0, above=0)
     """Radius of the ball: in units of the embedding, in patches for coordinates, of pixels in [0, 1]."""
 
-    def problems(self, config: Any) -> Iterator[str]:
-        if config.reads == "text":
-            yield (
-                f"--adversary.kind is {self.kind} but --upstream is {config.upstream}, which has no patches; "
-                "allowed: --upstream mae, or --adversary.kind none"
-            )
-
 
 @dataclass(kw_only=True)
 class PositionAdversarySettings(AdversarySettings):
@@ -56,23 +49,23 @@ class PositionAdversarySettings(AdversarySettings):
     check_every: int = setting(100, at_least=0)
     """Steps between checks that all ranks hold the same perturbation; 0 = never."""
 
-    def problems(self, config: Any) -> Iterator[str]:
-        yield from super().problems(config)
-        if config.upstream == "mm_mae":
-            yield (
-                f"--adversary.kind is {self.kind} but --upstream is mm_mae, whose encoder sees no masked patch; "
-                "allowed: --adversary.kind pixels or none, or --upstream mae"
-            )
-        elif config.upstream == "mae":
+    def problems(self, config: ImagePretrainConfig) -> Iterator[str]:
+        if isinstance(config, MaskedAutoencoderConfig):
             yield from self._model(config)
+        else:
+            yield (
+                f"--adversary.kind is {self.kind} but --upstream is {config.upstream}, whose encoder sees no masked "
+                "patch; allowed: --adversary.kind pixels or none, or --upstream mae"
+            )
         yield from self._ascent()
 
-    def _model(self, config: Config) -> Iterator[str]:
+    def _model(self, config: MaskedAutoencoderConfig) -> Iterator[str]:
+        """What perturbed positions need of the model."""
         vision = config.vision
         if vision.tokens == "visible":
             yield (
-                f"--adversary.kind is {self.kind} but --vision.tokens is visible: no masked patch is in the encoder; "
-                "allowed: --vision.tokens all, as in the recipe mae_plus_vit_b"
+                f"--adversary.kind is {self.kind} but --vision.tokens is visible: no masked patch is in the "
+                "encoder; allowed: --vision.tokens all, as in the recipe mae_plus_vit_b"
             )
         if self.kind.startswith("relative") and vision.positions != "relative":
             yield (
@@ -159,14 +152,6 @@ class RelativeCoordinateSettings(PositionAdversarySettings):
 @dataclass(kw_only=True)
 class PixelAdversarySettings(AdversarySettings):
     """Each image's pixels, by the one-step rule from the clean image in a pass of its own (FGSM; AdPE, Appendix B)."""
-
-    def problems(self, config: Any) -> Iterator[str]:
-        yield from super().problems(config)
-        if config.upstream == "mm_mae" and "rgb" not in config.modalities.inputs:
-            yield (
-                "--adversary.kind is pixels but --modalities.inputs has no rgb; allowed: rgb among them, or "
-                "--adversary.kind none"
-            )
 
     def cautions(self, config: Any, steps_per_epoch: int) -> Iterator[str]:
         widest = 1.0 if self.norm == "linf" else math.sqrt(3) * config.crops.size  # of [0, 1]^(3 x S x S)

@@ -10,8 +10,8 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from trp_scale.config import Config, RefusedError
-from trp_scale.recipes.loader import flat, to_dict
+from trp_scale.config import RefusedError
+from trp_scale.recipes.loader import flat, from_dict, to_dict
 
 MAY_CHANGE = (
     "modules",
@@ -59,7 +59,8 @@ def check_settings(
         RefusedError: listing every difference that is not.
     """
     now = _flat(present)
-    before = {**{name: value for name, value in _flat(to_dict(Config())).items() if name in now}, **_flat(stored)}
+    default = from_dict({"upstream": present["upstream"]} if "upstream" in present else {"downstream": {}})
+    before = {**{name: value for name, value in _flat(to_dict(default)).items() if name in now}, **_flat(stored)}
     same_data = stored_digest is not None and stored_digest == present_digest
     allowed: list[str] = []
     refused: list[str] = []

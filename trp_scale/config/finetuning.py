@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from trp_scale.config import Config
+from trp_scale.config import Config, CropsConfig, RelativeVisionConfig, TextModelConfig
 from trp_scale.config.augmentation import AugmentationConfig
 from trp_scale.config.dense import DenseConfig
 from trp_scale.config.detection import DetectionConfig
@@ -15,6 +15,9 @@ from trp_scale.config.downstream import DownstreamConfig
 class FinetuneConfig(Config):
     """One fine-tuning run. `model` and `vision` describe the encoder: where --from gives one, they are its own."""
 
+    model: TextModelConfig = field(default_factory=TextModelConfig)
+    vision: RelativeVisionConfig = field(default_factory=RelativeVisionConfig)
+    crops: CropsConfig = field(default_factory=CropsConfig)
     downstream: DownstreamConfig = field(default_factory=DownstreamConfig)
     augmentation: AugmentationConfig = field(default_factory=AugmentationConfig)
     dense: DenseConfig = field(default_factory=DenseConfig)

@@ -1,4 +1,4 @@
-"""What is learned from: the model, the objective, the data and the masks."""
+"""Sections that runs of several kinds have: the encoder, the data, the crops and the masks."""
 
 from __future__ import annotations
 
@@ -29,10 +29,6 @@ class ModelConfig:
     """Attention heads; must divide hidden_size."""
     intermediate_size: int = setting(3072, at_least=1)
     """Width of the feed-forward layer."""
-    max_positions: int = setting(512, at_least=8)
-    """Longest sequence the position table can hold, special tokens included."""
-    dropout: float = setting(0.1, at_least=0, below=1)
-    """Dropout of hidden states and attention probabilities."""
     initializer_range: float = setting(0.02, above=0)
     """Standard deviation of the normal initialisation."""
     layer_norm_eps: float = setting(1e-12, above=0)
@@ -44,55 +40,48 @@ class ModelConfig:
 
 
 @dataclass(kw_only=True)
-class VisionConfig:
-    """What a masked autoencoder has beside its encoder's sizes (AdPE 3.2; He et al.). Defaults are MAE's."""
+class TextModelConfig(ModelConfig):
+    """The encoder of text."""
 
-    patch_size: int = 16
+    max_positions: int = setting(512, at_least=8)
+    """Longest sequence the position table can hold, special tokens included."""
+    dropout: float = setting(0.1, at_least=0, below=1)
+    """Dropout of hidden states and attention probabilities."""
+
+
+@dataclass(kw_only=True)
+class VisionConfig:
+    """How an image becomes tokens."""
+
+    patch_size: int = setting(16, at_least=1)
     """Side of a patch in pixels; must divide --crops.size."""
-    tokens: Literal["visible", "all"] = "visible"
-    """What enters the encoder: visible patches only (MAE), or all of them, with mask tokens in place (MAE+)."""
-    decoder: Literal["transformer", "linear"] = "transformer"
-    """Transformer blocks, or one linear layer (AdPE 3.2, as SimMIM; needs --vision.tokens all)."""
-    decoder_layers: int = 8
-    """Number of decoder blocks."""
-    decoder_hidden_size: int = 512
-    """Width of the decoder."""
-    decoder_heads: int = 16
-    """Attention heads of the decoder; must divide decoder_hidden_size."""
-    positions: Literal["absolute", "relative"] = "absolute"
-    """Fixed sine-cosine positions; relative adds iRPE beside them: contextual product on keys, a table per block."""
     position_order: Literal["column_row", "row_column"] = "column_row"
     """The coordinate that the first half of a fixed position encodes, then the other's. column_row: MAE (He et al.).
     row_column: MultiMAE (Bachmann et al.). The network is the same up to an exchange of the halves of its width, but
     each library's weights need their own order."""
+
+
+@dataclass(kw_only=True)
+class RelativeVisionConfig(VisionConfig):
+    """Of encoders whose positions may be relative."""
+
+    positions: Literal["absolute", "relative"] = "absolute"
+    """Fixed sine-cosine positions; relative adds iRPE beside them: contextual product on keys, a table per block."""
     index: Literal["rounded", "relaxed"] = "rounded"
     """How an offset finds its entry of the relative table: rounded (iRPE), or relaxed and interpolated (AdPE 4.2.3). A
     relative coordinate adversary always takes --adversary.index instead."""
 
 
 @dataclass(kw_only=True)
-class ObjectiveConfig:
-    """What is predicted, and which of it takes part in the maximum (TRP 4)."""
+class DecodedVisionConfig(VisionConfig):
+    """Of masked autoencoders (He et al.). Defaults are MAE's."""
 
-    other: Literal["outside", "exclude", "unmasked", "task"] = "outside"
-    """Words outside the nine groups: outside = added with their natural share n_other / n, exclude = no loss,
-    unmasked = never chosen for masking, task = a tenth task in the maximum."""
-    next_sentence: Literal["outside", "inside", "off"] = "outside"
-    """Next-sentence prediction: outside the maximum with next_sentence_weight, inside it, or off."""
-    next_sentence_weight: float = setting(1.0, at_least=0)
-    """Weight of next-sentence prediction when it is outside the maximum."""
-    output_bias: Literal["zero", "frequency"] = "zero"
-    """pos_bert: first value of the word prediction's bias. frequency: the logarithm of each piece's share of the first
-    training rows. A short run otherwise learns little but these shares, and gives nearly the same output for all words.
-    --model.weights brings a bias of its own."""
-    target: Literal["normalised", "pixels"] = "normalised"
-    """What mae predicts: pixels with each patch's mean and deviation taken out (He et al.), or as they are."""
-    reduction: Literal["sample", "element"] = "sample"
-    """mm_mae, a task's loss: sample = the mean of each image's masked elements, then over images that have any
-    (MultiMAE); element = the mean over all masked elements of the global batch."""
-    uniformity: float = setting(0.0, at_least=0)
-    """mae: weight of U-MAE's second loss, the mean square of the cosines between the class tokens of all pairs of the
-    global batch (Zhang et al. 2022); 0 = none. U-MAE takes 0.01."""
+    decoder_layers: int = setting(8, at_least=1)
+    """Number of decoder blocks."""
+    decoder_hidden_size: int = setting(512, at_least=1)
+    """Width of the decoder."""
+    decoder_heads: int = setting(16, at_least=1)
+    """Attention heads of the decoder; must divide decoder_hidden_size."""
 
 
 @dataclass(kw_only=True)
@@ -120,16 +109,8 @@ class DataConfig:
 class MaskingConfig:
     """Which positions are predicted."""
 
-    ratio: float = setting(0.15, above=0, below=1)
-    """Share of the pieces of a row that are predicted (TRP 4.1.1), or of the patches of an image (MAE: 0.75)."""
-    limit: int = setting(0, at_least=0)
-    """Masked positions a row is padded to; 0 = round(ratio x sequence length)."""
-    maskings: int = setting(10, at_least=0)
-    """Different maskings per row, used in turn by epoch (TRP 001, D.1: ten); 0 = a fresh one each epoch."""
-    unit: Literal["piece", "word"] = "piece"
-    """Draw single word pieces, or whole words."""
-    sampling: Literal["uniform", "stratified"] = "uniform"
-    """stratified: positions are drawn systematically over the groups; each group's count then varies less."""
+    maskings: int = setting(0, at_least=0)
+    """Different maskings per row, used in turn by epoch; 0 = a fresh one each epoch."""
 
 
 @dataclass(kw_only=True)
@@ -165,3 +146,7 @@ class CropsConfig(Section):
                 f"--crops.view_size is {self.view_size}, below --crops.size {self.size}: no window of that size lies "
                 "in the view; raise it, or use --crops.from image"
             )
+
+    def cautions(self, config: Any, steps_per_epoch: int) -> Iterator[str]:
+        if self.from_ == "image" and self.view_size != CropsConfig.view_size:
+            yield f"--crops.view_size {self.view_size} has no effect with --crops.from image"

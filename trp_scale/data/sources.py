@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal, overload
 
 from trp_scale.config import Config, PretrainConfig, RefusedError
 from trp_scale.core.batch import Batch
-from trp_scale.data.downstream import TRAIN, VALIDATION, Downstream, open_downstream
+from trp_scale.data.downstream import TRAIN, VALIDATION, Downstream
 from trp_scale.data.fetch import BatchBuilder, Fetcher, MicroBatches, start_worker_server
-from trp_scale.data.kinds import BUILDERS, Rows, open_rows
-from trp_scale.data.mixture import parse_paths
+from trp_scale.data.mixture import MemberPath, parse_paths
 from trp_scale.data.plan import HeldOutPlan, Plan, TrainPlan
+from trp_scale.data.rows import Chosen, Rows
 from trp_scale.data.split import held_out
 from trp_scale.data.train_source import TrainSource
 
@@ -62,7 +62,7 @@ class Sources:
 
     Attributes:
         meta: what all rows have in common: a `TextMeta`, or an `ImageMeta` when the objective learns from images.
-        limit: predicted places of a sequence (kinds.Rows).
+        limit: predicted places of a sequence (rows.Rows).
         downstream: labelled images that masks are learned from; None unless they are.
         notices: what a user should know of the data.
     """
@@ -134,11 +134,28 @@ class Sources:
             self.downstream.close()
 
 
-def open_sources(config: PretrainConfig, *, rank: int, world: int, device_type: str = "cpu") -> Sources:
+OpenLabelled = Callable[[Rows, Sequence[MemberPath], Sequence[Chosen]], tuple[Downstream, Sequence[Chosen]]]
+"""Given the opened data, its paths and the blocks that are not held out: the labelled sources, and the blocks of each
+data set that are left to learn from."""
+
+
+def open_sources(
+    config: PretrainConfig,
+    open_rows: Callable[[Sequence[MemberPath]], Rows],
+    *,
+    workers_import: str,
+    labelled: OpenLabelled | None = None,
+    rank: int,
+    world: int,
+    device_type: str = "cpu",
+) -> Sources:
     """Open a run's data on one rank: read dataset.json and the indexes, check the tars' sizes; starts no worker yet.
 
     Args:
         config: the run.
+        open_rows: opens the data sets at these paths.
+        workers_import: module of the batch builder, which the loader processes import beforehand.
+        labelled: takes labelled images out of them; None: there are no such sources.
         rank, world: place in, and size of, the data-parallel group.
         device_type: "cuda" pins the batches' memory.
 
@@ -148,9 +165,9 @@ def open_sources(config: PretrainConfig, *, rank: int, world: int, device_type: 
             objective does not learn from.
     """
     if config.data.workers > 0:
-        start_worker_server(BUILDERS[config.upstream])  # first, so that its imports go on beside everything else
+        start_worker_server(workers_import)  # first, so that its imports go on beside everything else
     paths = parse_paths(config.data.path)
-    rows = open_rows(config, paths)
+    rows = open_rows(paths)
     fraction = config.data.validation_fraction
     if config.validation.every > 0 and fraction == 0.0:
         raise RefusedError(
@@ -160,12 +177,11 @@ def open_sources(config: PretrainConfig, *, rank: int, world: int, device_type: 
         held_out(blocks.identities, fraction, where=str(path.path))
         for blocks, path in zip(rows.blocks, paths, strict=True)
     ]
-    training = [~mask for mask in held]
+    training: Sequence[Chosen] = [~mask for mask in held]
     pin = device_type == "cuda"
-    downstream = None
-    if config.multilevel.reads_labels:
-        downstream, labelled = open_downstream(config, rows, paths, training, rank=rank, world=world, pin=pin)
-        training = training if config.multilevel.unlabelled == "all" else labelled
+    downstream: Downstream | None = None
+    if labelled is not None:
+        downstream, training = labelled(rows, paths, training)
     train = TrainPlan(
         seed=config.training.seed,
         members=rows.members(paths, training),

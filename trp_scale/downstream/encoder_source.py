@@ -14,8 +14,9 @@ from torch import Tensor
 from trp_scale.checkpoint.document import DOCUMENT_NAME, read_document
 from trp_scale.checkpoint.export import find_checkpoint
 from trp_scale.checkpoint.format import named_weights, read_full_state
-from trp_scale.config import Config, RefusedError
+from trp_scale.config import ModelConfig, RefusedError, RelativeVisionConfig, TextModelConfig
 from trp_scale.config.finetuning import FinetuneConfig
+from trp_scale.config.images import ImagePretrainConfig
 from trp_scale.config.upstream import AVERAGE
 from trp_scale.downstream.arguments import SCRATCH
 from trp_scale.downstream.timm_encoder import open_timm
@@ -122,11 +123,11 @@ def open_encoder(path: str) -> EncoderSource:
 
 def _of_run(path: str, checkpoint: Path, state: str) -> EncoderSource:
     config = from_dict(read_document(checkpoint).config, source=str(checkpoint))
-    if config.reads == "text":
+    if isinstance(config.model, TextModelConfig) and config.reads == "text":
         return EncoderSource(
             path=path,
             text=True,
-            settings=_sizes(config),
+            settings=_sizes(config.model),
             read=lambda: {
                 name.removeprefix("bert."): tensor
                 for name, tensor in read_full_state(checkpoint, state).items()
@@ -135,6 +136,8 @@ def _of_run(path: str, checkpoint: Path, state: str) -> EncoderSource:
             tokenizer=checkpoint.parent.parent / "tokenizer",
             checkpoint=checkpoint,
         )
+    if not isinstance(config, (ImagePretrainConfig, FinetuneConfig)):
+        raise RefusedError(f"--from {path}: a run whose encoder has no patches; allowed: a run on images, or on text")
     if isinstance(config, MmMaeConfig) and "rgb" not in config.modalities.inputs:
         raise RefusedError(
             f"--from {path}: the run's modalities.inputs are {', '.join(config.modalities.inputs)}: its encoder reads "
@@ -147,19 +150,19 @@ def _of_run(path: str, checkpoint: Path, state: str) -> EncoderSource:
         weights = {name: tensor for name, tensor in named.items() if is_encoder(name) or name == "pos_embed"}
         return weights | _norm_of_mean(named)
 
-    relative = config.adversary.kind == "relative_coordinate"
-    settings = _sizes(config) | {
+    settings = _sizes(config.model) | {
         ("vision", "patch_size"): config.vision.patch_size,
-        ("vision", "positions"): config.vision.positions,
         ("vision", "position_order"): config.vision.position_order,
-        # The reference that a coordinate adversary started from is its own index without a shift.
-        ("vision", "index"): _index(config) if relative else config.vision.index,
+        ("vision", "positions"): "absolute",
         **_positions_of_run(config),
     }
+    if isinstance(config.vision, RelativeVisionConfig):
+        settings["vision", "positions"] = config.vision.positions
+        settings["vision", "index"] = _index(config, config.vision)
     return EncoderSource(path=path, text=False, settings=settings, read=read, checkpoint=checkpoint)
 
 
-def _positions_of_run(config: Config) -> dict[tuple[str, str], Any]:
+def _positions_of_run(config: ImagePretrainConfig | FinetuneConfig) -> dict[tuple[str, str], Any]:
     """A fine-tuned encoder with stretched fixed positions keeps those of its pre-training."""
     grid, learned = config.crops.size // config.vision.patch_size, False
     if isinstance(config, FinetuneConfig):
@@ -175,13 +178,19 @@ def _norm_of_mean(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {f"norm.{kind}": stored[f"fc_norm.{kind}"] for kind in ("weight", "bias") if f"fc_norm.{kind}" in stored}
 
 
-def _index(config: Config) -> str:
+def _index(config: ImagePretrainConfig | FinetuneConfig, vision: RelativeVisionConfig) -> str:
+    """The reference that a coordinate adversary started from is its own index without a shift."""
+    if isinstance(config, FinetuneConfig) or config.adversary.kind != "relative_coordinate":
+        return vision.index
     return "relaxed" if config.adversary.index == "relaxed" else "rounded"
 
 
-def _sizes(config: Config) -> dict[tuple[str, str], Any]:
-    names = ("layers", "hidden_size", "heads", "intermediate_size", "max_positions", "layer_norm_eps")
-    return {("model", name): getattr(config.model, name) for name in names}
+def _sizes(model: ModelConfig) -> dict[tuple[str, str], Any]:
+    names = ("layers", "hidden_size", "heads", "intermediate_size", "layer_norm_eps")
+    found = {("model", name): getattr(model, name) for name in names}
+    if isinstance(model, TextModelConfig):
+        found["model", "max_positions"] = model.max_positions
+    return found
 
 
 def _of_bert(path: str, found: dict[str, Any]) -> EncoderSource:

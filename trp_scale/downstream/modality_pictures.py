@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from trp_scale.config.modalities import predicted
 from trp_scale.core.batch import Batch
 from trp_scale.downstream.trained_images import TrainedModalities
+from trp_scale.upstreams.mm_mae.settings import predicted
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -24,6 +24,7 @@ from trp_scale.checkpoint.resume_rules import check_settings
 from trp_scale.checkpoint.run_directory import newest_complete
 from trp_scale.config import Config, RefusedError
 from trp_scale.config.finetuning import FinetuneConfig
+from trp_scale.config.images import ImagePretrainConfig
 from trp_scale.data.images.kept_for_tests import check_test
 from trp_scale.distributed.groups import ALONE
 from trp_scale.downstream.classification.task import open_labelled
@@ -38,6 +39,7 @@ from trp_scale.observe.history import read_history
 from trp_scale.observe.report import read_summary
 from trp_scale.recipes.arguments import parse
 from trp_scale.recipes.loader import to_dict
+from trp_scale.upstreams.mae.settings import MaeConfig
 
 
 def linear_probe(trained: TrainedImages, *, size: int, most: int = 20_000, test: Path | None = None) -> float:
@@ -88,7 +90,7 @@ def _settings(trained: TrainedImages, size: int) -> FinetuneConfig:
     return config
 
 
-def check_probe(config: Config, size: int, test: Path | None = None) -> None:
+def check_probe(config: ImagePretrainConfig, size: int, test: Path | None = None) -> None:
     """Refuse what a linear probe cannot measure, before anything is trained for it.
 
     Raises:
@@ -191,6 +193,8 @@ def sweep(
     ]
     for settings, command in zip(chosen, commands, strict=True):
         config = parse(command).config
+        if not isinstance(config, ImagePretrainConfig):
+            raise RefusedError(f"--recipe {recipe}: no run on images; allowed: a recipe of a masked autoencoder")
         check_probe(config, probe_size or default_size(config), test)
         _refuse_other_run(run_dir / name_of(settings), config)
     points = []
@@ -208,9 +212,10 @@ def name_of(settings: dict[str, str]) -> str:
     return ",".join(f"{name}={value}" for name, value in settings.items()).replace("/", "-")
 
 
-def default_size(config: Config) -> int:
+def default_size(config: ImagePretrainConfig) -> int:
     """Twice the crops' side where all tokens enter the encoder (MAE+), else the crops'."""
-    return config.crops.size * (2 if config.vision.tokens == "all" else 1)
+    all_tokens = isinstance(config, MaeConfig) and config.vision.tokens == "all"
+    return config.crops.size * (2 if all_tokens else 1)
 
 
 def _refuse_other_run(directory: Path, config: Config) -> None:

@@ -24,9 +24,9 @@ from trp_scale.core.batch import Batch
 from trp_scale.core.engine import Engine
 from trp_scale.core.hooks import Hook
 from trp_scale.core.run import RunContext
-from trp_scale.data.kinds import Rows
 from trp_scale.data.mixture import MemberPath
 from trp_scale.data.plan import HeldOutPlan, TrainPlan
+from trp_scale.data.rows import Rows
 from trp_scale.data.sources import Sources, TrainSource, ValidationSource
 from trp_scale.data.split import held_out
 from trp_scale.distributed.environment import Environment

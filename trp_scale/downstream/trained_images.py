@@ -13,22 +13,27 @@ from torch import Tensor, nn
 from trp_scale.checkpoint.document import CheckpointDocument, read_document, read_hooks_state
 from trp_scale.checkpoint.export import find_checkpoint
 from trp_scale.checkpoint.format import named_weights, read_full_state
-from trp_scale.config import PretrainConfig, RefusedError
+from trp_scale.config import RefusedError
+from trp_scale.config.images import ImagePretrainConfig
 from trp_scale.core.batch import Batch
 from trp_scale.data.index import DataError
-from trp_scale.data.sources import Sources, open_sources
+from trp_scale.data.sources import Sources
 from trp_scale.masks.hook import NETWORK
 from trp_scale.masks.masking_network import NETWORKS, MaskingNetwork
 from trp_scale.masks.settings import RandomMasksSettings
 from trp_scale.models.perturbation import PerturbationShape, perturbation_shape
 from trp_scale.recipes.loader import from_dict
+from trp_scale.upstreams.base import open_sources
 from trp_scale.upstreams.mae.model import MaskedAutoencoder
 from trp_scale.upstreams.mae.objective import MaskedPatchReconstruction
+from trp_scale.upstreams.mae.settings import MaeConfig
 from trp_scale.upstreams.mm_mae.export import CLASSES
 from trp_scale.upstreams.mm_mae.model import MultimodalMaskedAutoencoder
 from trp_scale.upstreams.mm_mae.objective import MultimodalReconstruction
+from trp_scale.upstreams.mm_mae.settings import MmMaeConfig
 
 Model = TypeVar("Model", bound=nn.Module)
+Run = TypeVar("Run", bound=ImagePretrainConfig)
 
 
 @dataclass(kw_only=True)
@@ -42,18 +47,17 @@ class TrainedRun:
     """
 
     checkpoint: Path
-    config: PretrainConfig
+    config: ImagePretrainConfig
     data_digest: str | None
 
-    def open_sources(self, config: PretrainConfig) -> Sources:
+    def open_sources(self, config: ImagePretrainConfig) -> Sources:
         """The run's data with other crops or batches, in this process; all training images are in one source.
 
         Raises:
             RefusedError: the data is not at `data.path`, or is another one than the run's.
         """
-        config = copy.deepcopy(config)
+        config = to_look_at(config)
         config.data.workers = 0
-        config.multilevel = RandomMasksSettings()
         where = f"the run's data, data.path {config.data.path} from {Path.cwd()}"
         try:
             sources = open_sources(config, rank=0, world=1)
@@ -95,6 +99,7 @@ class TrainedImages(TrainedRun):
         perturbation: the adversary's vector in the checkpoint, [shape.numel], None without one.
     """
 
+    config: MaeConfig
     model: MaskedAutoencoder
     objective: MaskedPatchReconstruction
     shape: PerturbationShape | None
@@ -110,6 +115,7 @@ class TrainedModalities(TrainedRun):
         objective: the run's objective.
     """
 
+    config: MmMaeConfig
     model: MultimodalMaskedAutoencoder
     objective: MultimodalReconstruction
 
@@ -124,7 +130,7 @@ def load_trained_images(source: Path | str, data: str = "") -> TrainedImages:
     Raises:
         RefusedError: there is none, or it is not of a masked autoencoder.
     """
-    checkpoint, state, document, config = _read(source, data, "mae")
+    checkpoint, state, document, config = _read(source, data, MaeConfig)
     shape = perturbation_shape(config.model, config.vision, config.adversary)
     return TrainedImages(
         checkpoint=checkpoint,
@@ -139,7 +145,7 @@ def load_trained_images(source: Path | str, data: str = "") -> TrainedImages:
 
 def load_trained_modalities(source: Path | str, data: str = "") -> TrainedModalities:
     """As `load_trained_images`, of a multi-modal masked autoencoder."""
-    checkpoint, state, document, config = _read(source, data, "mm_mae")
+    checkpoint, state, document, config = _read(source, data, MmMaeConfig)
     return TrainedModalities(
         checkpoint=checkpoint,
         config=config,
@@ -159,16 +165,23 @@ def upstream_of(source: Path) -> str:
     return upstream
 
 
-def _read(source: Path | str, data: str, upstream: str) -> tuple[Path, str, CheckpointDocument, PretrainConfig]:
+def to_look_at(config: ImagePretrainConfig) -> ImagePretrainConfig:
+    """The same settings with masks drawn at random: to look at images is no training on them, and needs no classes."""
+    config = copy.deepcopy(config)
+    if isinstance(config, MaeConfig):
+        config.multilevel = RandomMasksSettings()
+    return config
+
+
+def _read(source: Path | str, data: str, kind: type[Run]) -> tuple[Path, str, CheckpointDocument, Run]:
     named, state = named_weights(str(source))
     checkpoint = find_checkpoint(Path(named))
     document = read_document(checkpoint)
     config = from_dict(document.config, source=str(checkpoint))
     config.data.path = data or config.data.path
-    found = document.config.get("upstream", "none: it is a fine-tuned run")
-    if found != upstream:
-        raise RefusedError(f"{checkpoint}: a run of --upstream {upstream} is needed; its upstream is {found}")
-    assert isinstance(config, PretrainConfig)
+    if not isinstance(config, kind):
+        found = document.config.get("upstream", "none: it is a fine-tuned run")
+        raise RefusedError(f"{checkpoint}: a run of --upstream {kind.upstream} is needed; its upstream is {found}")
     return checkpoint, state, document, config
 
 

@@ -6,7 +6,7 @@ import copy
 from dataclasses import dataclass
 from functools import singledispatch
 
-from trp_scale.config import Config
+from trp_scale.config.images import MaskedAutoencoderConfig
 from trp_scale.masks.masking_network import NETWORKS
 from trp_scale.masks.settings import (
     FineTuningSettings,
@@ -46,7 +46,7 @@ class Cycle:
     outer: float
 
 
-def multilevel_step_flops(config: Config, *, ranks: int, computed: bool = False) -> float:
+def multilevel_step_flops(config: MaskedAutoencoderConfig, *, ranks: int, computed: bool = False) -> float:
     """Model FLOPs of one inner step, averaged over the inner steps from one outer step to the next; one multiply-add is
     2 FLOPs. Those of a masked autoencoder's step where masks are drawn at random.
 
@@ -79,29 +79,29 @@ def multilevel_step_flops(config: Config, *, ranks: int, computed: bool = False)
 
 
 @singledispatch
-def _cycle(settings: LearnedMasksSettings, config: Config, passes: Passes, ranks: int) -> Cycle:
+def _cycle(settings: LearnedMasksSettings, config: MaskedAutoencoderConfig, passes: Passes, ranks: int) -> Cycle:
     raise NotImplementedError(f"nobody has said what a cycle of multilevel.kind {settings.kind} costs")
 
 
 @_cycle.register
-def _(settings: ReconstructionSettings, config: Config, passes: Passes, ranks: int) -> Cycle:
+def _(settings: ReconstructionSettings, config: MaskedAutoencoderConfig, passes: Passes, ranks: int) -> Cycle:
     return Cycle(inner=_inner(passes), head=0.0, outer=_mask_derivative(settings, passes) + passes.outer)
 
 
 @_cycle.register
-def _(settings: JointSettings, config: Config, passes: Passes, ranks: int) -> Cycle:
+def _(settings: JointSettings, config: MaskedAutoencoderConfig, passes: Passes, ranks: int) -> Cycle:
     whole = TRAINING_OVER_FORWARD * passes.whole
     return Cycle(inner=_inner(passes) + whole, head=0.0, outer=whole + _by_difference(settings, passes))
 
 
 @_cycle.register
-def _(settings: FineTuningSettings, config: Config, passes: Passes, ranks: int) -> Cycle:
+def _(settings: FineTuningSettings, config: MaskedAutoencoderConfig, passes: Passes, ranks: int) -> Cycle:
     whole = TRAINING_OVER_FORWARD * passes.whole
     return Cycle(inner=_inner(passes), head=whole, outer=whole + _by_difference(settings, passes))
 
 
 @_cycle.register
-def _(settings: HeadSettings, config: Config, passes: Passes, ranks: int) -> Cycle:
+def _(settings: HeadSettings, config: MaskedAutoencoderConfig, passes: Passes, ranks: int) -> Cycle:
     images, micro = settings.batches(config)
     first = 0.0 if images == ranks * micro else passes.whole
     outer = first + 2 * TRAINING_OVER_FORWARD * passes.whole + _by_difference(settings, passes)
@@ -134,7 +134,7 @@ def _mask_derivative(settings: LearnedMasksSettings, passes: Passes) -> float:
     return passes.masked * (1 if settings.selection == "hard" else TRAINING_OVER_FORWARD)
 
 
-def _passes(config: Config, computed: bool) -> Passes:
+def _passes(config: MaskedAutoencoderConfig, computed: bool) -> Passes:
     """The passes of these settings. A curriculum counts with the ratio in the middle of the run."""
     settings = config.multilevel
     if settings.final_ratio:

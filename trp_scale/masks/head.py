@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trp_scale.config import Config
+from trp_scale.config.images import MaskedAutoencoderConfig
 from trp_scale.core.batch import Batch
 from trp_scale.core.engine import Engine
 from trp_scale.core.objective import PatchObjective
@@ -74,7 +74,9 @@ class Head:
         dtype: fp32, or float64 for checks.
     """
 
-    def __init__(self, config: Config, classes: int, device: torch.device, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, config: MaskedAutoencoderConfig, classes: int, device: torch.device, dtype: torch.dtype = torch.float32
+    ) -> None:
         self.settings: LabelledSettings = config.multilevel
         self.betas, self.eps = (config.optimizer.beta1, config.optimizer.beta2), config.optimizer.eps
         shape = (classes, config.model.hidden_size)
@@ -216,7 +218,7 @@ class HeadLevel:
         train_loss, validation_loss: mean cross-entropies of the last head step, 0-dimensional; None before it.
     """
 
-    def __init__(self, config: Config, objective: PatchObjective, head: Head) -> None:
+    def __init__(self, config: MaskedAutoencoderConfig, objective: PatchObjective, head: Head) -> None:
         self.config, self.objective, self.head = config, objective, head
         self.train_loss: Tensor | None = None
         self.validation_loss: Tensor | None = None

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trp_scale.config import Config
+from trp_scale.config.images import MaskedAutoencoderConfig
 from trp_scale.core.batch import Batch, StepStats
 from trp_scale.core.engine import Engine
 from trp_scale.core.hooks import Hook, StepContext
@@ -24,7 +24,7 @@ from trp_scale.masks.finite_difference import HardMaskDerivative, MaskDerivative
 from trp_scale.masks.hypergradient import OuterObjective, RaisedReconstruction, ValidationLoss
 from trp_scale.masks.joint import JointValidationLoss
 from trp_scale.masks.masking_network import NETWORKS
-from trp_scale.masks.masks import Hypergradient, MaskedWindow, Masker
+from trp_scale.masks.masks import Hypergradient, MaskedWindow, Masker, config_of
 from trp_scale.masks.settings import HeadSettings, LearnedMasksSettings, RandomMasksSettings
 from trp_scale.masks.unrolled import UnrolledValidationLoss
 
@@ -61,8 +61,9 @@ class LearnedMasks(Hook):
         self.settings, self.clock = settings, LevelClock(run.device)
         objective: PatchObjective = run.objective  # type: ignore[assignment]  # checked with the settings
         assert run.make_engine is not None, "masks are learned in a run that can make a second engine"
-        network = run.make_engine(NETWORKS[settings.network](run.config), network_config(run.config))
-        self.masker = Masker(run.config, network, objective)
+        config = config_of(run)
+        network = run.make_engine(NETWORKS[settings.network](config), network_config(config))
+        self.masker = Masker(config, network, objective)
         derivative: type[MaskDerivative] = HardMaskDerivative if settings.selection == "hard" else SoftMaskDerivative
         self.outer = outer(run, derivative(objective), self.clock)
         self.inner_steps = 0
@@ -176,7 +177,7 @@ masks_from_fine_tuning = partial(LearnedMasks, outer=FineTunedValidationLoss)
 masks_that_raise_the_loss = partial(LearnedMasks, outer=RaisedReconstruction)
 
 
-def network_config(config: Config) -> Config:
+def network_config(config: MaskedAutoencoderConfig) -> MaskedAutoencoderConfig:
     """The run's settings with the masking network's optimizer. A hypergradient carries the inner learning rate as a
     factor. AdamW's eps carries the same factor: without it nothing moves."""
     own, settings = copy.deepcopy(config), config.multilevel

@@ -30,7 +30,7 @@ from trp_scale.data.downstream import Downstream
 from trp_scale.masks.exact import ExactComparison, Weights, WholeStep, whole
 from trp_scale.masks.finite_difference import MaskDerivative, finite_difference
 from trp_scale.masks.head import Head, HeadLevel, HeadRule, HeadStep
-from trp_scale.masks.masks import Hypergradient, MaskedWindow
+from trp_scale.masks.masks import Hypergradient, MaskedWindow, config_of
 from trp_scale.masks.settings import LabelledSettings, LearnedMasksSettings
 
 Choose = Callable[[StepContext, Sequence[Batch]], MaskedWindow]
@@ -56,7 +56,8 @@ class OuterObjective:
     settings: LearnedMasksSettings
 
     def __init__(self, run: RunContext, derivative: MaskDerivative, clock: Clock) -> None:
-        self.config, self.settings = run.config, run.config.multilevel
+        self.config = config_of(run)
+        self.settings = self.config.multilevel
         self.derivative, self.clock = derivative, clock
 
     def scale(self, ctx: StepContext) -> float:
@@ -160,8 +161,8 @@ class ValidationLoss(OuterObjective):
     def head_level(self, run: RunContext) -> HeadLevel:
         """The head, with the passes of the encoder that it needs."""
         wide = torch.promote_types(next(run.engine.module.parameters()).dtype, torch.float32)
-        head = Head(run.config, run.sources.downstream.classes, run.device, wide)
-        return HeadLevel(run.config, run.objective, head)  # type: ignore[arg-type]  # checked with the settings
+        head = Head(self.config, run.sources.downstream.classes, run.device, wide)
+        return HeadLevel(self.config, run.objective, head)  # type: ignore[arg-type]  # checked with the settings
 
     def before_last_step(self, ctx: StepContext, window: MaskedWindow) -> None:
         self.base = ctx.engine.weights()

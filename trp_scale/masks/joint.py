@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from trp_scale.adversary.positions import reduced_gradient
-from trp_scale.config import Config
+from trp_scale.config.images import MaskedAutoencoderConfig
 from trp_scale.core.batch import Batch, Extra, TaskLosses
 from trp_scale.core.hooks import StepContext
 from trp_scale.core.objective import PatchObjective
@@ -48,7 +48,7 @@ class JointObjective:
 
     def __init__(
         self,
-        config: Config,
+        config: MaskedAutoencoderConfig,
         reconstruction: PatchObjective,
         *,
         classes: int,

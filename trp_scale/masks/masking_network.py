@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from trp_scale.config import Config
+from trp_scale.config.images import MaskedAutoencoderConfig
 from trp_scale.models.initialise import write, xavier_uniform_tensor
 from trp_scale.models.positions import sine_cosine
 
@@ -17,7 +17,7 @@ class MaskingNetwork(nn.Module):
     the patch embedding train through it.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: MaskedAutoencoderConfig) -> None:
         super().__init__()
         self.grid = config.crops.size // config.vision.patch_size
         self.width = config.model.hidden_size
@@ -55,7 +55,7 @@ class MaskingNetwork(nn.Module):
 class FlattenedMasking(MaskingNetwork):
     """The paper's: two linear layers over the embeddings of all patches at once, a ReLU between them (Table 11)."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: MaskedAutoencoderConfig) -> None:
         super().__init__(config)
         patches = self.grid**2
         self.hidden = nn.Linear(patches * self.width, self.hidden_size)
@@ -76,7 +76,7 @@ class PatchwiseMasking(MaskingNetwork):
 
     positions: Tensor
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: MaskedAutoencoderConfig) -> None:
         super().__init__(config)
         self.hidden = nn.Linear(self.width, self.hidden_size)
         self.context = nn.Linear(self.width, self.hidden_size, bias=False)

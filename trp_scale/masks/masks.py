@@ -13,10 +13,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from trp_scale.config import Config, PatchSplit
+from trp_scale.config import PatchSplit
+from trp_scale.config.images import MaskedAutoencoderConfig
 from trp_scale.core.batch import Batch
 from trp_scale.core.engine import Engine
 from trp_scale.core.objective import GATE, PATCH_WEIGHTS, PatchObjective
+from trp_scale.core.run import RunContext
 from trp_scale.masks.settings import LearnedMasksSettings
 
 
@@ -40,7 +42,13 @@ class Selection:
         return self.probabilities.gather(1, self.masked)
 
 
-def split_at(step: int, config: Config) -> PatchSplit:
+def config_of(run: RunContext) -> MaskedAutoencoderConfig:
+    """All settings of a run with learned masks, which masked autoencoders alone have."""
+    assert isinstance(run.config, MaskedAutoencoderConfig)
+    return run.config
+
+
+def split_at(step: int, config: MaskedAutoencoderConfig) -> PatchSplit:
     """How many patches are visible in this step: with a curriculum the ratio grows linearly (D.4)."""
     ratio, final, steps = config.masking.ratio, config.multilevel.final_ratio, config.training.steps
     patches = (config.crops.size // config.vision.patch_size) ** 2
@@ -211,7 +219,7 @@ class Masker:
             outer step.
     """
 
-    def __init__(self, config: Config, network: Engine, objective: PatchObjective) -> None:
+    def __init__(self, config: MaskedAutoencoderConfig, network: Engine, objective: PatchObjective) -> None:
         self.config, self.network, self.objective = config, network, objective
         self.settings: LearnedMasksSettings = config.multilevel
         self.relaxation = relaxation_of(self.settings)

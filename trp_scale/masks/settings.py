@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from trp_scale.config import split_patches
 from trp_scale.config.components import component
+from trp_scale.config.images import MaskedAutoencoderConfig
 from trp_scale.config.settings import Settings, setting
 
 
@@ -74,13 +75,7 @@ class LearnedMasksSettings(MultilevelSettings):
         """AdamW's eps in units of the masking network's gradients, at this peak learning rate of the weights."""
         return self.eps
 
-    def problems(self, config: Any) -> Iterator[str]:
-        if config.upstream != "mae":
-            yield (
-                f"--multilevel.kind is {self.kind} but --upstream is {config.upstream}; allowed: --multilevel.kind "
-                "none, or --upstream mae"
-            )
-            return
+    def problems(self, config: MaskedAutoencoderConfig) -> Iterator[str]:
         if config.training.precision == "fp16":
             yield (
                 f"--training.precision is fp16 but --multilevel.kind is {self.kind}: its weights are half precision, "
@@ -90,11 +85,11 @@ class LearnedMasksSettings(MultilevelSettings):
             yield from self._final_ratio(config)
         yield from self._levels(config)
 
-    def _levels(self, config: Any) -> Iterator[str]:
+    def _levels(self, config: MaskedAutoencoderConfig) -> Iterator[str]:
         """What the levels of this kind need."""
         return iter(())
 
-    def _final_ratio(self, config: Any) -> Iterator[str]:
+    def _final_ratio(self, config: MaskedAutoencoderConfig) -> Iterator[str]:
         vision, crops = config.vision, config.crops
         if not config.masking.ratio < self.final_ratio < 1:
             yield (
@@ -111,7 +106,7 @@ class LearnedMasksSettings(MultilevelSettings):
                 f"end; allowed: at most {1 - 1 / split.patches:.6g}"
             )
 
-    def cautions(self, config: Any, steps_per_epoch: int) -> Iterator[str]:
+    def cautions(self, config: MaskedAutoencoderConfig, steps_per_epoch: int) -> Iterator[str]:
         if self.temperature != LearnedMasksSettings.temperature and self.selection != "softsort":
             yield (
                 f"--multilevel.temperature {self.temperature} has no effect with --multilevel.selection "
@@ -160,20 +155,14 @@ class LabelledSettings(LearnedMasksSettings):
     def network_eps(self, lr: float) -> float:
         return self.eps * lr
 
-    def _levels(self, config: Any) -> Iterator[str]:
-        if self.selection != "hard" and config.objective.uniformity:
-            yield (
-                f"--multilevel.selection is {self.selection} but --objective.uniformity is "
-                f"{config.objective.uniformity:g}, whose derivative by the choice of patches is not known; allowed: "
-                "--multilevel.selection hard, or --objective.uniformity 0"
-            )
+    def _levels(self, config: MaskedAutoencoderConfig) -> Iterator[str]:
         yield from self._batches(config)
 
-    def batches(self, config: Any) -> tuple[int, int]:
+    def batches(self, config: MaskedAutoencoderConfig) -> tuple[int, int]:
         """Images of a window of D_tr or D_val over all ranks, and of a forward pass on one."""
         return self.batch_size or config.batch.global_size, self.micro_size or config.batch.micro_size
 
-    def _batches(self, config: Any) -> Iterator[str]:
+    def _batches(self, config: MaskedAutoencoderConfig) -> Iterator[str]:
         if not (self.batch_size or self.micro_size):
             return  # those of the weights, which are checked
         size, micro = self.batches(config)
@@ -210,7 +199,7 @@ class HeadSettings(LabelledSettings):
     def network_eps(self, lr: float) -> float:
         return super().network_eps((self.look_ahead_lr or lr) if self.mode == "look_ahead" else lr)
 
-    def _levels(self, config: Any) -> Iterator[str]:
+    def _levels(self, config: MaskedAutoencoderConfig) -> Iterator[str]:
         yield from super()._levels(config)
         if self.mode == "look_ahead":
             yield from self._ahead(config)
@@ -225,7 +214,7 @@ class HeadSettings(LabelledSettings):
                 "--multilevel.derivative last, or --multilevel.selection hard"
             )
 
-    def _ahead(self, config: Any) -> Iterator[str]:
+    def _ahead(self, config: MaskedAutoencoderConfig) -> Iterator[str]:
         """What other hooks only find out in the step itself is not known to steps that are made before it."""
         if config.adversary.kind == "pixels":
             yield (
@@ -237,14 +226,8 @@ class HeadSettings(LabelledSettings):
                 "--multilevel.mode is look_ahead but --balancer.estimate is micro, whose weights differ between "
                 "micro-batches; allowed: --multilevel.mode committed, or --balancer.estimate exact or lagged"
             )
-        if config.objective.uniformity:
-            yield (
-                f"--multilevel.mode is look_ahead but --objective.uniformity is {config.objective.uniformity:g}, which "
-                "needs a pass over the whole batch first; allowed: --multilevel.mode committed, or "
-                "--objective.uniformity 0"
-            )
 
-    def cautions(self, config: Any, steps_per_epoch: int) -> Iterator[str]:
+    def cautions(self, config: MaskedAutoencoderConfig, steps_per_epoch: int) -> Iterator[str]:
         yield from super().cautions(config, steps_per_epoch)
         if self.look_ahead_lr and self.mode != "look_ahead":
             yield f"--multilevel.look_ahead_lr {self.look_ahead_lr} has no effect with --multilevel.mode {self.mode}"
@@ -264,7 +247,7 @@ class JointSettings(LabelledSettings):
     gamma: float = setting(1.0, at_least=0)
     """Weight of the reconstruction; that of the classification is 1 (eq. 5)."""
 
-    def _levels(self, config: Any) -> Iterator[str]:
+    def _levels(self, config: MaskedAutoencoderConfig) -> Iterator[str]:
         yield from super()._levels(config)
         if config.balancer.kind != "uniform":
             yield (
@@ -298,7 +281,7 @@ class FineTuningSettings(LabelledSettings):
     def network_eps(self, lr: float) -> float:
         return super().network_eps(lr) * self.pull(lr)
 
-    def _levels(self, config: Any) -> Iterator[str]:
+    def _levels(self, config: MaskedAutoencoderConfig) -> Iterator[str]:
         yield from super()._levels(config)
         lr = config.optimizer.lr
         if 1.0 <= self.pull(lr) < float("inf"):
@@ -319,7 +302,7 @@ class FineTuningSettings(LabelledSettings):
 class ReconstructionSettings(LearnedMasksSettings):
     """The network raises the reconstruction loss, without labels (the ablation that leaves downstream feedback out)."""
 
-    def cautions(self, config: Any, steps_per_epoch: int) -> Iterator[str]:
+    def cautions(self, config: MaskedAutoencoderConfig, steps_per_epoch: int) -> Iterator[str]:
         yield from super().cautions(config, steps_per_epoch)
         if self.weights == "raw" and self.selection == "hard":
             yield (

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from trp_scale.config import ModelConfig, VisionConfig
+from trp_scale.config import DecodedVisionConfig, ModelConfig
 from trp_scale.core.batch import Extra
 from trp_scale.models.relative_positions import BUCKETS
 
@@ -51,7 +51,7 @@ class PerturbationShape:
         return flat[:encoder].view(self.encoder), decoder
 
 
-def perturbation_shape(model: ModelConfig, vision: VisionConfig, adversary: Any) -> PerturbationShape | None:
+def perturbation_shape(model: ModelConfig, vision: DecodedVisionConfig, adversary: Any) -> PerturbationShape | None:
     """The shape for these settings, None where no position is perturbed (kinds none and pixels).
 
     That the adversary has something to act on is for the checks of the recipes to say.

@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode
 
-from trp_scale.config import Config, ModelConfig, split_patches
+from trp_scale.config import ModelConfig, split_patches
 from trp_scale.config.finetuning import FinetuneConfig
+from trp_scale.config.images import MaskedAutoencoderConfig, OnImages
 
 TRAINING_OVER_FORWARD = 3
 """The backward pass does twice the forward's arithmetic. Recomputation is not counted: these are model FLOPs."""
@@ -59,14 +60,14 @@ def bert_step_flops(
     return float(TRAINING_OVER_FORWARD * rows * (model.layers * layer + head + pooler))
 
 
-def mae_step_flops(config: Config, *, rows: int, computed: bool = False) -> float:
+def mae_step_flops(config: MaskedAutoencoderConfig, *, rows: int, computed: bool = False) -> float:
     """Model FLOPs of one training step of a masked autoencoder; one multiply-add is 2 FLOPs.
 
-    A block on N tokens is counted as in `bert_step_flops`; relative positions add the product of queries and table and
-    its interpolation. Norms, activations, lookups and the sums that positions and perturbations take part in are left
-    out. So is what an adversary adds: nothing but for relative_coordinate, whose backward pass also finds the gradient
-    of the interpolation's weights, 0.06 % of a step of adpe_vit_b (0.11 % with adversary.where = both). A pass of its
-    own (adversary.update = sequential) is left out as recomputation is.
+    A block on N tokens is counted as in `bert_step_flops`; relative positions add the product of
+    queries and table and its interpolation. Norms, activations, lookups and the sums that positions and perturbations
+    take part in are left out. So is what an adversary adds: nothing but for relative_coordinate, whose backward pass
+    also finds the gradient of the interpolation's weights, 0.06 % of a step of adpe_vit_b (0.11 % with adversary.where
+    = both). A pass of its own (adversary.update = sequential) is left out as recomputation is.
 
     Args:
         config: settings of the run.
@@ -97,7 +98,7 @@ def mae_step_flops(config: Config, *, rows: int, computed: bool = False) -> floa
     return float(TRAINING_OVER_FORWARD * rows * flops)
 
 
-def encoder_forward_flops(config: Config) -> float:
+def encoder_forward_flops(config: OnImages) -> float:
     """FLOPs of a masked autoencoder's encoder over one whole crop, no patch masked, forward only."""
     model, vision = config.model, config.vision
     patches = (config.crops.size // vision.patch_size) ** 2
@@ -111,7 +112,7 @@ def classifier_step_flops(config: FinetuneConfig) -> float:
     return TRAINING_OVER_FORWARD * config.batch.global_size * (encoder_forward_flops(config) + head)
 
 
-def vit_block_flops(config: Config, patches: int, queries: int, width: int, heads: int, intermediate: int) -> int:
+def vit_block_flops(config: OnImages, patches: int, queries: int, width: int, heads: int, intermediate: int) -> int:
     """FLOPs of one block over a class token and patches, forward only; `queries` of the patches ask."""
     tokens = 1 + patches
     flops = 6 * tokens * width**2 + queries * (2 * width**2 + 4 * width * intermediate + 4 * tokens * width)

@@ -15,9 +15,8 @@ import tyro
 
 from trp_scale.command_line import Modules, asks_for_help, read
 from trp_scale.config import Config, PretrainConfig, RefusedError
-from trp_scale.config.components import find, load_module, names
+from trp_scale.config.components import find, load_module
 from trp_scale.config.finetuning import FinetuneConfig
-from trp_scale.config.settings import Settings
 from trp_scale.recipes.checks import check
 from trp_scale.recipes.loader import (
     elsewhere,
@@ -28,7 +27,6 @@ from trp_scale.recipes.loader import (
     setting_name,
     to_dict,
     upstream_settings,
-    used_modalities,
 )
 
 EngineName = Literal["plain", "fsdp", "deepspeed"]
@@ -119,7 +117,9 @@ def parse_run(argv: Sequence[str], kind: type[AnyArguments], settings: type[Conf
             f"--recipe {first.recipe} is not one of {prog}'s; allowed: {', '.join(known_recipes(settings))}, or a path "
             "to a .yaml file of that kind"
         )
-    config = with_components(config, first)
+    if first.upstream and isinstance(config, PretrainConfig):
+        config = of_upstream(config, first.upstream)
+    config = with_components(config, argv)
     config.modules = modules
     require_modules(first.run_dir, modules)
     refuse_settings_of_others(argv, config)
@@ -137,55 +137,43 @@ def parse_run(argv: Sequence[str], kind: type[AnyArguments], settings: type[Conf
 
 @dataclass(frozen=True, kw_only=True)
 class First:
-    """What the command line says of which settings there are; read before the settings themselves.
+    """What the command line says of the kind of run; read before the settings themselves.
 
     Attributes:
         recipe: name or path.
         run_dir: directory, or "".
         modules: given by --module.
         upstream: given by --upstream, or "".
-        hooks: given by --hooks; None = those of the recipe.
-        modalities: {inputs or outputs: given by --modalities.inputs or outputs}.
-        kinds: {section: kind} given by --section.kind.
     """
 
-    recipe: str
-    run_dir: str
-    modules: tuple[str, ...]
+    recipe: str = ""
+    run_dir: str = ""
+    modules: tuple[str, ...] = ()
     upstream: str = ""
-    hooks: tuple[str, ...] | None
-    modalities: Mapping[str, list[str]]
-    kinds: Mapping[str, str]
 
 
 def read_first(argv: Sequence[str]) -> First:
     """The flags that decide which other flags there are; all others are left to be read after them."""
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser = _partial_parser()
     parser.add_argument("--recipe", default="")
     parser.add_argument("--run_dir", "--run-dir", default="")
     parser.add_argument("--module", action="append", default=[])
     parser.add_argument("--upstream", default="")
-    for listed in ("hooks", "modalities.inputs", "modalities.outputs"):
-        parser.add_argument(f"--{listed}", nargs="*")
-    for section in component_sections(Config):
-        parser.add_argument(f"--{section}.kind", dest=f"kind of {section}")
+    found = _known(parser, argv)
+    modules = tuple(found.pop("module", ()))
+    return First(modules=modules, **found)
+
+
+def _partial_parser() -> argparse.ArgumentParser:
+    return argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+
+
+def _known(parser: argparse.ArgumentParser, argv: Sequence[str]) -> dict[str, Any]:
+    """The flags of `parser`; none where one lacks its value, which whoever reads all flags tells."""
     try:
-        found = vars(parser.parse_known_args(list(argv))[0])
-    except SystemExit:  # a flag without its value: told by who reads all flags
-        return First(recipe="", run_dir="", modules=(), hooks=None, modalities={}, kinds={})
-    kinds = {section: kind for section in component_sections(Config) if (kind := found[f"kind of {section}"])}
-    hooks = found["hooks"]
-    return First(
-        recipe=found["recipe"],
-        run_dir=found["run_dir"],
-        modules=tuple(found["module"]),
-        upstream=found["upstream"],
-        hooks=None if hooks is None else tuple(hooks),
-        modalities={
-            name: given for name in ("inputs", "outputs") if (given := found[f"modalities.{name}"]) is not None
-        },
-        kinds=kinds,
-    )
+        return vars(parser.parse_known_args(list(argv))[0])
+    except SystemExit:
+        return {}
 
 
 def component_sections(kind: type[Config]) -> dict[str, str]:
@@ -193,41 +181,54 @@ def component_sections(kind: type[Config]) -> dict[str, str]:
     return {each.name: each.metadata["role"] for each in dataclasses.fields(kind) if "role" in each.metadata}
 
 
-def with_components(config: Config, first: First) -> Config:
+def of_upstream(config: Config, upstream: str) -> Config:
+    """The settings of another upstream's run: its own defaults, but for the settings that both have from one class."""
+    new, document = upstream_settings(upstream, "--upstream"), to_dict(config)
+    own, other = get_type_hints(type(config)), get_type_hints(new)
+    kept: dict[str, Any] = {"upstream": upstream}
+    for name, value in document.items():
+        if name in config.hooks or other.get(name) == own[name]:
+            kept[name] = value
+        elif dataclasses.is_dataclass(own[name]) and name in other:
+            kept[name] = _shared(own[name], other[name], value)
+    return from_dict(kept)
+
+
+def with_components(config: Config, argv: Sequence[str]) -> Config:
     """The same settings with the components that the flags name. Another kind starts from its own defaults, but for the
-    settings that both kinds have from one class, another upstream but for the sections that both have; another list of
-    hooks or modalities keeps the sections of those that stay."""
-    document = to_dict(config)
-    if first.upstream and isinstance(config, PretrainConfig):
-        own, other = get_type_hints(type(config)), get_type_hints(upstream_settings(first.upstream, "--upstream"))
-        document = {
-            name: value for name, value in document.items() if name in config.hooks or other.get(name) == own[name]
-        }
-        document["upstream"] = first.upstream
-        config = from_dict(document)
-    for section, role in component_sections(type(config)).items():
-        if (kind := first.kinds.get(section)) and kind != getattr(config, section).kind:
+    settings that both kinds have from one class; another list of hooks or modalities keeps the sections of those that
+    stay."""
+    run, roles, document = type(config), component_sections(type(config)), to_dict(config)
+    parser = _partial_parser()
+    for section in roles:
+        parser.add_argument(f"--{section}.kind")
+    for listed in run.lists:
+        parser.add_argument(f"--{listed}", nargs="*")
+    given = {name: value for name, value in _known(parser, argv).items() if value is not None}
+    for section, role in roles.items():
+        if (kind := given.get(f"{section}.kind")) and kind != getattr(config, section).kind:
             old, new = type(getattr(config, section)), find(role, kind, f"--{section}.kind").settings
-            shared = {name for name, owner in _owners(new).items() if _owners(old).get(name) is owner}
-            document[section] = {"kind": kind} | {
-                name: value for name, value in document[section].items() if name in shared - {"kind"}
-            }
-    if first.hooks is not None:
-        for name in (*config.hooks, *first.hooks):
-            find("hook", name, "--hooks")
-            if name not in first.hooks:
-                document.pop(name, None)
-        document["hooks"] = list(first.hooks)
-    if first.modalities:
-        before = used_modalities(document, [])
-        document["modalities"] |= first.modalities
-        stay = used_modalities(document, [])
-        for gone in (each.name for each in before if each.has_settings and each not in stay):
-            document.pop(gone)
+            document[section] = _shared(old, new, document[section]) | {"kind": kind}
+    before = run.parts(document, [])
+    for name in given.get("hooks", ()):
+        find("hook", name, "--hooks")
+    for listed in run.lists:
+        section, _, name = listed.rpartition(".")
+        if listed in given:
+            (document[section] if section else document)[name] = given[listed]
+    stay = run.parts(document, [])
+    for gone in (each.name for each in before if each.has_settings and each not in stay):
+        document.pop(gone)
     return from_dict(document)
 
 
-def _owners(kind: type[Settings]) -> dict[str, type[Any]]:
+def _shared(old: type[Any], new: type[Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of the settings that two sections have from one class; of `kind` each has its own."""
+    owners, others = _owners(old), _owners(new)
+    return {name: value for name, value in values.items() if name != "kind" and owners[name] is others.get(name)}
+
+
+def _owners(kind: type[Any]) -> dict[str, type[Any]]:
     """{setting: class that declares it}."""
     return {setting_name(name): owner for owner in reversed(kind.__mro__) for name in inspect.get_annotations(owner)}
 
@@ -248,20 +249,14 @@ def require_modules(run_dir: str, given: Sequence[str]) -> None:
 
 def refuse_settings_of_others(argv: Sequence[str], config: Config) -> None:
     """Refuse a flag of another kind's setting, or of a setting that has a new name, and say whose it is."""
-    several = isinstance(config, PretrainConfig) and config.upstream == "mm_mae"
-    unused = [name for name in names("modality") if several and not hasattr(config, name)]
     for argument, following in zip(argv, [*argv[1:], ""], strict=True):
         flag, _, value = argument.removeprefix("--").partition("=")
         section, _, name = flag.replace("-", "_").partition(".")
-        if argument.startswith("--") and name and not hasattr(config, section) and section in names("hook"):
-            listed = " ".join([*config.hooks, section])
-            raise RefusedError(f"--{section}.{name}: this run has no hook {section}; --hooks {listed} adds it")
-        if argument.startswith("--") and name and section in unused:
-            adds = f"--modalities.inputs {' '.join([*config.modalities.inputs, section])} adds it"
-            raise RefusedError(f"--{section}.{name}: this run neither sees nor predicts {section}; {adds}")
         own = getattr(config, section, None)
         if not argument.startswith("--") or not name:
             continue
+        if own is None and (words := config.absent(section)):
+            raise RefusedError(f"--{section}.{name}: {words}")
         kind: type[Any] = type(config if own is None else own)
         known = {setting_name(each.name) for each in dataclasses.fields(kind)}
         if own is not None and name in known:

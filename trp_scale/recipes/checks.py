@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trp_scale.config import Config, PretrainConfig, RefusedError
+from trp_scale.config import Config, RefusedError
 from trp_scale.config.components import find
 from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.config.settings import Section, range_problems, sections
-from trp_scale.recipes.vision_checks import unread_settings, vision_problems
 
 
 def check(config: Config) -> None:
@@ -18,8 +17,6 @@ def check(config: Config) -> None:
         RefusedError: naming each flag, the value found and the values allowed.
     """
     problems = list(general_problems(config))
-    if isinstance(config, PretrainConfig):
-        problems += vision_problems(config)
     if problems:
         listed = "\n".join(f"  {problem}" for problem in problems)
         raise RefusedError(f"{len(problems)} setting(s) cannot be used:\n{listed}")
@@ -52,9 +49,7 @@ def cautions(config: Config, steps_per_epoch: int = 0) -> list[str]:
     for section in sections(config).values():
         if isinstance(section, Section):
             found += section.cautions(config, steps_per_epoch)
-    if isinstance(config, PretrainConfig):
-        found += unread_settings(config)
-    return found
+    return [*found, *config.cautions()]
 
 
 def check_engine(config: Config, engine: str, *, gpu: bool) -> None:

@@ -27,10 +27,8 @@ from trp_scale.config.components import (
     names,
     registered,
     runs,
-    unknown_component,
 )
 from trp_scale.config.finetuning import FinetuneConfig
-from trp_scale.config.modalities import ModalitiesConfig, predicted, seen
 from trp_scale.config.settings import Settings
 from trp_scale.recipes.inheritance import Inherited, inherit
 
@@ -195,7 +193,7 @@ def from_dict(document: Mapping[str, Any], source: str = "settings") -> Config:
     """
     problems: list[str] = []
     base = _base_type(document, problems)
-    kind = run_type(base, [*_listed_hooks(document, problems), *used_modalities(document, problems)], problems)
+    kind = run_type(base, base.parts(document, problems) if isinstance(document, Mapping) else [], problems)
     config = _build(kind, document, "", problems)
     if problems:
         _refuse_without_modules(document, source)
@@ -233,37 +231,12 @@ def upstream_settings(name: str, said: str = "upstream") -> type[PretrainConfig]
     return found
 
 
-def _listed_hooks(document: Mapping[str, Any], problems: list[str]) -> list[Component]:
-    """The hooks that `document` lists, as far as there are such; the others are problems."""
-    listed = document.get("hooks") if isinstance(document, Mapping) else None
-    given, known = [str(name) for name in listed] if isinstance(listed, list) else [], names("hook")
-    problems += [f"hooks: {unknown_component('hook', name)}" for name in given if name not in known]
-    return [find("hook", name) for name in given if name in known]
-
-
-def used_modalities(document: Mapping[str, Any], problems: list[str]) -> list[Component]:
-    """The modalities that a run of several sees or predicts; a name that none has is a problem."""
-    if not isinstance(document, Mapping) or document.get("upstream") != "mm_mae":
-        return []
-    section = _build(ModalitiesConfig, document.get("modalities", {}), "", [])
-    found = [_found(seen, name, problems) for name in section.inputs]
-    found += [_found(predicted, task, problems) for task in section.outputs]
-    return [one for one in map(functools.partial(find, "modality"), names("modality")) if one in found]
-
-
-def _found(known: Callable[[str], Component], name: str, problems: list[str]) -> Component | None:
-    try:
-        return known(name)
-    except RefusedError as error:
-        problems.append(str(error))
-        return None
-
-
 def run_type(kind: type[Config], parts: Sequence[Component], problems: list[str]) -> type[Config]:
     """The settings of a run with these hooks and modalities: those of `kind`, and a section for each that has settings
     of its own beside them. One whose section another has is a problem."""
     sections: dict[str, type[Settings]] = {}
-    taken = {field.name for field in dataclasses.fields(FinetuneConfig)}
+    every: tuple[type[Config], ...] = (FinetuneConfig, *(settings for _, _, settings in runs()))
+    taken = {field.name for each in every for field in dataclasses.fields(each)}
     for part in dict.fromkeys(parts):
         if part.has_settings and part.name in taken:
             problems.append(
@@ -400,11 +373,11 @@ def _of_another_kind(kind: type[Any], section: str, key: str) -> str:
 def _of_another_run(run: type[Any], section: str, key: str) -> str:
     """The upstreams, or the tasks, whose runs have a section or a setting of one that this run has not."""
     role, own = next(((role, name) for role, name, settings in runs() if issubclass(run, settings)), ("", ""))
-    having = [
+    having = sorted(
         name
         for other, name, settings in runs()
         if other == role and any(key in each for each in _keys(settings, section))
-    ]
+    )
     what = "setting" if section else "section"
     return f"a {what} of {RUNS[role]} {', '.join(having)}; this run's is {own}" if having else ""
 

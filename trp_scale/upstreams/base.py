@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -12,6 +13,8 @@ from trp_scale.config.components import find
 from trp_scale.core.hooks import Hook
 from trp_scale.core.objective import Objective
 from trp_scale.core.run import RunContext
+from trp_scale.data.mixture import MemberPath
+from trp_scale.data.rows import Rows
 from trp_scale.data.sources import Sources
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group
@@ -30,6 +33,23 @@ class Upstream(Protocol):
     sources: Sources
     positions_per_step: int
     step_flops: float
+
+    def __init__(self, config: Any, environment: Environment) -> None: ...
+
+    @staticmethod
+    def open_rows(config: Any, paths: Sequence[MemberPath]) -> Rows:
+        """Open data sets of the kind that it learns from.
+
+        Raises:
+            DataError: the data is missing, damaged or of another format, or the members of a mixture differ.
+            RefusedError: settings that do not fit the data or each other, or data of another kind.
+        """
+        ...
+
+    @staticmethod
+    def open_sources(config: Any, *, rank: int, world: int, device_type: str = "cpu") -> Sources:
+        """Open a run's data on one rank (data/sources.py)."""
+        ...
 
     @property
     def source(self) -> WindowSource:
@@ -58,8 +78,27 @@ class Upstream(Protocol):
         ...
 
 
-def build_upstream(config: Config, environment: Environment) -> Upstream:
-    """Open the data and choose model and objective; torchvision and timm are imported for images only."""
+def upstream_of(config: Config) -> type[Upstream]:
+    """The class of the run's upstream; torchvision and timm are imported for images only."""
     assert isinstance(config, PretrainConfig)
-    upstream: Upstream = find("upstream", config.upstream).load()(config, environment)
+    found: type[Upstream] = find("upstream", config.upstream).load()
+    return found
+
+
+def build_upstream(config: Config, environment: Environment) -> Upstream:
+    """Open the data and choose model and objective."""
+    upstream: Upstream = upstream_of(config)(config, environment)
     return upstream
+
+
+def open_sources(config: Config, *, rank: int, world: int, device_type: str = "cpu") -> Sources:
+    """Open a run's data on one rank, as its upstream does.
+
+    Args:
+        config: the run.
+        rank, world: place in, and size of, the data-parallel group.
+        device_type: "cuda" pins the batches' memory.
+
+    Raises: as `Upstream.open_rows`, and RefusedError for settings that do not fit the number of ranks.
+    """
+    return upstream_of(config).open_sources(config, rank=rank, world=world, device_type=device_type)

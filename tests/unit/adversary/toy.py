@@ -18,9 +18,9 @@ from trp_scale.config import (
     ModelConfig,
     OptimizerConfig,
     TrainingConfig,
-    VisionConfig,
 )
 from trp_scale.config.components import settings_of
+from trp_scale.config.images import MaeVisionConfig
 from trp_scale.core.batch import Batch, TaskLosses
 from trp_scale.core.hooks import Hook, build_hooks
 from trp_scale.core.run import RunContext
@@ -110,7 +110,7 @@ class Setting:
     def config(self) -> Config:
         return MaeConfig(
             model=ModelConfig(),
-            vision=VisionConfig(patch_size=16),
+            vision=MaeVisionConfig(patch_size=16),
             crops=CropsConfig(size=112),
             batch=BatchConfig(global_size=8, micro_size=self.micro_size),
             training=TrainingConfig(steps=1000),

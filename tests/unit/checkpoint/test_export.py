@@ -16,12 +16,12 @@ from transformers import AutoTokenizer, BertForPreTraining, PreTrainedTokenizerF
 from tests.unit.checkpoint.fake_engine import FakeEngine, save_step
 from trp_scale.checkpoint.errors import CheckpointError
 from trp_scale.checkpoint.export import export
-from trp_scale.config import ModelConfig, RefusedError
+from trp_scale.config import RefusedError, TextModelConfig
 from trp_scale.upstreams.pos_bert.model import BertForMaskedPositions, bert_config
 from trp_scale.upstreams.pos_bert.settings import PosBertConfig
 
 VOCABULARY = 90
-MODEL = ModelConfig(layers=2, hidden_size=32, heads=4, intermediate_size=48, max_positions=16, dropout=0.0)
+MODEL = TextModelConfig(layers=2, hidden_size=32, heads=4, intermediate_size=48, max_positions=16, dropout=0.0)
 WORDS = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"word{number}" for number in range(VOCABULARY - 5))]
 
 

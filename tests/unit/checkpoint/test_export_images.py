@@ -25,6 +25,7 @@ from trp_scale.config import Config, RefusedError
 from trp_scale.models.patches import patchify
 from trp_scale.recipes.loader import to_dict
 from trp_scale.upstreams.mae.model import MaskedAutoencoder
+from trp_scale.upstreams.mae.settings import MaeConfig
 from trp_scale.upstreams.mae.weights import published_name
 from trp_scale.upstreams.pos_bert.settings import PosBertConfig
 
@@ -33,7 +34,7 @@ MAE = config(tokens="visible")
 
 def write_run(run_dir: Path, settings: Config, weights: dict[str, Tensor] | None = None) -> MaskedAutoencoder:
     """A run directory with a checkpoint of this model."""
-    model = small_model(settings, dtype=torch.float32)
+    model = small_model(settings if isinstance(settings, MaeConfig) else MAE, dtype=torch.float32)
     if weights is None:
         weights = {name: parameter.detach() for name, parameter in model.named_parameters()}
     split = {name: [(0, tensor.numel(), 0)] for name, tensor in weights.items()}

@@ -24,8 +24,8 @@ from trp_scale.core.batch import Batch
 from trp_scale.data.images.maps import map_formats
 from trp_scale.data.images.png import write_png
 from trp_scale.data.index import DataError, read_index
-from trp_scale.data.sources import open_sources
 from trp_scale.downstream.detection.batch import read_image
+from trp_scale.upstreams.base import open_sources
 
 FLIPS = 32
 """Of each member, and as many again of the first 128 bytes of one: its header."""

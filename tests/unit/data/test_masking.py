@@ -8,10 +8,11 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from trp_scale.config import MaskingConfig, RefusedError
+from trp_scale.config import RefusedError
 from trp_scale.data.hashing import mix
 from trp_scale.data.text.groups import GROUPS, OTHER, WORD_START
 from trp_scale.upstreams.pos_bert.masking import Masked, Masker
+from trp_scale.upstreams.pos_bert.settings import PosBertMaskingConfig
 
 LENGTH, VOCABULARY = 128, 1000
 MASK, SPECIAL = 4, (0, 1, 2, 3, 4)
@@ -43,7 +44,7 @@ class Rows:
 
 def masker(*, spare_other: bool = False, **settings: Any) -> Masker:
     return Masker(
-        MaskingConfig(**settings),
+        PosBertMaskingConfig(**settings),
         length=LENGTH,
         vocab_size=VOCABULARY,
         mask_id=MASK,

@@ -9,7 +9,7 @@ import pytest
 from tests.unit.data.loaded import assert_same, damage, joined, steps
 from tests.unit.data.stored import SPECIAL, config_for, write_dataset
 from trp_scale.data.index import DataError
-from trp_scale.data.sources import open_sources
+from trp_scale.upstreams.base import open_sources
 
 
 def test_mixture(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import torch
 from tests.unit.data.loaded import FIELDS, assert_same, joined, steps, table_of
 from tests.unit.data.stored import SPECIAL, config_for, write_dataset
 from trp_scale.config import Config, RefusedError
-from trp_scale.data.sources import open_sources
+from trp_scale.upstreams.base import open_sources
 
 
 @pytest.fixture(scope="module")

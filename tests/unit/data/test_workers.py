@@ -20,7 +20,8 @@ import torch
 from tests.unit.data.stored import config_for, write_dataset
 from trp_scale.core.batch import Batch
 from trp_scale.data.fetch import STOP_SIGNALS, pack, start_worker_server
-from trp_scale.data.sources import TrainSource, open_sources
+from trp_scale.data.sources import TrainSource
+from trp_scale.upstreams.base import open_sources
 
 ROOT = Path(__file__).parents[3]
 

@@ -9,7 +9,7 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 from tests.unit.models.small_images import GRID, PATCH
-from trp_scale.config import BatchConfig, CropsConfig, ModelConfig, VisionConfig
+from trp_scale.config import BatchConfig, CropsConfig, RelativeVisionConfig, TextModelConfig
 from trp_scale.config.downstream import DownstreamConfig
 from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.upstreams.mae.weights import ours
@@ -20,8 +20,10 @@ CLASSES = 7
 def finetune_config(grid: int = GRID, **downstream: Any) -> FinetuneConfig:
     """The encoder of `small_images.config`, two blocks of 24, on `grid` x `grid` patches; 7 classes."""
     return FinetuneConfig(
-        model=ModelConfig(layers=2, hidden_size=24, heads=2, intermediate_size=40, dropout=0.0, layer_norm_eps=1e-6),
-        vision=VisionConfig(patch_size=PATCH),
+        model=TextModelConfig(
+            layers=2, hidden_size=24, heads=2, intermediate_size=40, dropout=0.0, layer_norm_eps=1e-6
+        ),
+        vision=RelativeVisionConfig(patch_size=PATCH),
         crops=CropsConfig(size=grid * PATCH),
         batch=BatchConfig(global_size=8, micro_size=4),
         downstream=DownstreamConfig(**{"kind": "classification", "dropout": 0.0, "classes": CLASSES, **downstream}),

@@ -7,7 +7,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from trp_scale.config import ModelConfig
+from trp_scale.config import TextModelConfig
 from trp_scale.core.batch import Batch
 from trp_scale.data.text.groups import GROUPS
 from trp_scale.upstreams.pos_bert.model import BertForMaskedPositions
@@ -17,9 +17,9 @@ LENGTH = 12
 MASKED = 5
 
 
-def small_sizes(dropout: float = 0.0, layers: int = 2) -> ModelConfig:
+def small_sizes(dropout: float = 0.0, layers: int = 2) -> TextModelConfig:
     """Two layers of 16."""
-    return ModelConfig(
+    return TextModelConfig(
         layers=layers, hidden_size=16, heads=2, intermediate_size=32, max_positions=LENGTH + 4, dropout=dropout
     )
 

@@ -7,8 +7,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from trp_scale.config import Config, CropsConfig, MaskingConfig, ModelConfig, VisionConfig
+from trp_scale.config import Config, CropsConfig, ModelConfig
 from trp_scale.config.components import settings_of
+from trp_scale.config.images import MaeMaskingConfig, MaeVisionConfig
 from trp_scale.models.positions import PositionOrder, sine_cosine
 from trp_scale.upstreams.mae.model import MaskedAutoencoder
 from trp_scale.upstreams.mae.settings import MaeConfig
@@ -38,8 +39,8 @@ def config(
 ) -> Config:
     """Two blocks of 24 with 2 heads, a decoder of two of 16, 5 x 5 patches of 4 x 4 pixels, of which 6 are visible."""
     return MaeConfig(
-        model=ModelConfig(layers=2, hidden_size=24, heads=2, intermediate_size=40, dropout=0.0, layer_norm_eps=1e-6),
-        vision=VisionConfig(
+        model=ModelConfig(layers=2, hidden_size=24, heads=2, intermediate_size=40, layer_norm_eps=1e-6),
+        vision=MaeVisionConfig(
             patch_size=PATCH,
             tokens=tokens,
             decoder=decoder,
@@ -51,7 +52,7 @@ def config(
             position_order=position_order,
         ),
         crops=CropsConfig(size=GRID * PATCH),
-        masking=MaskingConfig(ratio=0.75, maskings=0),
+        masking=MaeMaskingConfig(ratio=0.75, maskings=0),
         adversary=settings_of("adversary", **{"kind": "none", **adversary}),
     )
 

@@ -11,11 +11,11 @@ from transformers import BertForPreTraining
 
 from tests.unit.balancing.toy import balancer, take_step
 from tests.unit.models.masked_rows import LENGTH, VOCABULARY, masked_rows, part, slots, small_model, small_sizes
-from trp_scale.config import ObjectiveConfig
 from trp_scale.core.batch import Batch
 from trp_scale.data.text.groups import GROUPS
 from trp_scale.upstreams.pos_bert.model import BertForMaskedPositions, bert_config, padded_vocabulary, to_transformers
 from trp_scale.upstreams.pos_bert.objective import PosMaskedLanguageModelling
+from trp_scale.upstreams.pos_bert.settings import PosBertObjectiveConfig
 
 PADDED = 128
 
@@ -167,7 +167,7 @@ def test_transformers_own_loss_and_gradient_are_proportional_with_next_sentence(
     """BERT: the mean over all masked positions + the mean over rows; with `other: task`, proportional is just that."""
     model, batch = small_model(), masked_rows(9)
     reference = reference_of(model)
-    objective = PosMaskedLanguageModelling(ObjectiveConfig(other="task"), GROUPS, hidden_size=32)
+    objective = PosMaskedLanguageModelling(PosBertObjectiveConfig(other="task"), GROUPS, hidden_size=32)
     window = [batch] if accumulation == 1 else [part(batch, 0, 2), part(batch, 2, 3), part(batch, 3, 9)]
     step = take_step(balancer(objective, "proportional"), objective, model, window)
     theirs = reference_output(reference, batch, labels=labels_of(batch), next_sentence_label=batch["next_sentence"])

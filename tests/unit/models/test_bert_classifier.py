@@ -11,7 +11,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordPiece
 from transformers import BertForSequenceClassification
 
-from trp_scale.config import ModelConfig
+from trp_scale.config import TextModelConfig
 from trp_scale.config.downstream import DownstreamConfig
 from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.core.batch import Batch
@@ -26,7 +26,7 @@ VOCABULARY = 64
 
 
 def settings(classes: int) -> FinetuneConfig:
-    model = ModelConfig(layers=3, hidden_size=32, heads=4, intermediate_size=64, max_positions=24, dropout=0.0)
+    model = TextModelConfig(layers=3, hidden_size=32, heads=4, intermediate_size=64, max_positions=24, dropout=0.0)
     return FinetuneConfig(model=model, downstream=DownstreamConfig(classes=classes, dropout=0.0))
 
 

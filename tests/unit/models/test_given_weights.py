@@ -13,13 +13,13 @@ from transformers import BertForPreTraining
 from tests.unit.models.small_images import GRID, PATCH, config
 from tests.unit.models.test_mae_against_transformers import loaded, timm_vit
 from tests.unit.models.vitmae_peer import vitmae
-from trp_scale.config import ModelConfig, RefusedError
+from trp_scale.config import RefusedError, TextModelConfig
 from trp_scale.models.given_weights import load_given_weights
 from trp_scale.upstreams.mae.model import MaskedAutoencoder
 from trp_scale.upstreams.mae.weights import is_encoder, load_timm, stored_positions
 from trp_scale.upstreams.pos_bert.model import BertForMaskedPositions, bert_config
 
-BERT = ModelConfig(layers=2, hidden_size=32, heads=2, intermediate_size=64, max_positions=16)
+BERT = TextModelConfig(layers=2, hidden_size=32, heads=2, intermediate_size=64, max_positions=16)
 
 
 def equal(ours: nn.Module, theirs: nn.Module) -> dict[str, bool]:

@@ -7,15 +7,17 @@ import torch
 from torch import Tensor, nn
 
 from tests.unit.models.masked_rows import VOCABULARY, small_sizes
-from trp_scale.config import ModelConfig
+from trp_scale.config import TextModelConfig
 from trp_scale.core.seeds import tensor_seed
 from trp_scale.models.initialise import initial_tensor, initialise
 from trp_scale.upstreams.pos_bert.model import BertForMaskedPositions
 
-SIZES = ModelConfig(layers=2, hidden_size=64, heads=2, intermediate_size=128, max_positions=64, initializer_range=0.05)
+SIZES = TextModelConfig(
+    layers=2, hidden_size=64, heads=2, intermediate_size=128, max_positions=64, initializer_range=0.05
+)
 
 
-def model(seed: int = 0, sizes: ModelConfig = SIZES) -> dict[str, Tensor]:
+def model(seed: int = 0, sizes: TextModelConfig = SIZES) -> dict[str, Tensor]:
     built = BertForMaskedPositions(sizes, vocab_size=VOCABULARY, seed=seed)
     return {name: parameter.detach() for name, parameter in built.named_parameters()}
 

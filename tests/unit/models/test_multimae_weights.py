@@ -14,12 +14,12 @@ from tests.synthetic_modalities import CLASSES, PATCH, SIDE, STRIDE, batch
 from tests.unit.models.multimae_peer import drawn_weights, predict
 from tests.unit.models.small_modalities import ALL, EVERY_TASK, config, small_model
 from trp_scale.config import Config, RefusedError
-from trp_scale.config.modalities import predicted
 from trp_scale.models.given_weights import load_given_weights
 from trp_scale.models.patches import patchify
 from trp_scale.recipes.loader import load_recipe
 from trp_scale.upstreams.mm_mae.model import MultimodalMaskedAutoencoder
 from trp_scale.upstreams.mm_mae.objective import MultimodalReconstruction
+from trp_scale.upstreams.mm_mae.settings import predicted
 from trp_scale.upstreams.mm_mae.weights import ADAPTERS, load_multimae
 
 CHANNELS = {"rgb": 3, "raw_rgb": 3, "depth": 1, "semseg": CLASSES}

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from trp_scale.config import ObjectiveConfig
 from trp_scale.core.batch import Batch
 from trp_scale.models.image_patches import CHANNEL_DEVIATION, CHANNEL_MEAN
 from trp_scale.models.patches import patchify, unpatchify
 from trp_scale.upstreams.mae.objective import MaskedPatchReconstruction
+from trp_scale.upstreams.mae.settings import MaeObjectiveConfig
 
 SIDE, PATCH, ROWS, CROPS, MASKED = 12, 4, 3, 2, 6
 PATCHES, VALUES = (SIDE // PATCH) ** 2, PATCH * PATCH * 3
@@ -74,7 +74,7 @@ def slow_sum(rows: Batch, prediction: Tensor, normalised: bool) -> float:
 @pytest.mark.parametrize("weights", [[1.0, 1.0, 1.0], [1.0, 0.0, 1.0]])
 def test_the_loss_is_the_mean_squared_error_of_masked_patches(target: Any, weights: list[float]) -> None:
     rows, model = batch(weights), Recorder()
-    objective = MaskedPatchReconstruction(ObjectiveConfig(target=target), PATCH)
+    objective = MaskedPatchReconstruction(MaeObjectiveConfig(target=target), PATCH)
     losses = objective(model, rows)
     assert losses.counts.tolist() == [sum(weights) * CROPS * MASKED] == objective.count(rows).tolist()
     assert losses.sums.item() == pytest.approx(slow_sum(rows, model.prediction, target == "normalised"), rel=1e-6)
@@ -84,7 +84,7 @@ def test_the_loss_is_the_mean_squared_error_of_masked_patches(target: Any, weigh
 
 def test_a_pixel_shift_reaches_the_model_and_not_the_target() -> None:
     rows, model = batch([1.0] * ROWS), Recorder()
-    objective = MaskedPatchReconstruction(ObjectiveConfig(), PATCH)
+    objective = MaskedPatchReconstruction(MaeObjectiveConfig(), PATCH)
     clean = objective(model, rows).sums.item()
     seen = model.patches
     shift = torch.full((ROWS, CROPS, 3, SIDE, SIDE), 0.5)

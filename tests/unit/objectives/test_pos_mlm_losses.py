@@ -11,11 +11,11 @@ from torch import Tensor
 
 from tests.unit.balancing.toy import balancer, take_step
 from tests.unit.models.masked_rows import VOCABULARY, changed, masked_rows, part, slots, small_model
-from trp_scale.config import ObjectiveConfig
 from trp_scale.core.batch import Batch, TaskLosses
 from trp_scale.data.text.groups import GROUPS, OTHER
 from trp_scale.upstreams.pos_bert.model import BertForMaskedPositions
 from trp_scale.upstreams.pos_bert.objective import PosMaskedLanguageModelling
+from trp_scale.upstreams.pos_bert.settings import PosBertObjectiveConfig
 
 TASKS = (*GROUPS, "next_sentence")
 NEXT_SENTENCE = len(GROUPS)
@@ -26,7 +26,7 @@ NEXT_SENTENCES = ["outside", "inside", "off"]
 
 
 def objective_of(**settings: Any) -> PosMaskedLanguageModelling:
-    return PosMaskedLanguageModelling(ObjectiveConfig(**settings), GROUPS, hidden_size=8)
+    return PosMaskedLanguageModelling(PosBertObjectiveConfig(**settings), GROUPS, hidden_size=8)
 
 
 def surprise(logits: Tensor, label: Tensor) -> float:

@@ -10,16 +10,16 @@ import torch
 from torch import Tensor
 
 from tests.unit.models.small_images import GRID, PATCH, VISIBLE, config, small_model
-from trp_scale.config import ObjectiveConfig
 from trp_scale.core.batch import Batch
 from trp_scale.distributed.groups import ALONE
 from trp_scale.models.perturbation import Perturbed
 from trp_scale.upstreams.mae.model import MaskedAutoencoder
 from trp_scale.upstreams.mae.objective import MaskedPatchReconstruction
+from trp_scale.upstreams.mae.settings import MaeObjectiveConfig
 from trp_scale.upstreams.mae.u_mae import MOMENT, ROWS, UniformPatchReconstruction
 
 CROPS = 2
-SETTINGS = ObjectiveConfig(uniformity=0.3)
+SETTINGS = MaeObjectiveConfig(uniformity=0.3)
 MODELS: dict[str, dict[str, Any]] = {
     "mae": {"tokens": "visible"},
     "mae plus, relative": {"positions": "relative"},

@@ -10,8 +10,9 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from trp_scale.config import Config, CropsConfig, MaskingConfig, ModelConfig, VisionConfig
+from trp_scale.config import Config, CropsConfig, ModelConfig
 from trp_scale.config.components import settings_of
+from trp_scale.config.images import MaeMaskingConfig, MaeVisionConfig
 from trp_scale.observe.throughput import mae_step_flops
 from trp_scale.recipes.loader import load_recipe
 from trp_scale.upstreams.mae.model import MaskedAutoencoder
@@ -24,10 +25,10 @@ def vit_base(
     *, size: int = 112, tokens: Literal["visible", "all"] = "all", positions: Positions = "absolute"
 ) -> Config:
     return MaeConfig(
-        model=ModelConfig(dropout=0.0, layer_norm_eps=1e-6),
-        vision=VisionConfig(tokens=tokens, positions=positions),
+        model=ModelConfig(layer_norm_eps=1e-6),
+        vision=MaeVisionConfig(tokens=tokens, positions=positions),
         crops=CropsConfig(size=size),
-        masking=MaskingConfig(ratio=0.75),
+        masking=MaeMaskingConfig(ratio=0.75),
     )
 
 
@@ -40,7 +41,7 @@ def small(
 ) -> Config:
     return MaeConfig(
         model=ModelConfig(layers=3, hidden_size=48, heads=4, intermediate_size=80),
-        vision=VisionConfig(
+        vision=MaeVisionConfig(
             patch_size=4,
             tokens=tokens,
             positions=positions,
@@ -50,7 +51,7 @@ def small(
             decoder_heads=2,
         ),
         crops=CropsConfig(size=24),
-        masking=MaskingConfig(ratio=0.7),
+        masking=MaeMaskingConfig(ratio=0.7),
         adversary=settings_of("adversary", **{"kind": "none", **adversary}),
     )
 

@@ -7,7 +7,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import BertConfig, BertForPreTraining
 
-from trp_scale.config import ModelConfig
+from trp_scale.config import TextModelConfig
 from trp_scale.observe.throughput import StepTimer, bert_step_flops, peak_flops, peak_memory_bytes
 
 
@@ -18,13 +18,13 @@ from trp_scale.observe.throughput import StepTimer, bert_step_flops, peak_flops,
 )
 def test_bert_base(length: int, predicted: int, train_gigaflops: float) -> None:
     """BERT-base with 30522 pieces, forward x 3: 28.5, 23.3 and 100.3 GFLOP forward."""
-    flops = bert_step_flops(ModelConfig(), rows=1, length=length, predicted=predicted, vocabulary=30522)
+    flops = bert_step_flops(TextModelConfig(), rows=1, length=length, predicted=predicted, vocabulary=30522)
     assert flops / 1e9 == pytest.approx(train_gigaflops, rel=0.01)
 
 
 def test_forward_agrees_with_what_torch_counts() -> None:
     """Any feed-forward width, and all positions to the vocabulary, as transformers' BERT computes them."""
-    model = ModelConfig(layers=2, hidden_size=64, heads=4, intermediate_size=160, max_positions=48)
+    model = TextModelConfig(layers=2, hidden_size=64, heads=4, intermediate_size=160, max_positions=48)
     peer = BertForPreTraining(
         BertConfig(
             vocab_size=320,

@@ -9,10 +9,8 @@ import pytest
 
 from tests.settings import changed
 from trp_scale.config import Config, RefusedError
-from trp_scale.config.components import settings_of
 from trp_scale.recipes.checks import cautions, check
-from trp_scale.recipes.loader import load_recipe
-from trp_scale.upstreams.pos_bert.settings import PosBertConfig
+from trp_scale.recipes.loader import from_dict, load_recipe
 
 BASES = {
     "relative_coordinate": "adpe_vit_l",
@@ -71,12 +69,9 @@ def test_refused_with_the_flag_to_change(kind: str, changes: dict[str, Any], wor
 
 
 def test_an_adversary_needs_image_patches() -> None:
-    config = PosBertConfig()
-    config.data.path = "data"
-    check(config)
-    config.adversary = settings_of("adversary", "absolute_embedding")
-    with pytest.raises(RefusedError, match=r"allowed: --upstream mae, or --adversary.kind none"):
-        check(config)
+    document = {"upstream": "pos_bert", "adversary": {"kind": "absolute_embedding"}}
+    with pytest.raises(RefusedError, match=r"adversary: a section of upstream mae, mm_mae; this run's is pos_bert"):
+        from_dict(document)
 
 
 @pytest.mark.parametrize(

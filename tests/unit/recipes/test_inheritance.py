@@ -38,11 +38,11 @@ def test_a_recipe_resolves_to_the_values_it_stands_for(name: str) -> None:
 
 
 def test_sections_are_merged_lists_replaced_and_null_takes_away(tmp_path: Path) -> None:
-    base = "optimizer: {lr: 1e-3, beta1: 0.5}\nmodalities: {inputs: [rgb, depth]}\nvalidation: {every: 7}\n"
+    base = "upstream: mm_mae\noptimizer: {lr: 1e-3, beta1: 0.5}\nmodalities: {inputs: [rgb, depth]}\n"
     config = load_recipe(
         write(
             tmp_path,
-            base=base + "training: {steps: 9}\nbatch: {micro_size: 2}\n",
+            base=base + "validation: {every: 7}\ntraining: {steps: 9}\nbatch: {micro_size: 2}\n",
             mine="extends: base.yaml\noptimizer: {beta1: 0.7}\nmodalities: {inputs: [semseg]}\nvalidation: null\n"
             "batch: {micro_size: null, global_size: 64}\n",
         )

@@ -38,10 +38,6 @@ def settings(recipe: str = "mm_mae_vit_b_in1k_400", **changes: dict[str, Any]) -
         ({"crops": {"count": 2}}, "--crops.count is 2, allowed with --upstream mm_mae: 1"),
         ({"crops": {"from": "view"}}, "--crops.from is view"),
         ({"crops": {"size": 100}}, "for example 96"),
-        ({"model": {"dropout": 0.1}}, "--model.dropout is 0.1, allowed: 0"),
-        ({"vision": {"positions": "relative"}}, "--vision.positions is relative"),
-        ({"vision": {"tokens": "all"}}, "--vision.tokens is all"),
-        ({"vision": {"decoder": "linear"}}, "--vision.decoder is linear"),
         ({"vision": {"decoder_heads": 7}}, "--vision.decoder_heads"),
         ({"vision": {"patch_size": 0}}, "--vision.patch_size is 0"),
         ({"adversary": {"kind": "absolute_embedding"}}, "whose encoder sees no masked patch"),
@@ -71,7 +67,6 @@ def test_refused_with_the_flag(changes: dict[str, Any], words: str) -> None:
         {"semseg": {"stride": 16}},
         {"modalities": {"inputs": ["rgb"], "outputs": ["depth"], "visible_tokens": 196}},
         {"modalities": {"inputs": ["rgb"], "outputs": ["depth"]}, "vision": {"patch_size": 14}},
-        {"masking": {"ratio": 0.001}},
         {"adversary": {"kind": "pixels", "eps": 0.01}},
     ],
 )
@@ -82,19 +77,12 @@ def test_what_is_near_the_limits_is_allowed(changes: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("recipe", "changes", "flag"),
     [
-        ("mm_mae_vit_b_in1k_400", {"masking": {"ratio": 0.75}}, "--masking.ratio 0.75"),
-        ("mm_mae_vit_b_in1k_400", {"objective": {"target": "pixels"}}, "--objective.target pixels"),
-        ("mm_mae_vit_b_in1k_400", {"masking": {"unit": "word"}}, "--masking.unit word"),
         ("mm_mae_vit_b_in1k_400", {"modalities": {"inputs": ["rgb"], "concentration": 2.0}}, "concentration 2.0"),
         (
             "mm_mae_vit_b_in1k_400",
             {"modalities": {"inputs": ["rgb", "depth"]}, "semseg": {"class_embedding": 32}},
             "--semseg.class_embedding 32",
         ),
-        ("mae_vit_b", {"modalities": {"inputs": ["rgb", "depth"]}}, "--modalities.inputs rgb depth has no effect"),
-        ("mae_vit_b", {"objective": {"reduction": "element"}}, "--objective.reduction element"),
-        ("pos_bert_tiny", {"modalities": {"visible_tokens": 5}}, "--modalities.visible_tokens 5"),
-        ("pos_bert_tiny", {"objective": {"target": "pixels"}}, "--objective.target pixels"),
     ],
 )
 def test_a_setting_that_nobody_reads_is_cautioned_of(recipe: str, changes: dict[str, Any], flag: str) -> None:

@@ -24,7 +24,6 @@ def settings(**changes: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("changes", "words"),
     [
-        ({"model": {"dropout": 0.1}}, "--model.dropout"),
         ({"model": {"hidden_size": 770, "heads": 11}}, "--model.hidden_size is 770"),
         ({"vision": {"decoder_hidden_size": 510, "decoder_heads": 2}}, "--vision.decoder_hidden_size is 510"),
         ({"vision": {"decoder_heads": 7}}, "--vision.decoder_heads"),
@@ -92,15 +91,10 @@ def test_the_papers_recipes_follow_appendix_a() -> None:
 @pytest.mark.parametrize(
     ("recipe", "changes", "flag"),
     [
-        ("mae_vit_b", {"masking": {"sampling": "stratified"}}, "--masking.sampling"),
-        ("mae_vit_b", {"masking": {"limit": 3}}, "--masking.limit"),
-        ("mae_vit_b", {"objective": {"other": "task"}}, "--objective.other"),
         ("mae_vit_b", {"crops": {"view_size": 300}}, "--crops.view_size"),
         ("mae_vit_b", {"vision": {"index": "relaxed"}}, "--vision.index"),
         ("adpe_vit_b", {"vision": {"index": "relaxed"}}, "--vision.index"),
         ("mae_plus_vit_b", {"vision": {"decoder": "linear", "decoder_layers": 3}}, "--vision.decoder_layers"),
-        ("pos_bert_tiny", {"vision": {"patch_size": 8}}, "--vision.patch_size"),
-        ("pos_bert_tiny", {"crops": {"from": "view"}}, "--crops.from"),
     ],
 )
 def test_a_setting_that_nobody_reads_is_cautioned_of(recipe: str, changes: dict[str, Any], flag: str) -> None:
@@ -110,6 +104,38 @@ def test_a_setting_that_nobody_reads_is_cautioned_of(recipe: str, changes: dict[
     assert cautions(load_recipe(recipe)) == []
     (caution,) = cautions(from_dict(document))
     assert flag in caution and "has no effect" in caution
+
+
+@pytest.mark.parametrize(
+    ("recipe", "section", "key", "owners"),
+    [
+        ("mae_vit_b", "model", "dropout", "pos_bert"),
+        ("mae_vit_b", "masking", "limit", "pos_bert"),
+        ("mae_vit_b", "masking", "sampling", "pos_bert"),
+        ("mae_vit_b", "objective", "other", "pos_bert"),
+        ("mae_vit_b", "objective", "reduction", "mm_mae"),
+        ("mae_vit_b", "modalities", "inputs", "mm_mae"),
+        ("mm_mae_tiny", "vision", "tokens", "mae"),
+        ("mm_mae_tiny", "masking", "ratio", "mae, pos_bert"),
+        ("mm_mae_tiny", "objective", "target", "mae"),
+        ("mm_mae_tiny", "multilevel", "kind", "mae"),
+        ("pos_bert_tiny", "vision", "patch_size", "mae, mm_mae"),
+        ("pos_bert_tiny", "crops", "size", "mae, mm_mae"),
+        ("pos_bert_tiny", "adversary", "eps", "mae, mm_mae"),
+        ("pos_bert_tiny", "modalities", "visible_tokens", "mm_mae"),
+        ("pos_bert_tiny", "objective", "uniformity", "mae"),
+    ],
+)
+def test_a_setting_of_another_upstream_is_refused(recipe: str, section: str, key: str, owners: str) -> None:
+    """In a recipe and as a flag, with the upstreams that have it."""
+    document = to_dict(load_recipe(recipe))
+    there, words = section in document, f"of upstream {owners}; this run's is {document['upstream']}"
+    document[section] = {**document.get(section, {}), key: 1}
+    with pytest.raises(RefusedError, match=r"has 1 wrong setting\(s\)") as caught:
+        from_dict(document)
+    assert (f"{section}.{key}: a setting {words}" if there else f"{section}: a section {words}") in str(caught.value)
+    with pytest.raises(RefusedError, match=f"--{section}.{key}: a setting {words}"):
+        parse(["--recipe", recipe, "--data.path", "x", f"--{section}.{key}", "1"])
 
 
 @pytest.mark.parametrize("name", known_recipes())

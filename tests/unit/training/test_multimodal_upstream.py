@@ -20,7 +20,7 @@ from trp_scale.upstreams.mm_mae.upstream import MultimodalUpstream
 def config(tmp_path_factory: pytest.TempPathFactory) -> Config:
     path = write_multimodal(tmp_path_factory.mktemp("data") / "images", [samples(7), samples(6)])
     settings = multimodal_config(path, modalities={"outputs": ["rgb", "depth", "semseg", "raw_rgb"]})
-    settings.model = ModelConfig(layers=1, hidden_size=16, heads=2, intermediate_size=32, dropout=0.0)
+    settings.model = ModelConfig(layers=1, hidden_size=16, heads=2, intermediate_size=32)
     settings.vision.decoder_layers, settings.vision.decoder_hidden_size, settings.vision.decoder_heads = 1, 16, 2
     settings.data.workers = 0
     return settings

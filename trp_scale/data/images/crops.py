@@ -53,7 +53,7 @@ class Cropper:
     """Draws crops and cuts them out.
 
     Args:
-        settings: the section `crops`, checked (recipes/vision_checks.py).
+        settings: the section `crops`, checked (config/upstream.py).
 
     Attributes:
         size: side of a crop in pixels.

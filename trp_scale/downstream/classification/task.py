@@ -15,8 +15,8 @@ from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.core.batch import Batch
 from trp_scale.data.fetch import BatchBuilder
 from trp_scale.data.images.dataset import ImageDataset, ImageMeta, agree_images, open_image_dataset
-from trp_scale.data.kinds import Rows
 from trp_scale.data.mixture import MemberPath, parse_paths
+from trp_scale.data.rows import Rows
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group
 from trp_scale.downstream.arguments import SCRATCH

@@ -13,9 +13,9 @@ from trp_scale.data.images.dataset import ImageDataset, ImageMeta, agree_images,
 from trp_scale.data.images.maps import map_formats, stored_maps
 from trp_scale.data.images.rows import RowReader
 from trp_scale.data.index import DataError, read_json
-from trp_scale.data.kinds import Rows
 from trp_scale.data.mixture import MemberPath
 from trp_scale.data.plan import Addresses
+from trp_scale.data.rows import Rows
 from trp_scale.downstream.dense.batch import JitteredBatchBuilder, WholeBatchBuilder
 from trp_scale.downstream.dense.maps import DepthMaps, SegmentationMaps
 

@@ -11,8 +11,8 @@ import numpy.typing as npt
 from trp_scale.config import RefusedError
 from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.data.index import DataError
-from trp_scale.data.kinds import Rows
 from trp_scale.data.mixture import MemberPath
+from trp_scale.data.rows import Rows
 from trp_scale.downstream.detection.annotations import Annotations, check_images
 from trp_scale.downstream.detection.batch import DetectionBatchBuilder
 from trp_scale.downstream.detection.files import read_coco, read_voc

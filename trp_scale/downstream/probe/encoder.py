@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
-from dataclasses import asdict
+from dataclasses import asdict, fields
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from trp_scale.config import RefusedError
 from trp_scale.config.finetuning import FinetuneConfig
+from trp_scale.config.images import ImagePretrainConfig
 from trp_scale.downstream.arguments import SCRATCH
 from trp_scale.downstream.classification.model import Pixels
 from trp_scale.downstream.encoder_source import open_encoder
@@ -43,9 +44,10 @@ def encoder_config(path: str, *, recipe: str = "", size: int = 0, batch: int = B
     config.downstream.kind = "classification"
     if path == SCRATCH:
         found = load_recipe(recipe)
-        if found.reads == "text":
+        if not isinstance(found, (ImagePretrainConfig, FinetuneConfig)):
             raise RefusedError(f"--recipe {recipe}: an encoder of text; allowed: a recipe of images")
-        config.model, config.vision = copy.deepcopy(found.model), copy.deepcopy(found.vision)
+        _take(config.model, found.model)
+        _take(config.vision, found.vision)
         config.model.weights = ""
         config.downstream.pretraining_grid = found.crops.size // found.vision.patch_size
     else:
@@ -59,6 +61,13 @@ def encoder_config(path: str, *, recipe: str = "", size: int = 0, batch: int = B
             f"--image_size is {config.crops.size}, allowed: multiples of the encoder's patches, {patch_size} pixels"
         )
     return config
+
+
+def _take(own: object, given: Any) -> None:
+    """Every setting of a section that the other has too."""
+    for each in fields(given):
+        if hasattr(own, each.name):
+            setattr(own, each.name, getattr(given, each.name))
 
 
 class FrozenEncoder:

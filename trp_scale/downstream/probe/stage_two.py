@@ -16,8 +16,7 @@ from torch import Tensor
 from trp_scale.checkpoint.document import DOCUMENT_NAME, read_document, read_hooks_state
 from trp_scale.checkpoint.export import find_checkpoint
 from trp_scale.checkpoint.format import read_full_state
-from trp_scale.config import Config, RefusedError
-from trp_scale.config.finetuning import FinetuneConfig
+from trp_scale.config import RefusedError
 from trp_scale.data.hashing import Integers
 from trp_scale.data.images.kept_for_tests import check_test
 from trp_scale.data.index import DataError
@@ -26,6 +25,7 @@ from trp_scale.downstream.probe.features import LabelledFeatures
 from trp_scale.masks.fine_tuning import FINE_TUNED
 from trp_scale.masks.settings import FineTuningSettings
 from trp_scale.recipes.loader import from_dict
+from trp_scale.upstreams.mae.settings import MaeConfig
 from trp_scale.upstreams.mae.weights import is_encoder
 
 logger = logging.getLogger(__name__)
@@ -43,7 +43,7 @@ class StageTwo:
         weight, bias: [K, D] and [K] of the layer.
     """
 
-    config: Config
+    config: MaeConfig
     checkpoint: Path
     weight: Tensor
     bias: Tensor
@@ -84,7 +84,7 @@ def stage_two(path: str) -> StageTwo | None:
     checkpoint = find_checkpoint(place)
     document = read_document(checkpoint)
     config = from_dict(document.config, source=str(checkpoint))
-    if isinstance(config, FinetuneConfig) or not config.multilevel.reads_labels:
+    if not isinstance(config, MaeConfig) or not config.multilevel.reads_labels:
         return None
     head = read_hooks_state(checkpoint, document)["multilevel"]["outer"]["head"]
     return StageTwo(

@@ -17,10 +17,10 @@ from trp_scale.data.fetch import BatchBuilder
 from trp_scale.data.hashing import Integers
 from trp_scale.data.images.dataset import ImageDataset, open_image_dataset
 from trp_scale.data.index import read_json
-from trp_scale.data.kinds import open_rows
 from trp_scale.data.mixture import MemberPath
 from trp_scale.data.plan import HeldOutPlan, Member
 from trp_scale.downstream.classification.batch import MeasuredImages
+from trp_scale.upstreams.base import upstream_of
 
 BATCH = 64
 """Images of one forward pass."""
@@ -83,7 +83,9 @@ def trained_images(config: Config, choice: ImageChoice) -> Iterator[Batch]:
     Raises:
         RefusedError: an image cannot be read, or the data lacks a modality.
     """
-    rows = open_rows(config, [MemberPath(name="", weight=Fraction(1), path=choice.dataset.directory)])
+    rows = upstream_of(config).open_rows(
+        config, [MemberPath(name="", weight=Fraction(1), path=choice.dataset.directory)]
+    )
     return planned_batches(rows.builder, choice)
 
 

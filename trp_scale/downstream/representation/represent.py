@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -23,8 +22,7 @@ from trp_scale.downstream.representation.findings import Findings
 from trp_scale.downstream.representation.finetuned import finetuned_pictures, open_finetuned
 from trp_scale.downstream.representation.images import ImageChoice, choose_images, trained_images
 from trp_scale.downstream.representation.study import study_images
-from trp_scale.downstream.trained_images import TrainedRun, load_trained_images, load_trained_modalities
-from trp_scale.masks.settings import RandomMasksSettings
+from trp_scale.downstream.trained_images import TrainedRun, load_trained_images, load_trained_modalities, to_look_at
 
 
 def pretraining_pictures(source: str, choice: ImageChoice, output: Path) -> list[Picture]:
@@ -47,9 +45,7 @@ def pretraining_pictures(source: str, choice: ImageChoice, output: Path) -> list
 
 
 def _batch(trained: TrainedRun, choice: ImageChoice) -> Batch:
-    config = copy.deepcopy(trained.config)
-    config.multilevel = RandomMasksSettings()  # to look at a test set is no training on it
-    return next(trained_images(config, choice))
+    return next(trained_images(to_look_at(trained.config), choice))
 
 
 LEAST_IMAGES = 5

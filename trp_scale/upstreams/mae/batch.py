@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import torch
 
-from trp_scale.config import Config, split_patches
+from trp_scale.config import split_patches
 from trp_scale.core.batch import Batch
 from trp_scale.data.images.crops import Cropper, crop_words, cut_images
-from trp_scale.data.images.dataset import ImageDataset, ImageMeta
+from trp_scale.data.images.dataset import ImageDataset, ImageMeta, agree_images, open_image_dataset
+from trp_scale.data.images.kept_for_tests import refuse_test_sets
 from trp_scale.data.images.rows import RowReader
+from trp_scale.data.mixture import MemberPath
 from trp_scale.data.plan import Addresses, row_states
+from trp_scale.data.rows import Rows, require_kind
 from trp_scale.upstreams.mae.patch_masks import draw_masks
+from trp_scale.upstreams.mae.settings import MaeConfig
 
 
 class ImageBatchBuilder:
@@ -28,7 +33,7 @@ class ImageBatchBuilder:
     the crops and masks that training would draw for it in epoch 0.
     """
 
-    def __init__(self, config: Config, datasets: list[ImageDataset], meta: ImageMeta) -> None:
+    def __init__(self, config: MaeConfig, datasets: list[ImageDataset], meta: ImageMeta) -> None:
         self._crops = config.crops.count
         self._seed, self._maskings = config.training.seed, config.masking.maskings
         self._rows = RowReader(datasets, meta, verify=config.data.verify)
@@ -52,3 +57,26 @@ class ImageBatchBuilder:
             "masked": torch.from_numpy(masked),
         }
         return rows.batch(fields, addresses, start=start, began=began)
+
+
+def open_rows(config: MaeConfig, paths: Sequence[MemberPath]) -> Rows:
+    """Open data sets of images.
+
+    Raises:
+        DataError: the data is missing, damaged or of another format, or the members of a mixture differ.
+        RefusedError: settings that do not fit the data or each other, or data of another kind.
+    """
+    require_kind(paths, config.reads)
+    datasets = [open_image_dataset(path.path, path.name) for path in paths]
+    if config.multilevel.learns:
+        refuse_test_sets(datasets, config.multilevel.kind)
+    meta = agree_images(datasets)
+    builder = ImageBatchBuilder(config, datasets, meta)
+    return Rows(
+        blocks=[dataset.blocks for dataset in datasets],
+        meta=meta,
+        limit=builder.limit,
+        builder=builder,
+        digests=[dataset.digest() for dataset in datasets],
+        labels=[dataset.samples.labels for dataset in datasets],
+    )

@@ -14,11 +14,13 @@ from transformers import ViTMAEConfig
 from trp_scale.checkpoint.document import CheckpointDocument
 from trp_scale.checkpoint.errors import CheckpointError
 from trp_scale.checkpoint.format import read_full_state
-from trp_scale.config import Config, RefusedError
+from trp_scale.config import RefusedError
+from trp_scale.config.images import ImagePretrainConfig
 from trp_scale.models.image_patches import CHANNEL_DEVIATION, CHANNEL_MEAN
 from trp_scale.models.vit import feed_forward_ratio
 from trp_scale.recipes.loader import from_dict
 from trp_scale.upstreams.mae.model import MaskedAutoencoder
+from trp_scale.upstreams.mae.settings import MaeConfig
 from trp_scale.upstreams.mae.weights import to_timm, to_vitmae
 
 TIMM_ARCHITECTURE = "vit_base_patch16_224"
@@ -40,18 +42,20 @@ def write_timm(directory: Path, checkpoint: Path, document: CheckpointDocument, 
         CheckpointError: the checkpoint is damaged, or is not of a masked autoencoder.
     """
     config = from_dict(document.config, source=str(checkpoint))
+    assert isinstance(config, MaeConfig)
     check_timm(config, image_size)
     write_encoder(directory, config, read_weights(checkpoint, MaskedAutoencoder(config), state), image_size)
 
 
-def check_timm(config: Config, image_size: int) -> None:
+def check_timm(config: ImagePretrainConfig, image_size: int) -> None:
     """Refuse what timm's vision transformer does not compute.
 
     Raises:
         RefusedError: naming the setting.
     """
     model, patch_size = config.model, config.vision.patch_size
-    _refuse_relative_positions(config, "timm's vision transformer")
+    if isinstance(config, MaeConfig):
+        _refuse_relative_positions(config, "timm's vision transformer")
     if model.layer_norm_eps != TIMM_EPS:
         raise RefusedError(
             f"--to timm: the run's model.layer_norm_eps is {model.layer_norm_eps:g}, timm's models have {TIMM_EPS:g}"
@@ -62,7 +66,7 @@ def check_timm(config: Config, image_size: int) -> None:
         )
 
 
-def write_encoder(directory: Path, config: Config, weights: Mapping[str, Tensor], image_size: int) -> None:
+def write_encoder(directory: Path, config: ImagePretrainConfig, weights: Mapping[str, Tensor], image_size: int) -> None:
     """Write timm's files of an encoder with a masked autoencoder's names (upstreams/mae/weights.py)."""
     model, patch_size = config.model, config.vision.patch_size
     order = config.vision.position_order
@@ -107,6 +111,7 @@ def write_vitmae(directory: Path, checkpoint: Path, document: CheckpointDocument
         CheckpointError: the checkpoint is damaged, or is not of a masked autoencoder.
     """
     config = from_dict(document.config, source=str(checkpoint))
+    assert isinstance(config, MaeConfig)
     vision = config.vision
     _refuse_relative_positions(config, "transformers' ViTMAE")
     if vision.tokens != "visible" or vision.decoder != "transformer":
@@ -122,7 +127,7 @@ def write_vitmae(directory: Path, checkpoint: Path, document: CheckpointDocument
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
 
 
-def vitmae_config(config: Config) -> ViTMAEConfig:
+def vitmae_config(config: MaeConfig) -> ViTMAEConfig:
     """transformers' configuration of a masked autoencoder."""
     model, vision = config.model, config.vision
     return ViTMAEConfig(
@@ -144,7 +149,7 @@ def vitmae_config(config: Config) -> ViTMAEConfig:
     )
 
 
-def _refuse_relative_positions(config: Config, model: str) -> None:
+def _refuse_relative_positions(config: MaeConfig, model: str) -> None:
     if config.vision.positions != "absolute":
         raise RefusedError(
             f"--to: the run's vision.positions is {config.vision.positions}, and {model} has absolute positions only: "

@@ -12,13 +12,13 @@ from typing import Literal, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from trp_scale.config import Config
 from trp_scale.models.initialise import initialise_vision
 from trp_scale.models.patches import gather_patches
 from trp_scale.models.perturbation import Perturbed, perturbation_shape, perturbed
 from trp_scale.models.positions import shifted, sine_cosine
 from trp_scale.models.relative_positions import IndexKind, RelativeInputs, grid_weights, offset_numbers
 from trp_scale.models.vit import TransformerBlock
+from trp_scale.upstreams.mae.settings import MaeConfig
 
 CHANNELS = 3
 
@@ -52,7 +52,7 @@ class MaskedAutoencoder(nn.Module):
     encoder_positions: Tensor
     decoder_positions: Tensor
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: MaeConfig) -> None:
         super().__init__()
         model, vision = config.model, config.vision
         self.vision, self.adversary = vision, config.adversary

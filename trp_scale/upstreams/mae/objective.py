@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trp_scale.config import ObjectiveConfig
 from trp_scale.core.batch import Batch, TaskLosses
 from trp_scale.core.objective import GATE, PATCH_WEIGHTS
 from trp_scale.models.image_patches import ImagePatches, normalised
 from trp_scale.models.patches import gather_patches
 from trp_scale.models.perturbation import PERTURBATION, PIXEL_SHIFT
 from trp_scale.upstreams.mae.model import MaeOutput, Wanted
+from trp_scale.upstreams.mae.settings import MaeObjectiveConfig
 
 RECONSTRUCTION = "reconstruction"
 
@@ -37,7 +37,7 @@ class MaskedPatchReconstruction:
     balanced: tuple[int, ...] = (0,)
     regression: tuple[int, ...] = (0,)
 
-    def __init__(self, config: ObjectiveConfig, patch_size: int) -> None:
+    def __init__(self, config: MaeObjectiveConfig, patch_size: int) -> None:
         self.normalised = config.target == "normalised"
         self.patch_size = patch_size
         self._image_patches = ImagePatches(patch_size)

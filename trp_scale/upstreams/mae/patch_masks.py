@@ -19,7 +19,7 @@ def draw_masks(words: Words, split: PatchSplit) -> tuple[Integers, Integers]:
 
     Args:
         words: [R, k] a word per crop (`crops.crop_words`).
-        split: N and V; at most MOST_PATCHES, which the settings' checks see to (recipes/vision_checks.py).
+        split: N and V; at most MOST_PATCHES, which the settings' checks see to (config/images.py).
 
     Returns:
         visible [R, k, V] and masked [R, k, N - V], patch numbers row by row, both ascending.

@@ -9,10 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trp_scale.config import ObjectiveConfig
 from trp_scale.core.batch import Batch, Extra, TaskLosses
 from trp_scale.distributed.groups import Group
 from trp_scale.upstreams.mae.objective import RECONSTRUCTION, MaskedPatchReconstruction
+from trp_scale.upstreams.mae.settings import MaeObjectiveConfig
 
 UNIFORMITY = "uniformity"
 MOMENT = Extra("uniformity_moment")
@@ -38,7 +38,7 @@ class UniformPatchReconstruction(MaskedPatchReconstruction):
 
     tasks = (RECONSTRUCTION, UNIFORMITY)
 
-    def __init__(self, config: ObjectiveConfig, patch_size: int, data_group: Group) -> None:
+    def __init__(self, config: MaeObjectiveConfig, patch_size: int, data_group: Group) -> None:
         super().__init__(config, patch_size)
         self.weight = config.uniformity
         self.data_group = data_group

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,15 @@ from trp_scale.checkpoint.initial_weights import give_weights
 from trp_scale.core.hooks import Hook, built
 from trp_scale.core.objective import PatchObjective
 from trp_scale.core.run import RunContext
-from trp_scale.data.sources import open_sources
+from trp_scale.data.sources import Sources, open_sources
 from trp_scale.data.train_source import JoinedWindows
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group
 from trp_scale.masks.flops import multilevel_step_flops
 from trp_scale.masks.joint import JointObjective
+from trp_scale.masks.labelled import open_downstream
 from trp_scale.training.loop import WindowSource
+from trp_scale.upstreams.mae.batch import open_rows
 from trp_scale.upstreams.mae.model import MaskedAutoencoder
 from trp_scale.upstreams.mae.objective import MaskedPatchReconstruction
 from trp_scale.upstreams.mae.settings import MaeConfig
@@ -31,7 +34,7 @@ class ImageUpstream:
     def __init__(self, config: MaeConfig, environment: Environment) -> None:
         data = environment.data
         self.config = config
-        self.sources = open_sources(config, rank=data.rank, world=data.size, device_type=environment.device.type)
+        self.sources = self.open_sources(config, rank=data.rank, world=data.size, device_type=environment.device.type)
         self.reconstruction = MaskedPatchReconstruction(config.objective, config.vision.patch_size)
         if config.objective.uniformity > 0:
             self.reconstruction = UniformPatchReconstruction(config.objective, config.vision.patch_size, data)
@@ -44,6 +47,22 @@ class ImageUpstream:
         crops = config.batch.global_size * config.crops.count
         self.positions_per_step = crops * (config.crops.size // config.vision.patch_size) ** 2
         self.step_flops = multilevel_step_flops(config, ranks=data.size)
+
+    open_rows = staticmethod(open_rows)
+
+    @staticmethod
+    def open_sources(config: MaeConfig, *, rank: int, world: int, device_type: str = "cpu") -> Sources:
+        pin = device_type == "cuda"
+        labelled = partial(open_downstream, config, rank=rank, world=world, pin=pin)
+        return open_sources(
+            config,
+            partial(open_rows, config),
+            workers_import=open_rows.__module__,
+            labelled=labelled if config.multilevel.reads_labels else None,
+            rank=rank,
+            world=world,
+            device_type=device_type,
+        )
 
     def model(self) -> nn.Module:
         model = MaskedAutoencoder(self.config)

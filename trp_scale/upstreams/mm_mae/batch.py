@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import torch
 
-from trp_scale.config import Config
 from trp_scale.core.batch import Batch
 from trp_scale.data.images.crops import Cropper, crop_words
-from trp_scale.data.images.dataset import ImageDataset, ImageMeta
+from trp_scale.data.images.dataset import ImageDataset, ImageMeta, agree_images, open_image_dataset
 from trp_scale.data.images.rows import RowReader
+from trp_scale.data.mixture import MemberPath
 from trp_scale.data.plan import Addresses, row_states
+from trp_scale.data.rows import Rows, require_kind
 from trp_scale.upstreams.mm_mae.masks import ModalityMasks
+from trp_scale.upstreams.mm_mae.settings import MmMaeConfig
 from trp_scale.upstreams.mm_mae.tokens import RunModalities
 
 
@@ -30,7 +33,7 @@ class MultimodalBatchBuilder:
     All draws come from (training.seed, row key, epoch modulo masking.maskings), as ImageBatchBuilder's.
     """
 
-    def __init__(self, config: Config, datasets: list[ImageDataset], meta: ImageMeta) -> None:
+    def __init__(self, config: MmMaeConfig, datasets: list[ImageDataset], meta: ImageMeta) -> None:
         crops = config.crops
         if crops.count != 1 or crops.from_ != "image":
             raise ValueError(f"{crops.count} crops from {crops.from_}: one crop of the image expected")
@@ -59,3 +62,25 @@ class MultimodalBatchBuilder:
             stored = [] if modality.format is None else [maps[name] for maps in of_rows]
             fields |= modality.fields(rows, crops, self._cropper, stored)
         return rows.batch(fields, addresses, start=start, began=began)
+
+
+def open_rows(config: MmMaeConfig, paths: Sequence[MemberPath]) -> Rows:
+    """Open data sets of images.
+
+    Raises:
+        DataError: the data is missing, damaged or of another format, or the members of a mixture differ.
+        RefusedError: settings that do not fit the data or each other, or data of another kind.
+    """
+    require_kind(paths, config.reads)
+    stored = RunModalities(config).stored
+    datasets = [open_image_dataset(path.path, path.name, stored) for path in paths]
+    meta = agree_images(datasets)
+    builder = MultimodalBatchBuilder(config, datasets, meta)
+    return Rows(
+        blocks=[dataset.blocks for dataset in datasets],
+        meta=meta,
+        limit=builder.limit,
+        builder=builder,
+        digests=[dataset.digest() for dataset in datasets],
+        labels=[dataset.samples.labels for dataset in datasets],
+    )

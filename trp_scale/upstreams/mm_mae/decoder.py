@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from timm.layers import Mlp
 from torch import Tensor, nn
 
-from trp_scale.config import Config
 from trp_scale.models.patches import gather_patches
 from trp_scale.models.positions import sine_cosine
 from trp_scale.models.vit import TransformerBlock, attend
+from trp_scale.upstreams.mm_mae.settings import MmMaeConfig
 
 
 class CrossAttention(nn.Module):
@@ -50,7 +50,7 @@ class TaskDecoder(nn.Module):
 
     positions: Tensor
 
-    def __init__(self, config: Config, own: str, values: int) -> None:
+    def __init__(self, config: MmMaeConfig, own: str, values: int) -> None:
         super().__init__()
         vision, eps = config.vision, config.model.layer_norm_eps
         width, grid = vision.decoder_hidden_size, config.crops.size // vision.patch_size

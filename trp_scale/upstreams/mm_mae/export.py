@@ -13,6 +13,7 @@ from trp_scale.config import RefusedError
 from trp_scale.recipes.loader import from_dict
 from trp_scale.upstreams.mae.export import check_timm, read_weights, write_encoder
 from trp_scale.upstreams.mm_mae.model import MultimodalMaskedAutoencoder
+from trp_scale.upstreams.mm_mae.settings import MmMaeConfig
 
 CLASSES = "map_classes"
 """In `CheckpointDocument.extra`: number of classes of each modality's maps, which the model's shapes depend on."""
@@ -50,6 +51,7 @@ def write_multimodal_timm(
         CheckpointError: the checkpoint is damaged, or is not of the model that its settings describe.
     """
     config = from_dict(document.config, source=str(checkpoint))
+    assert isinstance(config, MmMaeConfig)
     if "rgb" not in config.modalities.inputs:
         raise RefusedError(
             f"--to timm: the run's modalities.inputs are {', '.join(config.modalities.inputs)}: its encoder reads no "

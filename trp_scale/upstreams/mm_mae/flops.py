@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from trp_scale.config import Config
 from trp_scale.observe.throughput import TRAINING_OVER_FORWARD
+from trp_scale.upstreams.mm_mae.settings import MmMaeConfig
 from trp_scale.upstreams.mm_mae.tokens import RunModalities
 
 
-def mm_mae_step_flops(config: Config, *, rows: int, classes: Mapping[str, int], computed: bool = False) -> float:
+def mm_mae_step_flops(config: MmMaeConfig, *, rows: int, classes: Mapping[str, int], computed: bool = False) -> float:
     """Model FLOPs of one training step of MM-MAE; one multiply-add is 2 FLOPs.
 
     A block on N tokens of width d and feed-forward width i is counted as in `bert_step_flops`. A decoder predicts all N

@@ -9,12 +9,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from trp_scale.config import Config
 from trp_scale.models.initialise import initialise_multimodal
 from trp_scale.models.patches import gather_patches
 from trp_scale.models.positions import sine_cosine
 from trp_scale.models.vit import TransformerBlock
 from trp_scale.upstreams.mm_mae.decoder import TaskDecoder
+from trp_scale.upstreams.mm_mae.settings import MmMaeConfig
 from trp_scale.upstreams.mm_mae.tokens import RunModalities, visible_slots
 
 
@@ -45,7 +45,7 @@ class MultimodalMaskedAutoencoder(nn.Module):
 
     positions: Tensor
 
-    def __init__(self, config: Config, classes: Mapping[str, int]) -> None:
+    def __init__(self, config: MmMaeConfig, classes: Mapping[str, int]) -> None:
         super().__init__()
         model, vision, width = config.model, config.vision, config.model.hidden_size
         self.grid = config.crops.size // vision.patch_size

@@ -7,10 +7,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from trp_scale.config import Config
 from trp_scale.core.batch import Batch, Extra, TaskLosses
 from trp_scale.core.objective import Tap, TapPlace
 from trp_scale.upstreams.mm_mae.model import MultimodalOutput
+from trp_scale.upstreams.mm_mae.settings import MmMaeConfig
 from trp_scale.upstreams.mm_mae.tokens import RunModalities, visible_slots
 
 TASK_TAPS = Extra("task_taps")
@@ -32,7 +32,7 @@ class MultimodalReconstruction:
         config: settings.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: MmMaeConfig) -> None:
         self.modalities = RunModalities(config)
         self.inputs: tuple[str, ...] = self.modalities.inputs
         self.tasks: tuple[str, ...] = self.modalities.tasks

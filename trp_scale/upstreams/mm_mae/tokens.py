@@ -8,9 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from trp_scale.config import Config, RefusedError
-from trp_scale.config.modalities import predicted, used
+from trp_scale.config import RefusedError
 from trp_scale.modalities.base import Modality
+from trp_scale.upstreams.mm_mae.settings import MmMaeConfig, predicted, used
 
 
 class RunModalities:
@@ -25,7 +25,7 @@ class RunModalities:
         RefusedError: an input or an output that no modality has, or what is registered as one is none.
     """
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: MmMaeConfig) -> None:
         self.inputs: tuple[str, ...] = tuple(config.modalities.inputs)
         self.tasks: tuple[str, ...] = tuple(config.modalities.outputs)
         self._names = {task: predicted(task).name for task in self.tasks}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +10,10 @@ from torch import nn
 
 from trp_scale.core.hooks import Hook, built
 from trp_scale.core.run import RunContext
-from trp_scale.data.sources import open_sources
+from trp_scale.data.sources import Sources, open_sources
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group
+from trp_scale.upstreams.mm_mae.batch import open_rows
 from trp_scale.upstreams.mm_mae.export import CLASSES
 from trp_scale.upstreams.mm_mae.flops import mm_mae_step_flops
 from trp_scale.upstreams.mm_mae.model import MultimodalMaskedAutoencoder
@@ -25,7 +27,7 @@ class MultimodalUpstream:
     def __init__(self, config: MmMaeConfig, environment: Environment) -> None:
         data = environment.data
         self.config = config
-        self.sources = open_sources(config, rank=data.rank, world=data.size, device_type=environment.device.type)
+        self.sources = self.open_sources(config, rank=data.rank, world=data.size, device_type=environment.device.type)
         self.source = self.sources.train
         self.objective = MultimodalReconstruction(config)
         self.classes = {
@@ -36,6 +38,19 @@ class MultimodalUpstream:
         rows, inputs = config.batch.global_size, len(config.modalities.inputs)
         self.positions_per_step = rows * inputs * self.objective.patches_per_row
         self.step_flops = mm_mae_step_flops(config, rows=rows, classes=self.classes)
+
+    open_rows = staticmethod(open_rows)
+
+    @staticmethod
+    def open_sources(config: MmMaeConfig, *, rank: int, world: int, device_type: str = "cpu") -> Sources:
+        return open_sources(
+            config,
+            partial(open_rows, config),
+            workers_import=open_rows.__module__,
+            rank=rank,
+            world=world,
+            device_type=device_type,
+        )
 
     def model(self) -> nn.Module:
         return MultimodalMaskedAutoencoder(self.config, self.classes)

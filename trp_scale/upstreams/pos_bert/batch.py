@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from trp_scale.config import Config
+from trp_scale.config import RefusedError
 from trp_scale.core.batch import Batch
 from trp_scale.data.hashing import Integers, Words
+from trp_scale.data.mixture import MemberPath
 from trp_scale.data.plan import Addresses, row_states
+from trp_scale.data.rows import Rows, require_kind
 from trp_scale.data.shard_reader import ShardReader
-from trp_scale.data.text.dataset import TextDataset, TextMeta
+from trp_scale.data.text.dataset import TextDataset, TextMeta, agree, open_text_dataset
 from trp_scale.data.text.rows import TextRowReader, TextRows
 from trp_scale.upstreams.pos_bert.masking import Masked, Masker
 from trp_scale.upstreams.pos_bert.sentence_pairs import Segments, draw_pairs, draw_partners, whole_rows
+from trp_scale.upstreams.pos_bert.settings import PosBertConfig
 
 Flags = npt.NDArray[np.bool_]
 
@@ -35,7 +39,7 @@ class TextBatchBuilder:
     All draws come from (training.seed, row key, epoch modulo masking.maskings).
     """
 
-    def __init__(self, config: Config, datasets: list[TextDataset], meta: TextMeta) -> None:
+    def __init__(self, config: PosBertConfig, datasets: list[TextDataset], meta: TextMeta) -> None:
         special = meta.special_tokens
         self._pad, self._cls, self._sep = special["pad"], special["cls"], special["sep"]
         self._length = meta.length
@@ -136,3 +140,28 @@ def _fields(
         "row_weights": present.astype(np.float32),
     }
     return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+def open_rows(config: PosBertConfig, paths: Sequence[MemberPath]) -> Rows:
+    """Open data sets of text.
+
+    Raises:
+        DataError: the data is missing, damaged or of another format, or the members of a mixture differ.
+        RefusedError: settings that do not fit the data or each other, or data of another kind.
+    """
+    require_kind(paths, config.reads)
+    datasets = [open_text_dataset(path.path, path.name) for path in paths]
+    meta = agree(datasets)
+    if meta.length > config.model.max_positions:
+        raise RefusedError(
+            f"{paths[0].path}: sequences of {meta.length} pieces, model.max_positions is {config.model.max_positions}; "
+            f"raise it (--model.max_positions {meta.length}), or shard the data with a smaller length"
+        )
+    builder = TextBatchBuilder(config, datasets, meta)
+    return Rows(
+        blocks=[dataset.blocks for dataset in datasets],
+        meta=meta,
+        limit=builder.limit,
+        builder=builder,
+        digests=[dataset.digest() for dataset in datasets],
+    )

@@ -11,7 +11,7 @@ from transformers import BertForPreTraining
 from trp_scale.checkpoint.document import DOCUMENT_NAME, CheckpointDocument
 from trp_scale.checkpoint.errors import CheckpointError
 from trp_scale.checkpoint.format import read_full_state
-from trp_scale.config import ModelConfig, RefusedError
+from trp_scale.config import RefusedError, TextModelConfig
 from trp_scale.upstreams.pos_bert.model import PADDED_PARAMETERS, bert_config, to_transformers
 
 TOKENIZER = "tokenizer"
@@ -58,9 +58,9 @@ def assemble(checkpoint: Path, document: CheckpointDocument, state: str) -> Bert
     if not isinstance(vocab_size, int):
         where = checkpoint / DOCUMENT_NAME
         raise CheckpointError(f"{where}: extra.vocab_size is {vocab_size!r}; the vocabulary's true size is needed")
-    known = {field.name for field in fields(ModelConfig)}
+    known = {field.name for field in fields(TextModelConfig)}
     settings = {name: value for name, value in document.config.get("model", {}).items() if name in known}
-    config = bert_config(ModelConfig(**settings), vocab_size, architectures=["BertForPreTraining"])
+    config = bert_config(TextModelConfig(**settings), vocab_size, architectures=["BertForPreTraining"])
     weights = read_full_state(checkpoint, state)
     if missing := [name for name in PADDED_PARAMETERS if name not in weights]:
         raise CheckpointError(f"{checkpoint} is not a BertForPreTraining: {missing} are missing")

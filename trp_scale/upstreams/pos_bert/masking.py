@@ -10,9 +10,10 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from trp_scale.config import MaskingConfig, RefusedError
+from trp_scale.config import RefusedError
 from trp_scale.data.hashing import Integers, Words, below, mix, name_hash
 from trp_scale.data.text.groups import GROUP_BITS, OTHER, WORD_START
+from trp_scale.upstreams.pos_bert.settings import PosBertMaskingConfig
 
 Flags = npt.NDArray[np.bool_]
 
@@ -59,7 +60,7 @@ class Masker:
 
     def __init__(
         self,
-        settings: MaskingConfig,
+        settings: PosBertMaskingConfig,
         *,
         length: int,
         vocab_size: int,

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import BertConfig, BertModel
 from transformers.models.bert.modeling_bert import BertLayer
 
-from trp_scale.config import ModelConfig
+from trp_scale.config import TextModelConfig
 from trp_scale.models.initialise import initialise
 
 VOCABULARY_MULTIPLE = 64
@@ -28,7 +28,7 @@ def padded_vocabulary(vocab_size: int) -> int:
     return -(-vocab_size // VOCABULARY_MULTIPLE) * VOCABULARY_MULTIPLE
 
 
-def bert_config(model: ModelConfig, vocab_size: int, **changes: Any) -> BertConfig:
+def bert_config(model: TextModelConfig, vocab_size: int, **changes: Any) -> BertConfig:
     """transformers' configuration of our encoder."""
     values: dict[str, Any] = {
         "vocab_size": vocab_size,
@@ -141,7 +141,7 @@ class BertForMaskedPositions(nn.Module):
         seed: initial weights follow from it and from each tensor's name.
     """
 
-    def __init__(self, model: ModelConfig, *, vocab_size: int, seed: int) -> None:
+    def __init__(self, model: TextModelConfig, *, vocab_size: int, seed: int) -> None:
         super().__init__()
         self.config = bert_config(model, vocab_size)
         padded = bert_config(model, padded_vocabulary(vocab_size), attn_implementation="sdpa")

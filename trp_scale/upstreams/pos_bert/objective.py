@@ -8,10 +8,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trp_scale.config import ObjectiveConfig
 from trp_scale.core.batch import Batch, Extra, TaskLosses
 from trp_scale.core.objective import Tap, TapPlace
 from trp_scale.upstreams.pos_bert.model import BertOutput
+from trp_scale.upstreams.pos_bert.settings import PosBertObjectiveConfig
 
 TAPS: dict[TapPlace, Extra] = {"weights": Extra("transform_tap"), "representation": Extra("representation_tap")}
 """Argument of the model that takes a tap."""
@@ -32,7 +32,7 @@ class PosMaskedLanguageModelling:
         hidden_size: D, the encoder's width.
     """
 
-    def __init__(self, config: ObjectiveConfig, groups: Sequence[str], hidden_size: int) -> None:
+    def __init__(self, config: PosBertObjectiveConfig, groups: Sequence[str], hidden_size: int) -> None:
         self.config = config
         self.hidden_size = hidden_size
         self.tasks: tuple[str, ...] = (*groups, NEXT_SENTENCE)

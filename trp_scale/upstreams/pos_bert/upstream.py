@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +14,13 @@ from trp_scale.checkpoint.initial_weights import give_weights
 from trp_scale.core.batch import Batch
 from trp_scale.core.hooks import Hook
 from trp_scale.core.run import RunContext
-from trp_scale.data.sources import open_sources
+from trp_scale.data.sources import Sources, open_sources
 from trp_scale.data.text.dataset import TextMeta
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group
 from trp_scale.observe.throughput import bert_step_flops
 from trp_scale.training import rundir
+from trp_scale.upstreams.pos_bert.batch import open_rows
 from trp_scale.upstreams.pos_bert.model import BertForMaskedPositions
 from trp_scale.upstreams.pos_bert.objective import PosMaskedLanguageModelling
 from trp_scale.upstreams.pos_bert.settings import PosBertConfig
@@ -45,7 +47,7 @@ class TextUpstream:
         data = environment.data
         self.config = config
         self._group = data
-        self.sources = open_sources(config, rank=data.rank, world=data.size, device_type=environment.device.type)
+        self.sources = self.open_sources(config, rank=data.rank, world=data.size, device_type=environment.device.type)
         self.source = self.sources.train
         self.meta = self.sources.meta
         self.objective = PosMaskedLanguageModelling(config.objective, self.meta.groups, config.model.hidden_size)
@@ -57,6 +59,19 @@ class TextUpstream:
             predicted=self.sources.limit,
             vocabulary=self.meta.vocab_size,
             next_sentence=config.objective.next_sentence != "off",
+        )
+
+    open_rows = staticmethod(open_rows)
+
+    @staticmethod
+    def open_sources(config: PosBertConfig, *, rank: int, world: int, device_type: str = "cpu") -> Sources:
+        return open_sources(
+            config,
+            partial(open_rows, config),
+            workers_import=open_rows.__module__,
+            rank=rank,
+            world=world,
+            device_type=device_type,
         )
 
     def model(self) -> nn.Module:

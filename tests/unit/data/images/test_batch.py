@@ -24,8 +24,8 @@ from tests.unit.data.images.stored import (
 from trp_scale.config import Config
 from trp_scale.data.images.dataset import open_image_dataset
 from trp_scale.data.index import DataError, read_index, read_json, write_json
-from trp_scale.data.sources import open_sources
 from trp_scale.preparation.verify import verify_dataset
+from trp_scale.upstreams.base import open_sources
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,7 @@ from trp_scale.data.hashing import name_hash
 from trp_scale.data.images.dataset import open_image_dataset
 from trp_scale.data.images.reader import SampleReader
 from trp_scale.data.index import DataError, read_json, write_json
-from trp_scale.data.sources import open_sources
+from trp_scale.upstreams.base import open_sources
 
 
 @pytest.fixture(scope="module")

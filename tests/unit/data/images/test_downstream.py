@@ -14,7 +14,8 @@ from trp_scale.config import Config, RefusedError
 from trp_scale.core.batch import Batch
 from trp_scale.data.images.dataset import open_image_dataset
 from trp_scale.data.index import read_json, write_json
-from trp_scale.data.sources import Sources, TrainSource, open_sources
+from trp_scale.data.sources import Sources, TrainSource
+from trp_scale.upstreams.base import open_sources
 
 
 @pytest.fixture(scope="module")

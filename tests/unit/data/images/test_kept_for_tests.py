@@ -13,8 +13,8 @@ from trp_scale.config import RefusedError
 from trp_scale.data.images.dataset import open_image_dataset
 from trp_scale.data.images.kept_for_tests import in_common, is_test_set, refuse_shared_images
 from trp_scale.data.index import DataError, read_json
-from trp_scale.data.sources import open_sources
 from trp_scale.preparation.images.shard import ShardImagesConfig, shard_images
+from trp_scale.upstreams.base import open_sources
 
 
 def shard(output: Path, **settings: object) -> Path:

@@ -25,10 +25,9 @@ from trp_scale.config import Config, CropsConfig
 from trp_scale.data.images.crops import Cropper, Crops
 from trp_scale.data.images.dataset import open_image_dataset
 from trp_scale.data.index import DataError
-from trp_scale.data.kinds import BUILDERS, open_rows
 from trp_scale.data.mixture import parse_paths
-from trp_scale.data.sources import open_sources
 from trp_scale.modalities.base import count_patches
+from trp_scale.upstreams.base import open_sources, upstream_of
 from trp_scale.upstreams.mm_mae.tokens import RunModalities
 
 
@@ -263,7 +262,8 @@ def test_members_of_a_mixture_have_depth_of_one_direction(tmp_path: Path) -> Non
 @pytest.mark.parametrize("kind", ["mae", "mm_mae"])
 def test_workers_import_the_builder_beforehand(data: Path, kind: str) -> None:
     config = of_upstream(multimodal_config(data), kind)
-    assert BUILDERS[kind] == type(open_rows(config, parse_paths(config.data.path)).builder).__module__
+    open_rows = upstream_of(config).open_rows
+    assert open_rows.__module__ == type(open_rows(config, parse_paths(config.data.path)).builder).__module__
 
 
 def test_more_than_one_crop_is_refused(data: Path) -> None:

@@ -1,0 +1,73 @@
+"""Opened data sets of one kind: order, split, cursors and workers are the same, whatever a batch of them holds."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from trp_scale.data.fetch import BatchBuilder
+from trp_scale.data.hashing import Integers
+from trp_scale.data.index import read_json
+from trp_scale.data.mixture import MemberPath
+from trp_scale.data.plan import Blocks, Member
+from trp_scale.errors import RefusedError
+
+if TYPE_CHECKING:
+    from trp_scale.data.images.dataset import ImageMeta
+    from trp_scale.data.text.dataset import TextMeta
+
+KINDS = ("text", "image")
+"""Kinds in dataset.json."""
+
+
+Chosen = npt.NDArray[np.bool_]
+"""[n] which blocks of a data set a source takes."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rows:
+    """Opened data sets of one kind.
+
+    Attributes:
+        blocks: of each data set.
+        meta: what all rows have in common; None for labelled sentences.
+        limit: predicted places of a sequence: masked slots of a text row, masked patches of a crop (of all input
+            modalities together).
+        builder: makes batches of their rows.
+        digests: of each data set.
+        labels: of images: the class of each, in stored order, for each data set; -1 where they have none.
+    """
+
+    blocks: Sequence[Blocks]
+    meta: TextMeta | ImageMeta | None
+    limit: int
+    builder: BatchBuilder
+    digests: list[str]
+    labels: list[Integers] | None = None
+
+    def members(self, paths: Sequence[MemberPath], chosen: Sequence[Chosen]) -> list[Member]:
+        """The data sets with the blocks that one source takes of each."""
+        return [
+            Member(name=path.name, weight=path.weight, table=blocks, chosen=mask)
+            for path, blocks, mask in zip(paths, self.blocks, chosen, strict=True)
+        ]
+
+
+def require_kind(paths: Sequence[MemberPath], wanted: str) -> None:
+    """Refuse data of another kind than the encoder reads.
+
+    Raises:
+        DataError: there is no data.
+        RefusedError: it is of another kind.
+    """
+    for path in paths:
+        found = read_json(path.path / "dataset.json").get("kind")
+        if found != wanted and found in KINDS:
+            raise RefusedError(
+                f"{path.path}: kind {found!r} found, but this run's encoder reads kind "
+                f"{wanted!r}; give other data (--data.path), or choose a recipe for {found} data"
+            )

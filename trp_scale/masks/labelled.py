@@ -1,0 +1,137 @@
+"""The labelled images that masks are learned from: D_tr for the head, D_val for the masking network."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+
+import numpy as np
+
+from trp_scale.config import RefusedError
+from trp_scale.config.images import MaskedAutoencoderConfig
+from trp_scale.data.downstream import TRAIN, VALIDATION, Downstream
+from trp_scale.data.hashing import Integers, stream
+from trp_scale.data.mixture import MemberPath
+from trp_scale.data.plan import Member, TrainPlan
+from trp_scale.data.rows import Chosen, Rows
+from trp_scale.data.split import downstream_validation
+from trp_scale.data.train_source import TrainSource
+
+FLAGS = ("multilevel.batch_size", "multilevel.micro_size")
+
+
+def open_downstream(
+    config: MaskedAutoencoderConfig,
+    rows: Rows,
+    paths: Sequence[MemberPath],
+    training: Sequence[Chosen],
+    *,
+    rank: int,
+    world: int,
+    pin: bool,
+) -> tuple[Downstream, Sequence[Chosen]]:
+    """D_tr and D_val, and D_u's blocks of each data set.
+
+    Args:
+        config: the run.
+        rows: the opened data.
+        paths: of the data sets.
+        training: [n] of each data set, blocks that are not held out.
+        rank, world: place in, and size of, the data-parallel group.
+        pin: pin the batches' memory.
+
+    Raises:
+        RefusedError: the images have no classes or only one, their number cannot be told, there are too few blocks, or
+            the batches do not divide over the ranks.
+    """
+    labels = _labels(config, rows)
+    classes = _classes(config, rows, labels)
+    validation = [
+        downstream_validation(
+            blocks.identities, config.multilevel.validation_share, training=mask, where=str(path.path)
+        )
+        for blocks, mask, path in zip(rows.blocks, training, paths, strict=True)
+    ]
+    train = [every & ~mask for every, mask in zip(training, validation, strict=True)]
+    unroll, joined = config.multilevel.unroll, config.multilevel.joins_labelled
+    notices: list[str] = []
+
+    def open_source(name: str, shown: str, chosen: Sequence[Chosen], steps: int) -> TrainSource:
+        members = rows.members(paths, chosen)
+        seed, blocks_per_group = stream(config.training.seed, name), config.data.blocks_per_group
+        plan = TrainPlan(seed=seed, members=members, blocks_per_group=blocks_per_group)
+        sized = _sized(config, steps)
+        notices.extend(_notices(config, shown, plan.rows, members, labels, rows, classes))
+        return TrainSource(plan, rows.builder, sized, rank=rank, world=world, pin_memory=pin, flags=FLAGS)
+
+    downstream = Downstream(
+        train=open_source(TRAIN, "D_tr", train, 1 if joined else unroll),
+        validation=open_source(VALIDATION, "D_val", validation, unroll * config.multilevel.every),
+        classes=classes,
+        notices=notices,
+    )
+    return downstream, training if config.multilevel.unlabelled == "all" else train
+
+
+def _sized(config: MaskedAutoencoderConfig, steps: int) -> MaskedAutoencoderConfig:
+    """Settings with the batches of D_tr and D_val. One of their windows is fetched every `steps` steps: that takes so
+    many times fewer workers."""
+    sized = copy.deepcopy(config)
+    sized.batch.global_size, sized.batch.micro_size = config.multilevel.batches(config)
+    sized.data.workers = -(-config.data.workers // steps)
+    return sized
+
+
+def _labels(config: MaskedAutoencoderConfig, rows: Rows) -> list[Integers]:
+    if rows.labels is None or "cls" not in rows.meta.suffixes:  # type: ignore[union-attr]  # text has no labels
+        raise RefusedError(
+            f"--multilevel.kind {config.multilevel.kind} learns from classes, and the images of --data.path "
+            f"{config.data.path} have none (no .cls; in a mixture every member needs them); allowed: images with "
+            "classes, or --multilevel.kind reconstruction or none"
+        )
+    return rows.labels
+
+
+def _classes(config: MaskedAutoencoderConfig, rows: Rows, labels: Sequence[Integers]) -> int:
+    names = rows.meta.classes  # type: ignore[union-attr]  # images, as they have labels
+    count = 1 + max(int(numbers.max()) for numbers in labels) if names is None else len(names)
+    if count < 2:
+        raise RefusedError(
+            f"{config.data.path}: {count} class found, --multilevel.kind {config.multilevel.kind} needs at least 2 to "
+            "learn from; allowed with it: --multilevel.kind reconstruction"
+        )
+    return count
+
+
+def _notices(
+    config: MaskedAutoencoderConfig,
+    shown: str,
+    images: int,
+    members: Sequence[Member],
+    labels: Sequence[Integers],
+    rows: Rows,
+    classes: int,
+) -> list[str]:
+    """Notices of a source that is smaller than a batch, or that lacks some classes altogether."""
+    found = []
+    size, _ = config.multilevel.batches(config)
+    split = f"{shown} (--multilevel.validation_share {config.multilevel.validation_share:g})"
+    if images < size:
+        found.append(
+            f"{split} has {images} images, fewer than the {size} of a batch (--multilevel.batch_size): a batch holds "
+            "images more than once"
+        )
+    present = {
+        number
+        for member, numbers in zip(members, labels, strict=True)
+        for number in np.unique(numbers[np.repeat(member.chosen, member.table.rows)]).tolist()
+    }
+    lacking = [number for number in range(classes) if number not in present]
+    if lacking and -1 not in present:
+        names = rows.meta.classes  # type: ignore[union-attr]  # images, as they have labels
+        listed = ", ".join(str(number) if names is None else names[number] for number in lacking[:5])
+        found.append(
+            f"{split} has no image of {len(lacking)} of {classes} classes ({listed}{', ...' if lacking[5:] else ''}); "
+            "smaller blocks (--rows_per_block of trp-scale shard-images) spread classes better"
+        )
+    return found
