@@ -39,13 +39,6 @@ BESIDE = {("masks", "adversary")}
 
 RECIPES_ARE_READ_BY = {"checkpoint", "upstreams", "training", "downstream", "commands", "cli"}
 
-KNOWN = {
-    ("models", "upstreams"),  # models/given_weights.py chooses
-    ("checkpoint", "upstreams"),  # checkpoint/export.py chooses
-    ("upstreams", "training"),
-}
-"""What still goes against the direction, and has to go."""
-
 ONLY_WHEN_ASKED = ("wandb", "tensorboard", "datasets", "deepspeed", "nltk", "textblob", "webdataset")
 
 PICKLING_MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
@@ -53,7 +46,7 @@ PICKLING_MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "jobl
 
 def allowed(importer: str, imported: str) -> bool:
     """Whether the part `importer` may import the part `imported`."""
-    if importer == imported or (importer, imported) in BESIDE | KNOWN:
+    if importer == imported or (importer, imported) in BESIDE:
         return True
     if importer == "recipes":
         return imported in ("config", "command_line")

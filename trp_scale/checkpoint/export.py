@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import shutil
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from trp_scale.checkpoint.document import DOCUMENT_NAME, CheckpointDocument, read_document
@@ -14,13 +15,31 @@ from trp_scale.checkpoint.durable import sync_directory
 from trp_scale.checkpoint.format import STATE_OF
 from trp_scale.checkpoint.run_directory import newest_complete
 from trp_scale.config import RefusedError
+from trp_scale.config.components import find
 from trp_scale.config.upstream import Weights
-from trp_scale.upstreams.mae.export import write_timm, write_vitmae
-from trp_scale.upstreams.mm_mae.export import write_multimodal_timm
-from trp_scale.upstreams.pos_bert.export import write_bert
 
-Writer = Callable[[Path, Path, CheckpointDocument, str], None]
-"""Writes into a directory what it makes of a checkpoint, its document and the state that its weights are."""
+
+@dataclass(frozen=True, kw_only=True)
+class Export:
+    """What is written for another library.
+
+    Attributes:
+        directory: empty; the files go there.
+        checkpoint: whose weights they are.
+        document: of the checkpoint.
+        state: what is read as the weights (checkpoint/format.py: STATE_OF).
+        image_size: timm: side of the images that it is for, in pixels; the fixed positions are those of its grid.
+    """
+
+    directory: Path
+    checkpoint: Path
+    document: CheckpointDocument
+    state: str
+    image_size: int
+
+
+Writer = Callable[[Export], None]
+"""Raises RefusedError where the library has no such model."""
 
 
 def export(source: Path, output: Path, *, to: str = "hf", image_size: int = 224, weights: Weights = "last") -> Path:
@@ -42,13 +61,21 @@ def export(source: Path, output: Path, *, to: str = "hf", image_size: int = 224,
         raise RefusedError(f"--output {output}: exists and is not an empty directory; give another, or remove it")
     checkpoint = find_checkpoint(source)
     document = read_document(checkpoint)
-    write = find_writer(document, to, image_size)
+    write = find_writer(document, to)
     temporary = output.with_name(f".{output.name}.tmp")
     if temporary.exists():  # left by an export that was killed
         shutil.rmtree(temporary)
     temporary.mkdir(parents=True)
     try:
-        write(temporary, checkpoint, document, STATE_OF[weights])
+        write(
+            Export(
+                directory=temporary,
+                checkpoint=checkpoint,
+                document=document,
+                state=STATE_OF[weights],
+                image_size=image_size,
+            )
+        )
         for path in temporary.iterdir():
             with path.open("rb") as file:
                 os.fsync(file.fileno())
@@ -71,25 +98,21 @@ def loading_call(directory: Path) -> str:
     return f'transformers.{described["architectures"][0]}.from_pretrained("{directory}")'
 
 
-def find_writer(document: CheckpointDocument, to: str, image_size: int) -> Writer:
-    """The writer for the checkpoint's kind of model.
+def find_writer(document: CheckpointDocument, to: str) -> Writer:
+    """The writer that the run's upstream names for a library in its `exports`.
 
     Raises:
-        RefusedError: that library has no such model.
+        RefusedError: it names none, or there is no such upstream.
     """
-    writers: dict[tuple[str, str], Writer] = {
-        ("pos_bert", "hf"): write_bert,
-        ("mae", "hf"): write_vitmae,
-        ("mae", "timm"): partial(write_timm, image_size=image_size),
-        ("mm_mae", "timm"): partial(write_multimodal_timm, image_size=image_size),
-    }
     upstream = document.config.get("upstream", "")
-    if (upstream, to) in writers:
-        return writers[upstream, to]
-    allowed = ", ".join(library for of, library in writers if of == upstream)
+    exports: Mapping[str, str] = find("upstream", upstream, "the run's upstream").load().exports if upstream else {}
+    if to in exports:
+        module, _, name = exports[to].partition(":")
+        writer: Writer = getattr(importlib.import_module(module), name)
+        return writer
     raise RefusedError(
         f"--to {to}: the run's upstream is {upstream or 'none, it is a fine-tuned run'}; allowed for it: "
-        f"{allowed or 'nothing'}"
+        f"{', '.join(exports) or 'nothing'}"
     )
 
 

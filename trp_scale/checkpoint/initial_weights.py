@@ -11,15 +11,20 @@ from trp_scale.checkpoint.document import DOCUMENT_NAME
 from trp_scale.checkpoint.export import find_checkpoint
 from trp_scale.checkpoint.format import named_weights, read_full_state
 from trp_scale.config import RefusedError
-from trp_scale.models.given_weights import load_given_weights
+from trp_scale.models.given_weights import Load, Model, load_given_weights
 
 
-def give_weights(model: nn.Module, path: str) -> None:
+def give_weights(model: Model, path: str, load: Load[Model]) -> None:
     """Fill a model with the weights at `model.weights`; empty: it stays as the seed made it.
 
     A run directory of ours, or a checkpoint in one, gives its weights and nothing else: no moments, no cursor, no step;
     with "@average" behind its path, the average that its run kept of them.
     What other engines of that run held, such as a masking network, is left where it is.
+
+    Args:
+        model: takes them.
+        path: of the weights.
+        load: takes those of another library.
 
     Raises:
         RefusedError: nothing to read there, or its tensors are not this model's; names what is missing, unexpected or
@@ -30,7 +35,7 @@ def give_weights(model: nn.Module, path: str) -> None:
     if path and ((place / "checkpoints").is_dir() or (place / DOCUMENT_NAME).is_file()):
         take_checkpoint(model, find_checkpoint(place), state)
     else:
-        load_given_weights(model, path)
+        load_given_weights(model, path, load)
 
 
 @torch.no_grad()

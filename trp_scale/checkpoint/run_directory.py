@@ -1,4 +1,4 @@
-"""The checkpoints of a run directory: names, which are complete, which are kept."""
+"""What a run directory holds beside records: checkpoints, which of them are complete, which are kept; the tokenizer."""
 
 from __future__ import annotations
 
@@ -11,8 +11,11 @@ from trp_scale.checkpoint.document import read_document
 from trp_scale.checkpoint.durable import sync_directory
 from trp_scale.checkpoint.errors import CheckpointError
 from trp_scale.checkpoint.tensor_file import wrong_size
+from trp_scale.distributed.groups import Group
 
 CHECKPOINTS = "checkpoints"
+TOKENIZER = "tokenizer"
+"""Directory into which a run on text copies its tokenizer."""
 _FINAL = re.compile(r"^step_(\d{8,})$")
 _LEFTOVER = re.compile(r"^\.(step_\d{8,})\.(tmp|old|replaced)$")
 
@@ -128,3 +131,14 @@ def set_aside_later(run_dir: Path, step: int) -> list[Path]:
             path.rename(target)
             moved.append(target)
     return moved
+
+
+def copy_tokenizer(run_dir: Path, source: Path, world: Group) -> None:
+    """Copy the data set's tokenizer on rank 0, so that the run directory can be exported and moved on its own."""
+    target = run_dir / TOKENIZER
+    if world.rank != 0 or target.exists():
+        return
+    temporary = run_dir / f".{TOKENIZER}.tmp"
+    shutil.rmtree(temporary, ignore_errors=True)
+    shutil.copytree(source, temporary)
+    temporary.rename(target)

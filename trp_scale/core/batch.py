@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import NewType
+from typing import NewType, Protocol
 
 import torch
 from torch import Tensor
@@ -98,3 +98,11 @@ class StepStats:
     task_losses: tuple[float, ...] = ()
     task_weights: tuple[float, ...] = ()
     task_counts: tuple[float, ...] = ()
+
+
+class WindowSource(Protocol):
+    """Where global batches come from."""
+
+    def next_window(self) -> list[Batch]:
+        """This rank's micro-batches of the next global batch."""
+        ...

@@ -4,10 +4,10 @@ reading of such files, whose errors name what is damaged or missing.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol, runtime_checkable
+from typing import TypeVar
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -19,20 +19,20 @@ FILE = "model.safetensors"
 """What transformers' save_pretrained and timm's hub directories call it."""
 
 
-@runtime_checkable
-class FromTransformers(Protocol):
-    """A model that takes the state dict of transformers' model of the same kind."""
+Model = TypeVar("Model", bound=nn.Module)
 
-    def load_transformers(self, state: dict[str, Tensor]) -> None: ...
+Load = Callable[[Model, dict[str, Tensor]], None]
+"""Takes the state dict of another library's model of the same kind. Raises ValueError where its tensors are not this
+model's; names what is missing, unexpected or of another shape."""
 
 
-def load_given_weights(model: nn.Module, path: str) -> None:
-    """Take the weights at `path` where it is given: transformers' BertForPreTraining for BERT; transformers'
-    ViTMAEForPreTraining, or the encoder alone of a timm ViT, for a masked autoencoder; MultiMAE's for one of several
-    modalities.
+def load_given_weights(model: Model, path: str, load: Load[Model]) -> None:
+    """Take the weights at `path` where it is given.
 
     Args:
+        model: takes them.
         path: a directory with model.safetensors, or a .safetensors file; empty: the model stays as the seed made it.
+        load: knows the other library's names.
 
     Raises:
         RefusedError: no such file, or its tensors are not this model's; names what is missing, unexpected or of
@@ -46,32 +46,9 @@ def load_given_weights(model: nn.Module, path: str) -> None:
             f"--model.weights {path}: a directory with {FILE} or a .safetensors file expected (nothing is unpickled)"
         )
     try:
-        state = load_file(file)
-        take(model, state)
+        load(model, load_file(file))
     except (ValueError, SafetensorError) as error:
         raise RefusedError(f"--model.weights {file}: {error}") from error
-
-
-def take(model: nn.Module, state: dict[str, Tensor]) -> None:
-    """Fill the model by its kind, and by whose names the tensors have.
-
-    Raises:
-        ValueError: see `load_given_weights`.
-    """
-    if isinstance(model, FromTransformers):
-        model.load_transformers(state)
-        return
-    from trp_scale.upstreams.mae.model import MaskedAutoencoder  # imports timm: only image runs pay for it
-    from trp_scale.upstreams.mae.weights import load_timm, load_vitmae
-    from trp_scale.upstreams.mm_mae.model import MultimodalMaskedAutoencoder
-    from trp_scale.upstreams.mm_mae.weights import load_multimae
-
-    if isinstance(model, MultimodalMaskedAutoencoder):
-        load_multimae(model, state)
-        return
-    assert isinstance(model, MaskedAutoencoder)
-    load = load_vitmae if any(name.startswith("vit.") for name in state) else load_timm
-    load(model, state)
 
 
 @contextmanager

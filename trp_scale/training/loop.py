@@ -7,13 +7,13 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from trp_scale.config import Config, OptimizerConfig
-from trp_scale.core.batch import Batch, StepStats
+from trp_scale.core.batch import Batch, StepStats, WindowSource
 from trp_scale.core.engine import Engine, Trains
 from trp_scale.core.hooks import Hooks, StepContext
 from trp_scale.core.objective import Objective
@@ -21,14 +21,6 @@ from trp_scale.core.run import RunContext
 from trp_scale.observe.observer import Observer
 from trp_scale.observe.records import StepRecord, TaskRecord
 from trp_scale.training.agreement import StepAgreement
-
-
-class WindowSource(Protocol):
-    """Where global batches come from."""
-
-    def next_window(self) -> list[Batch]:
-        """This rank's micro-batches of the next global batch."""
-        ...
 
 
 @dataclass(kw_only=True)

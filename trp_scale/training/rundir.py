@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import shutil
 import socket
 import subprocess
 import sys
@@ -32,7 +31,6 @@ from trp_scale.recipes.loader import dump
 
 CONFIG_FILE = "config.yaml"
 ENVIRONMENT_FILE = "environment.json"
-TOKENIZER = "tokenizer"
 _PACKAGES = (
     "torch",
     "deepspeed",
@@ -113,17 +111,6 @@ def write_environment(
         found["earlier"] = _earlier(run_dir / ENVIRONMENT_FILE)
         _replace(run_dir / ENVIRONMENT_FILE, json.dumps(found, indent=2) + "\n")
     return world.broadcast_object(found)
-
-
-def copy_tokenizer(run_dir: Path, source: Path, world: Group) -> None:
-    """Copy the data set's tokenizer on rank 0, so that the run directory can be exported and moved on its own."""
-    target = run_dir / TOKENIZER
-    if world.rank != 0 or target.exists():
-        return
-    temporary = run_dir / f".{TOKENIZER}.tmp"
-    shutil.rmtree(temporary, ignore_errors=True)
-    shutil.copytree(source, temporary)
-    temporary.rename(target)
 
 
 def git_state(directory: Path) -> dict[str, Any] | None:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from torch import nn
 
 from trp_scale.config import Config, PretrainConfig
 from trp_scale.config.components import find
+from trp_scale.core.batch import WindowSource
 from trp_scale.core.hooks import Hook
 from trp_scale.core.objective import Objective
 from trp_scale.core.run import RunContext
@@ -18,18 +19,19 @@ from trp_scale.data.rows import Rows
 from trp_scale.data.sources import Sources
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group
-from trp_scale.training.loop import WindowSource
 
 
 class Upstream(Protocol):
     """The upstream task as the run needs it.
 
     Attributes:
+        exports: {library: "module:function" that writes a checkpoint for it} (checkpoint/export.py: `Writer`).
         sources: named streams of rows.
         positions_per_step: sequence positions of a step on all ranks, padding included.
         step_flops: model FLOPs of a training step on all ranks.
     """
 
+    exports: ClassVar[Mapping[str, str]]
     sources: Sources
     positions_per_step: int
     step_flops: float

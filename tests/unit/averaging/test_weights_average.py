@@ -27,6 +27,7 @@ from trp_scale.core.pieces import WEIGHT_AVERAGE
 from trp_scale.downstream.encoder_source import open_encoder
 from trp_scale.downstream.probe.arguments import parse_probe
 from trp_scale.recipes.loader import to_dict
+from trp_scale.upstreams.pos_bert.model import BertForMaskedPositions
 from trp_scale.upstreams.pos_bert.settings import PosBertConfig
 
 
@@ -88,7 +89,7 @@ def test_a_run_starts_from_the_average(tmp_path: Path) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(torch.nan)
-    give_weights(model, f"{both}@average")
+    give_weights(model, f"{both}@average", BertForMaskedPositions.load_transformers)
     assert all(torch.equal(parameter, expected[name]) for name, parameter in model.named_parameters())
 
 

@@ -19,9 +19,15 @@ from trp_scale.checkpoint.agreement import check_shared_directory, on_rank_zero,
 from trp_scale.checkpoint.document import CheckpointDocument
 from trp_scale.checkpoint.errors import CheckpointError, RankError
 from trp_scale.checkpoint.format import read_full_state
-from trp_scale.checkpoint.run_directory import checkpoints, newest_complete, remove_leftovers, set_aside_later
+from trp_scale.checkpoint.run_directory import (
+    checkpoints,
+    copy_tokenizer,
+    newest_complete,
+    remove_leftovers,
+    set_aside_later,
+)
 from trp_scale.config import RefusedError
-from trp_scale.distributed.groups import Group
+from trp_scale.distributed.groups import ALONE, Group
 
 ROOT = Path(__file__).parents[3]
 
@@ -245,3 +251,16 @@ def test_what_is_refused_keeps_its_words_and_what_is_not_keeps_its_kind() -> Non
     for error in on_ranks(2, either):
         assert type(error) is RankError
         assert str(error).endswith("rank 0: KeyError: 'x'; rank 1: --resume never, but ...")
+
+
+def test_the_tokenizer_is_copied_once_and_whole(tmp_path: Path) -> None:
+    source, run_dir = tmp_path / "tokenizer", tmp_path / "run"
+    source.mkdir()
+    run_dir.mkdir()
+    (source / "tokenizer.json").write_text("{}", encoding="utf-8")
+    (run_dir / ".tokenizer.tmp").mkdir()  # left by a killed run
+    (run_dir / ".tokenizer.tmp" / "half").touch()
+    for _ in range(2):
+        copy_tokenizer(run_dir, source, ALONE)
+    assert [path.name for path in (run_dir / "tokenizer").iterdir()] == ["tokenizer.json"]
+    assert not (run_dir / ".tokenizer.tmp").exists()

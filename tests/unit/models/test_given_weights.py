@@ -16,7 +16,7 @@ from tests.unit.models.vitmae_peer import vitmae
 from trp_scale.config import RefusedError, TextModelConfig
 from trp_scale.models.given_weights import load_given_weights
 from trp_scale.upstreams.mae.model import MaskedAutoencoder
-from trp_scale.upstreams.mae.weights import is_encoder, load_timm, stored_positions
+from trp_scale.upstreams.mae.weights import is_encoder, load_given, load_timm, stored_positions
 from trp_scale.upstreams.pos_bert.model import BertForMaskedPositions, bert_config
 
 BERT = TextModelConfig(layers=2, hidden_size=32, heads=2, intermediate_size=64, max_positions=16)
@@ -32,9 +32,9 @@ def test_bert_starts_from_transformers_weights(tmp_path: Path) -> None:
     peer.save_pretrained(tmp_path / "bert")
     given, expected = (BertForMaskedPositions(BERT, vocab_size=90, seed=0) for _ in range(2))
     expected.load_transformers(peer.state_dict())
-    load_given_weights(given, "")
+    load_given_weights(given, "", BertForMaskedPositions.load_transformers)
     assert not all(equal(given, expected).values())
-    load_given_weights(given, str(tmp_path / "bert"))
+    load_given_weights(given, str(tmp_path / "bert"), BertForMaskedPositions.load_transformers)
     assert all(equal(given, expected).values())
 
 
@@ -45,7 +45,7 @@ def test_an_autoencoder_starts_from_vitmae(tmp_path: Path) -> None:
         {name: tensor.contiguous() for name, tensor in peer.state_dict().items()}, tmp_path / "vitmae.safetensors"
     )
     given = MaskedAutoencoder(settings)
-    load_given_weights(given, str(tmp_path / "vitmae.safetensors"))
+    load_given_weights(given, str(tmp_path / "vitmae.safetensors"), load_given)
     assert all(equal(given, loaded(peer.state_dict(), settings)).values())
 
 
@@ -56,7 +56,7 @@ def test_an_encoder_starts_from_timm_and_its_decoder_from_the_seed(tmp_path: Pat
     save_file(dict(peer.state_dict()), tmp_path / "model.safetensors")
     given, expected, seeded = (MaskedAutoencoder(config()) for _ in range(3))
     load_timm(expected, peer.state_dict())
-    load_given_weights(given, str(tmp_path))
+    load_given_weights(given, str(tmp_path), load_given)
     assert all(equal(given, expected).values())
     of_the_seed = equal(given, seeded)
     assert not of_the_seed["blocks.0.attn.qkv.weight"]
@@ -75,4 +75,4 @@ def test_what_is_no_such_file_is_refused(tmp_path: Path) -> None:
         ("few.safetensors", "missing"),
     ):
         with pytest.raises(RefusedError, match=words):
-            load_given_weights(model, str(tmp_path / name))
+            load_given_weights(model, str(tmp_path / name), load_given)

@@ -117,7 +117,7 @@ def test_a_run_starts_from_such_a_file(tmp_path: Path) -> None:
     state = published(settings)
     save_file({name: tensor.float().contiguous() for name, tensor in state.items()}, tmp_path / "multimae.safetensors")
     given = MultimodalMaskedAutoencoder(settings, {"semseg": CLASSES})
-    load_given_weights(given, str(tmp_path / "multimae.safetensors"))
+    load_given_weights(given, str(tmp_path / "multimae.safetensors"), load_multimae)
     expected = dict(loaded(settings, state).named_parameters())
     for name, parameter in given.named_parameters():
         if name != "tokenisers.semseg.class_embedding":
@@ -133,7 +133,7 @@ def test_what_is_another_network_is_refused(tmp_path: Path) -> None:
         save_file({name: tensor.float().contiguous() for name, tensor in state.items()}, file)
         model = MultimodalMaskedAutoencoder(settings_like_theirs(**changes), {"semseg": CLASSES})
         with pytest.raises(RefusedError) as refused:
-            load_given_weights(model, str(file))
+            load_given_weights(model, str(file), load_multimae)
         return str(refused.value)
 
     assert "set --modalities.encoder_norm False" in refusal(state, encoder_norm=True)

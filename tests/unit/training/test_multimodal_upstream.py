@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
+from pathlib import Path
+
 import pytest
 import torch
 
 from tests.unit.data.images.multimodal import SEMSEG_CLASSES, multimodal_config, samples, write_multimodal
-from trp_scale.config import Config, ModelConfig
+from trp_scale.config import Config, ModelConfig, RefusedError
 from trp_scale.core.batch import Batch
 from trp_scale.core.run import RunContext
 from trp_scale.distributed.environment import Environment
@@ -66,6 +69,15 @@ def recount(config: Config, batch: Batch) -> list[float]:
         elements = (fine * valid[modality]).sum((1, 2))
         found.append(float((elements > 0).sum() if config.objective.reduction == "sample" else elements.sum()))
     return found
+
+
+def test_given_weights_are_read(config: Config, tmp_path: Path) -> None:
+    settings = copy.deepcopy(config)
+    settings.model.weights = str(tmp_path)
+    found = upstream(settings)
+    with pytest.raises(RefusedError, match=r"--model\.weights .* a directory with model.safetensors"):
+        found.model()
+    found.sources.close()
 
 
 def test_what_the_run_is_told(config: Config) -> None:

@@ -92,16 +92,3 @@ def test_git_state_is_that_of_a_checkout_that_tracks_the_package(tmp_path: Path)
     assert rundir.git_state(package) == {"commit": git("rev-parse", "HEAD"), "dirty": False}
     (package / "__init__.py").write_text("a = 2\n", encoding="utf-8")
     assert rundir.git_state(package) == {"commit": git("rev-parse", "HEAD"), "dirty": True}
-
-
-def test_the_tokenizer_is_copied_once_and_whole(tmp_path: Path) -> None:
-    source, run_dir = tmp_path / "tokenizer", tmp_path / "run"
-    source.mkdir()
-    run_dir.mkdir()
-    (source / "tokenizer.json").write_text("{}", encoding="utf-8")
-    (run_dir / ".tokenizer.tmp").mkdir()  # left by a killed run
-    (run_dir / ".tokenizer.tmp" / "half").touch()
-    for _ in range(2):
-        rundir.copy_tokenizer(run_dir, source, ALONE)
-    assert [path.name for path in (run_dir / "tokenizer").iterdir()] == ["tokenizer.json"]
-    assert not (run_dir / ".tokenizer.tmp").exists()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from torch import Tensor, nn
 
+from trp_scale.checkpoint.run_directory import TOKENIZER
 from trp_scale.config import RefusedError
 from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.core.batch import Batch
@@ -26,7 +27,6 @@ from trp_scale.downstream.glue.model import BertClassifier, SentenceClassificati
 from trp_scale.downstream.glue.tokens import PairTokenizer, TokenTable, load_tokenizer, tokenize
 from trp_scale.downstream.task import TaskParts, open_task_sources, take_encoder
 from trp_scale.observe.throughput import bert_step_flops
-from trp_scale.training.rundir import TOKENIZER
 from trp_scale.upstreams.pos_bert.model import padded_vocabulary
 
 

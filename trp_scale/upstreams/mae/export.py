@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import ViTMAEConfig
 
-from trp_scale.checkpoint.document import CheckpointDocument
 from trp_scale.checkpoint.errors import CheckpointError
+from trp_scale.checkpoint.export import Export
 from trp_scale.checkpoint.format import read_full_state
 from trp_scale.config import RefusedError
 from trp_scale.config.images import ImagePretrainConfig
@@ -30,21 +30,18 @@ TIMM_EPS = 1e-6
 """Epsilon of the layer norms of timm's vision transformers, which no argument changes."""
 
 
-def write_timm(directory: Path, checkpoint: Path, document: CheckpointDocument, state: str, *, image_size: int) -> None:
+def write_timm(asked: Export) -> None:
     """Write the encoder for `timm.create_model("local-dir:DIRECTORY", pretrained=True)`, without a head.
-
-    Args:
-        state: what is read as the weights (checkpoint/format.py: STATE_OF).
-        image_size: side of the images it is for, in pixels; the fixed positions are those of its grid.
 
     Raises:
         RefusedError: timm has no such model.
         CheckpointError: the checkpoint is damaged, or is not of a masked autoencoder.
     """
-    config = from_dict(document.config, source=str(checkpoint))
+    config = from_dict(asked.document.config, source=str(asked.checkpoint))
     assert isinstance(config, MaeConfig)
-    check_timm(config, image_size)
-    write_encoder(directory, config, read_weights(checkpoint, MaskedAutoencoder(config), state), image_size)
+    check_timm(config, asked.image_size)
+    weights = read_weights(asked.checkpoint, MaskedAutoencoder(config), asked.state)
+    write_encoder(asked.directory, config, weights, asked.image_size)
 
 
 def check_timm(config: ImagePretrainConfig, image_size: int) -> None:
@@ -100,17 +97,14 @@ def write_encoder(directory: Path, config: ImagePretrainConfig, weights: Mapping
     save_file(state, directory / "model.safetensors", metadata={"format": "pt"})
 
 
-def write_vitmae(directory: Path, checkpoint: Path, document: CheckpointDocument, state: str) -> None:
+def write_vitmae(asked: Export) -> None:
     """Write the whole autoencoder for `ViTMAEForPreTraining.from_pretrained`.
-
-    Args:
-        state: what is read as the weights (checkpoint/format.py: STATE_OF).
 
     Raises:
         RefusedError: ViTMAE has no such model.
         CheckpointError: the checkpoint is damaged, or is not of a masked autoencoder.
     """
-    config = from_dict(document.config, source=str(checkpoint))
+    config = from_dict(asked.document.config, source=str(asked.checkpoint))
     assert isinstance(config, MaeConfig)
     vision = config.vision
     _refuse_relative_positions(config, "transformers' ViTMAE")
@@ -120,11 +114,11 @@ def write_vitmae(directory: Path, checkpoint: Path, document: CheckpointDocument
             "ViTMAE has mask tokens in a transformer decoder only; allowed: --to timm (the encoder)"
         )
     grid = config.crops.size // vision.patch_size
-    stored = read_weights(checkpoint, MaskedAutoencoder(config), state)
+    stored = read_weights(asked.checkpoint, MaskedAutoencoder(config), asked.state)
     weights = to_vitmae(stored, patch_size=vision.patch_size, grid=grid, order=vision.position_order)
-    vitmae_config(config).save_pretrained(directory)
+    vitmae_config(config).save_pretrained(asked.directory)
     # Not the model's save_pretrained: what transformers 5.23 calls the decoder's layers in a file, older ones reject.
-    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    save_file(weights, asked.directory / "model.safetensors", metadata={"format": "pt"})
 
 
 def vitmae_config(config: MaeConfig) -> ViTMAEConfig:

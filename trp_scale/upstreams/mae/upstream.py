@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 
 from trp_scale.checkpoint.initial_weights import give_weights
+from trp_scale.core.batch import WindowSource
 from trp_scale.core.hooks import Hook, built
 from trp_scale.core.objective import PatchObjective
 from trp_scale.core.run import RunContext
@@ -19,17 +21,23 @@ from trp_scale.distributed.groups import Group
 from trp_scale.masks.flops import multilevel_step_flops
 from trp_scale.masks.joint import JointObjective
 from trp_scale.masks.labelled import open_downstream
-from trp_scale.training.loop import WindowSource
 from trp_scale.upstreams.mae.batch import open_rows
 from trp_scale.upstreams.mae.model import MaskedAutoencoder
 from trp_scale.upstreams.mae.objective import MaskedPatchReconstruction
 from trp_scale.upstreams.mae.settings import MaeConfig
 from trp_scale.upstreams.mae.u_mae import UniformPatchReconstruction
 from trp_scale.upstreams.mae.uniformity import Uniformity
+from trp_scale.upstreams.mae.weights import load_given
 
 
 class ImageUpstream:
     """Crops of images with masked patches; see `Upstream`."""
+
+    exports: ClassVar[Mapping[str, str]] = {
+        "hf": "trp_scale.upstreams.mae.export:write_vitmae",
+        "timm": "trp_scale.upstreams.mae.export:write_timm",
+    }
+    open_rows = staticmethod(open_rows)
 
     def __init__(self, config: MaeConfig, environment: Environment) -> None:
         data = environment.data
@@ -48,8 +56,6 @@ class ImageUpstream:
         self.positions_per_step = crops * (config.crops.size // config.vision.patch_size) ** 2
         self.step_flops = multilevel_step_flops(config, ranks=data.size)
 
-    open_rows = staticmethod(open_rows)
-
     @staticmethod
     def open_sources(config: MaeConfig, *, rank: int, world: int, device_type: str = "cpu") -> Sources:
         pin = device_type == "cuda"
@@ -66,7 +72,7 @@ class ImageUpstream:
 
     def model(self) -> nn.Module:
         model = MaskedAutoencoder(self.config)
-        give_weights(model, self.config.model.weights)
+        give_weights(model, self.config.model.weights, load_given)
         return model
 
     def hooks(self, run: RunContext) -> list[Hook]:

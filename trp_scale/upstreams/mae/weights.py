@@ -104,6 +104,12 @@ def load_vitmae(model: MaskedAutoencoder, state: Mapping[str, Tensor]) -> None:
     fill(model, {name: vitmae_names(name) for name in wanted}, given, class_position)
 
 
+def load_given(model: MaskedAutoencoder, state: Mapping[str, Tensor]) -> None:
+    """Take ViTMAE's weights, or the encoder alone of a timm ViT; by whose names the tensors have."""
+    load = load_vitmae if any(name.startswith("vit.") for name in state) else load_timm
+    load(model, state)
+
+
 def is_encoder(name: str) -> bool:
     return name.split(".")[0] in ("patch_embed", "cls_token", "blocks", "norm")
 

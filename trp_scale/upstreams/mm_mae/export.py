@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from trp_scale.checkpoint.document import CheckpointDocument
+from trp_scale.checkpoint.export import Export
 from trp_scale.config import RefusedError
 from trp_scale.recipes.loader import from_dict
 from trp_scale.upstreams.mae.export import check_timm, read_weights, write_encoder
@@ -33,31 +32,25 @@ def images_alone(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {"norm.weight": torch.ones(width), "norm.bias": torch.zeros(width)} | named
 
 
-def write_multimodal_timm(
-    directory: Path, checkpoint: Path, document: CheckpointDocument, state: str, *, image_size: int
-) -> None:
+def write_multimodal_timm(asked: Export) -> None:
     """Write the encoder with the tokeniser of images, without a head, for
     `timm.create_model("local-dir:DIRECTORY", pretrained=True)`.
 
     What timm computes of an image is what the encoder does with all its patches visible and none of another modality,
     through a layer norm (`images_alone`).
 
-    Args:
-        state: what is read as the weights (checkpoint/format.py: STATE_OF).
-        image_size: side of the images it is for, in pixels.
-
     Raises:
         RefusedError: the run saw no images, or timm has no such model.
         CheckpointError: the checkpoint is damaged, or is not of the model that its settings describe.
     """
-    config = from_dict(document.config, source=str(checkpoint))
+    config = from_dict(asked.document.config, source=str(asked.checkpoint))
     assert isinstance(config, MmMaeConfig)
     if "rgb" not in config.modalities.inputs:
         raise RefusedError(
             f"--to timm: the run's modalities.inputs are {', '.join(config.modalities.inputs)}: its encoder reads no "
             "images; allowed: a run with rgb among them"
         )
-    check_timm(config, image_size)
-    model = MultimodalMaskedAutoencoder(config, document.extra[CLASSES])
-    weights = read_weights(checkpoint, model, state)
-    write_encoder(directory, config, images_alone(weights), image_size)
+    check_timm(config, asked.image_size)
+    model = MultimodalMaskedAutoencoder(config, asked.document.extra[CLASSES])
+    weights = read_weights(asked.checkpoint, model, asked.state)
+    write_encoder(asked.directory, config, images_alone(weights), asked.image_size)

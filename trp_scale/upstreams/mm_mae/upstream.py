@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from torch import nn
 
+from trp_scale.checkpoint.initial_weights import give_weights
 from trp_scale.core.hooks import Hook, built
 from trp_scale.core.run import RunContext
 from trp_scale.data.sources import Sources, open_sources
@@ -19,10 +21,14 @@ from trp_scale.upstreams.mm_mae.flops import mm_mae_step_flops
 from trp_scale.upstreams.mm_mae.model import MultimodalMaskedAutoencoder
 from trp_scale.upstreams.mm_mae.objective import MultimodalReconstruction
 from trp_scale.upstreams.mm_mae.settings import MmMaeConfig
+from trp_scale.upstreams.mm_mae.weights import load_multimae
 
 
 class MultimodalUpstream:
     """Images with masked patches in several modalities; see `Upstream`."""
+
+    exports: ClassVar[Mapping[str, str]] = {"timm": "trp_scale.upstreams.mm_mae.export:write_multimodal_timm"}
+    open_rows = staticmethod(open_rows)
 
     def __init__(self, config: MmMaeConfig, environment: Environment) -> None:
         data = environment.data
@@ -39,8 +45,6 @@ class MultimodalUpstream:
         self.positions_per_step = rows * inputs * self.objective.patches_per_row
         self.step_flops = mm_mae_step_flops(config, rows=rows, classes=self.classes)
 
-    open_rows = staticmethod(open_rows)
-
     @staticmethod
     def open_sources(config: MmMaeConfig, *, rank: int, world: int, device_type: str = "cpu") -> Sources:
         return open_sources(
@@ -53,7 +57,9 @@ class MultimodalUpstream:
         )
 
     def model(self) -> nn.Module:
-        return MultimodalMaskedAutoencoder(self.config, self.classes)
+        model = MultimodalMaskedAutoencoder(self.config, self.classes)
+        give_weights(model, self.config.model.weights, load_multimae)
+        return model
 
     def hooks(self, run: RunContext) -> list[Hook]:
         adversary = built(run, "adversary")

@@ -10,30 +10,26 @@ from transformers import BertForPreTraining
 
 from trp_scale.checkpoint.document import DOCUMENT_NAME, CheckpointDocument
 from trp_scale.checkpoint.errors import CheckpointError
+from trp_scale.checkpoint.export import Export
 from trp_scale.checkpoint.format import read_full_state
+from trp_scale.checkpoint.run_directory import TOKENIZER
 from trp_scale.config import RefusedError, TextModelConfig
 from trp_scale.upstreams.pos_bert.model import PADDED_PARAMETERS, bert_config, to_transformers
 
-TOKENIZER = "tokenizer"
-"""Directory in the run directory into which the run copies its tokenizer at the start."""
 
-
-def write_bert(directory: Path, checkpoint: Path, document: CheckpointDocument, state: str) -> None:
+def write_bert(asked: Export) -> None:
     """Write the model and its tokenizer.
-
-    Args:
-        state: what is read as the weights (checkpoint/format.py: STATE_OF).
 
     Raises:
         RefusedError: there is no tokenizer.
         CheckpointError: the checkpoint is damaged, or is not of a BERT.
     """
-    tokenizer = find_tokenizer(checkpoint, document)
-    model = assemble(checkpoint, document, state)
+    tokenizer = find_tokenizer(asked.checkpoint, asked.document)
+    model = assemble(asked.checkpoint, asked.document, asked.state)
     for path in sorted(tokenizer.iterdir()):
         if path.is_file():
-            shutil.copyfile(path, directory / path.name)
-    model.save_pretrained(directory)
+            shutil.copyfile(path, asked.directory / path.name)
+    model.save_pretrained(asked.directory)
 
 
 def find_tokenizer(checkpoint: Path, document: CheckpointDocument) -> Path:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from trp_scale.checkpoint.initial_weights import give_weights
+from trp_scale.checkpoint.run_directory import TOKENIZER, copy_tokenizer
 from trp_scale.core.batch import Batch
 from trp_scale.core.hooks import Hook
 from trp_scale.core.run import RunContext
@@ -19,7 +21,6 @@ from trp_scale.data.text.dataset import TextMeta
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group
 from trp_scale.observe.throughput import bert_step_flops
-from trp_scale.training import rundir
 from trp_scale.upstreams.pos_bert.batch import open_rows
 from trp_scale.upstreams.pos_bert.model import BertForMaskedPositions
 from trp_scale.upstreams.pos_bert.objective import PosMaskedLanguageModelling
@@ -43,6 +44,9 @@ def piece_counts(batch: Batch, meta: TextMeta) -> Tensor:
 class TextUpstream:
     """Sentence pairs with masked words; see `Upstream`."""
 
+    exports: ClassVar[Mapping[str, str]] = {"hf": "trp_scale.upstreams.pos_bert.export:write_bert"}
+    open_rows = staticmethod(open_rows)
+
     def __init__(self, config: PosBertConfig, environment: Environment) -> None:
         data = environment.data
         self.config = config
@@ -61,8 +65,6 @@ class TextUpstream:
             next_sentence=config.objective.next_sentence != "off",
         )
 
-    open_rows = staticmethod(open_rows)
-
     @staticmethod
     def open_sources(config: PosBertConfig, *, rank: int, world: int, device_type: str = "cpu") -> Sources:
         return open_sources(
@@ -79,7 +81,7 @@ class TextUpstream:
         model = BertForMaskedPositions(settings, vocab_size=vocab_size, seed=self.config.training.seed)
         if self.config.objective.output_bias == "frequency":
             model.set_output_bias(self._log_frequencies())
-        give_weights(model, settings.weights)
+        give_weights(model, settings.weights, BertForMaskedPositions.load_transformers)
         return model
 
     def _log_frequencies(self) -> Tensor:
@@ -94,7 +96,7 @@ class TextUpstream:
         return []
 
     def leave(self, run_dir: Path, world: Group) -> None:
-        rundir.copy_tokenizer(run_dir, Path(self.meta.tokenizer_directories[0]), world)
+        copy_tokenizer(run_dir, Path(self.meta.tokenizer_directories[0]), world)
 
     def checkpoint_extra(self) -> dict[str, Any]:
-        return {"vocab_size": self.meta.vocab_size, "data_tokenizer": rundir.TOKENIZER}
+        return {"vocab_size": self.meta.vocab_size, "data_tokenizer": TOKENIZER}
