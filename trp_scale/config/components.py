@@ -124,6 +124,12 @@ def component(
         known = _components.get((role, name))
         if known is not None and known.module != cls.__module__:
             raise RefusedError(f"{cls.__module__}: the {role} {name!r} is registered already, by {known.module}")
+        for other in (each for (own_role, _), each in _components.items() if own_role == role and each.name != name):
+            if both := {*(tasks or (name,))} & {*other.tasks}:
+                raise RefusedError(
+                    f"{cls.__module__}: the {role} {name!r} has the task {', '.join(both)}, which {other.name!r} of "
+                    f"{other.module} has already"
+                )
         tagged = own if role == "task" else _tagged(role, own, name, documented_by=cls)
         if not implementation:
             cls.Settings = tagged

@@ -85,6 +85,13 @@ def test_what_cannot_be_registered_is_refused(role: Any, name: str, settings: ty
         component(role, name)(type("Mine", (), body))
 
 
+def test_a_task_of_another_modality_is_refused() -> None:
+    with pytest.raises(RefusedError, match=r"the modality 'raw_rgb' has the task raw_rgb, which 'rgb' of trp_scale\."):
+        component("modality", "raw_rgb")(type("Mine", (), {}))
+    with pytest.raises(RefusedError, match="'mine' has the task depth, which 'depth' of"):
+        component("modality", "mine", tasks=("mine", "depth"))(type("Mine", (), {}))
+
+
 def test_a_setting_without_a_default_is_refused() -> None:
     with pytest.raises(RefusedError, match="the setting rate has no default; give one, such as `rate: float"):
 
