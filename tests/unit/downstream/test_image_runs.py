@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from trp_scale.config.components import settings_of
 from trp_scale.downstream.pictures import _draw_sizes, draw_pictures, reconstructions
 from trp_scale.downstream.sweep import combinations, linear_probe, sweep
 from trp_scale.downstream.trained_images import load_trained_images
+from trp_scale.recipes.loader import to_dict
+from trp_scale.upstreams.pos_bert.settings import PosBertConfig
 
 SMALL = {
     **SMALL_IMAGES,
@@ -100,8 +103,7 @@ def test_pictures_need_the_checkpoint_of_a_masked_autoencoder(
     with pytest.raises(RefusedError, match="no weights to read"):
         draw_pictures(tmp_path, tmp_path / "pictures")
     run = train(scenes, tmp_path / "run")
-    document = read_document(find_checkpoint(run))
-    document.config["upstream"] = "pos_bert"
+    document = replace(read_document(find_checkpoint(run)), config=to_dict(PosBertConfig()))
     monkeypatch.setattr("trp_scale.downstream.trained_images.read_document", lambda path: document)
     with pytest.raises(RefusedError, match=r"its upstream is pos_bert"):
         draw_pictures(run, tmp_path / "pictures")
