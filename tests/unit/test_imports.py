@@ -34,9 +34,6 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 """The core, which knows no kind, then the rooms that hold one thing whole. A part imports itself and parts above it in
 this list, nothing below and nothing beside it."""
 
-BESIDE = {("masks", "adversary")}
-"""(importer, imported) of one layer that are allowed: in one direction only."""
-
 RECIPES_ARE_READ_BY = {"checkpoint", "upstreams", "training", "downstream", "commands", "cli"}
 
 ONLY_WHEN_ASKED = ("wandb", "tensorboard", "datasets", "deepspeed", "nltk", "textblob", "webdataset")
@@ -46,7 +43,7 @@ PICKLING_MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "jobl
 
 def allowed(importer: str, imported: str) -> bool:
     """Whether the part `importer` may import the part `imported`."""
-    if importer == imported or (importer, imported) in BESIDE:
+    if importer == imported:
         return True
     if importer == "recipes":
         return imported in ("config", "command_line")

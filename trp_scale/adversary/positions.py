@@ -73,7 +73,7 @@ class PositionAdversary(Hook):
         return micro.adding({PERTURBATION: self.seen})
 
     def gradients(self, ctx: StepContext) -> None:
-        self.gradient = reduced_gradient(ctx, self.vector)
+        self.gradient = ctx.reduced_gradient(self.vector)
         self.agreement.start(ctx, (self.vector, *self.state.values()))
 
     def after_step(self, ctx: StepContext, stats: StepStats) -> None:
@@ -143,7 +143,7 @@ class SequentialPositionAdversary(PositionAdversary):
         self._seen = origin
         run_own_pass(ctx)
         self._seen = self.vector.detach()  # the weights' pass asks for no gradient of it
-        self.gradient = reduced_gradient(ctx, origin)
+        self.gradient = ctx.reduced_gradient(origin)
         self.ascend(ctx.lr)
 
     def gradients(self, ctx: StepContext) -> None:
@@ -163,12 +163,6 @@ POSITIONS: dict[str, type[PositionAdversary]] = {
     "parallel": PositionAdversary,
     "sequential": SequentialPositionAdversary,
 }
-
-
-def reduced_gradient(ctx: StepContext, leaf: Tensor) -> Tensor:
-    """The global batch's gradient of a leaf, taken out of its `.grad`; zero where no loss depends on it."""
-    local, leaf.grad = leaf.grad, None
-    return ctx.engine.reduce_hook_gradient(torch.zeros_like(leaf) if local is None else local).detach()
 
 
 def position_adversary(

@@ -105,6 +105,11 @@ class StepContext:
         """Replace the [T] counts of the global batch: a hook has changed what is predicted."""
         self.counts = counts
 
+    def reduced_gradient(self, leaf: Tensor) -> Tensor:
+        """The global batch's gradient of a hook's leaf, taken out of its `.grad`; zero where no loss depends on it."""
+        local, leaf.grad = leaf.grad, None
+        return self.engine.reduce_hook_gradient(torch.zeros_like(leaf) if local is None else local).detach()
+
     def weigh(self, weights: Tensor) -> None:
         """Fix the [T] float64 weights of this step; only the balancer calls it."""
         self.weights = weights

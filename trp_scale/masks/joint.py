@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trp_scale.adversary.positions import reduced_gradient
 from trp_scale.config.images import MaskedAutoencoderConfig
 from trp_scale.core.batch import Batch, Extra, TaskLosses
 from trp_scale.core.hooks import StepContext
@@ -133,7 +132,7 @@ class JointValidationLoss(ValidationLoss):
         return micro.adding({HEAD: self.leaf, STEP: torch.tensor(ctx.step)})
 
     def gradients(self, ctx: StepContext) -> None:
-        self.gradient = reduced_gradient(ctx, self.leaf)
+        self.gradient = ctx.reduced_gradient(self.leaf)
 
     def after_step(self, ctx: StepContext) -> None:
         assert ctx.sums is not None, "the step is through"
