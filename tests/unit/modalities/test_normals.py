@@ -16,7 +16,6 @@ from tests.runs import image_flags, lines, pretrain_here
 from tests.unit.data.images.stored import jpeg, write_images
 from trp_scale.data.images.maps import StoredMaps
 from trp_scale.data.images.png import read_png, write_png
-from trp_scale.data.sources import open_sources
 from trp_scale.downstream.pictures import draw_pictures
 from trp_scale.modalities.normals import Normals, stored_normals
 from trp_scale.modalities.settings import NormalsSettings
@@ -25,6 +24,7 @@ from trp_scale.preparation.images.scenes_layout import draw_scene
 from trp_scale.preparation.images.settings import ShardImagesConfig
 from trp_scale.preparation.images.shard import shard_images
 from trp_scale.recipes.arguments import parse
+from trp_scale.upstreams.base import open_sources
 
 STORED = StoredMaps(name="normals", suffix="normals.png", directory="shards")
 FOUR = ["rgb", "depth", "semseg", "normals"]
