@@ -18,9 +18,9 @@ from transformers import AutoTokenizer, BertModel
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.downstream.encoder_source import open_encoder
 from trp_scale.downstream.glue.folders import read_glue
+from trp_scale.downstream.glue.settings import GlueTaskConfig
 from trp_scale.upstreams.pos_bert.model import bert_config
 
 
@@ -38,7 +38,7 @@ class Options:
 
 def spread(path: str, sentences: list[str]) -> list[float]:
     """Of the embeddings, then of each layer."""
-    source, config = open_encoder(path), FinetuneConfig()  # fine-tuning's, for GLUE, unless told otherwise
+    source, config = open_encoder(path), GlueTaskConfig()
     source.adopt(config)
     weights = source.read()
     vocabulary = len(weights["embeddings.word_embeddings.weight"])

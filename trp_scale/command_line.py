@@ -137,7 +137,7 @@ def _sections(kind: type[Any], default: object) -> Iterator[tuple[str, str]]:
         else:
             words = " ".join(inspect.cleandoc(section.__doc__ or "").split())
             line = re.split(r"(?<=\.)\s+(?=[A-Z])", words, maxsplit=1)[0].rstrip(".")
-            if isinstance(own, Settings) and (kinds := kinds_beside(type(own))):
+            if isinstance(own, Settings) and (kinds := kinds_beside(name, type(own))):
                 line = f"{own.kind}: {line}. Kinds: {', '.join(kinds)}"
             yield name.rstrip("_"), line
 

@@ -13,7 +13,6 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 from trp_scale.config.components import registered, runs
-from trp_scale.config.finetuning import FinetuneConfig
 
 ROOT = Path(__file__).parents[2]
 TOP = ("trp_scale", "tests", "docs", "benchmarks", "launch", "data_tools", "ds_configs", "examples", ".ci")
@@ -33,7 +32,7 @@ WITHIN = re.compile(r"((?:`[\w.]+`(?:, | and )?)+) (?:of `\w+` )?in `([\w./-]+\.
 def known_settings() -> dict[str, set[str]]:
     """Every setting as `section.field`, of any kind, with the words that it takes; empty where it takes others too."""
     sections: dict[str, list[type[Any]]] = {}
-    for kind in (FinetuneConfig, *(settings for _, _, settings in runs())):
+    for kind in (settings for _, _, settings in runs()):
         instance = kind()
         for field in fields(kind):
             if is_dataclass(own := getattr(instance, field.name)):

@@ -120,7 +120,7 @@ def component(
         if not cls.__module__.startswith("trp_scale."):
             _load_all()  # whoever takes a name of the package's is told here, and not the package
         own = cls if implementation else cls.__dict__.get("Settings", Settings)
-        _check_settings(role, own, f"{cls.__module__}.{cls.__qualname__}")
+        _check_settings(role, name, own, f"{cls.__module__}.{cls.__qualname__}")
         known = _components.get((role, name))
         if known is not None and known.module != cls.__module__:
             raise RefusedError(f"{cls.__module__}: the {role} {name!r} is registered already, by {known.module}")
@@ -148,13 +148,19 @@ def component(
     return register
 
 
-def _check_settings(role: Role, own: object, where: str) -> None:
+def _check_settings(role: Role, name: str, own: object, where: str) -> None:
     """Refuse what is no section: a class whose fields `@dataclass` has not read, or one without a default."""
     base = _base(role)
     if not (isinstance(own, type) and issubclass(own, base) and "__dataclass_fields__" in own.__dict__):
         raise RefusedError(
             f"{where}: Settings is {own!r}; allowed: a class with @dataclass(kw_only=True) above it, derived from "
             f"trp_scale.{base.__name__}"
+        )
+    section = next((each.default_factory for each in fields(own) if each.name == "downstream"), MISSING)
+    if role == "task" and section is not MISSING and (kind := section().kind) != name:
+        raise RefusedError(
+            f"{where}: the kind of its section downstream is {kind!r}; allowed: the name that it is registered by, "
+            f"`kind: Literal[{name!r}] = {name!r}`"
         )
     for each in fields(own):
         if each.default is MISSING and each.default_factory is MISSING:
@@ -270,9 +276,10 @@ def kind_in_place_of(was: str) -> str:
     return next((f"{each.role}.kind {each.name}" for each in _components.values() if was in each.was), "")
 
 
-def kinds_beside(settings: type[Settings]) -> list[str]:
-    """Names of all components of the role that these settings are of; empty where they are of none."""
-    role = next((role for role, _, own in registered() if own is settings), None)
+def kinds_beside(section: str, settings: type[Settings]) -> list[str]:
+    """Names of all components of the role that the settings of this section are of; empty where they are of none."""
+    of_runs = (role for role, key in RUNS.items() if key == f"{section}.kind")
+    role = next(of_runs, next((role for role, _, own in registered() if own is settings), None))
     return [] if role is None else names(role)
 
 

@@ -1,28 +1,111 @@
-"""Every setting of a fine-tuning run: those of every run, and what only fine-tuning has."""
+"""What every fine-tuning run has, and what tasks of images have beside it. A task's own settings are in its room."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Literal
 
-from trp_scale.config import Config, CropsConfig, RelativeVisionConfig, TextModelConfig
-from trp_scale.config.augmentation import AugmentationConfig
-from trp_scale.config.dense import DenseConfig
-from trp_scale.config.detection import DetectionConfig
-from trp_scale.config.downstream import DownstreamConfig
+from trp_scale.config import Config, CropsConfig, RelativeVisionConfig
+from trp_scale.config.settings import Settings, setting
+from trp_scale.errors import RefusedError
+
+
+@dataclass(kw_only=True)
+class DownstreamConfig(Settings):
+    """The task, and the length of the run."""
+
+    task: str = ""
+    """The name in tables; empty = the kind."""
+    split: Literal["dev", "test"] = "dev"
+    """What tables call the measured samples: dev (a part of the training set) or test."""
+    epochs: float = setting(3.0, at_least=0)
+    """Passes over the training rows. They set training.steps; 0 = training.steps as given."""
+    warmup_share: float = setting(0.0, at_least=0, below=1)
+    """Share of the steps that warm up. It sets optimizer.warmup_steps; 0 = optimizer.warmup_steps as given."""
+    classes: int = 0
+    """Set by the data: width of the head's output."""
+
+    def problems(self, config: Any) -> Iterator[str]:
+        if self.task in (".", "..") or "/" in self.task:
+            yield f"--downstream.task is {self.task!r}, allowed: the name of a directory in --run_dir, without /"
 
 
 @dataclass(kw_only=True)
 class FinetuneConfig(Config):
-    """One fine-tuning run. `model` and `vision` describe the encoder: where --from gives one, they are its own."""
+    """One fine-tuning run; a task has a class derived from this, whose `downstream` has its name as `kind`. `model`
+    describes the encoder: where --from gives one, it is its own."""
 
-    model: TextModelConfig = field(default_factory=TextModelConfig)
+    downstream: DownstreamConfig = field(default_factory=DownstreamConfig)
+
+    @property
+    def separate_test(self) -> bool:
+        """Whether the measured rows are a data set of their own, rather than held out of the training rows."""
+        return False
+
+    def tasks(self, named: str) -> list[str]:
+        """Names of the tasks that one command trains, each a run of its own.
+
+        Args:
+            named: by --task; empty = the recipe's.
+
+        Raises:
+            RefusedError: there is no such task, or there is only one.
+        """
+        downstream = self.downstream
+        if named:
+            raise RefusedError(f"--task {named} is for GLUE; --downstream.kind is {downstream.kind}")
+        return [downstream.task or downstream.kind]
+
+    def require_data(self, tasks: Sequence[str]) -> None:
+        """Refuse data that is missing, of all tasks before the first is trained for hours."""
+
+
+@dataclass(kw_only=True)
+class ImageDownstreamConfig(DownstreamConfig):
+    """The task, the length of the run and the measured images."""
+
+    test_path: str = ""
+    """A data set to measure on, all of it. Empty: the rows of --data.path that --data.validation_fraction holds out."""
+    drop_path: float = setting(0.0, at_least=0, below=1)
+    """Probability that the last block's branch is left out for an image. It grows linearly from 0 at the first block
+    (Huang et al. 2016)."""
+    positions: Literal["recomputed", "interpolated"] = "recomputed"
+    """Fixed positions on a grid of another size than in pre-training. recomputed: sine and cosine of its own
+    coordinates. interpolated: the pre-training's grid, stretched (bicubic). Learned ones are always interpolated."""
+    learned_positions: bool = False
+    """Set by --from: the encoder's positions are weights (a supervised ViT's), not fixed sines and cosines."""
+    pretraining_grid: int = 0
+    """Set by --from: patches along each side of the images that the encoder was pre-trained on."""
+
+
+@dataclass(kw_only=True)
+class ImageTaskConfig(FinetuneConfig):
+    """One fine-tuning run on images; `vision` describes the encoder, as `model` does."""
+
     vision: RelativeVisionConfig = field(default_factory=RelativeVisionConfig)
     crops: CropsConfig = field(default_factory=CropsConfig)
-    downstream: DownstreamConfig = field(default_factory=DownstreamConfig)
-    augmentation: AugmentationConfig = field(default_factory=AugmentationConfig)
-    dense: DenseConfig = field(default_factory=DenseConfig)
-    detection: DetectionConfig = field(default_factory=DetectionConfig)
+    downstream: ImageDownstreamConfig = field(default_factory=ImageDownstreamConfig)
 
     @property
     def reads(self) -> str:
-        return "text" if self.downstream.kind == "glue" else "image"
+        return "image"
+
+    @property
+    def separate_test(self) -> bool:
+        return bool(self.downstream.test_path)
+
+    @property
+    def grid(self) -> int:
+        """Patches along each side of an image."""
+        return self.crops.size // self.vision.patch_size
+
+    def problems(self) -> Iterator[str]:
+        size, patch_size = self.crops.size, self.vision.patch_size
+        if size < 1 or size % patch_size:
+            yield f"--crops.size is {size}, allowed: multiples of the encoder's patches, {patch_size} pixels"
+        if not self.separate_test and not self.data.validation_fraction:
+            yield (
+                "--data.validation_fraction is 0 and --downstream.test_path is empty: nothing is left to measure on; "
+                "give one of them"
+            )

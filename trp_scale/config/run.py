@@ -64,7 +64,7 @@ class OptimizerConfig:
     """Learning rate at the last step."""
     clipping: float = setting(0.0, at_least=0)
     """Largest gradient norm; 0 = no clipping."""
-    layer_decay: float = 1.0
+    layer_decay: float = setting(1.0, above=0, at_most=1)
     """Fine-tuning: each block's learning rate is this times that of the block after it, and the embeddings' this times
     the first block's. The head learns at lr (Clark et al. 2020; MAE: 0.75 for ViT-L, 0.65 for ViT-B). 1 = all at lr."""
 

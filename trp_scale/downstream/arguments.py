@@ -15,13 +15,10 @@ from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.config.upstream import AVERAGE, Weights
 from trp_scale.downstream.robustness.sets import parse_sets
 from trp_scale.recipes.arguments import Arguments, parse_run
-from trp_scale.recipes.finetune_checks import check_finetune
+from trp_scale.recipes.checks import check
 
 SCRATCH = "scratch"
 """As --from: no pre-training, the seed's weights in the recipe's sizes."""
-
-GLUE_TASKS = ("cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte")
-"""What --task all runs, in the order of TRP's Table 1; wnli is left out, as there."""
 
 
 @dataclass(kw_only=True)
@@ -68,32 +65,10 @@ def parse_finetune(argv: Sequence[str]) -> FinetuneArguments:
         raise RefusedError(
             f"--resume {arguments.resume}: allowed: auto or never; repeat --run_dir to go on with its runs"
         )
-    tasks_of(arguments)
-    check_finetune(config)
-    if config.downstream.kind == "glue":  # all tasks, before the first is trained for hours
-        from trp_scale.downstream.glue.folders import require_folders
-
-        require_folders(Path(config.data.path), tasks_of(arguments))
+    tasks = config.tasks(arguments.task)
+    check(config)
+    config.require_data(tasks)
     return arguments
-
-
-def tasks_of(arguments: FinetuneArguments) -> list[str]:
-    """Names of the tasks to run."""
-    downstream = arguments.config.downstream
-    if downstream.kind != "glue":
-        if arguments.task:
-            raise RefusedError(f"--task {arguments.task} is for GLUE; --downstream.kind is {downstream.kind}")
-        return [downstream.task or downstream.kind]
-    named = arguments.task or downstream.task
-    if named == "all":
-        return list(GLUE_TASKS)
-    tasks = [name.strip() for name in named.split(",") if name.strip()]
-    wrong = [name for name in tasks if name not in (*GLUE_TASKS, "wnli")]
-    if wrong or not tasks:
-        raise RefusedError(f"--task {named!r}: allowed: all, or of {', '.join(GLUE_TASKS)}, wnli, with commas between")
-    if len(set(tasks)) < len(tasks):
-        raise RefusedError(f"--task {named!r}: a task is given twice; allowed: each once")
-    return tasks
 
 
 @dataclass(kw_only=True)

@@ -15,7 +15,7 @@ from trp_scale.checkpoint.document import DOCUMENT_NAME, read_document
 from trp_scale.checkpoint.export import find_checkpoint
 from trp_scale.checkpoint.format import named_weights, read_full_state
 from trp_scale.config import ModelConfig, RefusedError, RelativeVisionConfig, TextModelConfig
-from trp_scale.config.finetuning import FinetuneConfig
+from trp_scale.config.finetuning import FinetuneConfig, ImageTaskConfig
 from trp_scale.config.images import ImagePretrainConfig
 from trp_scale.config.upstream import AVERAGE
 from trp_scale.downstream.arguments import SCRATCH
@@ -59,11 +59,10 @@ class EncoderSource:
         Raises:
             RefusedError: the encoder reads text and the task is one of images, or the other way round.
         """
-        wants_text = config.downstream.kind == "glue"
-        if self.text is not wants_text:
+        if self.text is not (config.reads == "text"):
             raise RefusedError(
                 f"--from {self.path}: an encoder of {'text' if self.text else 'images'}, but --downstream.kind "
-                f"{config.downstream.kind} needs one of {'text' if wants_text else 'images'}"
+                f"{config.downstream.kind} needs one of {'images' if self.text else 'text'}"
             )
         for (section, field), value in self.settings.items():
             setattr(getattr(config, section), field, value)
@@ -123,7 +122,7 @@ def open_encoder(path: str) -> EncoderSource:
 
 def _of_run(path: str, checkpoint: Path, state: str) -> EncoderSource:
     config = from_dict(read_document(checkpoint).config, source=str(checkpoint))
-    if isinstance(config.model, TextModelConfig) and config.reads == "text":
+    if config.reads == "text":
         return EncoderSource(
             path=path,
             text=True,
@@ -136,7 +135,7 @@ def _of_run(path: str, checkpoint: Path, state: str) -> EncoderSource:
             tokenizer=checkpoint.parent.parent / "tokenizer",
             checkpoint=checkpoint,
         )
-    if not isinstance(config, (ImagePretrainConfig, FinetuneConfig)):
+    if not isinstance(config, (ImagePretrainConfig, ImageTaskConfig)):
         raise RefusedError(f"--from {path}: a run whose encoder has no patches; allowed: a run on images, or on text")
     if isinstance(config, MmMaeConfig) and "rgb" not in config.modalities.inputs:
         raise RefusedError(
@@ -162,10 +161,10 @@ def _of_run(path: str, checkpoint: Path, state: str) -> EncoderSource:
     return EncoderSource(path=path, text=False, settings=settings, read=read, checkpoint=checkpoint)
 
 
-def _positions_of_run(config: ImagePretrainConfig | FinetuneConfig) -> dict[tuple[str, str], Any]:
+def _positions_of_run(config: ImagePretrainConfig | ImageTaskConfig) -> dict[tuple[str, str], Any]:
     """A fine-tuned encoder with stretched fixed positions keeps those of its pre-training."""
     grid, learned = config.crops.size // config.vision.patch_size, False
-    if isinstance(config, FinetuneConfig):
+    if isinstance(config, ImageTaskConfig):
         learned = config.downstream.learned_positions
         if not learned and config.downstream.positions == "interpolated":
             grid = config.downstream.pretraining_grid or grid
@@ -178,9 +177,9 @@ def _norm_of_mean(stored: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {f"norm.{kind}": stored[f"fc_norm.{kind}"] for kind in ("weight", "bias") if f"fc_norm.{kind}" in stored}
 
 
-def _index(config: ImagePretrainConfig | FinetuneConfig, vision: RelativeVisionConfig) -> str:
+def _index(config: ImagePretrainConfig | ImageTaskConfig, vision: RelativeVisionConfig) -> str:
     """The reference that a coordinate adversary started from is its own index without a shift."""
-    if isinstance(config, FinetuneConfig) or config.adversary.kind != "relative_coordinate":
+    if isinstance(config, ImageTaskConfig) or config.adversary.kind != "relative_coordinate":
         return vision.index
     return "relaxed" if config.adversary.index == "relaxed" else "rounded"
 

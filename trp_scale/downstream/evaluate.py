@@ -9,7 +9,6 @@ from pathlib import Path
 from trp_scale.checkpoint.agreement import check_shared_directory, on_rank_zero
 from trp_scale.config import RefusedError
 from trp_scale.config.finetuning import FinetuneConfig
-from trp_scale.data.mixture import parse_paths
 from trp_scale.distributed.environment import Environment
 from trp_scale.downstream.arguments import EvaluateArguments
 from trp_scale.downstream.finetuned_run import FinetunedRun, find_runs, origin_of, predicting_engine
@@ -17,12 +16,10 @@ from trp_scale.downstream.result_tables import print_results
 from trp_scale.downstream.results import RESULTS_FILE, Results, SeedResult, TaskResult, join, read_results, write_json
 from trp_scale.downstream.robustness.measure import measure_robustness
 from trp_scale.downstream.robustness.sets import RobustnessSet, parse_sets
-from trp_scale.downstream.task import DownstreamTask, build_task, measure
+from trp_scale.downstream.task import DownstreamTask, build_task, measure, task_class
 
 EVALUATIONS = "evaluations"
 """File in the run's directory with what was measured later."""
-
-TEXT = "glue"
 
 
 def evaluate(arguments: EvaluateArguments) -> int:
@@ -115,17 +112,7 @@ def measured_config(run: FinetunedRun, arguments: EvaluateArguments, world: int)
     config = copy.deepcopy(run.config)
     config.batch.micro_size = arguments.micro_size or config.batch.micro_size
     config.batch.global_size = config.batch.micro_size * world
-    text = config.downstream.kind == TEXT
-    # What was pre-trained may be gone: a text run's own checkpoint also brings the tokenizer it was trained with.
-    config.model.weights = str(run.checkpoint) if text else ""
-    if text:
-        config.downstream.tokenizer = ""
-        config.data.path = arguments.data or config.data.path
-    elif arguments.data:
-        config.downstream.test_path, config.downstream.split = arguments.data, "test"
-        config.detection.test_images = arguments.images
-        if not all(member.path.exists() for member in parse_paths(config.data.path)):
-            config.data.path, config.detection.images = arguments.data, arguments.images
+    task_class(config).measure_on(config, run.checkpoint, arguments.data, arguments.images)
     config.downstream.split = arguments.split or config.downstream.split
     return config
 

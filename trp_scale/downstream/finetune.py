@@ -17,7 +17,7 @@ from trp_scale.config import Config, RefusedError
 from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.stop import StopRequests
-from trp_scale.downstream.arguments import FinetuneArguments, tasks_of
+from trp_scale.downstream.arguments import FinetuneArguments
 from trp_scale.downstream.result_tables import print_results
 from trp_scale.downstream.results import (
     RESULT_FILE,
@@ -53,7 +53,7 @@ def finetune(arguments: FinetuneArguments) -> int:
         baseline = None if arguments.baseline is None else read_results(arguments.baseline)
         found = []
         with StopRequests(run_dir, rank=environment.info.rank, max_hours=arguments.config.training.max_hours) as stop:
-            for task in tasks_of(arguments):
+            for task in arguments.config.tasks(arguments.task):
                 of_task: list[SeedResult] = []
                 for number in range(arguments.seeds):
                     one = of_seed(arguments, task, number, run_dir)

@@ -23,10 +23,10 @@ from trp_scale.checkpoint.durable import write_json
 from trp_scale.checkpoint.resume_rules import check_settings
 from trp_scale.checkpoint.run_directory import newest_complete
 from trp_scale.config import Config, RefusedError
-from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.config.images import ImagePretrainConfig
 from trp_scale.data.images.kept_for_tests import check_test
 from trp_scale.distributed.groups import ALONE
+from trp_scale.downstream.classification.settings import ClassificationTaskConfig
 from trp_scale.downstream.classification.task import open_labelled
 from trp_scale.downstream.pictures import figure_class
 from trp_scale.downstream.probe.arguments import LogisticSettings
@@ -75,7 +75,7 @@ def linear_probe(trained: TrainedImages, *, size: int, most: int = 20_000, test:
     return accuracy(logistic_regression(train, unseen, LogisticSettings()), answers)
 
 
-def _settings(trained: TrainedImages, size: int) -> FinetuneConfig:
+def _settings(trained: TrainedImages, size: int) -> ClassificationTaskConfig:
     """The run's encoder and data, whole images."""
     config = encoder_config(str(trained.checkpoint), size=size)
     config.data.path, config.data.validation_fraction = (

@@ -1,7 +1,4 @@
-"""What a downstream task is: all that a run needs (upstreams/base.py), and how what it learned is measured.
-
-`build_task` is the only place that knows the tasks' names.
-"""
+"""What a downstream task is: all that a run needs (upstreams/base.py), and how what it learned is measured."""
 
 from __future__ import annotations
 
@@ -9,9 +6,8 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -19,18 +15,22 @@ import torch
 from torch import nn
 
 from trp_scale.config import RefusedError
-from trp_scale.config.finetuning import FinetuneConfig
+from trp_scale.config.components import find
+from trp_scale.config.finetuning import FinetuneConfig, ImageTaskConfig
 from trp_scale.core.batch import Batch
 from trp_scale.core.engine import Engine
 from trp_scale.core.hooks import Hook
 from trp_scale.core.run import RunContext
-from trp_scale.data.mixture import MemberPath
+from trp_scale.data.mixture import MemberPath, parse_paths
 from trp_scale.data.plan import HeldOutPlan, TrainPlan
 from trp_scale.data.rows import Rows
 from trp_scale.data.sources import Sources, TrainSource, ValidationSource
 from trp_scale.data.split import held_out
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group
+from trp_scale.downstream.arguments import SCRATCH
+from trp_scale.downstream.encoder_source import open_encoder
+from trp_scale.models.image_encoder import OnImageEncoder
 from trp_scale.upstreams.base import Upstream
 
 
@@ -76,14 +76,18 @@ class DownstreamTask(Measured, Upstream, Protocol):
     split: str
 
 
-class TaskParts:
+Run = TypeVar("Run", bound=FinetuneConfig)
+ImageRun = TypeVar("ImageRun", bound=ImageTaskConfig)
+
+
+class TaskParts(Generic[Run]):
     """What tasks have in common, beside their own data, model, objective and metrics."""
 
     lower_is_better = False
     positions_per_step: int
     step_flops: float
 
-    def __init__(self, config: FinetuneConfig, sources: Sources) -> None:
+    def __init__(self, config: Run, sources: Sources) -> None:
         self.config = config
         self.sources = sources
         self.source = sources.train
@@ -98,6 +102,52 @@ class TaskParts:
 
     def checkpoint_extra(self) -> dict[str, Any]:
         return {}
+
+    @classmethod
+    def measure_on(cls, config: Run, checkpoint: Path, data: str, images: str) -> None:
+        """Change the settings of a run that has ended so that it is measured, in place.
+
+        Args:
+            checkpoint: of the run. What it was pre-trained from may be gone.
+            data: what is measured, all of it; "" = what the run was measured on.
+            images: folder of its images, where they lie apart; "" = they do not.
+
+        Raises:
+            RefusedError: the task's images lie nowhere else.
+        """
+        if images:
+            raise RefusedError(f"--images {images} is for detection; the run's task is {config.downstream.kind}")
+        config.model.weights = ""
+        config.data.path = data or config.data.path
+
+
+class ImageTask(TaskParts[ImageRun]):
+    """What tasks of images have in common."""
+
+    step_flops = 0.0  # of a task that does not count them
+
+    def __init__(self, config: ImageRun, sources: Sources) -> None:
+        super().__init__(config, sources)
+        self.name = config.downstream.task or config.downstream.kind
+        self.positions_per_step = config.batch.global_size * config.grid**2
+
+    @classmethod
+    def measure_on(cls, config: ImageRun, checkpoint: Path, data: str, images: str) -> None:
+        super().measure_on(config, checkpoint, "", images)
+        if data:
+            config.downstream.test_path, config.downstream.split = data, "test"
+            if not trained_on_is_there(config):
+                config.data.path = data
+
+    def take_encoder(self, model: OnImageEncoder) -> None:
+        """Give a model the encoder of --from, if there is one."""
+        if (path := self.config.model.weights) and path != SCRATCH:
+            take_encoder(model.encoder, open_encoder(path).image_weights(model.encoder.grid), path)
+
+
+def trained_on_is_there(config: ImageTaskConfig) -> bool:
+    """Whether the data that a run has learned from is still in its place."""
+    return all(member.path.exists() for member in parse_paths(config.data.path))
 
 
 def set_length(config: FinetuneConfig, rows: int) -> None:
@@ -239,14 +289,10 @@ class GatheredRows:
         return {name: np.concatenate([arrays[name] for _, arrays in parts])[order] for name in parts[0][1]}
 
 
-MODULES = {
-    "glue": ("glue.task", "GlueTask"),
-    "classification": ("classification.task", "ClassificationTask"),
-    "segmentation": ("dense.segmentation", "SegmentationTask"),
-    "depth": ("dense.depth", "DepthTask"),
-    "detection": ("detection.task", "DetectionTask"),
-}
-"""Module and class, by `downstream.kind`; imported when asked for, since each has libraries of its own."""
+def task_class(config: FinetuneConfig) -> type[TaskParts[Any]]:
+    """The class of `downstream.kind`; its module is imported now, since each has libraries of its own."""
+    found: type[TaskParts[Any]] = find("task", config.downstream.kind, "downstream.kind").load()
+    return found
 
 
 def build_task(config: FinetuneConfig, environment: Environment) -> DownstreamTask:
@@ -256,6 +302,5 @@ def build_task(config: FinetuneConfig, environment: Environment) -> DownstreamTa
         DataError: the data is missing, damaged or of another format.
         RefusedError: settings that do not fit the data or each other.
     """
-    module, name = MODULES[config.downstream.kind]
-    task: Any = getattr(import_module(f"trp_scale.downstream.{module}"), name)
-    return task(config, environment)  # type: ignore[no-any-return]
+    task: DownstreamTask = find("task", config.downstream.kind, "downstream.kind").load()(config, environment)
+    return task

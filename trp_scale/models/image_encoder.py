@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trp_scale.config.finetuning import FinetuneConfig
+from trp_scale.config.finetuning import ImageTaskConfig
 from trp_scale.models.patches import patchify
 from trp_scale.models.positions import sine_cosine
 from trp_scale.models.relative_positions import RelativeInputs, grid_weights, offset_numbers
@@ -47,7 +47,7 @@ class ImageEncoder(nn.Module):
 
     fixed_positions: Tensor | None
 
-    def __init__(self, config: FinetuneConfig, *, norm: bool = True) -> None:
+    def __init__(self, config: ImageTaskConfig, *, norm: bool = True) -> None:
         super().__init__()
         model, vision, downstream = config.model, config.vision, config.downstream
         self.patch_size = vision.patch_size
@@ -76,7 +76,7 @@ class ImageEncoder(nn.Module):
         )
         self.norm = nn.LayerNorm(width, eps=model.layer_norm_eps) if norm else nn.Identity()
 
-    def _fixed(self, config: FinetuneConfig) -> Tensor:
+    def _fixed(self, config: ImageTaskConfig) -> Tensor:
         """[1 + G^2, D] the class token's, which are zero, and the patches'."""
         width, grid = config.model.hidden_size, self.grid
         if config.downstream.positions == "interpolated":

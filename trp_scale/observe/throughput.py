@@ -12,7 +12,7 @@ from torch.func import functional_call
 from torch.utils.flop_counter import FlopCounterMode
 
 from trp_scale.config import ModelConfig, split_patches
-from trp_scale.config.finetuning import FinetuneConfig
+from trp_scale.config.finetuning import ImageTaskConfig
 from trp_scale.config.images import MaskedAutoencoderConfig, OnImages
 
 TRAINING_OVER_FORWARD = 3
@@ -106,7 +106,7 @@ def encoder_forward_flops(config: OnImages) -> float:
     return float(2 * patches * 3 * vision.patch_size**2 * model.hidden_size + model.layers * block)
 
 
-def classifier_step_flops(config: FinetuneConfig) -> float:
+def classifier_step_flops(config: ImageTaskConfig) -> float:
     """Model FLOPs of one training step of an image classifier, encoder and head, on all ranks; counted as there."""
     head = 2 * config.model.hidden_size * config.downstream.classes
     return TRAINING_OVER_FORWARD * config.batch.global_size * (encoder_forward_flops(config) + head)

@@ -25,6 +25,7 @@ from trp_scale.recipes.loader import (
     load_recipe,
     read_yaml,
     setting_name,
+    task_settings,
     to_dict,
     upstream_settings,
 )
@@ -119,6 +120,8 @@ def parse_run(argv: Sequence[str], kind: type[AnyArguments], settings: type[Conf
         )
     if first.upstream and isinstance(config, PretrainConfig):
         config = of_upstream(config, first.upstream)
+    if first.task and isinstance(config, FinetuneConfig) and first.task != config.downstream.kind:
+        config = of_task(config, first.task)
     config = with_components(config, argv)
     config.modules = modules
     require_modules(first.run_dir, modules)
@@ -144,12 +147,14 @@ class First:
         run_dir: directory, or "".
         modules: given by --module.
         upstream: given by --upstream, or "".
+        task: given by --downstream.kind, or "".
     """
 
     recipe: str = ""
     run_dir: str = ""
     modules: tuple[str, ...] = ()
     upstream: str = ""
+    task: str = ""
 
 
 def read_first(argv: Sequence[str]) -> First:
@@ -159,6 +164,7 @@ def read_first(argv: Sequence[str]) -> First:
     parser.add_argument("--run_dir", "--run-dir", default="")
     parser.add_argument("--module", action="append", default=[])
     parser.add_argument("--upstream", default="")
+    parser.add_argument("--downstream.kind", dest="task", default="")
     found = _known(parser, argv)
     modules = tuple(found.pop("module", ()))
     return First(modules=modules, **found)
@@ -183,15 +189,26 @@ def component_sections(kind: type[Config]) -> dict[str, str]:
 
 def of_upstream(config: Config, upstream: str) -> Config:
     """The settings of another upstream's run: its own defaults, but for the settings that both have from one class."""
-    new, document = upstream_settings(upstream, "--upstream"), to_dict(config)
+    return from_dict(_kept(config, upstream_settings(upstream, "--upstream")) | {"upstream": upstream})
+
+
+def of_task(config: FinetuneConfig, kind: str) -> Config:
+    """As `of_upstream`, of another task's run."""
+    kept = _kept(config, task_settings(kind, "--downstream.kind"))
+    kept["downstream"] |= {"kind": kind}
+    return from_dict(kept)
+
+
+def _kept(config: Config, new: type[Config]) -> dict[str, Any]:
+    """The values of the settings that a run and another kind of run have from one class."""
     own, other = get_type_hints(type(config)), get_type_hints(new)
-    kept: dict[str, Any] = {"upstream": upstream}
-    for name, value in document.items():
+    kept: dict[str, Any] = {}
+    for name, value in to_dict(config).items():
         if name in config.hooks or other.get(name) == own[name]:
             kept[name] = value
         elif dataclasses.is_dataclass(own[name]) and name in other:
             kept[name] = _shared(own[name], other[name], value)
-    return from_dict(kept)
+    return kept
 
 
 def with_components(config: Config, argv: Sequence[str]) -> Config:

@@ -103,9 +103,7 @@ def _relations(config: Config) -> Iterator[str]:
         )
     if optimizer.min_lr > optimizer.lr > 0:
         yield f"--optimizer.min_lr is {optimizer.min_lr}, allowed: at most --optimizer.lr {optimizer.lr}"
-    separate_test = isinstance(config, FinetuneConfig) and (
-        config.downstream.test_path or config.downstream.kind == "glue"
-    )
+    separate_test = isinstance(config, FinetuneConfig) and config.separate_test
     if config.validation.every and not config.data.validation_fraction and not separate_test:
         yield (
             f"--validation.every is {config.validation.every} but --data.validation_fraction is 0: nothing is held "

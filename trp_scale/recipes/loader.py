@@ -181,8 +181,8 @@ def write_yaml(document: Mapping[str, Any], *, on_one_line: bool = False) -> str
 
 
 def from_dict(document: Mapping[str, Any], source: str = "settings") -> Config:
-    """The settings that `document` describes: those of its `upstream` (pos_bert where it names none), or a
-    `FinetuneConfig` where it has a section `downstream`; fields it leaves out keep their defaults.
+    """The settings that `document` describes: those of its `upstream` (pos_bert where it names none), or of its task
+    where it has a section `downstream` (glue where that names no kind); fields it leaves out keep their defaults.
 
     Args:
         document: sections of fields, as `to_dict` gives.
@@ -216,11 +216,13 @@ def _refuse_without_modules(document: Mapping[str, Any], source: str) -> None:
 
 def _base_type(document: object, problems: list[str]) -> type[Config]:
     """The settings that a run has without its hooks."""
-    if not isinstance(document, Mapping) or "upstream" not in document:
-        fine_tuning = isinstance(document, Mapping) and "downstream" in document
-        return FinetuneConfig if fine_tuning else upstream_settings("pos_bert")
+    named = document if isinstance(document, Mapping) else {}
+    section = named.get("downstream", {})
+    kind = section.get("kind", "glue") if isinstance(section, Mapping) else "glue"
     try:
-        return upstream_settings(str(document["upstream"]))
+        if "downstream" in named and "upstream" not in named:
+            return task_settings(str(kind))
+        return upstream_settings(str(named.get("upstream", "pos_bert")))
     except RefusedError as error:
         raise RefusedError("\n".join([str(error), *problems])) from None
 
@@ -231,12 +233,17 @@ def upstream_settings(name: str, said: str = "upstream") -> type[PretrainConfig]
     return found
 
 
+def task_settings(name: str, said: str = "downstream.kind") -> type[FinetuneConfig]:
+    """The settings of a fine-tuning run; raises RefusedError if there is no such task."""
+    found: type[FinetuneConfig] = find("task", name, said).settings
+    return found
+
+
 def run_type(kind: type[Config], parts: Sequence[Component], problems: list[str]) -> type[Config]:
     """The settings of a run with these hooks and modalities: those of `kind`, and a section for each that has settings
     of its own beside them. One whose section another has is a problem."""
     sections: dict[str, type[Settings]] = {}
-    every: tuple[type[Config], ...] = (FinetuneConfig, *(settings for _, _, settings in runs()))
-    taken = {field.name for each in every for field in dataclasses.fields(each)}
+    taken = {field.name for _, _, run in runs() for field in dataclasses.fields(run)}
     for part in dict.fromkeys(parts):
         if part.has_settings and part.name in taken:
             problems.append(
@@ -416,8 +423,7 @@ def _suggestion(key: str, path: str, siblings: Iterable[str]) -> str:
 
 def nearest_field(name: str) -> str:
     """Like `nearest`, over the last parts of all `section.field` names."""
-    made = (settings() for _, _, settings in runs())
-    fields = list(dict.fromkeys(field for run in (*made, FinetuneConfig()) for field in flat(to_dict(run))))
+    fields = list(dict.fromkeys(field for _, _, settings in runs() for field in flat(to_dict(settings()))))
     same = [field for field in fields if field.split(".")[-1] == name.split(".")[-1]]
     return f"; did you mean {' or '.join(same)}?" if same else nearest(name, fields)
 

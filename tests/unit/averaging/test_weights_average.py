@@ -22,11 +22,10 @@ from trp_scale.checkpoint.format import read_full_state
 from trp_scale.checkpoint.initial_weights import give_weights
 from trp_scale.cli import main
 from trp_scale.config import RefusedError
-from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.core.pieces import WEIGHT_AVERAGE
 from trp_scale.downstream.encoder_source import open_encoder
 from trp_scale.downstream.probe.arguments import parse_probe
-from trp_scale.recipes.loader import to_dict
+from trp_scale.recipes.loader import task_settings, to_dict
 from trp_scale.upstreams.pos_bert.model import BertForMaskedPositions
 from trp_scale.upstreams.pos_bert.settings import PosBertConfig
 
@@ -76,8 +75,7 @@ def test_an_encoder_of_the_average(tmp_path: Path, kind: str) -> None:
     for name, value in expected.items():
         torch.testing.assert_close(found[name], value, rtol=0, atol=0, equal_nan=True)
         assert "norm" in name or not torch.equal(last[name], value), name
-    config = FinetuneConfig()
-    config.downstream.kind = "glue" if kind == "text" else "classification"
+    config = task_settings("glue" if kind == "text" else "classification")()
     source.adopt(config)
     assert config.model.weights == f"{find_checkpoint(both)}@average"
     assert open_encoder(config.model.weights).read().keys() == expected.keys()

@@ -24,8 +24,8 @@ from tests.unit.models.test_image_encoder import images
 from tests.unit.models.vitmae_peer import vitmae
 from trp_scale.checkpoint.export import export
 from trp_scale.config import RefusedError
-from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.downstream.classification.model import ImageClassifier
+from trp_scale.downstream.classification.settings import ClassificationTaskConfig
 from trp_scale.downstream.encoder_source import open_encoder
 from trp_scale.downstream.task import take_encoder
 from trp_scale.models.image_encoder import ImageEncoder
@@ -44,7 +44,7 @@ BERT = {
 }
 
 
-def taken(path: Path, grid: int = GRID, **downstream: Any) -> tuple[ImageEncoder, FinetuneConfig]:
+def taken(path: Path, grid: int = GRID, **downstream: Any) -> tuple[ImageEncoder, ClassificationTaskConfig]:
     """The encoder at `path` in a run on images of this grid, whose recipe has other sizes."""
     settings = finetune_config(**downstream)
     settings.model.layers, settings.model.hidden_size, settings.model.layer_norm_eps = 3, 48, 1e-3
@@ -112,7 +112,7 @@ def test_a_run_on_several_modalities(tmp_path: Path, exported: bool, norm: bool,
         close(features(encoder, pixels), expected)
 
 
-def write_classifier(run_dir: Path, settings: FinetuneConfig) -> ImageClassifier:
+def write_classifier(run_dir: Path, settings: ClassificationTaskConfig) -> ImageClassifier:
     """A fine-tuned run's directory."""
     model = ImageClassifier(settings).eval()
     drawn_anew(model)

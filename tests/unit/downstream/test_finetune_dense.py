@@ -17,10 +17,10 @@ from trp_scale import cli
 from trp_scale.checkpoint.format import read_full_state
 from trp_scale.checkpoint.run_directory import checkpoint_path
 from trp_scale.config import RefusedError
-from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.distributed.groups import ALONE
 from trp_scale.downstream.arguments import parse_finetune
 from trp_scale.downstream.dense.depth import DepthTask
+from trp_scale.downstream.dense.settings import DepthTaskConfig
 from trp_scale.downstream.results import read_results
 from trp_scale.preparation.images.settings import ShardImagesConfig
 from trp_scale.preparation.images.shard import shard_images
@@ -113,7 +113,7 @@ def test_a_stopped_run_goes_on_to_the_same_weights(image_dataset: Path, tmp_path
         ("segmentation", {"dense__head": "dpt"}, "--dense.head is dpt, allowed for segmentation"),
         ("segmentation", {"dense__auxiliary_weight": 0.4}, "--dense.auxiliary_weight is 0.4, allowed: 0 with"),
         ("segmentation", {"dense__max_scale": 0.2}, "--dense.min_scale is 0.5 and --dense.max_scale 0.2"),
-        ("segmentation", {"dense__overlap": 1.0}, "--dense.overlap is 1.0, allowed: from 0 to 0.9"),
+        ("segmentation", {"dense__overlap": 1.0}, "--dense.overlap is 1.0, allowed: from 0 to at most 0.9"),
         ("depth", {"dense__width": 12}, "--dense.width is 12, allowed: 0"),
         ("depth", {"dense__max_depth": 1e-4}, "--dense.max_depth is 0.0001, allowed: more than --dense.min_depth"),
     ],
@@ -161,7 +161,7 @@ def test_depth_without_metres_and_inverse_depth(
         assert cli.main(["finetune", *flags("depth", data, run_dir, **aligned, dense__target=target)]) == 0
         assert 0 < metrics_of(run_dir)["delta_1"] <= 1
         config = load_recipe(run_dir / "depth" / "seed_0" / "config.yaml")
-        assert isinstance(config, FinetuneConfig) and config.dense.depth_deviation > 0
+        assert isinstance(config, DepthTaskConfig) and config.dense.depth_deviation > 0
         means[name] = config.dense.depth_mean
     assert means["metric"] == pytest.approx(means["n"]), "maps whose larger numbers are nearer are learned as they are"
     metres = means["metric"] * 65535 * 0.001

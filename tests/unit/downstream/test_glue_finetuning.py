@@ -16,10 +16,10 @@ from tests.unit.downstream.glue.small_data import finetune_here, glue_flags, wri
 from tests.unit.downstream.glue.standard_files import FILES, write_glue
 from trp_scale import cli
 from trp_scale.checkpoint.format import read_full_state
-from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.distributed.environment import Environment
 from trp_scale.downstream.arguments import parse_finetune
 from trp_scale.downstream.encoder_source import open_encoder
+from trp_scale.downstream.glue.settings import GlueTaskConfig
 from trp_scale.downstream.glue.task import GlueTask
 from trp_scale.downstream.results import read_results
 from trp_scale.preparation.text.shard import ShardTextConfig, shard_text
@@ -98,7 +98,7 @@ def test_every_task_from_a_run_of_ours_and_on_from_what_that_learned(text_datase
 
 def task_of(root: Path, tmp_path: Path, source: str, **changes: object) -> GlueTask:
     arguments = parse_finetune(glue_flags(root, tmp_path / "x", "cola", source, **changes))
-    assert isinstance(arguments.config, FinetuneConfig)
+    assert isinstance(arguments.config, GlueTaskConfig)
     arguments.config.downstream.task = "cola"
     with Environment() as environment:
         return GlueTask(arguments.config, environment)

@@ -16,11 +16,11 @@ from tests.unit.data.images.stored import config_for, sample, write_images
 from tests.unit.data.stored import write_dataset
 from trp_scale import cli
 from trp_scale.config import Config, RefusedError
-from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.data.images.kept_for_tests import check_test
 from trp_scale.data.index import read_json, write_json
 from trp_scale.distributed.groups import ALONE
 from trp_scale.downstream import sweep as module
+from trp_scale.downstream.classification.settings import ClassificationTaskConfig
 from trp_scale.downstream.probe.encoder import FrozenEncoder
 from trp_scale.downstream.probe.features import extract
 from trp_scale.downstream.probe.images import ProbedImages, open_probed
@@ -86,7 +86,7 @@ def test_every_test_image_counts_once(
 
 
 def opened(path: Path, micro_size: int = 64) -> ProbedImages:
-    config = FinetuneConfig()
+    config = ClassificationTaskConfig()
     config.crops.size, config.data.workers, config.batch.micro_size = 16, 0, micro_size
     return open_probed(config, str(path))
 
@@ -109,8 +109,8 @@ def test_an_unreadable_test_image_is_refused(tmp_path: Path) -> None:
         extract(FrozenEncoder(small_encoder(), pooling="mean"), images.batches(ALONE))
 
 
-def small_encoder() -> FinetuneConfig:
-    config = FinetuneConfig()
+def small_encoder() -> ClassificationTaskConfig:
+    config = ClassificationTaskConfig()
     config.model.layers, config.model.hidden_size, config.model.heads, config.model.intermediate_size = 1, 16, 2, 16
     config.crops.size, config.vision.patch_size = 16, 8
     return config

@@ -9,24 +9,21 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 from tests.unit.models.small_images import GRID, PATCH
-from trp_scale.config import BatchConfig, CropsConfig, RelativeVisionConfig, TextModelConfig
-from trp_scale.config.downstream import DownstreamConfig
-from trp_scale.config.finetuning import FinetuneConfig
+from trp_scale.config import BatchConfig, CropsConfig, ModelConfig, RelativeVisionConfig
+from trp_scale.downstream.classification.settings import ClassificationDownstreamConfig, ClassificationTaskConfig
 from trp_scale.upstreams.mae.weights import ours
 
 CLASSES = 7
 
 
-def finetune_config(grid: int = GRID, **downstream: Any) -> FinetuneConfig:
+def finetune_config(grid: int = GRID, **downstream: Any) -> ClassificationTaskConfig:
     """The encoder of `small_images.config`, two blocks of 24, on `grid` x `grid` patches; 7 classes."""
-    return FinetuneConfig(
-        model=TextModelConfig(
-            layers=2, hidden_size=24, heads=2, intermediate_size=40, dropout=0.0, layer_norm_eps=1e-6
-        ),
+    return ClassificationTaskConfig(
+        model=ModelConfig(layers=2, hidden_size=24, heads=2, intermediate_size=40, layer_norm_eps=1e-6),
         vision=RelativeVisionConfig(patch_size=PATCH),
         crops=CropsConfig(size=grid * PATCH),
         batch=BatchConfig(global_size=8, micro_size=4),
-        downstream=DownstreamConfig(**{"kind": "classification", "dropout": 0.0, "classes": CLASSES, **downstream}),
+        downstream=ClassificationDownstreamConfig(**{"dropout": 0.0, "classes": CLASSES, **downstream}),
     )
 
 

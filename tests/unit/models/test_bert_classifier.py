@@ -12,12 +12,11 @@ from tokenizers.models import WordPiece
 from transformers import BertForSequenceClassification
 
 from trp_scale.config import TextModelConfig
-from trp_scale.config.downstream import DownstreamConfig
-from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.core.batch import Batch
 from trp_scale.data.plan import Addresses
 from trp_scale.downstream.glue.batch import GlueBatchBuilder
 from trp_scale.downstream.glue.model import BertClassifier, SentenceClassification
+from trp_scale.downstream.glue.settings import GlueDownstreamConfig, GlueTaskConfig
 from trp_scale.downstream.glue.tokens import PairTokenizer, TokenTable
 from trp_scale.engines.optimizer import Layered, layer_scales
 from trp_scale.upstreams.pos_bert.model import bert_config
@@ -25,9 +24,9 @@ from trp_scale.upstreams.pos_bert.model import bert_config
 VOCABULARY = 64
 
 
-def settings(classes: int) -> FinetuneConfig:
+def settings(classes: int) -> GlueTaskConfig:
     model = TextModelConfig(layers=3, hidden_size=32, heads=4, intermediate_size=64, max_positions=24, dropout=0.0)
-    return FinetuneConfig(model=model, downstream=DownstreamConfig(classes=classes, dropout=0.0))
+    return GlueTaskConfig(model=model, downstream=GlueDownstreamConfig(classes=classes, dropout=0.0))
 
 
 LENGTHS = (5, 16, 9, 3)

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from transformers import DPTConfig, DPTForDepthEstimation
 
-from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.downstream.dense.model import (
     NORM_CHANNELS,
     DptHead,
@@ -20,6 +19,7 @@ from trp_scale.downstream.dense.model import (
     group_norm,
     quarters,
 )
+from trp_scale.downstream.dense.settings import DenseTaskConfig
 from trp_scale.engines.optimizer import layer_scales
 
 CASES: dict[str, dict[str, Any]] = {
@@ -31,7 +31,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def built(head: str, layers: int = 4, seed: int = 0) -> PixelModel:
-    config = FinetuneConfig()
+    config = DenseTaskConfig()
     config.training.seed = seed
     config.model.layers, config.model.hidden_size, config.model.heads = layers, 32, 2
     config.model.intermediate_size, config.model.layer_norm_eps = 64, 1e-6

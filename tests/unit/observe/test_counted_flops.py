@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.unit.models.test_dense_heads import CASES, built, images
-from trp_scale.config.finetuning import FinetuneConfig
+from trp_scale.config.finetuning import ImageTaskConfig
 from trp_scale.observe.throughput import encoder_forward_flops, forward_flops
 
 
@@ -26,7 +26,7 @@ def test_shapes_alone_give_what_the_pass_gives(head: str) -> None:
 
 
 def test_encoder_and_linear_head_are_what_the_formula_says() -> None:
-    config = FinetuneConfig()
+    config = ImageTaskConfig()
     model = built("linear")
     config.model = replace(config.model, layers=4, hidden_size=32, heads=2, intermediate_size=64)
     config.crops.size, config.vision.patch_size = 32, 8

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from trp_scale.config import RefusedError
-from trp_scale.config.finetuning import FinetuneConfig
-from trp_scale.recipes.finetune_checks import check_finetune
+from trp_scale.downstream.classification.settings import ClassificationTaskConfig
+from trp_scale.recipes.checks import check
 from trp_scale.recipes.loader import load_recipe
 
 AUGMENTATION = {"magnitude": 9, "magnitude_deviation": 0.5, "mixup": 0.8, "cutmix": 1.0, "smoothing": 0.1}
@@ -32,9 +32,9 @@ TABLES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 }
 
 
-def recipe(name: str) -> FinetuneConfig:
+def recipe(name: str) -> ClassificationTaskConfig:
     config = load_recipe(name)
-    assert isinstance(config, FinetuneConfig)
+    assert isinstance(config, ClassificationTaskConfig)
     return config
 
 
@@ -42,7 +42,7 @@ def recipe(name: str) -> FinetuneConfig:
 def test_the_tables_of_imagenet(name: str) -> None:
     downstream, optimizer = TABLES[name]
     config = recipe(name)
-    check_finetune(config)
+    check(config)
     found = asdict(config)
     assert {key: found["downstream"][key] for key in downstream} == pytest.approx(downstream)
     expected = {"lr": 1e-3 * 1024 / 256, "beta1": 0.9, "beta2": 0.999, "weight_decay": 0.05, **optimizer}
@@ -60,7 +60,7 @@ def test_large_is_larger() -> None:
 
 def test_cifar_follows_appendix_b_4() -> None:
     config = recipe("classification_cifar")
-    check_finetune(config)
+    check(config)
     assert (config.optimizer.lr, config.optimizer.weight_decay, config.batch.global_size) == (1e-4, 5e-5, 64)
     assert (config.downstream.epochs, config.crops.size, config.crops.flip) == (100, 32, 0.5)
     pre_training = load_recipe("mlo_mae_cifar")
@@ -68,7 +68,7 @@ def test_cifar_follows_appendix_b_4() -> None:
     assert config.augmentation.magnitude == config.augmentation.mixup == config.augmentation.smoothing == 0
 
 
-def changed(**changes: Any) -> FinetuneConfig:
+def changed(**changes: Any) -> ClassificationTaskConfig:
     config = recipe("classification_mae_vit_b")
     for name, value in changes.items():
         section, field = name.split("__")
@@ -80,9 +80,9 @@ def changed(**changes: Any) -> FinetuneConfig:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"augmentation__magnitude": 11}, "--augmentation.magnitude is 11, allowed: from 0 .none. to 10"),
+        ({"augmentation__magnitude": 11}, "--augmentation.magnitude is 11, allowed: from 0 to at most 10"),
         ({"augmentation__mixup": -0.1}, "--augmentation.mixup is -0.1, allowed: 0 or more"),
-        ({"augmentation__erasing": 1.5}, "--augmentation.erasing is 1.5, allowed: from 0 to 1"),
+        ({"augmentation__erasing": 1.5}, "--augmentation.erasing is 1.5, allowed: from 0 to at most 1"),
         ({"augmentation__smoothing": 1.0}, "--augmentation.smoothing is 1.0, allowed: from 0 to below 1"),
         ({"augmentation__centre_share": 0.0}, "--augmentation.centre_share is 0.0"),
         ({"augmentation__operations": 0}, "--augmentation.operations is 0"),
@@ -97,9 +97,9 @@ def changed(**changes: Any) -> FinetuneConfig:
 )
 def test_what_cannot_be_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(RefusedError, match=message):
-        check_finetune(changed(**changes))
+        check(changed(**changes))
 
 
 def test_without_mixing_a_micro_batch_may_be_odd() -> None:
     odd = {"batch__global_size": 3, "batch__micro_size": 3}
-    check_finetune(changed(**odd, augmentation__mixup=0.0, augmentation__cutmix=0.0))
+    check(changed(**odd, augmentation__mixup=0.0, augmentation__cutmix=0.0))

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from trp_scale.config import RefusedError
-from trp_scale.config.finetuning import FinetuneConfig
-from trp_scale.recipes.dense_checks import dense_problems
-from trp_scale.recipes.finetune_checks import check_finetune
+from trp_scale.downstream.dense.settings import DenseTaskConfig
+from trp_scale.recipes.checks import check
 from trp_scale.recipes.loader import flat, load_recipe
 
 JITTER = {"dense.min_scale": 0.1, "dense.max_scale": 2.0, "dense.scaled_side": "longer"}
@@ -65,16 +64,16 @@ TABLES: dict[str, dict[str, Any]] = {
 }
 
 
-def recipe(name: str) -> FinetuneConfig:
+def recipe(name: str) -> DenseTaskConfig:
     config = load_recipe(name)
-    assert isinstance(config, FinetuneConfig)
+    assert isinstance(config, DenseTaskConfig)
     return config
 
 
 @pytest.mark.parametrize("name", TABLES)
 def test_recipes_follow_their_tables(name: str) -> None:
     config = recipe(name)
-    check_finetune(config)
+    check(config)
     found = flat(asdict(config))
     assert {key: found[key] for key in TABLES[name]} == TABLES[name]
     assert (config.optimizer.kind, config.optimizer.beta1, config.optimizer.beta2) == ("adamw", 0.9, 0.999)
@@ -82,13 +81,13 @@ def test_recipes_follow_their_tables(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["segmentation_tiny", "depth_tiny"])
 def test_tiny_recipes_are_allowed(name: str) -> None:
-    check_finetune(recipe(name))
+    check(recipe(name))
 
 
 def test_one_patch_has_no_half() -> None:
     config = recipe("segmentation_ade20k_adpe_vit_b")
     config.crops.size = 16
     with pytest.raises(RefusedError, match=r"--crops.size is 16, allowed with --dense.head upernet: two patches"):
-        check_finetune(config)
+        check(config)
     config.crops.size = 32
-    assert not list(dense_problems(config))
+    check(config)

@@ -14,7 +14,6 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional
 
 from trp_scale.config import CropsConfig
-from trp_scale.config.dense import DenseConfig
 from trp_scale.data.hashing import Integers, Words, below, mix, name_hash
 from trp_scale.data.images.crops import uniform
 from trp_scale.data.images.png import Map
@@ -42,13 +41,14 @@ class Jitter:
 
     Args:
         crops: size, flip and interpolation.
-        dense: range of scales, and which side they are of.
+        scales: smallest and largest size of an image, in units of crops.size.
+        longer: whether that is the size of its longer side; otherwise of the shorter one.
     """
 
-    def __init__(self, crops: CropsConfig, dense: DenseConfig) -> None:
+    def __init__(self, crops: CropsConfig, scales: tuple[float, float], *, longer: bool) -> None:
         self.size, self._flip = crops.size, crops.flip
-        self._low, self._high = dense.min_scale, dense.max_scale
-        self._longer = dense.scaled_side == "longer"
+        self._low, self._high = scales
+        self._longer = longer
         self._mode = InterpolationMode[crops.interpolation.upper()]
 
     def draw(self, states: Words, sizes: Integers) -> Jitters:

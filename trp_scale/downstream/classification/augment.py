@@ -20,7 +20,7 @@ from torch import Tensor
 from torchvision.transforms.v2 import ColorJitter, functional
 
 from trp_scale.config import CropsConfig
-from trp_scale.config.augmentation import AugmentationConfig
+from trp_scale.downstream.classification.settings import AugmentationConfig
 
 HIGHEST = 9.999
 """RandAugment's magnitudes are cut here: at 10, timm would keep no bit of a posterised image, which Pillow refuses."""

@@ -10,7 +10,6 @@ from torch import Tensor
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional
 
-from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.core.batch import Batch
 from trp_scale.data.hashing import Words, mix, name_hash
 from trp_scale.data.images.crops import GREY, Cropper, cut_images
@@ -18,6 +17,7 @@ from trp_scale.data.images.dataset import ImageDataset, ImageMeta
 from trp_scale.data.images.rows import DecodedRows, RowReader
 from trp_scale.data.plan import Addresses, row_states
 from trp_scale.downstream.classification.augment import ImageAugmentation, PairMixing, borrowed_generators
+from trp_scale.downstream.classification.settings import ClassificationTaskConfig
 
 _AUGMENT = np.uint64(name_hash("augment"))
 _PAIR = np.uint64(name_hash("augment: pair"))
@@ -36,7 +36,7 @@ class TrainingImages:
     across two micro-batches, the global batch is the same however it is split.
     """
 
-    def __init__(self, config: FinetuneConfig, datasets: list[ImageDataset], meta: ImageMeta) -> None:
+    def __init__(self, config: ClassificationTaskConfig, datasets: list[ImageDataset], meta: ImageMeta) -> None:
         self._seed = config.training.seed
         self._rows = RowReader(datasets, meta, verify=config.data.verify)
         self._cropper = Cropper(config.crops)
@@ -79,7 +79,7 @@ class MeasuredImages:
     """Makes batches of the images that a classifier is measured on: fields as `TrainingImages`', targets 1 for the
     class and 0 for all others, nothing drawn at random."""
 
-    def __init__(self, config: FinetuneConfig, datasets: list[ImageDataset], meta: ImageMeta) -> None:
+    def __init__(self, config: ClassificationTaskConfig, datasets: list[ImageDataset], meta: ImageMeta) -> None:
         self._rows = RowReader(datasets, meta, verify=config.data.verify)
         self._classes = config.downstream.classes
         self._size, self._settings = config.crops.size, config.augmentation

@@ -8,8 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.core.batch import Batch, TaskLosses
+from trp_scale.downstream.classification.settings import ClassificationTaskConfig
 from trp_scale.models.image_encoder import ImageEncoder, OnImageEncoder
 from trp_scale.models.image_patches import CHANNEL_DEVIATION, CHANNEL_MEAN
 from trp_scale.models.initialise import initial_tensor, initialise_vision
@@ -78,7 +78,7 @@ class ImageClassifier(OnImageEncoder):
         config: sizes, `downstream.classes`, pooling and dropout, and the seed of the initial weights.
     """
 
-    def __init__(self, config: FinetuneConfig) -> None:
+    def __init__(self, config: ClassificationTaskConfig) -> None:
         super().__init__()
         width = config.model.hidden_size
         mean = config.downstream.pooling == "mean"

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 
 from trp_scale.config import RefusedError
-from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.core.batch import Batch
 from trp_scale.data.fetch import BatchBuilder
 from trp_scale.data.images.dataset import ImageDataset, ImageMeta, agree_images, open_image_dataset
@@ -22,8 +21,9 @@ from trp_scale.distributed.groups import Group
 from trp_scale.downstream.arguments import SCRATCH
 from trp_scale.downstream.classification.batch import MeasuredImages, TrainingImages
 from trp_scale.downstream.classification.model import ImageClassification, ImageClassifier
+from trp_scale.downstream.classification.settings import ClassificationTaskConfig
 from trp_scale.downstream.encoder_source import open_encoder
-from trp_scale.downstream.task import GatheredRows, TaskParts, distinct, open_task_sources, take_encoder
+from trp_scale.downstream.task import GatheredRows, ImageTask, distinct, open_task_sources, take_encoder
 from trp_scale.observe.throughput import classifier_step_flops
 
 TOP = 5
@@ -31,12 +31,12 @@ MANY_CLASSES = 10
 """Top-5 accuracy is given from this many classes on; of fewer it says little."""
 
 
-class ClassificationTask(TaskParts):
+class ClassificationTask(ImageTask[ClassificationTaskConfig]):
     """Classes of images; see `DownstreamTask`."""
 
     metric = "accuracy"
 
-    def __init__(self, config: FinetuneConfig, environment: Environment) -> None:
+    def __init__(self, config: ClassificationTaskConfig, environment: Environment) -> None:
         test_path = config.downstream.test_path
         train = open_labelled(config.data.path)
         measured = open_labelled(test_path) if test_path else train
@@ -52,9 +52,7 @@ class ClassificationTask(TaskParts):
         )
         super().__init__(config, sources)
         self.classes = train.classes
-        self.name = config.downstream.task or "classification"
         self.objective = ImageClassification()
-        self.positions_per_step = config.batch.global_size * (config.crops.size // config.vision.patch_size) ** 2
         self.step_flops = classifier_step_flops(config)
 
     def model(self) -> nn.Module:

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.core.batch import Batch
 from trp_scale.data.hashing import Integers
 from trp_scale.data.images.crops import GREY
@@ -19,6 +18,7 @@ from trp_scale.data.images.jitter import Jitter, pick_centres
 from trp_scale.data.images.rows import DecodedRows, DecodedSample, RowReader
 from trp_scale.data.plan import Addresses, row_states
 from trp_scale.downstream.dense.maps import DepthMaps, SegmentationMaps
+from trp_scale.downstream.dense.settings import DenseTaskConfig
 from trp_scale.downstream.dense.windows import WindowCutter, Windows
 
 FRESH = 0
@@ -39,14 +39,16 @@ class JitteredBatchBuilder:
 
     def __init__(
         self,
-        config: FinetuneConfig,
+        config: DenseTaskConfig,
         datasets: list[ImageDataset],
         meta: ImageMeta,
         maps: SegmentationMaps | DepthMaps,
     ) -> None:
         self._seed = config.training.seed
         self._rows = RowReader(datasets, meta, verify=config.data.verify)
-        self._jitter, self._maps = Jitter(config.crops, config.dense), maps
+        dense, self._maps = config.dense, maps
+        scales = (dense.min_scale, dense.max_scale)
+        self._jitter = Jitter(config.crops, scales, longer=dense.scaled_side == "longer")
 
     def build(self, addresses: Addresses, start: int) -> Batch:
         """The batch of the rows at `addresses`, whose first is at position `start` of its source."""
@@ -77,7 +79,7 @@ class WholeBatchBuilder:
 
     def __init__(
         self,
-        config: FinetuneConfig,
+        config: DenseTaskConfig,
         datasets: list[ImageDataset],
         meta: ImageMeta,
         maps: SegmentationMaps | DepthMaps,

@@ -9,7 +9,6 @@ import numpy as np
 from torch import Tensor
 
 from trp_scale.config import RefusedError
-from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.core.batch import Batch
 from trp_scale.core.hooks import Hook
 from trp_scale.core.run import RunContext
@@ -21,6 +20,7 @@ from trp_scale.downstream.dense.depth_metrics import DepthErrors
 from trp_scale.downstream.dense.depth_objective import Depth, DepthSpace, LargestError
 from trp_scale.downstream.dense.maps import DepthMaps
 from trp_scale.downstream.dense.rows import DenseData, depth_statistics
+from trp_scale.downstream.dense.settings import DepthTaskConfig
 from trp_scale.downstream.dense.task import DenseTask
 from trp_scale.downstream.whole_images import predict_whole
 
@@ -30,13 +30,13 @@ SAMPLED_MAPS = 256
 NEARER = {True: "nearer", False: "farther"}
 
 
-class DepthTask(DenseTask):
+class DepthTask(DenseTask[DepthTaskConfig]):
     """Depth of pixels; see `DownstreamTask`."""
 
     metric = "delta_1"
     maps = DepthMaps
 
-    def __init__(self, config: FinetuneConfig, environment: Environment) -> None:
+    def __init__(self, config: DepthTaskConfig, environment: Environment) -> None:
         super().__init__(config, environment)
         dense = config.dense
         self.space = DepthSpace(

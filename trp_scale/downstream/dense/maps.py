@@ -9,9 +9,9 @@ import numpy as np
 import numpy.typing as npt
 
 from trp_scale.config import RefusedError
-from trp_scale.config.dense import DenseConfig
 from trp_scale.data.images.dataset import ImageDataset
 from trp_scale.data.images.rows import DecodedSample
+from trp_scale.downstream.dense.settings import DenseConfig, DepthConfig, SegmentationConfig
 from trp_scale.modalities.depth import RELATIVE_SCALE, Depth, StoredDepth
 from trp_scale.modalities.semseg import VOID, Semseg, StoredClasses
 
@@ -49,6 +49,7 @@ class SegmentationMaps:
         Raises:
             RefusedError: there is no such class to ignore, or fewer than two are left.
         """
+        assert isinstance(dense, SegmentationConfig)
         directory, stored = datasets[0].directory, datasets[0].meta.maps[cls.name]
         assert isinstance(stored, StoredClasses)
         classes = stored.classes or ()
@@ -89,7 +90,7 @@ class DepthMaps:
     name = Depth.name
     sharded_with = "--depth_scale 0.001"
 
-    def __init__(self, datasets: Sequence[ImageDataset], dense: DenseConfig) -> None:
+    def __init__(self, datasets: Sequence[ImageDataset], dense: DepthConfig) -> None:
         maps = [each for dataset in datasets for each in dataset.maps if isinstance(each, StoredDepth)]
         in_metres = [each.scale is not None for each in maps]
         self.metric = all(in_metres)
@@ -105,6 +106,7 @@ class DepthMaps:
     @classmethod
     def of(cls, datasets: Sequence[ImageDataset], dense: DenseConfig) -> DepthMaps:
         """Those of a mixture."""
+        assert isinstance(dense, DepthConfig)
         return cls(datasets, dense)
 
     def empty(self, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:

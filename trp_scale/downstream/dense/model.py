@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from timm.models.convnext import ConvNeXtBlock
 from torch import Tensor, nn
 
-from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.core.seeds import tensor_seed
+from trp_scale.downstream.dense.settings import DenseTaskConfig
 from trp_scale.models.image_encoder import EncoderShape, ImageEncoder, OnImageEncoder
 from trp_scale.models.initialise import initialise_vision, write
 
@@ -279,11 +279,11 @@ def _doubled(width: int) -> nn.ConvTranspose2d:
     return nn.ConvTranspose2d(width, width, 2, stride=2)
 
 
-def build_head(config: FinetuneConfig, shape: EncoderShape, outputs: int) -> DenseHead:
+def build_head(config: DenseTaskConfig, shape: EncoderShape, outputs: int) -> DenseHead:
     """The head with its initial weights.
 
     Args:
-        config: section dense, checked (recipes/dense_checks.py), and the seed.
+        config: section dense, checked, and the seed.
         shape: of the encoder.
         outputs: channels of the prediction.
     """
@@ -292,7 +292,7 @@ def build_head(config: FinetuneConfig, shape: EncoderShape, outputs: int) -> Den
     return head
 
 
-def _build(config: FinetuneConfig, shape: EncoderShape, outputs: int) -> DenseHead:
+def _build(config: DenseTaskConfig, shape: EncoderShape, outputs: int) -> DenseHead:
     dense = config.dense
     if dense.head == "linear":
         return LinearHead(shape.width, outputs)
@@ -313,7 +313,7 @@ class PixelModel(OnImageEncoder):
         outputs: C, values of each pixel.
     """
 
-    def __init__(self, config: FinetuneConfig, outputs: int) -> None:
+    def __init__(self, config: DenseTaskConfig, outputs: int) -> None:
         super().__init__()
         self.encoder = ImageEncoder(config)
         initialise_vision(self, seed=config.training.seed, std=config.model.initializer_range)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from trp_scale.config import RefusedError
-from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.data.images.dataset import ImageDataset, ImageMeta, agree_images, open_image_dataset
 from trp_scale.data.images.maps import map_formats, stored_maps
 from trp_scale.data.images.rows import RowReader
@@ -18,6 +17,7 @@ from trp_scale.data.plan import Addresses
 from trp_scale.data.rows import Rows
 from trp_scale.downstream.dense.batch import JitteredBatchBuilder, WholeBatchBuilder
 from trp_scale.downstream.dense.maps import DepthMaps, SegmentationMaps
+from trp_scale.downstream.dense.settings import DenseTaskConfig
 
 DenseMaps = SegmentationMaps | DepthMaps
 
@@ -36,7 +36,7 @@ class DenseData:
     meta: ImageMeta
     maps: DenseMaps
 
-    def rows(self, config: FinetuneConfig, *, whole: bool) -> Rows:
+    def rows(self, config: DenseTaskConfig, *, whole: bool) -> Rows:
         """Their rows, as jittered crops or as whole images."""
         kind = WholeBatchBuilder if whole else JitteredBatchBuilder
         return Rows(
@@ -48,7 +48,7 @@ class DenseData:
         )
 
 
-def open_dense(config: FinetuneConfig, paths: Sequence[MemberPath], kind: type[DenseMaps]) -> DenseData:
+def open_dense(config: DenseTaskConfig, paths: Sequence[MemberPath], kind: type[DenseMaps]) -> DenseData:
     """Open data sets that trp-scale shard-images wrote with maps.
 
     Raises:

@@ -8,24 +8,24 @@ from typing import Any
 from torch import Tensor
 
 from trp_scale.config import RefusedError
-from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.core.batch import Batch
 from trp_scale.distributed.environment import Environment
 from trp_scale.downstream.dense.maps import SegmentationMaps
 from trp_scale.downstream.dense.rows import DenseData
 from trp_scale.downstream.dense.segmentation_metrics import Confusion
 from trp_scale.downstream.dense.segmentation_objective import Segmentation
+from trp_scale.downstream.dense.settings import SegmentationTaskConfig
 from trp_scale.downstream.dense.task import DenseTask
 from trp_scale.downstream.whole_images import predict_whole
 
 
-class SegmentationTask(DenseTask):
+class SegmentationTask(DenseTask[SegmentationTaskConfig]):
     """Classes of pixels; see `DownstreamTask`."""
 
     metric = "mean_iou"
     maps = SegmentationMaps
 
-    def __init__(self, config: FinetuneConfig, environment: Environment) -> None:
+    def __init__(self, config: SegmentationTaskConfig, environment: Environment) -> None:
         super().__init__(config, environment)
         self.objective = Segmentation(config.dense.auxiliary_weight)
 

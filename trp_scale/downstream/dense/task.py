@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from typing import TypeVar
 
 import torch
 from torch import nn
 
-from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.data.mixture import parse_paths
 from trp_scale.distributed.environment import Environment
-from trp_scale.downstream.arguments import SCRATCH
 from trp_scale.downstream.dense.model import PixelModel
 from trp_scale.downstream.dense.rows import DenseData, DenseMaps, open_dense
-from trp_scale.downstream.encoder_source import open_encoder
-from trp_scale.downstream.task import TaskParts, open_task_sources, take_encoder
+from trp_scale.downstream.dense.settings import DenseTaskConfig
+from trp_scale.downstream.task import ImageTask, open_task_sources
 from trp_scale.observe.throughput import TRAINING_OVER_FORWARD, forward_flops
 
+DenseRun = TypeVar("DenseRun", bound=DenseTaskConfig)
 
-class DenseTask(TaskParts):
+
+class DenseTask(ImageTask[DenseRun]):
     """Data and model of a task of pixels; what is learned and measured is the subclass's."""
 
     maps: type[DenseMaps]
 
-    def __init__(self, config: FinetuneConfig, environment: Environment) -> None:
+    def __init__(self, config: DenseRun, environment: Environment) -> None:
         self.config = config
         paths = parse_paths(config.data.path)
         test_path = config.downstream.test_path
@@ -42,9 +43,6 @@ class DenseTask(TaskParts):
                 measured_paths=test_paths,
             ),
         )
-        self.name = config.downstream.task or config.downstream.kind
-        self.positions_per_step = config.batch.global_size * (config.crops.size // config.vision.patch_size) ** 2
-        self.step_flops = 0.0  # until there is a model to count
 
     @abstractmethod
     def complete(self, data: DenseData, measured: DenseData) -> int:
@@ -60,8 +58,7 @@ class DenseTask(TaskParts):
 
     def model(self) -> nn.Module:
         model = PixelModel(self.config, self._outputs)
-        if (path := self.config.model.weights) and path != SCRATCH:
-            take_encoder(model.encoder, open_encoder(path).image_weights(model.encoder.grid), path)
+        self.take_encoder(model)
         side = self.config.crops.size
         image = forward_flops(model, torch.empty(1, 3, side, side, device="meta"))
         self.step_flops = TRAINING_OVER_FORWARD * self.config.batch.global_size * image

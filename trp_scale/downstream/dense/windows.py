@@ -11,8 +11,8 @@ from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional
 
 from trp_scale.config import CropsConfig
-from trp_scale.config.dense import DenseConfig
 from trp_scale.data.hashing import Integers
+from trp_scale.downstream.dense.settings import DenseConfig
 
 
 @dataclass(frozen=True, kw_only=True)

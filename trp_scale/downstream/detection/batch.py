@@ -13,7 +13,6 @@ from PIL import Image
 from torch import Tensor
 from torchvision.transforms import InterpolationMode
 
-from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.core.batch import Batch
 from trp_scale.data.images.decode import decode_image
 from trp_scale.data.images.png import png_format
@@ -22,6 +21,7 @@ from trp_scale.data.plan import Addresses, row_states
 from trp_scale.downstream.detection.annotations import Annotations
 from trp_scale.downstream.detection.masks import decode
 from trp_scale.downstream.detection.placement import GREY, SMALLEST, Placement, draw_placements, letterbox
+from trp_scale.downstream.detection.settings import DetectionTaskConfig
 
 
 class DetectionBatchBuilder:
@@ -42,7 +42,7 @@ class DetectionBatchBuilder:
         augment: draw placements; else each image is shown whole.
     """
 
-    def __init__(self, config: FinetuneConfig, datasets: Sequence[Annotations], *, augment: bool) -> None:
+    def __init__(self, config: DetectionTaskConfig, datasets: Sequence[Annotations], *, augment: bool) -> None:
         detection = config.detection
         self._datasets = list(datasets)
         self._side, self._objects, self._grid = config.crops.size, detection.max_objects, detection.mask_size

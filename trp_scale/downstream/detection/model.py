@@ -24,9 +24,8 @@ from torchvision.models.detection.roi_heads import RoIHeads
 from torchvision.models.detection.rpn import RegionProposalNetwork, RPNHead
 from torchvision.ops import FeaturePyramidNetwork, MultiScaleRoIAlign, roi_align
 
-from trp_scale.config.detection import DetectionConfig
-from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.downstream.dense.model import as_map
+from trp_scale.downstream.detection.settings import DetectionConfig, DetectionTaskConfig
 from trp_scale.models.image_encoder import ImageEncoder, OnImageEncoder
 from trp_scale.models.initialise import initial_tensor, initialise_vision, write
 
@@ -152,7 +151,7 @@ class Detector(OnImageEncoder):
             the seed of the initial weights.
     """
 
-    def __init__(self, config: FinetuneConfig) -> None:
+    def __init__(self, config: DetectionTaskConfig) -> None:
         super().__init__()
         detection, patch_size = config.detection, config.vision.patch_size
         self.encoder = ImageEncoder(config)

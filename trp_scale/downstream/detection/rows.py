@@ -9,13 +9,13 @@ import numpy as np
 import numpy.typing as npt
 
 from trp_scale.config import RefusedError
-from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.data.index import DataError
 from trp_scale.data.mixture import MemberPath
 from trp_scale.data.rows import Rows
 from trp_scale.downstream.detection.annotations import Annotations, check_images
 from trp_scale.downstream.detection.batch import DetectionBatchBuilder
 from trp_scale.downstream.detection.files import read_coco, read_voc
+from trp_scale.downstream.detection.settings import DetectionTaskConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ def _found(member: MemberPath, files: int) -> str:
     return f"a folder with {files} .json files" if member.path.is_dir() else "a file"
 
 
-def settle_masks(config: FinetuneConfig, datasets: Sequence[Annotations]) -> None:
+def settle_masks(config: DetectionTaskConfig, datasets: Sequence[Annotations]) -> None:
     """detection.masks: auto becomes what all data has, in place.
 
     Args:
@@ -86,7 +86,7 @@ def settle_masks(config: FinetuneConfig, datasets: Sequence[Annotations]) -> Non
         config.detection.masks = "off" if without else "on"
 
 
-def detection_rows(config: FinetuneConfig, datasets: Sequence[Annotations], *, augment: bool) -> Rows:
+def detection_rows(config: DetectionTaskConfig, datasets: Sequence[Annotations], *, augment: bool) -> Rows:
     """Data sets as rows.
 
     Args:
@@ -104,7 +104,7 @@ def detection_rows(config: FinetuneConfig, datasets: Sequence[Annotations], *, a
     )
 
 
-def learned(config: FinetuneConfig, datasets: Sequence[Annotations]) -> list[npt.NDArray[np.bool_]]:
+def learned(config: DetectionTaskConfig, datasets: Sequence[Annotations]) -> list[npt.NDArray[np.bool_]]:
     """[n] of each data set, the images that may be trained on.
 
     Raises:
@@ -117,7 +117,7 @@ def learned(config: FinetuneConfig, datasets: Sequence[Annotations]) -> list[npt
     return [np.ones(len(each), dtype=np.bool_) if kept else each > 0 for each in counts]
 
 
-def training_notices(config: FinetuneConfig, datasets: Sequence[Annotations]) -> list[str]:
+def training_notices(config: DetectionTaskConfig, datasets: Sequence[Annotations]) -> list[str]:
     """What a user should know of the training images: objects that are skipped or cut, images that are left out."""
     counts = np.concatenate([one.counts() for one in datasets])
     found = [notice for one in datasets for notice in one.notices()]

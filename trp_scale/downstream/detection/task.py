@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.core.batch import Batch, TaskLosses
 from trp_scale.data.mixture import parse_paths
 from trp_scale.distributed.environment import Environment
-from trp_scale.downstream.arguments import SCRATCH
 from trp_scale.downstream.classification.model import Pixels
 from trp_scale.downstream.detection.metrics import VOC_METRIC, DetectionMetrics
 from trp_scale.downstream.detection.model import Detector, Target, paste
 from trp_scale.downstream.detection.rows import detection_rows, learned, open_detection, settle_masks, training_notices
-from trp_scale.downstream.encoder_source import open_encoder
-from trp_scale.downstream.task import TaskParts, open_task_sources, take_encoder
+from trp_scale.downstream.detection.settings import DetectionTaskConfig
+from trp_scale.downstream.task import ImageTask, open_task_sources, trained_on_is_there
 
 LOSSES = {
     "rpn_objectness": "loss_objectness",
@@ -88,13 +87,13 @@ def targets(batch: Batch, rows: list[int]) -> list[Target]:
     return found
 
 
-class DetectionTask(TaskParts):
+class DetectionTask(ImageTask[DetectionTaskConfig]):
     """Boxes, and masks where there are any; see `DownstreamTask`. Of COCO's files the metric is COCO's AP of boxes, of
     Pascal VOC's that of VOC 2007."""
 
     objective: Detection
 
-    def __init__(self, config: FinetuneConfig, environment: Environment) -> None:
+    def __init__(self, config: DetectionTaskConfig, environment: Environment) -> None:
         detection, test_path = config.detection, config.downstream.test_path
         paths, masks = parse_paths(config.data.path), detection.masks != "off"
         train = measured = open_detection(paths, detection.images, masks=masks)
@@ -117,17 +116,21 @@ class DetectionTask(TaskParts):
         sources.notices += [notice for one in measured if test_path for notice in one.notices()]
         super().__init__(config, sources)
         self._measured = measured
-        self.name = config.downstream.task or "detection"
         self.metric = VOC_METRIC if measured[0].voc else "AP"
         self.objective = Detection(masks=masks)
-        self.positions_per_step = config.batch.global_size * (config.crops.size // config.vision.patch_size) ** 2
-        self.step_flops = 0.0
 
     def model(self) -> nn.Module:
         model = Detector(self.config)
-        if (path := self.config.model.weights) and path != SCRATCH:
-            take_encoder(model.encoder, open_encoder(path).image_weights(model.encoder.grid), path)
+        self.take_encoder(model)
         return model
+
+    @classmethod
+    def measure_on(cls, config: DetectionTaskConfig, checkpoint: Path, data: str, images: str) -> None:
+        if data:
+            config.detection.test_images = images
+            if not trained_on_is_there(config):
+                config.detection.images = images
+        super().measure_on(config, checkpoint, data, "")
 
     def predict(self, forward: Callable[..., Any], batch: Batch) -> list[Target]:
         """Detections of each row, in pixels of its square."""

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import BertModel
 
-from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.core.batch import Batch, TaskLosses
+from trp_scale.downstream.glue.settings import GlueTaskConfig
 from trp_scale.models.initialise import initialise
 from trp_scale.upstreams.pos_bert.model import LastLayer, bert_config
 
@@ -29,7 +29,7 @@ class BertClassifier(nn.Module):
         vocabulary: rows of the word embeddings, padding included.
     """
 
-    def __init__(self, config: FinetuneConfig, *, vocabulary: int) -> None:
+    def __init__(self, config: GlueTaskConfig, *, vocabulary: int) -> None:
         super().__init__()
         settings = bert_config(config.model, vocabulary, attn_implementation="sdpa")
         self.bert = BertModel(settings)

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from trp_scale.checkpoint.run_directory import TOKENIZER
 from trp_scale.config import RefusedError
-from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.core.batch import Batch
 from trp_scale.data.fetch import start_worker_server
 from trp_scale.data.mixture import MemberPath
@@ -24,16 +23,17 @@ from trp_scale.downstream.glue.examples import FORMATS
 from trp_scale.downstream.glue.folders import read_glue
 from trp_scale.downstream.glue.metrics import FIGURES, GlueMetrics, figure_name, require_libraries
 from trp_scale.downstream.glue.model import BertClassifier, SentenceClassification
+from trp_scale.downstream.glue.settings import GlueTaskConfig
 from trp_scale.downstream.glue.tokens import PairTokenizer, TokenTable, load_tokenizer, tokenize
 from trp_scale.downstream.task import TaskParts, open_task_sources, take_encoder
 from trp_scale.observe.throughput import bert_step_flops
 from trp_scale.upstreams.pos_bert.model import padded_vocabulary
 
 
-class GlueTask(TaskParts):
+class GlueTask(TaskParts[GlueTaskConfig]):
     """One task of GLUE; see `DownstreamTask`."""
 
-    def __init__(self, config: FinetuneConfig, environment: Environment) -> None:
+    def __init__(self, config: GlueTaskConfig, environment: Environment) -> None:
         require_libraries()
         if config.data.workers > 0:
             start_worker_server(GlueBatchBuilder.__module__)
@@ -91,6 +91,12 @@ class GlueTask(TaskParts):
         if world.rank == 0 and not (run_dir / TOKENIZER).exists():
             save_given(self._tokenizer_directory, run_dir / TOKENIZER)
 
+    @classmethod
+    def measure_on(cls, config: GlueTaskConfig, checkpoint: Path, data: str, images: str) -> None:
+        """The run's own checkpoint also brings the tokenizer that it was trained with."""
+        super().measure_on(config, checkpoint, data, images)
+        config.model.weights, config.downstream.tokenizer = str(checkpoint), ""
+
     def predict(self, forward: Callable[..., Tensor], batch: Batch) -> Tensor:
         """[R, C] logits, or one score for each row."""
         return self.objective.logits(forward, batch)
@@ -99,7 +105,7 @@ class GlueTask(TaskParts):
         return GlueMetrics(self.name, self._sets)
 
 
-def glue_rows(config: FinetuneConfig, tokenizer: PairTokenizer, tables: list[TokenTable]) -> Rows:
+def glue_rows(config: GlueTaskConfig, tokenizer: PairTokenizer, tables: list[TokenTable]) -> Rows:
     """Tables of examples as what sources are made of."""
     downstream = config.downstream
     builder = GlueBatchBuilder(
@@ -112,7 +118,7 @@ def glue_rows(config: FinetuneConfig, tokenizer: PairTokenizer, tables: list[Tok
     return Rows(blocks=tables, meta=None, limit=0, builder=builder, digests=[table.digest() for table in tables])
 
 
-def tokenizer_directory(config: FinetuneConfig, encoder: EncoderSource | None) -> Path:
+def tokenizer_directory(config: GlueTaskConfig, encoder: EncoderSource | None) -> Path:
     """--downstream.tokenizer, else the encoder's own.
 
     Raises:

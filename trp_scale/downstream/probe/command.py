@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 
 from trp_scale.checkpoint.agreement import check_shared_directory, on_rank_zero
-from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.data.hashing import Integers
 from trp_scale.data.images.kept_for_tests import check_test
 from trp_scale.distributed.environment import Environment
 from trp_scale.downstream.arguments import SCRATCH
+from trp_scale.downstream.classification.settings import ClassificationTaskConfig
 from trp_scale.downstream.probe.arguments import ProbeArguments
 from trp_scale.downstream.probe.classifiers import (
     accuracy,
@@ -94,7 +94,7 @@ class Probe:
         self.split = arguments.split or ("dev" if arguments.test is None else "test")
         self.name = (arguments.test or Path(arguments.data)).resolve().name
 
-    def settings(self, size: int) -> FinetuneConfig:
+    def settings(self, size: int) -> ClassificationTaskConfig:
         """Settings of the encoder and of the images that it is shown, `size` pixels wide."""
         arguments = self.arguments
         config = encoder_config(arguments.from_, recipe=arguments.recipe, size=size, batch=arguments.batch_size)
@@ -148,7 +148,7 @@ class Probe:
 
         return on_rank_zero(self.world, "fitting the probe", judge)
 
-    def encoder(self, config: FinetuneConfig, pooling: str, **weights: object) -> FrozenEncoder:
+    def encoder(self, config: ClassificationTaskConfig, pooling: str, **weights: object) -> FrozenEncoder:
         """A frozen encoder on this rank's device; `weights` as for FrozenEncoder."""
         return FrozenEncoder(
             config,

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 
 from trp_scale.config import RefusedError
-from trp_scale.config.finetuning import FinetuneConfig
+from trp_scale.config.finetuning import ImageTaskConfig
 from trp_scale.config.images import ImagePretrainConfig
 from trp_scale.downstream.arguments import SCRATCH
 from trp_scale.downstream.classification.model import Pixels
+from trp_scale.downstream.classification.settings import ClassificationTaskConfig
 from trp_scale.downstream.encoder_source import open_encoder
 from trp_scale.downstream.task import take_encoder
 from trp_scale.models.image_encoder import ImageEncoder
@@ -28,7 +29,7 @@ NOT_OF_THE_WEIGHTS = ("weights", "dropout", "initializer_range")
 """Fields of `model` that say where an encoder came from or how it learns, not what it computes."""
 
 
-def encoder_config(path: str, *, recipe: str = "", size: int = 0, batch: int = BATCH) -> FinetuneConfig:
+def encoder_config(path: str, *, recipe: str = "", size: int = 0, batch: int = BATCH) -> ClassificationTaskConfig:
     """The settings of an encoder, and of the images that it is shown.
 
     Args:
@@ -40,11 +41,10 @@ def encoder_config(path: str, *, recipe: str = "", size: int = 0, batch: int = B
     Raises:
         RefusedError: no such encoder, one of text, or a size that patches do not fill.
     """
-    config = FinetuneConfig()
-    config.downstream.kind = "classification"
+    config = ClassificationTaskConfig()
     if path == SCRATCH:
         found = load_recipe(recipe)
-        if not isinstance(found, (ImagePretrainConfig, FinetuneConfig)):
+        if not isinstance(found, (ImagePretrainConfig, ImageTaskConfig)):
             raise RefusedError(f"--recipe {recipe}: an encoder of text; allowed: a recipe of images")
         _take(config.model, found.model)
         _take(config.vision, found.vision)
@@ -87,7 +87,7 @@ class FrozenEncoder:
 
     def __init__(
         self,
-        config: FinetuneConfig,
+        config: ClassificationTaskConfig,
         *,
         pooling: str,
         device: torch.device | None = None,

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.core.batch import Batch
 from trp_scale.data.fetch import BatchBuilder
 from trp_scale.data.plan import HeldOutPlan, TrainPlan
@@ -17,6 +16,7 @@ from trp_scale.data.sources import TrainSource, ValidationSource
 from trp_scale.data.split import held_out
 from trp_scale.distributed.groups import ALONE, Group
 from trp_scale.downstream.classification.batch import MeasuredImages, TrainingImages
+from trp_scale.downstream.classification.settings import ClassificationTaskConfig
 from trp_scale.downstream.classification.task import LabelledImages, open_labelled
 
 
@@ -31,7 +31,7 @@ class ProbedImages:
         opened: the data sets.
     """
 
-    config: FinetuneConfig
+    config: ClassificationTaskConfig
     path: str
     opened: LabelledImages
 
@@ -101,7 +101,9 @@ class ProbedImages:
         config.downstream.classes = len(self.classes)
         return MeasuredImages(config, self.opened.datasets, self.opened.meta)
 
-    def _endless(self, builder: BatchBuilder, config: FinetuneConfig, group: Group, fraction: float) -> TrainSource:
+    def _endless(
+        self, builder: BatchBuilder, config: ClassificationTaskConfig, group: Group, fraction: float
+    ) -> TrainSource:
         rows = self.opened.rows(builder)
         chosen = [~mask for mask in self._held(fraction)]
         plan = TrainPlan(
@@ -113,7 +115,7 @@ class ProbedImages:
         return TrainSource(plan, builder, config, rank=group.rank, world=group.size, pin_memory=False, flags=flags)
 
 
-def open_probed(config: FinetuneConfig, path: str) -> ProbedImages:
+def open_probed(config: ClassificationTaskConfig, path: str) -> ProbedImages:
     """Open shards of images with classes.
 
     Raises:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 
 from trp_scale.config import RefusedError
-from trp_scale.config.finetuning import FinetuneConfig
+from trp_scale.downstream.classification.settings import ClassificationTaskConfig
 from trp_scale.downstream.pictures import Picture
 from trp_scale.downstream.representation.attention import Position, mean_distance
 from trp_scale.downstream.representation.features import PlaneKind, class_similarity, plane
@@ -80,7 +80,7 @@ class Findings:
     """
 
     encoder: str
-    config: FinetuneConfig
+    config: ClassificationTaskConfig
     pooling: str
     choice: ImageChoice
     study: Study

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from trp_scale.config import RefusedError
 from trp_scale.distributed.environment import Environment
 from trp_scale.downstream.classification.model import ImageClassifier, Pixels
+from trp_scale.downstream.classification.settings import ClassificationTaskConfig
 from trp_scale.downstream.compare import names
 from trp_scale.downstream.finetuned_run import FinetunedRun, predicting_engine, read_run
 from trp_scale.downstream.pictures import Picture
@@ -99,6 +100,7 @@ def classifier_pictures(
 
 def _decisions(run: FinetunedRun, shown: ShownImages, environment: Environment) -> list[Decision]:
     """What the run decides of each image, seen as it is measured."""
+    assert isinstance(run.config, ClassificationTaskConfig)
     model = ImageClassifier(run.config)
     predicting_engine(model, run, environment)
     model.eval()

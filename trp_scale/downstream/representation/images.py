@@ -11,7 +11,6 @@ from typing import NamedTuple
 import numpy as np
 
 from trp_scale.config import Config, RefusedError
-from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.core.batch import Batch
 from trp_scale.data.fetch import BatchBuilder
 from trp_scale.data.hashing import Integers
@@ -20,6 +19,7 @@ from trp_scale.data.index import read_json
 from trp_scale.data.mixture import MemberPath
 from trp_scale.data.plan import HeldOutPlan, Member
 from trp_scale.downstream.classification.batch import MeasuredImages
+from trp_scale.downstream.classification.settings import ClassificationTaskConfig
 from trp_scale.upstreams.base import upstream_of
 
 BATCH = 64
@@ -66,7 +66,7 @@ def choose_images(data: Path, most: int) -> ImageChoice:
     return ImageChoice(dataset, order[:most] if most > 0 else order, classes)
 
 
-def measured_images(config: FinetuneConfig, choice: ImageChoice) -> Iterator[Batch]:
+def measured_images(config: ClassificationTaskConfig, choice: ImageChoice) -> Iterator[Batch]:
     """Batches of the images as a classifier of these settings is measured on them (crops.size, augmentation).
 
     Raises:

@@ -17,6 +17,7 @@ from trp_scale.data.mixture import MemberPath
 from trp_scale.distributed.environment import Environment
 from trp_scale.downstream.dense.depth import DepthTask
 from trp_scale.downstream.dense.rows import open_dense
+from trp_scale.downstream.dense.settings import DenseTaskConfig
 from trp_scale.downstream.finetuned_run import FinetunedRun, predicting_engine
 from trp_scale.downstream.pictures import Picture
 from trp_scale.downstream.representation.figures import DPI, small_axes
@@ -70,6 +71,7 @@ def pixel_pictures(
 def predicted_maps(run: FinetunedRun, shown: ShownImages, environment: Environment) -> PixelMaps:
     """What a run predicts on the images, and the truth at the same size."""
     config = copy.deepcopy(run.config)
+    assert isinstance(config, DenseTaskConfig)
     data = shown.choice.dataset.directory
     config.data.path = config.downstream.test_path = str(data)
     config.data.workers = 0
@@ -91,7 +93,7 @@ def predicted_maps(run: FinetunedRun, shown: ShownImages, environment: Environme
     if isinstance(task, DepthTask):
         predicted = [task.space.depth(one) for one in predicted]
         true = [torch.where(one > 0, one, torch.nan) for one in true]
-    relative = isinstance(task, DepthTask) and config.dense.alignment != "none"
+    relative = isinstance(task, DepthTask) and task.config.dense.alignment != "none"
     return PixelMaps(
         kind=config.downstream.kind,
         modality=task.maps.name,

@@ -9,7 +9,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from trp_scale.config.finetuning import FinetuneConfig
+from trp_scale.downstream.classification.settings import ClassificationTaskConfig
 from trp_scale.downstream.probe.encoder import FrozenEncoder
 from trp_scale.downstream.representation.attention import recorded_attention
 from trp_scale.downstream.representation.images import ImageChoice, measured_images
@@ -53,7 +53,7 @@ class Study:
 
 @torch.no_grad()
 def study_images(
-    encoder: FrozenEncoder, config: FinetuneConfig, choice: ImageChoice, *, block: int, shown: int
+    encoder: FrozenEncoder, config: ClassificationTaskConfig, choice: ImageChoice, *, block: int, shown: int
 ) -> Study:
     """Read the images and encode them.
 

@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from trp_scale.config import RefusedError
-from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.core.batch import Batch
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group
 from trp_scale.downstream.classification.model import ImageClassification, ImageClassifier
+from trp_scale.downstream.classification.settings import ClassificationTaskConfig
 from trp_scale.downstream.classification.task import open_labelled
 from trp_scale.downstream.finetuned_run import FinetunedRun, PredictingEngine, predicting_engine
 from trp_scale.downstream.probe.images import open_probed
@@ -130,16 +130,17 @@ class RobustClassifier:
     def __init__(
         self, run: FinetunedRun, environment: Environment, *, classes_of: str = "", micro_size: int = 0
     ) -> None:
-        if run.config.downstream.kind != "classification":
+        config = run.config
+        if not isinstance(config, ClassificationTaskConfig):
             raise RefusedError(
-                f"--run {run.directory}: fine-tuned on {run.config.downstream.kind}; --robustness measures classifiers"
+                f"--run {run.directory}: fine-tuned on {config.downstream.kind}; --robustness measures classifiers"
             )
-        self.config: FinetuneConfig = copy.deepcopy(run.config)
+        self.config = copy.deepcopy(config)
         self.config.batch.micro_size = micro_size or self.config.batch.micro_size
         self.config.batch.global_size = self.config.batch.micro_size * environment.data.size
         self.environment, self.seed = environment, run.config.training.seed
         self.classes = self._names(run, classes_of)
-        self.engine: PredictingEngine = predicting_engine(ImageClassifier(run.config), run, environment)
+        self.engine: PredictingEngine = predicting_engine(ImageClassifier(config), run, environment)
 
     def _names(self, run: FinetunedRun, classes_of: str) -> tuple[str, ...]:
         names = open_labelled(classes_of).meta.classes if classes_of else run.classes

@@ -13,7 +13,6 @@ from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD, rand_augment_
 from torch import Tensor
 
 from trp_scale.config import CropsConfig
-from trp_scale.config.augmentation import AugmentationConfig
 from trp_scale.data.hashing import mix_integer
 from trp_scale.downstream.classification.augment import (
     ImageAugmentation,
@@ -21,6 +20,7 @@ from trp_scale.downstream.classification.augment import (
     borrowed_generators,
     seed_generators,
 )
+from trp_scale.downstream.classification.settings import AugmentationConfig
 from trp_scale.models.image_patches import CHANNEL_DEVIATION, CHANNEL_MEAN
 
 SIZE = 24

@@ -15,14 +15,13 @@ from torchvision import transforms
 
 from tests.unit.data.images.stored import CLASSES, joined, jpeg, photograph, sample, sample_of_key, write_images
 from tests.unit.models.encoder_peers import finetune_config
-from trp_scale.config.augmentation import AugmentationConfig
-from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.data.images.crops import GREY
 from trp_scale.data.images.decode import decode_image
 from trp_scale.data.plan import Addresses
 from trp_scale.data.sources import Sources
 from trp_scale.distributed.groups import Group
 from trp_scale.downstream.classification.batch import MeasuredImages
+from trp_scale.downstream.classification.settings import AugmentationConfig, ClassificationTaskConfig
 from trp_scale.downstream.classification.task import ClassificationTask, open_labelled
 
 ALL = {"magnitude": 9, "colour_jitter": 0.3, "erasing": 0.25, "mixup": 0.8, "cutmix": 1.0, "smoothing": 0.1}
@@ -39,7 +38,7 @@ def dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_images(tmp_path_factory.mktemp("classes") / "images", [samples[:14], samples[14:21], samples[21:]])
 
 
-def config_for(path: Path, *, seed: int = 0, micro_size: int = 4, **augmentation: Any) -> FinetuneConfig:
+def config_for(path: Path, *, seed: int = 0, micro_size: int = 4, **augmentation: Any) -> ClassificationTaskConfig:
     config = finetune_config(8, test_path=str(path))
     config.augmentation = AugmentationConfig(**augmentation)
     config.data.path, config.data.workers, config.data.blocks_per_group = str(path), 0, 3
@@ -47,7 +46,7 @@ def config_for(path: Path, *, seed: int = 0, micro_size: int = 4, **augmentation
     return config
 
 
-def opened(config: FinetuneConfig, world: int = 1) -> list[Sources]:
+def opened(config: ClassificationTaskConfig, world: int = 1) -> list[Sources]:
     """The sources of all ranks."""
     environments = [
         SimpleNamespace(data=Group("data", rank, world), device=torch.device("cpu")) for rank in range(world)
@@ -55,7 +54,7 @@ def opened(config: FinetuneConfig, world: int = 1) -> list[Sources]:
     return [ClassificationTask(config, environment).sources for environment in environments]  # type: ignore[arg-type]
 
 
-def steps(config: FinetuneConfig, count: int, world: int = 1) -> list[dict[str, Tensor]]:
+def steps(config: ClassificationTaskConfig, count: int, world: int = 1) -> list[dict[str, Tensor]]:
     """The first global batches, put together from all ranks."""
     ranks = opened(config, world)
     found = [joined([sources.train.next_window() for sources in ranks]) for _ in range(count)]

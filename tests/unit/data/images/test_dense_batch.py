@@ -13,7 +13,6 @@ import torch.nn.functional as F
 
 from tests.unit.data.images.stored import photograph
 from trp_scale.config import RefusedError
-from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.core.batch import Batch
 from trp_scale.data.images.dataset import ImageMeta
 from trp_scale.data.images.rows import DecodedSample
@@ -22,6 +21,7 @@ from trp_scale.data.plan import Addresses, HeldOutPlan
 from trp_scale.downstream.dense.batch import JitteredBatchBuilder, WholeBatchBuilder, _joined
 from trp_scale.downstream.dense.maps import DepthMaps, SegmentationMaps
 from trp_scale.downstream.dense.rows import DenseData, DenseMaps, open_dense
+from trp_scale.downstream.dense.settings import DenseTaskConfig, DepthTaskConfig, SegmentationTaskConfig
 from trp_scale.downstream.dense.windows import WindowCutter
 from trp_scale.downstream.whole_images import joined, predict_whole
 from trp_scale.modalities.semseg import VOID
@@ -29,22 +29,22 @@ from trp_scale.modalities.semseg import VOID
 SIZE = 24
 
 
-def settings(**changes: object) -> FinetuneConfig:
-    config = FinetuneConfig()
+def settings(kind: type[DenseMaps] = SegmentationMaps, **changes: object) -> DenseTaskConfig:
+    config = SegmentationTaskConfig() if kind is SegmentationMaps else DepthTaskConfig()
     config.crops.size = SIZE
     for name, value in changes.items():
         setattr(config.dense, name, value)
     return config
 
 
-def addresses(data: DenseData, config: FinetuneConfig, path: Path, count: int) -> Addresses:
+def addresses(data: DenseData, config: DenseTaskConfig, path: Path, count: int) -> Addresses:
     rows = data.rows(config, whole=True)
     everything = [np.ones(len(blocks.rows), dtype=np.bool_) for blocks in rows.blocks]
     return HeldOutPlan(members=rows.members(parse_paths(str(path)), everything)).locate(np.arange(count))
 
 
-def opened(path: Path, kind: type[DenseMaps], **changes: object) -> tuple[FinetuneConfig, DenseData]:
-    config = settings(**changes)
+def opened(path: Path, kind: type[DenseMaps], **changes: object) -> tuple[DenseTaskConfig, DenseData]:
+    config = settings(kind, **changes)
     return config, open_dense(config, parse_paths(str(path)), kind)
 
 
@@ -103,7 +103,7 @@ def test_depth_of_each_member_is_in_its_own_units(image_dataset: Path, tmp_path:
     document = json.loads((copy / "dataset.json").read_text())
     document["modalities"]["depth"]["scale"] = 0.002
     (copy / "dataset.json").write_text(json.dumps(document))
-    config = settings()
+    config = settings(DepthMaps)
     maps = open_dense(config, parse_paths(f"a:1={image_dataset},b:1={copy}"), DepthMaps).maps
     stored = DecodedSample(
         image=torch.zeros(3, 2, 2), maps={"depth": np.array([[0, 1000], [2000, 500]], np.uint16)}, label=-1

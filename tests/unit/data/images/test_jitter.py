@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from trp_scale.config import CropsConfig
-from trp_scale.config.dense import DenseConfig
 from trp_scale.data.images.jitter import Jitter, Jitters
 from trp_scale.modalities.semseg import VOID
 
@@ -18,8 +17,8 @@ BLOCK = 50
 PADDING = 128
 
 
-def jitter(flip: float = 0.5, **changes: object) -> Jitter:
-    return Jitter(CropsConfig(size=SIZE, flip=flip), DenseConfig(**changes))  # type: ignore[arg-type]
+def jitter(flip: float = 0.5, min_scale: float = 0.1, max_scale: float = 2.0, longer: bool = True) -> Jitter:
+    return Jitter(CropsConfig(size=SIZE, flip=flip), (min_scale, max_scale), longer=longer)
 
 
 def states(count: int, epoch: int = 0) -> np.ndarray:
@@ -65,7 +64,7 @@ def test_the_scale_is_that_of_the_side_that_is_named() -> None:
     sizes = np.array([[100, 200]] * 64)
     half = jitter(min_scale=0.5, max_scale=0.5).draw(states(64), sizes)
     assert (half.shown == [SIZE // 4, SIZE // 2]).all() and (half.boxes == [0, 0, 100, 200]).all()
-    half = jitter(min_scale=0.5, max_scale=0.5, scaled_side="shorter").draw(states(64), sizes)
+    half = jitter(min_scale=0.5, max_scale=0.5, longer=False).draw(states(64), sizes)
     assert (half.shown == [SIZE // 2, SIZE]).all() and (half.boxes == [0, 0, 100, 200]).all()
     double = jitter(min_scale=2.0, max_scale=2.0).draw(states(64), sizes)
     assert (double.shown == SIZE).all() and (double.boxes[:, 2:] == 100).all(), "twice as large: half of it is seen"

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from trp_scale.config.finetuning import FinetuneConfig
+from trp_scale.downstream.detection.settings import DetectionTaskConfig
 from trp_scale.preparation.images.shard import ShardImagesConfig, shard_images
 
 
@@ -18,12 +18,12 @@ def small_scenes(directory: Path, count: int = 16, size: int = 48) -> Path:
     return shard_images(ShardImagesConfig(output=directory, embedded=True, coco=True, count=count, size=size))
 
 
-def detection_config(side: int = 64, **detection: Any) -> FinetuneConfig:
+def detection_config(side: int = 64, **detection: Any) -> DetectionTaskConfig:
     """Settings of a small detector on patches of 8 pixels."""
-    config = FinetuneConfig()
-    config.downstream.kind, config.downstream.classes = "detection", 8
+    config = DetectionTaskConfig()
+    config.downstream.classes = 8
     config.model.layers, config.model.hidden_size = 4, 32
-    config.model.heads, config.model.intermediate_size, config.model.dropout = 2, 64, 0.0
+    config.model.heads, config.model.intermediate_size = 2, 64
     config.vision.patch_size, config.crops.size, config.crops.interpolation = 8, side, "bilinear"
     small = {"masks": "on", "width": 16, "box_head": "2fc", "box_width": 32, "rpn_convolutions": 1, "mask_size": 28}
     small |= {"train_proposals": 50, "test_proposals": 50, "rpn_samples": 32, "box_samples": 16}

@@ -10,15 +10,15 @@ from PIL import Image
 from torch import Tensor
 
 from tests.unit.data.images.stored import jpeg, write_images
-from trp_scale.config.finetuning import FinetuneConfig
+from trp_scale.downstream.classification.settings import ClassificationTaskConfig
 from trp_scale.models.image_encoder import ImageEncoder
 
 SIZE, PATCH, WIDTH = 16, 4, 16
 
 
-def small_config(micro_size: int = 8) -> FinetuneConfig:
+def small_config(micro_size: int = 8) -> ClassificationTaskConfig:
     """Two blocks of 16 numbers, 4 x 4 patches of 4 pixels, whole images in batches of 8."""
-    config = FinetuneConfig()
+    config = ClassificationTaskConfig()
     model, vision = config.model, config.vision
     model.layers, model.hidden_size, model.heads, model.intermediate_size = 2, WIDTH, 2, 32
     vision.patch_size, config.crops.size = PATCH, SIZE
@@ -48,7 +48,7 @@ def striped_images(directory: Path, count: int, seed: int) -> Path:
     return write_images(directory, [samples], rows_per_block=8, changes=changes)
 
 
-def stripe_detector(config: FinetuneConfig) -> dict[str, Tensor]:
+def stripe_detector(config: ClassificationTaskConfig) -> dict[str, Tensor]:
     """Weights that look for stripes: numbers 0 and 1 of a token are a patch's responses to both kinds, and the first
     block's two layers put their sizes, whatever the sign, into 2 and 3. Nothing else is added to a token."""
     weights = {name: tensor.detach().clone() for name, tensor in ImageEncoder(config).named_parameters()}

@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import torch
 
-from trp_scale.config.finetuning import FinetuneConfig
+from trp_scale.downstream.classification.settings import ClassificationTaskConfig
 
 GRID = 4
 PATCH = 4
 SIZE = GRID * PATCH
 
 
-def small_config(positions: str = "absolute", classes: int = 3, pooling: str = "mean") -> FinetuneConfig:
+def small_config(positions: str = "absolute", classes: int = 3, pooling: str = "mean") -> ClassificationTaskConfig:
     """Two blocks of 16 with 2 heads on 4 x 4 patches of 4 pixels."""
-    config = FinetuneConfig()
+    config = ClassificationTaskConfig()
     config.model.layers, config.model.hidden_size, config.model.heads = 2, 16, 2
     config.model.intermediate_size = 24
     config.vision.patch_size, config.crops.size = PATCH, SIZE
     config.vision.positions, config.vision.index = positions, "relaxed"  # type: ignore[assignment]
-    config.downstream.classes, config.downstream.kind = classes, "classification"
+    config.downstream.classes = classes
     config.downstream.pooling, config.downstream.dropout = pooling, 0.0  # type: ignore[assignment]
     return config
 

@@ -1,0 +1,80 @@
+"""Settings of fine-tuning on GLUE."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from trp_scale.config import RefusedError, TextModelConfig
+from trp_scale.config.components import component
+from trp_scale.config.finetuning import DownstreamConfig, FinetuneConfig
+from trp_scale.config.settings import setting
+
+GLUE_TASKS = ("cola", "sst2", "mrpc", "stsb", "qqp", "mnli", "qnli", "rte")
+"""What --task all runs, in the order of TRP's Table 1; wnli is left out, as there."""
+
+
+@dataclass(kw_only=True)
+class GlueDownstreamConfig(DownstreamConfig):
+    """The task, the length of the run, the rows and the head."""
+
+    kind: Literal["glue"] = "glue"
+    """Sentences or pairs of sentences."""
+    task: str = ""
+    """cola, sst2, mrpc, stsb, qqp, mnli, qnli, rte or wnli; several with commas between, or all."""
+    split: Literal["dev", "test"] = "dev"
+    """The files that are measured, and what tables call them."""
+    max_length: int = setting(128, at_least=8)
+    """Word pieces of a row, special ones included. Longer sentences are cut, the longer of a pair first."""
+    padding: Literal["none", "length"] = "none"
+    """none = short rows share sequences, with little padding. length = each row is padded to max_length; all shapes are
+    then the same, as --training.compile needs."""
+    dropout: float = setting(0.1, at_least=0, below=1)
+    """Dropout of the head's input."""
+    tokenizer: str = ""
+    """Tokenizer directory; empty = the encoder's own. --from scratch needs one."""
+
+    def problems(self, config: Any) -> Iterator[str]:
+        if self.max_length > config.model.max_positions:
+            yield (
+                f"--downstream.max_length is {self.max_length}, allowed: from 8 to the encoder's "
+                f"{config.model.max_positions} positions"
+            )
+
+
+@component("task", "glue", "trp_scale.downstream.glue.task:GlueTask")
+@dataclass(kw_only=True)
+class GlueTaskConfig(FinetuneConfig):
+    """Sentences and pairs of sentences (TRP 001, Tables 1 and 5)."""
+
+    model: TextModelConfig = field(default_factory=TextModelConfig)
+    downstream: GlueDownstreamConfig = field(default_factory=GlueDownstreamConfig)
+
+    @property
+    def reads(self) -> str:
+        return "text"
+
+    @property
+    def separate_test(self) -> bool:
+        return True
+
+    def tasks(self, named: str) -> list[str]:
+        named = named or self.downstream.task
+        if named == "all":
+            return list(GLUE_TASKS)
+        tasks = [name.strip() for name in named.split(",") if name.strip()]
+        wrong = [name for name in tasks if name not in (*GLUE_TASKS, "wnli")]
+        if wrong or not tasks:
+            raise RefusedError(
+                f"--task {named!r}: allowed: all, or of {', '.join(GLUE_TASKS)}, wnli, with commas between"
+            )
+        if len(set(tasks)) < len(tasks):
+            raise RefusedError(f"--task {named!r}: a task is given twice; allowed: each once")
+        return tasks
+
+    def require_data(self, tasks: Sequence[str]) -> None:
+        from trp_scale.downstream.glue.folders import require_folders  # with all that reads them
+
+        require_folders(Path(self.data.path), tasks)
