@@ -15,7 +15,7 @@ from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
 
-from trp_scale.config.components import kinds_beside, load_module
+from trp_scale.config.components import find, kinds_beside, load_module, names
 from trp_scale.config.settings import Settings
 
 Arguments = TypeVar("Arguments")
@@ -100,6 +100,7 @@ def _parsed(
 def _help(kind: type[Any], prog: str, first: Collection[str], settings: dict[str, Any]) -> None:
     """Print the first screen, and end."""
     sections = dict(_sections(kind, settings.get("default")))
+    listed = list(_components(getattr(settings.get("default"), "config", None)))
     types = get_type_hints(kind, include_extras=True)
     hidden = [name for name in types if _section(types[name]) or (first and name not in first)]
     if not hidden:
@@ -109,7 +110,18 @@ def _help(kind: type[Any], prog: str, first: Collection[str], settings: dict[str
         tyro.cli(_without(kind, hidden), prog=prog, args=["--help"], **settings)
     finally:
         if settings["console_outputs"]:
-            print("\n".join(_more(prog, sections)))
+            print("\n".join([*listed, *_more(prog, sections)]))
+
+
+def _components(config: Any) -> Iterator[str]:
+    """The components that the settings of a run list by name, and those that they may."""
+    if upstream := getattr(config, "upstream", ""):
+        yield f"--upstream {upstream}; known: {', '.join(names('upstream'))}"
+    if hasattr(config, "hooks"):
+        yield f"--hooks {' '.join(config.hooks) or '(none)'}; known, each with a section of its own if it is listed:"
+        known = [find("hook", name) for name in names("hook")]
+        width = max(len(each.name) for each in known)
+        yield from (f"  {each.name:<{width}}  {each.summary.rstrip('.')}" for each in known)
 
 
 def _more(prog: str, sections: dict[str, str]) -> Iterator[str]:

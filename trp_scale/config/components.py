@@ -37,6 +37,9 @@ Role = Literal["balancer", "hook", "adversary", "multilevel", "modality", "upstr
 RUNS = {"upstream": "upstream", "task": "downstream.kind"}
 """Roles whose settings are those of a whole run, and the key of a recipe that names the component."""
 
+LISTED = ("hook", "modality")
+"""Roles of which a run lists as many as it likes; each has a section of its own name."""
+
 Class = TypeVar("Class", bound=type[Any])
 
 
@@ -277,10 +280,10 @@ def kind_in_place_of(was: str) -> str:
 
 
 def kinds_beside(section: str, settings: type[Settings]) -> list[str]:
-    """Names of all components of the role that the settings of this section are of; empty where they are of none."""
+    """Names of all components of the role that the settings of this section are of; empty where no `kind` chooses."""
     of_runs = (role for role, key in RUNS.items() if key == f"{section}.kind")
     role = next(of_runs, next((role for role, _, own in registered() if own is settings), None))
-    return [] if role is None else names(role)
+    return [] if role in (None, *LISTED) else names(role)
 
 
 def settings_of(role: str, kind: str, **values: Any) -> Any:

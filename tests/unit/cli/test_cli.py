@@ -79,6 +79,15 @@ def test_the_first_screen_names_the_sections_and_leaves_their_flags_to_help_all(
     assert re.search(r"--optimizer.lr FLOAT .*?\(default: 2e-05\)", every)
 
 
+def test_the_first_screen_lists_what_a_run_names(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["pretrain", "--recipe", "mm_mae_tiny", "--help"])
+    first = capsys.readouterr().out
+    assert "--upstream mm_mae; known: mae, mm_mae, pos_bert" in first
+    assert re.search(r"^--hooks \(none\); known, .*\n  weight_average +An exponential", first, flags=re.MULTILINE)
+    assert re.search(r"^  semseg +The class of every pixel$", first, flags=re.MULTILINE)  # no kind chooses it
+
+
 def test_nothing_heavy_is_imported_for_help() -> None:
     """--help and --help-all of every command, in one fresh interpreter. `time trp-scale COMMAND --help` shows why."""
     code = (
