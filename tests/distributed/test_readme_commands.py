@@ -30,6 +30,7 @@ from tests.unit.downstream.glue.standard_files import write_glue
 from tests.unit.preparation.pseudo_labels.tiny_models import dpt_depth, mask2former
 from trp_scale import cli
 from trp_scale.preparation.text.corpus import embedded_documents
+from trp_scale.recipes.loader import flat, load_recipe, to_dict
 
 SMALL_IMAGES = {"samples_per_shard": 16, "rows_per_block": 8, "processes": 1}
 SMALL_SCENES = {**SMALL_IMAGES, "count": 48, "size": 48}
@@ -46,10 +47,12 @@ def as_flags(values: Mapping[str, object]) -> list[str]:
     return [word for name, value in values.items() for word in (f"--{name}", str(value))]
 
 
-def small_training(steps: int) -> list[str]:
-    """Flags that shrink any recipe. Those that a resume may not change are the same in all commands."""
+def small_training(words: list[str], steps: int) -> list[str]:
+    """Flags that shrink a recipe, those of its own settings. What a resume may not change is the same in all
+    commands."""
     own = {"training.steps": steps, "training.precision": "fp32", "optimizer.schedule": "constant"}
-    return as_flags({**SMALL, **SMALL_DECODER, **own})
+    known = flat(to_dict(load_recipe(words[words.index("--recipe") + 1])))
+    return as_flags({name: value for name, value in {**SMALL, **SMALL_DECODER, **own}.items() if name in known})
 
 
 def small_tuning(words: list[str]) -> list[str]:
@@ -131,7 +134,7 @@ def made_small(command: Command, books: Path) -> list[str]:
     if "pseudo-label" in words:
         return [*words, *as_flags({"processes": 1, "batch": 4})]
     if "pretrain" in words or PRETRAIN in words:
-        return [*words, *small_training(STEPS + LONGER if "--resume" in words else STEPS)]
+        return [*words, *small_training(words, STEPS + LONGER if "--resume" in words else STEPS)]
     if "finetune" in words or "launch/finetune.py" in words:
         return [*words, *small_tuning(words)]
     return words
