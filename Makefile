@@ -52,8 +52,10 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
+# Also of the files that the documents show.
 types: $(INSTALLED)
-	$(BIN)/mypy
+	$(BIN)/python -m tests.extending build/documents
+	$(BIN)/mypy trp_scale build/documents
 
 # Shards, pre-trains, reports and exports with the wheel in a new environment, from an empty folder.
 wheel-test: $(INSTALLED)

@@ -1,4 +1,4 @@
-"""The files that docs/extending.md shows, as a user has them: outside the package."""
+"""The files that docs/extending.md and docs/api.md show, as a user has them: outside the package."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from pathlib import Path
 
 from trp_scale.config import components
 
-DOCUMENT = Path(__file__).parents[1] / "docs/extending.md"
+DOCUMENTS = [Path(__file__).parents[1] / name for name in ("docs/extending.md", "docs/api.md")]
 FILE = re.compile(r"^```python (\S+\.py)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def files() -> dict[str, str]:
-    """The files of the document, by name."""
-    return dict(FILE.findall(DOCUMENT.read_text(encoding="utf-8")))
+    """The files of the documents, by name."""
+    return dict(found for document in DOCUMENTS for found in FILE.findall(document.read_text(encoding="utf-8")))
 
 
 def write_files(directory: Path) -> Path:
@@ -42,3 +42,7 @@ def forgetting() -> Iterator[None]:
         for name in set(sys.modules) - modules:
             if str(Path(getattr(sys.modules[name], "__file__", None) or "").parent) in own:
                 del sys.modules[name]
+
+
+if __name__ == "__main__":
+    write_files(Path(sys.argv[1]))

@@ -69,7 +69,7 @@ def pretrain_here(arguments: list[str]) -> int:
     from trp_scale.recipes.arguments import parse
     from trp_scale.training.pretrain import pretrain
 
-    return pretrain(parse(arguments))
+    return pretrain(parse(arguments)).status
 
 
 def environment() -> dict[str, str]:

@@ -12,6 +12,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from trp_scale.api import Run, known_recipes, load, pretrain, shard_images, shard_text
     from trp_scale.balancing.base import TaskBalancer
     from trp_scale.config.components import component
     from trp_scale.config.settings import Settings, setting
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from trp_scale.core.pieces import Shards
     from trp_scale.core.run import RunContext
     from trp_scale.data.images.maps import MapFormat
+    from trp_scale.errors import RefusedError
     from trp_scale.modalities.base import Modality
 
 __version__ = "0.2.0"
@@ -30,6 +32,8 @@ __all__ = [
     "Hook",
     "MapFormat",
     "Modality",
+    "RefusedError",
+    "Run",
     "RunContext",
     "Settings",
     "Shards",
@@ -39,7 +43,12 @@ __all__ = [
     "TaskLosses",
     "__version__",
     "component",
+    "known_recipes",
+    "load",
+    "pretrain",
     "setting",
+    "shard_images",
+    "shard_text",
 ]
 
 _HOME = {
@@ -48,6 +57,8 @@ _HOME = {
     "Hook": "trp_scale.core.hooks",
     "MapFormat": "trp_scale.data.images.maps",
     "Modality": "trp_scale.modalities.base",
+    "RefusedError": "trp_scale.errors",
+    "Run": "trp_scale.api",
     "RunContext": "trp_scale.core.run",
     "Settings": "trp_scale.config.settings",
     "Shards": "trp_scale.core.pieces",
@@ -56,7 +67,12 @@ _HOME = {
     "TaskBalancer": "trp_scale.balancing.base",
     "TaskLosses": "trp_scale.core.batch",
     "component": "trp_scale.config.components",
+    "known_recipes": "trp_scale.api",
+    "load": "trp_scale.api",
+    "pretrain": "trp_scale.api",
     "setting": "trp_scale.config.settings",
+    "shard_images": "trp_scale.api",
+    "shard_text": "trp_scale.api",
 }
 """Module that each name is in."""
 

@@ -27,14 +27,14 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("training",),
     ("preparation", "downstream"),
     ("components",),
-    ("commands",),
+    ("commands", "api"),
     ("cli",),
     ("__main__",),
 )
 """The core, which knows no kind, then the rooms that hold one thing whole. A part imports itself and parts above it in
 this list, nothing below and nothing beside it."""
 
-RECIPES_ARE_READ_BY = {"checkpoint", "upstreams", "training", "downstream", "commands", "cli"}
+RECIPES_ARE_READ_BY = {"checkpoint", "upstreams", "training", "downstream", "commands", "api", "cli"}
 
 ONLY_WHEN_ASKED = ("wandb", "tensorboard", "datasets", "deepspeed", "nltk", "textblob", "webdataset")
 

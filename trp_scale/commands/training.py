@@ -19,7 +19,7 @@ def pretrain(argv: Sequence[str]) -> int:
     arguments = parse(argv)
     from trp_scale.training.pretrain import pretrain as train
 
-    return int(train(arguments) or 0)
+    return train(arguments).status
 
 
 def finetune(argv: Sequence[str]) -> int:

@@ -32,6 +32,9 @@ ENTRY_POINTS = "trp_scale.components"
 BUILT_IN = "trp_scale.components"
 """Module that imports the package's own."""
 
+MAIN = ("__main__", "__mp_main__")
+"""What the script that runs is called in its own process, and in those that multiprocessing starts."""
+
 Role = Literal["balancer", "hook", "adversary", "multilevel", "modality", "upstream", "task"]
 
 RUNS = {"upstream": "upstream", "task": "downstream.kind"}
@@ -87,6 +90,8 @@ class Component:
 
 _components: dict[tuple[str, str], Component] = {}
 _loaded = False
+_always: frozenset[str] = frozenset()
+"""Modules whose components are there in every process: the package's own, and those of installed packages."""
 
 
 def component(
@@ -122,15 +127,16 @@ def component(
     def register(cls: Class) -> Class:
         if not cls.__module__.startswith("trp_scale."):
             _load_all()  # whoever takes a name of the package's is told here, and not the package
+        module = _module_of(cls)
         own = cls if implementation else cls.__dict__.get("Settings", Settings)
         _check_settings(role, name, own, f"{cls.__module__}.{cls.__qualname__}")
         known = _components.get((role, name))
-        if known is not None and known.module != cls.__module__:
-            raise RefusedError(f"{cls.__module__}: the {role} {name!r} is registered already, by {known.module}")
+        if known is not None and known.module != module:
+            raise RefusedError(f"{module}: the {role} {name!r} is registered already, by {known.module}")
         for other in (each for (own_role, _), each in _components.items() if own_role == role and each.name != name):
             if both := {*(tasks or (name,))} & {*other.tasks}:
                 raise RefusedError(
-                    f"{cls.__module__}: the {role} {name!r} has the task {', '.join(both)}, which {other.name!r} of "
+                    f"{module}: the {role} {name!r} has the task {', '.join(both)}, which {other.name!r} of "
                     f"{other.module} has already"
                 )
         tagged = own if role == "task" else _tagged(role, own, name, documented_by=cls)
@@ -140,7 +146,7 @@ def component(
             role=role,
             name=name,
             settings=tagged,
-            module=cls.__module__,
+            module=module,
             after=after,
             tasks=tasks or (name,),
             implementation=implementation or cls,
@@ -149,6 +155,20 @@ def component(
         return tagged if implementation else cls  # type: ignore[return-value]
 
     return register
+
+
+def _module_of(cls: type[Any]) -> str:
+    """The name by which another process finds the module of a class. The script that runs, `__main__` here, goes by the
+    name of its file; a notebook, which is no file, stays `__main__`."""
+    if cls.__module__ not in MAIN:
+        return cls.__module__
+    main = sys.modules[cls.__module__]
+    spec, file = getattr(main, "__spec__", None), getattr(main, "__file__", None)
+    if spec is None and file is None:
+        return "__main__"
+    name: str = spec.name if spec is not None else Path(str(file)).stem
+    sys.modules.setdefault(name, main)  # who imports it by this name must not run it again
+    return name
 
 
 def _check_settings(role: Role, name: str, own: object, where: str) -> None:
@@ -204,6 +224,8 @@ def _load_all() -> None:
     importlib.import_module(BUILT_IN)
     for entry in importlib.metadata.entry_points(group=ENTRY_POINTS):
         _load_entry(entry)
+    global _always
+    _always = frozenset(each.module for each in _components.values())
 
 
 def _load_entry(entry: importlib.metadata.EntryPoint) -> None:
@@ -255,9 +277,9 @@ def names(role: str) -> list[str]:
 
 
 def own_modules() -> list[str]:
-    """Modules outside the package that registered components; another process imports them by these names."""
-    found = dict.fromkeys(each.module for each in _components.values())
-    return [name for name in found if not name.startswith("trp_scale.") and name != "__main__"]
+    """Modules that registered components here but not in every process; another imports them by these names."""
+    _load_all()
+    return list(dict.fromkeys(each.module for each in _components.values() if each.module not in _always))
 
 
 def registered() -> list[tuple[str, str, type[Settings]]]:
@@ -277,6 +299,23 @@ def kind_in_place_of(was: str) -> str:
     no kind stands for it."""
     _load_all()
     return next((f"{each.role}.kind {each.name}" for each in _components.values() if was in each.was), "")
+
+
+def registered_as(thing: Settings | type[Any]) -> Component:
+    """The component that a section is of, or that a class is.
+
+    Raises:
+        RefusedError: it is of none.
+    """
+    _load_all()
+    for each in _components.values():
+        if each.settings is type(thing) or each.implementation in (thing, _place(thing)):
+            return each
+    raise RefusedError(f"{thing!r} is no component; @trp_scale.component(ROLE, NAME) above a class registers it")
+
+
+def _place(cls: object) -> str:
+    return f"{cls.__module__}:{cls.__qualname__}" if isinstance(cls, type) else ""
 
 
 def kinds_beside(section: str, settings: type[Settings]) -> list[str]:
@@ -316,6 +355,9 @@ def load_module(name_or_path: str) -> str:
             sys.path.insert(0, folder)
     else:
         name = name_or_path
+    main = sys.modules["__main__"]
+    if path.suffix == ".py" and Path(getattr(main, "__file__", None) or "").resolve() == path.resolve():
+        sys.modules.setdefault(name, main)  # the script that runs names itself
     try:
         module = importlib.import_module(name)
     except RefusedError:

@@ -15,11 +15,12 @@ import tyro
 
 from trp_scale.command_line import Modules, asks_for_help, read
 from trp_scale.config import Config, PretrainConfig, RefusedError
-from trp_scale.config.components import find, load_module
+from trp_scale.config.components import find, load_module, own_modules
 from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.recipes.checks import check
 from trp_scale.recipes.loader import (
     elsewhere,
+    flat,
     from_dict,
     known_recipes,
     load_recipe,
@@ -111,20 +112,8 @@ def parse_run(argv: Sequence[str], kind: type[AnyArguments], settings: type[Conf
         raise RefusedError(
             f"--recipe is missing{hint}; allowed: {', '.join(known_recipes(settings))}, or a path to a .yaml file"
         )
-    nothing: dict[str, Any] = {"downstream": {}} if issubclass(settings, FinetuneConfig) else {}
-    config = load_recipe(first.recipe) if first.recipe else from_dict(nothing)
-    if not isinstance(config, settings):
-        raise RefusedError(
-            f"--recipe {first.recipe} is not one of {prog}'s; allowed: {', '.join(known_recipes(settings))}, or a path "
-            "to a .yaml file of that kind"
-        )
-    if first.upstream and isinstance(config, PretrainConfig):
-        config = of_upstream(config, first.upstream)
-    if first.task and isinstance(config, FinetuneConfig) and first.task != config.downstream.kind:
-        config = of_task(config, first.task)
-    config = with_components(config, argv)
-    config.modules = modules
-    require_modules(first.run_dir, modules)
+    config = starting_settings(first, modules, settings, prog=prog)
+    config = with_components(config, component_flags(argv, type(config)))
     refuse_settings_of_others(argv, config)
     arguments = read(
         kind,
@@ -136,6 +125,57 @@ def parse_run(argv: Sequence[str], kind: type[AnyArguments], settings: type[Conf
     )
     _check_flags(arguments)
     return arguments
+
+
+def arguments_of(given: Arguments, hooks: Sequence[str] | None, settings: Mapping[str, Any]) -> Arguments:
+    """What `parse` reads of a command line that says the same, in Python's words.
+
+    Args:
+        given: the command's own flags.
+        hooks: as --hooks; None = those of the recipe.
+        settings: {section: {field: value}} that differ from the recipe's.
+
+    Raises:
+        RefusedError: as `parse`; also for unknown settings and values of a wrong type, all in one message.
+    """
+    given.module = list(dict.fromkeys([*map(load_module, given.module), *own_modules()]))
+    upstream, run_dir = str(settings.get("upstream", "")), str(given.run_dir or "")
+    first = First(recipe=given.recipe, run_dir=run_dir, modules=tuple(given.module), upstream=upstream)
+    config = starting_settings(first, given.module, PretrainConfig, prog="trp_scale.pretrain")
+    listed = {} if hooks is None else {"hooks": list(hooks)}
+    document = to_dict(with_components(config, flat(settings) | listed))
+    for name, value in settings.items():
+        document[name] = {**document.get(name, {}), **value} if isinstance(value, Mapping) else value
+    given.config = from_dict(document, source="trp_scale.pretrain")
+    _check_flags(given)
+    check(given.config)
+    return given
+
+
+def starting_settings(first: First, modules: list[str], settings: type[Config], *, prog: str) -> Config:
+    """The settings of the recipe, of another upstream or task if one is named, before flags change them.
+
+    Args:
+        modules: those of --module, imported.
+        settings: what the command's recipes describe.
+
+    Raises:
+        RefusedError: no such recipe, upstream or task, or a run directory of other modules.
+    """
+    nothing: dict[str, Any] = {"downstream": {}} if issubclass(settings, FinetuneConfig) else {}
+    config = load_recipe(first.recipe) if first.recipe else from_dict(nothing)
+    if not isinstance(config, settings):
+        raise RefusedError(
+            f"--recipe {first.recipe} is not one of {prog}'s; allowed: {', '.join(known_recipes(settings))}, or a path "
+            "to a .yaml file of that kind"
+        )
+    if first.upstream and isinstance(config, PretrainConfig):
+        config = of_upstream(config, first.upstream)
+    if first.task and isinstance(config, FinetuneConfig) and first.task != config.downstream.kind:
+        config = of_task(config, first.task)
+    config.modules = modules
+    require_modules(first.run_dir, modules)
+    return config
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -211,17 +251,25 @@ def _kept(config: Config, new: type[Config]) -> dict[str, Any]:
     return kept
 
 
-def with_components(config: Config, argv: Sequence[str]) -> Config:
-    """The same settings with the components that the flags name. Another kind starts from its own defaults, but for the
-    settings that both kinds have from one class; another list of hooks or modalities keeps the sections of those that
-    stay."""
-    run, roles, document = type(config), component_sections(type(config)), to_dict(config)
+def component_flags(argv: Sequence[str], run: type[Config]) -> dict[str, Any]:
+    """Those of the command line's flags that name a run's components: --SECTION.kind and the lists."""
     parser = _partial_parser()
-    for section in roles:
+    for section in component_sections(run):
         parser.add_argument(f"--{section}.kind")
     for listed in run.lists:
         parser.add_argument(f"--{listed}", nargs="*")
-    given = {name: value for name, value in _known(parser, argv).items() if value is not None}
+    return {name: value for name, value in _known(parser, argv).items() if value is not None}
+
+
+def with_components(config: Config, given: Mapping[str, Any]) -> Config:
+    """The same settings with the components that are named. Another kind starts from its own defaults, but for the
+    settings that both kinds have from one class; another list of hooks or modalities keeps the sections of those that
+    stay.
+
+    Args:
+        given: {"section.field": value}, of which `section.kind` and the run's lists are read.
+    """
+    run, roles, document = type(config), component_sections(type(config)), to_dict(config)
     for section, role in roles.items():
         if (kind := given.get(f"{section}.kind")) and kind != getattr(config, section).kind:
             old, new = type(getattr(config, section)), find(role, kind, f"--{section}.kind").settings

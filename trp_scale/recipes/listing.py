@@ -55,6 +55,11 @@ def listed() -> Iterator[str]:
         yield from (f"  {name:<{width}}  {summary(RECIPES / f'{name}.yaml')}" for name in those)
 
 
+def summaries() -> dict[str, str]:
+    """Names of all recipes, and what each says of itself."""
+    return {name: summary(recipe_path(name)) for name in known_recipes()}
+
+
 def summary(path: Path) -> str:
     """The first sentence of the comment at the head of a recipe; empty if it has none."""
     paragraph: list[str] = []

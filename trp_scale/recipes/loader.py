@@ -13,7 +13,8 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args, get_origin, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -33,6 +34,8 @@ from trp_scale.config.settings import Settings
 from trp_scale.recipes.inheritance import Inherited, inherit
 
 RECIPES = Path(__file__).parent
+
+Section = TypeVar("Section")
 
 
 class _Yaml12Loader(yaml.SafeLoader):
@@ -201,6 +204,23 @@ def from_dict(document: Mapping[str, Any], source: str = "settings") -> Config:
         raise RefusedError(f"{source} has {len(problems)} wrong setting(s):\n{listed}")
     assert isinstance(config, Config)
     return config
+
+
+def read_section(kind: type[Section], values: Mapping[str, Any], source: str) -> Section:
+    """The settings dataclass `kind` with these values.
+
+    Args:
+        source: named in error messages.
+
+    Raises:
+        RefusedError: unknown fields and wrong types, all of them.
+    """
+    problems: list[str] = []
+    section: Section = _build(kind, values, "", problems)
+    if problems:
+        listed = "\n".join(f"  {problem}" for problem in problems)
+        raise RefusedError(f"{source} has {len(problems)} wrong setting(s):\n{listed}")
+    return section
 
 
 def _refuse_without_modules(document: Mapping[str, Any], source: str) -> None:
@@ -445,6 +465,10 @@ def _value(kind: Any, value: object) -> object:
         if not isinstance(value, list):
             raise TypeError(f"a list, each {_allowed(get_args(kind)[0])}")
         return [_value(get_args(kind)[0], item) for item in value]
+    if get_origin(kind) is UnionType:  # float | None
+        return None if value is None else _value(next(one for one in get_args(kind) if one is not NoneType), value)
+    if kind is Path and isinstance(value, str):
+        return Path(value)
     if kind is float and number:
         return float(value)  # type: ignore[arg-type]
     if kind is int and number and float(value).is_integer():  # type: ignore[arg-type]
@@ -458,4 +482,4 @@ def _allowed(kind: Any) -> str:
     """What may stand for the type `kind`, in words."""
     if get_origin(kind) is Literal:
         return f"one of {', '.join(get_args(kind))}"
-    return {float: "a number", int: "a whole number", bool: "true or false", str: "text"}[kind]
+    return {float: "a number", int: "a whole number", bool: "true or false", str: "text", Path: "a path"}[kind]

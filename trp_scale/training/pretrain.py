@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -41,12 +41,23 @@ EXIT_SKIPPED = 3
 """Too many steps were skipped: the run needs a person before it is started again."""
 
 
-def pretrain(arguments: Arguments) -> int:
-    """Run `trp-scale pretrain`; returns the exit status.
+class Ended(NamedTuple):
+    """How a run ended.
 
-    0: all steps done, or stopped when asked to, with a checkpoint to go on from. 3: stopped because more steps than
-    `training.max_skipped_steps` were not finite.
+    Attributes:
+        run_dir: what it left behind.
+        reason: "finished", or why it stopped before its last step.
+        status: 0: all steps done, or stopped when asked to, with a checkpoint to go on from. 3: stopped because more
+            steps than `training.max_skipped_steps` were not finite.
     """
+
+    run_dir: Path
+    reason: str
+    status: int
+
+
+def pretrain(arguments: Arguments) -> Ended:
+    """Run `trp-scale pretrain`."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     with Environment() as environment:
         engine_name = arguments.engine_for(environment.info.world)
@@ -57,7 +68,9 @@ def pretrain(arguments: Arguments) -> int:
         check_shared_directory(run_dir, environment.world)
         hours = arguments.config.training.max_hours
         with StopRequests(run_dir, rank=environment.info.rank, max_hours=hours) as stop:
-            return Run(arguments, environment, run_dir, engine_name, stop.requested).train()
+            run = Run(arguments, environment, run_dir, engine_name, stop.requested)
+            status = run.train()
+    return Ended(run_dir, run.ended, status)
 
 
 class Run:
@@ -70,7 +83,11 @@ class Run:
         engine_name: plain, fsdp or deepspeed.
         stop_requested: why this rank wants to stop, or None.
         build: opens what the run learns from; it may complete the settings from the data.
+    Attributes:
+        ended: why the loop ended; empty until then.
     """
+
+    ended = ""
 
     def __init__(
         self,
@@ -138,12 +155,12 @@ class Run:
         """
         try:
             try:
-                reason = self.trainer.run()
+                self.ended = self.trainer.run()
             except BaseException as error:
                 # Only what cannot wait for another rank: the display gives the terminal back, the report says what was.
                 self.observer.close(f"{type(error).__name__}: {error}")
                 raise
-            self.observer.close(reason)
+            self.observer.close(self.ended)
             if self.state.step >= self.config.training.steps:
                 then()
         finally:

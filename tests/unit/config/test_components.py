@@ -106,7 +106,7 @@ def test_a_name_of_the_packages_own_is_refused_to_whoever_comes_first(tmp_path: 
     """Registered before anything else is imported, the other module is to blame, not the package."""
     module = written(tmp_path, "early", HOOK.format(name="x").replace('"hook", "x"', '"balancer", "minimax"'))
     done = subprocess.run([sys.executable, module], capture_output=True, text=True)
-    assert "RefusedError: __main__: the balancer 'minimax' is registered already, by trp_scale" in done.stderr
+    assert "RefusedError: early: the balancer 'minimax' is registered already, by trp_scale" in done.stderr
 
 
 @pytest.mark.parametrize(
