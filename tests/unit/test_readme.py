@@ -25,8 +25,9 @@ def help_of(*command: str, asks: str = "--help-all") -> str:
 
 
 def check_flags(words: Sequence[str], *command: str, asks: str = "--help-all") -> None:
+    recipe = words[words.index("--recipe") :][:2] if "--recipe" in words else ()  # it says which settings there are
     for flag in (word.split("=")[0] for word in words if word.startswith("--")):
-        found = re.search(rf"(?<![\w-]){re.escape(flag)}(?![\w.-])", help_of(*command, asks=asks))
+        found = re.search(rf"(?<![\w-]){re.escape(flag)}(?![\w.-])", help_of(*command, *recipe, asks=asks))
         assert found, f"{command[-1]} has no {flag}"
 
 
