@@ -44,8 +44,8 @@ class Arguments:
     recipe: Annotated[str, tyro.conf.arg(metavar="NAME|PATH")] = ""
     """Name of a recipe of the package, or the path of a .yaml file."""
     module: Modules = field(default_factory=list)
-    """A module of your own, by its file or its dotted name, that registers balancers, hooks, modalities, upstreams or tasks;
-    may be given several times."""
+    """A module of your own, by its file or its dotted name, that registers balancers, hooks, modalities, upstreams or
+    tasks; may be given several times."""
     run_dir: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     """Directory for everything the run leaves behind; runs/<recipe>-<date>-<time> when it is not given."""
     engine: EngineName | None = None
