@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trp_scale.api import Run, known_recipes, load, pretrain, shard_images, shard_text
     from trp_scale.balancing.base import TaskBalancer
+    from trp_scale.config import PretrainConfig
     from trp_scale.config.components import component
     from trp_scale.config.settings import Settings, setting
     from trp_scale.core.batch import Batch, StepStats, TaskLosses
@@ -32,6 +33,7 @@ __all__ = [
     "Hook",
     "MapFormat",
     "Modality",
+    "PretrainConfig",
     "RefusedError",
     "Run",
     "RunContext",
@@ -57,6 +59,7 @@ _HOME = {
     "Hook": "trp_scale.core.hooks",
     "MapFormat": "trp_scale.data.images.maps",
     "Modality": "trp_scale.modalities.base",
+    "PretrainConfig": "trp_scale.config",
     "RefusedError": "trp_scale.errors",
     "Run": "trp_scale.api",
     "RunContext": "trp_scale.core.run",

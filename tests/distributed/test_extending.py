@@ -23,7 +23,7 @@ from trp_scale.config import RefusedError, components
 from trp_scale.observe.report import report
 from trp_scale.recipes.arguments import parse
 
-LONGEST = {"power.py": 40, "lookahead.py": 60, "infrared.py": 120}
+LONGEST = {"power.py": 40, "lookahead.py": 60, "infrared.py": 120, "mae_bands.py": 120}
 """Lines of each file, at most."""
 LINES = {name: LAYOUTS[name] for name in ("fsdp", "zero3")}
 STEPS, HALF = 5, 3
@@ -223,3 +223,69 @@ def test_two_ranks_go_on_with_it_bit_for_bit_and_from_one_process(
     same_states(halves, whole, 0.0, OWN_MAPS)
     same_states(other, seeing, 1e-5, OWN_MAPS)
     same_states(whole, seeing, 1e-5, OWN_MAPS)
+
+
+# An upstream
+
+
+def own_upstream(modules: Path, dataset: Path, run_dir: Path, **changes: Any) -> list[str]:
+    """Command line of a small run whose tasks are bands of frequency, with an adversary on its positions."""
+    common = {"optimizer__schedule": "constant", "checkpoint__keep": 0, "training__steps": STEPS}
+    common |= {"balancer__kind": "minimax", "objective__bands": 3, "optimizer__eps": 1e-4}  # as in tests/parity
+    own = ["--module", str(modules / "mae_bands.py"), "--upstream", "mae_bands"]
+    return [*own, *image_flags("adpe_tiny", dataset, run_dir, **{**common, **changes})]
+
+
+@pytest.fixture(scope="module")
+def banded(modules: Path, image_dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of one process, and one that loads, with a checkpoint in the middle."""
+    run_dir = tmp_path_factory.mktemp("runs") / "banded"
+    changes = {"checkpoint__every": HALF, "data__workers": 1}
+    assert pretrain_here(own_upstream(modules, image_dataset, run_dir, **changes)) == 0
+    return run_dir
+
+
+def test_an_upstream_of_ones_own_splits_mae_s_loss(image_dataset: Path, banded: Path, tmp_path: Path) -> None:
+    """The bands' losses of the first step add up to MAE's: the transform keeps squares."""
+    changes = {"optimizer__schedule": "constant", "training__steps": 1}
+    assert pretrain_here(image_flags("adpe_tiny", image_dataset, tmp_path, **changes)) == 0
+    (whole,), (first, *_) = lines(tmp_path), lines(banded)
+    assert list(first["tasks"]) == ["band_0", "band_1", "band_2"]
+    total = sum(task["loss"] for task in first["tasks"].values())
+    assert math.isclose(total, whole["tasks"]["reconstruction"]["loss"], rel_tol=1e-6)
+    weights = [task["weight"] for task in first["tasks"].values()]
+    assert math.isclose(sum(weights), 1.0, rel_tol=1e-6) and max(weights) > 1.01 / 3
+    assert "band_2" in report(banded)
+
+
+def test_its_settings_are_its_own(modules: Path, image_dataset: Path, tmp_path: Path) -> None:
+    given = own_upstream(modules, image_dataset, tmp_path)
+    for flag, said in (
+        (["--multilevel.kind", "head"], "--upstream mae_bands has no learned masks"),
+        (["--objective.other", "task"], r"a setting of upstream pos_bert; this run's is mae_bands"),
+    ):
+        with pytest.raises(RefusedError, match=said):
+            parse([*given, *flag])
+
+
+def test_one_process_goes_on_with_the_upstream_bit_for_bit(
+    modules: Path, banded: Path, image_dataset: Path, tmp_path: Path
+) -> None:
+    assert pretrain_here(own_upstream(modules, image_dataset, tmp_path, resume=checkpoint_path(banded, HALF))) == 0
+    assert lines(tmp_path)[-1]["tasks"] == lines(banded)[-1]["tasks"]
+    same_states(tmp_path, banded, 0.0, OWN_MAPS)
+
+
+@pytest.mark.parametrize("layout", LINES)
+def test_two_ranks_go_on_with_the_upstream_bit_for_bit_and_from_one_process(
+    two_ranks: Ranks, modules: Path, banded: Path, image_dataset: Path, tmp_path: Path, layout: str
+) -> None:
+    whole, halves, other = (tmp_path / name for name in ("whole", "halves", "other"))
+    two_ranks(pretrain_here, own_upstream(modules, image_dataset, whole, checkpoint__every=HALF, **LINES[layout]))
+    for run_dir, begun in ((halves, whole), (other, banded)):
+        changes = {"resume": checkpoint_path(begun, HALF), **LINES[layout]}
+        two_ranks(pretrain_here, own_upstream(modules, image_dataset, run_dir, **changes))
+    assert lines(halves)[-1]["tasks"] == lines(whole)[-1]["tasks"]
+    same_states(halves, whole, 0.0, OWN_MAPS)
+    same_states(other, banded, 1e-5, OWN_MAPS)
+    same_states(whole, banded, 1e-5, OWN_MAPS)

@@ -399,7 +399,9 @@ def _of_another_kind(kind: type[Any], section: str, key: str) -> str:
 
 def _of_another_run(run: type[Any], section: str, key: str) -> str:
     """The upstreams, or the tasks, whose runs have a section or a setting of one that this run has not."""
-    role, own = next(((role, name) for role, name, settings in runs() if issubclass(run, settings)), ("", ""))
+    # The last that fits: what a module registers may derive from one of the package's.
+    fitting = [(role, name) for role, name, settings in runs() if issubclass(run, settings)]
+    role, own = fitting[-1] if fitting else ("", "")
     having = sorted(
         name
         for other, name, settings in runs()
