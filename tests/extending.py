@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from trp_scale.config import components
+from trp_scale.recipes.registered import registered_recipes
 
 DOCUMENTS = [Path(__file__).parents[1] / name for name in ("docs/extending.md", "docs/api.md")]
 FILE = re.compile(r"^```python (\S+\.py)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -32,11 +33,14 @@ def forgetting() -> Iterator[None]:
     """What is registered and imported within is forgotten afterwards, as by a process of its own."""
     components.names("balancer")  # the package's own are there
     known, path, modules = dict(components._components), list(sys.path), set(sys.modules)
+    recipes = dict(registered_recipes)
     try:
         yield
     finally:
         components._components.clear()
         components._components.update(known)
+        registered_recipes.clear()
+        registered_recipes.update(recipes)
         own = {folder for folder in sys.path if folder not in path}
         sys.path[:] = path
         for name in set(sys.modules) - modules:

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from trp_scale.data.images.maps import MapFormat
     from trp_scale.errors import RefusedError
     from trp_scale.modalities.base import Modality
+    from trp_scale.recipes.registered import recipe
 
 __version__ = "0.2.0"
 
@@ -48,6 +49,7 @@ __all__ = [
     "known_recipes",
     "load",
     "pretrain",
+    "recipe",
     "setting",
     "shard_images",
     "shard_text",
@@ -73,6 +75,7 @@ _HOME = {
     "known_recipes": "trp_scale.api",
     "load": "trp_scale.api",
     "pretrain": "trp_scale.api",
+    "recipe": "trp_scale.recipes.registered",
     "setting": "trp_scale.config.settings",
     "shard_images": "trp_scale.api",
     "shard_text": "trp_scale.api",

@@ -211,7 +211,8 @@ def _tagged(role: Role, own: type[Any], name: str, documented_by: type[Any]) -> 
         own.__name__, [(tag, Literal[name], field(default=name, metadata=described))], bases=(own,), kw_only=True
     )
     tagged.__module__, tagged.__qualname__ = own.__module__, own.__qualname__
-    tagged.__doc__ = documented_by.__doc__ if own is Settings else own.__doc__
+    unsaid = own is Settings or (own.__doc__ or "").startswith(f"{own.__name__}(")  # dataclass writes its call
+    tagged.__doc__ = documented_by.__doc__ if unsaid else own.__doc__
     return tagged
 
 

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
 import tyro
 
-from trp_scale.command_line import read
+from trp_scale.command_line import Modules, TakesModules, read
 from trp_scale.config import PretrainConfig
 from trp_scale.recipes.loader import (
-    RECIPES,
     known_recipes,
     load_recipe,
     recipe_path,
@@ -21,17 +20,20 @@ from trp_scale.recipes.loader import (
     to_dict,
     write_yaml,
 )
+from trp_scale.recipes.registered import RECIPES, mapping_at, registered_recipes
 
 DEFAULT = "default"
 
 
 @dataclass(kw_only=True)
-class RecipesArguments:
-    """List the recipes of the package with a line each; or, given one, print all its settings as YAML, each with the
-    recipe that it comes from."""
+class RecipesArguments(TakesModules):
+    """List the recipes with a line each; or, given one, print all its settings as YAML, each with the recipe that it
+    comes from."""
 
     name: Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME|PATH")] = ""
-    """A recipe of the package, or the path of a .yaml file; empty = list them."""
+    """A recipe, or the path of a .yaml file; empty = list them."""
+    module: Modules = field(default_factory=list)
+    """A module of your own, by its file or its dotted name, that registers recipes or what they name."""
 
 
 def recipes(argv: Sequence[str]) -> int:
@@ -43,7 +45,7 @@ def recipes(argv: Sequence[str]) -> int:
 
 
 def listed() -> Iterator[str]:
-    """The names of the package's recipes, those of each command together, with what they say of themselves."""
+    """The names of all recipes, those of each command together, with what they say of themselves."""
     names = known_recipes()
     width = max(map(len, names))
     pre_training = [name for name in names if isinstance(load_recipe(name), PretrainConfig)]
@@ -52,17 +54,20 @@ def listed() -> Iterator[str]:
         ("finetune", [name for name in names if name not in pre_training]),
     ):
         yield f"trp-scale {command} --recipe"
-        yield from (f"  {name:<{width}}  {summary(RECIPES / f'{name}.yaml')}" for name in those)
+        yield from (f"  {name:<{width}}  {summary(name)}" for name in those)
 
 
 def summaries() -> dict[str, str]:
     """Names of all recipes, and what each says of itself."""
-    return {name: summary(recipe_path(name)) for name in known_recipes()}
+    return {name: summary(name) for name in known_recipes()}
 
 
-def summary(path: Path) -> str:
-    """The first sentence of the comment at the head of a recipe; empty if it has none."""
-    paragraph: list[str] = []
+def summary(name: str) -> str:
+    """The line that a recipe was registered with, or the first sentence of the comment at its head; empty if it has
+    none."""
+    path, paragraph = recipe_path(name), list[str]()
+    if mapping_at(path) is not None:
+        return registered_recipes[name].line
     for line in path.read_text(encoding="utf-8").splitlines():
         words = line.removeprefix("#").strip()
         if not line.startswith("#") or not words:

@@ -32,8 +32,7 @@ from trp_scale.config.components import (
 from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.config.settings import Settings
 from trp_scale.recipes.inheritance import Inherited, inherit
-
-RECIPES = Path(__file__).parent
+from trp_scale.recipes.registered import RECIPES, mapping_at, registered_recipes
 
 Section = TypeVar("Section")
 
@@ -69,8 +68,9 @@ for _tag, _pattern, _first in (
 
 
 def known_recipes(kind: type[Config] | None = None) -> list[str]:
-    """Names of the recipes that come with the package; if asked only those whose settings are of a kind."""
-    names = sorted(path.stem for path in RECIPES.glob("*.yaml"))
+    """Names of the recipes that come with the package or that a module registers; if asked only those whose settings
+    are of a kind."""
+    names = [*sorted(path.stem for path in RECIPES.glob("*.yaml")), *registered_recipes]
     return names if kind is None else [name for name in names if isinstance(load_recipe(name), kind)]
 
 
@@ -101,7 +101,9 @@ def _inherited(path: Path) -> Inherited:
 
 
 def read_yaml(path: Path) -> object:
-    """The document in a YAML file; refused where there is none."""
+    """The document in a YAML file, or of a recipe that is registered as a mapping; refused where there is none."""
+    if (document := mapping_at(path)) is not None:
+        return document
     try:
         return yaml.load(path.read_text(encoding="utf-8"), Loader=_Yaml12Loader)
     except OSError as error:
@@ -124,7 +126,7 @@ def recipe_path(name_or_path: str, said_by: str = "--recipe", said: str | None =
     """The file of a recipe.
 
     Args:
-        name_or_path: a name of the package's, or the path of a .yaml file.
+        name_or_path: a name of the package's or of a module's, or the path of a .yaml file.
         said_by: who names it, for error messages.
         said: how it is named there; None = as `name_or_path`.
 
@@ -136,11 +138,13 @@ def recipe_path(name_or_path: str, said_by: str = "--recipe", said: str | None =
         if path.is_file():
             return path
         raise RefusedError(f"{words}: there is no such file{nearest(path.stem, known_recipes())}")
+    if name_or_path in registered_recipes:
+        return registered_recipes[name_or_path].path
     if name_or_path in known_recipes():
         return RECIPES / f"{name_or_path}.yaml"
     raise RefusedError(
         f"{words}: unknown recipe{nearest(name_or_path, known_recipes())}\n"
-        f"Known: {', '.join(known_recipes())}; or give the path of a .yaml file."
+        f"Known: {', '.join(known_recipes())}; or give the path of a .yaml file, or --module with one of your own."
     )
 
 

@@ -65,6 +65,7 @@ def test_a_registered_class_has_its_settings_with_its_kind() -> None:
 
     found = find("balancer", "mine")
     assert found.load() is Mine and found.settings is Mine.Settings
+    assert found.summary == "What it is.", "of the class, since its settings say nothing"
     assert (found.settings().kind, found.settings(rate=2.0).rate) == ("mine", 2.0)
     assert from_dict({"balancer": {"kind": "mine", "rate": 2}}).balancer == found.settings(rate=2.0)
 

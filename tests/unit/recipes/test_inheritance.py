@@ -10,7 +10,8 @@ import pytest
 from tests.unit.recipes import resolved as fixture
 from trp_scale.config import RefusedError
 from trp_scale.recipes.listing import listed, recipes, resolved, summary
-from trp_scale.recipes.loader import RECIPES, known_recipes, load_recipe, to_dict
+from trp_scale.recipes.loader import known_recipes, load_recipe, to_dict
+from trp_scale.recipes.registered import RECIPES
 
 
 def write(directory: Path, **files: str) -> Path:
