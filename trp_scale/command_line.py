@@ -116,7 +116,7 @@ def _help(kind: type[Any], prog: str, first: Collection[str], settings: dict[str
 def _components(config: Any) -> Iterator[str]:
     """The components that the settings of a run list by name, and those that they may."""
     if upstream := getattr(config, "upstream", ""):
-        yield f"--upstream {upstream}; known: {', '.join(names('upstream'))}"
+        yield f"--upstream {upstream}; known: {', '.join(sorted(names('upstream')))}"
     if hasattr(config, "hooks"):
         yield f"--hooks {' '.join(config.hooks) or '(none)'}; known, each with a section of its own if it is listed:"
         known = [find("hook", name) for name in names("hook")]
