@@ -1,5 +1,6 @@
 # make pretrain   set up, build a small corpus, pre-train a small PoS-BERT on two ranks
-# make test       set up, run all tests
+# make test       set up, run all tests but the exhaustive grids
+# make test-exhaustive   the pairs of those grids that make test leaves out
 # make setup | lint | types | wheel-test | clean
 #
 # PYTHON=python3.12 chooses the interpreter, RANKS=4 the ranks of `make pretrain`.
@@ -7,7 +8,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help setup pretrain test lint types wheel-test clean
+.PHONY: help setup pretrain test test-exhaustive lint types wheel-test clean
 
 PYTHON ?= python3
 RANKS ?= 2
@@ -25,7 +26,7 @@ CORES := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 THREADS := $(shell echo $$(( $(CORES) > $(RANKS) ? $(CORES) / $(RANKS) : 1 )))
 
 help:
-	@sed -n 's/^# //p' Makefile | head -n 4
+	@sed -n 's/^# //p' Makefile | head -n 5
 
 setup: $(INSTALLED)
 
@@ -47,6 +48,9 @@ pretrain: $(INSTALLED) $(CORPUS)
 
 test: $(INSTALLED)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n $(CORES) --dist loadfile --no-loadscope-reorder
+
+test-exhaustive: $(INSTALLED)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n $(CORES) --dist loadfile --no-loadscope-reorder -m exhaustive
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.grids import grid
 from tests.ranks import Ranks
 from tests.synthetic import Layout, SyntheticSource, data_group, small_config, trainer_for
 from trp_scale.core.batch import Batch, TaskLosses
@@ -72,8 +73,7 @@ def spoilt_run(layout: Layout, what: str) -> tuple[list[bool], dict[str, float],
     return applied, distances, steps
 
 
-@pytest.mark.parametrize("what", ["loss", "gradient"])
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("layout", "what"), grid(LAYOUTS, ["loss", "gradient"]))
 def test_nobody_moves_and_the_run_goes_on(two_ranks: Ranks, layout: str, what: str) -> None:
     answers = [spoilt_run(LAYOUTS[layout], what)] if layout == "plain" else two_ranks(spoilt_run, LAYOUTS[layout], what)
     for applied, _, steps in answers:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.distributed.engine_layouts import shipped
+from tests.grids import grid
 from tests.parity.compare import RELATIVE, TRAVELLED, distances, too_far
 from tests.ranks import RankError, Ranks
 from tests.synthetic import Layout
@@ -104,9 +105,7 @@ def moved(result: AdversarialResult) -> None:
     assert result.vector.abs().max() > 0.005, "the adversary hardly moved: agreement would mean little"
 
 
-@pytest.mark.parametrize("norm", ["l2", "linf"])
-@pytest.mark.parametrize("accumulation", ACCUMULATIONS)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "accumulation", "norm"), grid(KINDS, ACCUMULATIONS, ["l2", "linf"]))
 def test_accumulation_changes_neither_weights_nor_adversary(kind: str, accumulation: int, norm: str) -> None:
     settings = changes(kind, norm=norm)
     theirs = reference(settings)
@@ -142,9 +141,9 @@ def test_two_ranks_give_the_weights_and_the_adversary_of_one(two_ranks: Ranks, k
     assert differences(first, reference(settings)) == []
 
 
-@pytest.mark.parametrize("layout", ["accumulation 1", "fsdp", "zero3"])
-@pytest.mark.parametrize("update", ["parallel", "sequential"])
-@pytest.mark.parametrize("balancing", BALANCING)
+@pytest.mark.parametrize(
+    ("balancing", "update", "layout"), grid(BALANCING, ["parallel", "sequential"], ["accumulation 1", "fsdp", "zero3"])
+)
 def test_it_composes_with_minimax(two_ranks: Ranks, balancing: str, update: str, layout: str) -> None:
     settings = changes("absolute_embedding", balancer=balancing, update=update)
     theirs = reference(settings, halves=True)
@@ -170,8 +169,13 @@ def test_the_two_tasks_get_different_weights_and_both_updates_and_estimates_diff
         assert all(too_far(one, other) for other in found[number + 1 :])
 
 
-@pytest.mark.parametrize("layout", ["accumulation 1", "fsdp", "zero0", "zero1", "zero3", "zero3_offload"])
-@pytest.mark.parametrize("kind", ["absolute_coordinate", "relative_coordinate"])
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    grid(
+        ["absolute_coordinate", "relative_coordinate"],
+        ["accumulation 1", "fsdp", "zero0", "zero1", "zero3", "zero3_offload"],
+    ),
+)
 def test_sequential_updates_agree(two_ranks: Ranks, kind: str, layout: str) -> None:
     settings = changes(kind, update="sequential")
     theirs = reference(settings)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.grids import grid
 from tests.parity.compare import RELATIVE, too_far
 from tests.parity.test_partition import sometimes_absent
 from tests.ranks import Ranks
@@ -89,8 +90,7 @@ def test_accumulation_changes_neither_weights_nor_balancer(balancing: str) -> No
         assert differences(run(layout, balancing), balancing) == []
 
 
-@pytest.mark.parametrize("layout", TWO_RANKS)
-@pytest.mark.parametrize("balancing", BALANCING)
+@pytest.mark.parametrize(("balancing", "layout"), grid(BALANCING, TWO_RANKS))
 def test_two_ranks_give_the_weights_and_the_balancer_of_one(two_ranks: Ranks, balancing: str, layout: str) -> None:
     first, second = two_ranks(run, TWO_RANKS[layout], balancing)
     assert differences(first, balancing) == []

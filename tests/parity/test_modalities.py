@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.grids import grid
 from tests.parity.compare import RELATIVE, TRAVELLED, distances, too_far
 from tests.parity.test_balancers import TWO_RANKS
 from tests.ranks import Ranks
@@ -64,8 +65,7 @@ def differences(ours: Result, theirs: Result) -> list[str]:
     ]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("balancing", ACROSS)
+@pytest.mark.parametrize(("balancing", "layout"), grid(ACROSS, LAYOUTS))
 def test_every_split_gives_the_same_weights(two_ranks: Ranks, balancing: str, layout: str) -> None:
     arguments = (LAYOUTS[layout], changes(balancing), sometimes_absent)
     ours = run_modalities(*arguments) if layout == "accumulation 1" else two_ranks(run_modalities, *arguments)[0]

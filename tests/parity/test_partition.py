@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.grids import grid
 from tests.parity.compare import too_far
 from tests.ranks import Ranks
 from tests.synthetic import ADVERB, INTERJECTION, Layout, Result, run, small_config, trainer_for
@@ -68,17 +69,14 @@ def test_a_task_can_be_missing_from_a_whole_global_batch() -> None:
     assert counts[ADVERB] == 0
 
 
-@pytest.mark.parametrize("absence", ABSENCE)
-@pytest.mark.parametrize("balancing", BALANCING)
+@pytest.mark.parametrize(("balancing", "absence"), grid(BALANCING, ABSENCE))
 def test_accumulation_does_not_change_the_weights(balancing: str, absence: str) -> None:
     whole = run(Layout(micro_size=8), changes(balancing), ABSENCE[absence])
     assert whole.moved
     assert too_far(whole, reference(balancing, absence)) == []
 
 
-@pytest.mark.parametrize("absence", ABSENCE)
-@pytest.mark.parametrize("balancing", BALANCING)
-@pytest.mark.parametrize("layout", TWO_RANKS)
+@pytest.mark.parametrize(("layout", "balancing", "absence"), grid(TWO_RANKS, BALANCING, ABSENCE))
 def test_two_ranks_give_the_weights_of_one(two_ranks: Ranks, layout: str, balancing: str, absence: str) -> None:
     ours = two_ranks(run, TWO_RANKS[layout], changes(balancing), ABSENCE[absence])[0]
     assert too_far(ours, reference(balancing, absence)) == []

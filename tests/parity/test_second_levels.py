@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.distributed.engine_layouts import LAYOUTS
+from tests.grids import grid
 from tests.parity.compare import distances, too_far
 from tests.ranks import Ranks
 from tests.synthetic import Layout, Result
@@ -58,8 +59,7 @@ def encoder_of(weights: dict[str, Tensor]) -> dict[str, Tensor]:
     }
 
 
-@pytest.mark.parametrize("engine", ACCUMULATION)
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize(("level", "engine"), grid(LEVELS, ACCUMULATION))
 def test_every_split_gives_the_same_run(two_ranks: Ranks, level: str, engine: str) -> None:
     layout = replace(LAYOUTS[engine], micro_size=(8 if engine == "plain" else 4) // ACCUMULATION[engine])
     arguments = (layout, changes(level, ACCUMULATION[engine]))

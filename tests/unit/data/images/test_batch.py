@@ -10,6 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
+from tests.grids import grid
 from tests.unit.data.images.stored import (
     config_for,
     joined,
@@ -64,8 +65,7 @@ def test_shapes_and_types(images: Path) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes")
-@pytest.mark.parametrize("workers", [0, 1, 3])
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize(("world", "workers"), grid([1, 2, 3, 4], [0, 1, 3]))
 def test_ranks_and_workers_change_nothing(
     images: Path, reference: list[dict[str, torch.Tensor]], workers: int, world: int
 ) -> None:
