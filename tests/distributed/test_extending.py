@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +67,30 @@ def same_states(ours: Path, reference: Path, tolerance: float, states: tuple[str
                 assert apart < (tolerance if "exp_avg" not in state else 10 * tolerance), (state, name)
 
 
+def two_ranks_go_on(
+    two_ranks: Ranks,
+    command: Callable[..., list[str]],
+    plain: Path,
+    directory: Path,
+    layout: str,
+    states: tuple[str, ...],
+) -> None:
+    """Two ranks stop half way and go on bit for bit, and go on from a run of one process, which they equal throughout.
+
+    Args:
+        command: makes the command line of a run directory and its changes.
+        plain: the run of one process.
+    """
+    whole, halves, other = (directory / name for name in ("whole", "halves", "other"))
+    two_ranks(pretrain_here, command(whole, checkpoint__every=HALF, **LINES[layout]))
+    for run_dir, begun in ((halves, whole), (other, plain)):
+        two_ranks(pretrain_here, command(run_dir, resume=checkpoint_path(begun, HALF), **LINES[layout]))
+    assert lines(halves)[-1]["tasks"] == lines(whole)[-1]["tasks"]
+    same_states(halves, whole, 0.0, states)
+    same_states(other, plain, 1e-5, states)
+    same_states(whole, plain, 1e-5, states)
+
+
 @pytest.mark.parametrize("name", LONGEST)
 def test_each_is_one_short_file(name: str) -> None:
     assert len(files()[name].splitlines()) <= LONGEST[name]
@@ -109,15 +134,7 @@ def test_one_process_goes_on_bit_for_bit(modules: Path, plain: Path, text_datase
 def test_two_ranks_go_on_bit_for_bit_and_from_one_process(
     two_ranks: Ranks, modules: Path, plain: Path, text_dataset: Path, tmp_path: Path, layout: str
 ) -> None:
-    whole, halves, other = (tmp_path / name for name in ("whole", "halves", "other"))
-    two_ranks(pretrain_here, own_methods(modules, text_dataset, whole, checkpoint__every=HALF, **LINES[layout]))
-    for run_dir, begun in ((halves, whole), (other, plain)):
-        changes = {"resume": checkpoint_path(begun, HALF), **LINES[layout]}
-        two_ranks(pretrain_here, own_methods(modules, text_dataset, run_dir, **changes))
-    assert lines(halves)[-1]["tasks"] == lines(whole)[-1]["tasks"]
-    same_states(halves, whole, 0.0)
-    same_states(other, plain, 1e-5)
-    same_states(whole, plain, 1e-5)
+    two_ranks_go_on(two_ranks, partial(own_methods, modules, text_dataset), plain, tmp_path, layout, STATES)
 
 
 def test_a_run_does_not_go_on_without_its_modules(modules: Path, plain: Path, text_dataset: Path) -> None:
@@ -214,15 +231,7 @@ def test_one_process_goes_on_with_it_bit_for_bit(modules: Path, seeing: Path, se
 def test_two_ranks_go_on_with_it_bit_for_bit_and_from_one_process(
     two_ranks: Ranks, modules: Path, seeing: Path, seen_twice: Path, tmp_path: Path, layout: str
 ) -> None:
-    whole, halves, other = (tmp_path / name for name in ("whole", "halves", "other"))
-    two_ranks(pretrain_here, own_modality(modules, seen_twice, whole, checkpoint__every=HALF, **LINES[layout]))
-    for run_dir, begun in ((halves, whole), (other, seeing)):
-        changes = {"resume": checkpoint_path(begun, HALF), **LINES[layout]}
-        two_ranks(pretrain_here, own_modality(modules, seen_twice, run_dir, **changes))
-    assert lines(halves)[-1]["tasks"] == lines(whole)[-1]["tasks"]
-    same_states(halves, whole, 0.0, OWN_MAPS)
-    same_states(other, seeing, 1e-5, OWN_MAPS)
-    same_states(whole, seeing, 1e-5, OWN_MAPS)
+    two_ranks_go_on(two_ranks, partial(own_modality, modules, seen_twice), seeing, tmp_path, layout, OWN_MAPS)
 
 
 # An upstream
@@ -280,12 +289,4 @@ def test_one_process_goes_on_with_the_upstream_bit_for_bit(
 def test_two_ranks_go_on_with_the_upstream_bit_for_bit_and_from_one_process(
     two_ranks: Ranks, modules: Path, banded: Path, image_dataset: Path, tmp_path: Path, layout: str
 ) -> None:
-    whole, halves, other = (tmp_path / name for name in ("whole", "halves", "other"))
-    two_ranks(pretrain_here, own_upstream(modules, image_dataset, whole, checkpoint__every=HALF, **LINES[layout]))
-    for run_dir, begun in ((halves, whole), (other, banded)):
-        changes = {"resume": checkpoint_path(begun, HALF), **LINES[layout]}
-        two_ranks(pretrain_here, own_upstream(modules, image_dataset, run_dir, **changes))
-    assert lines(halves)[-1]["tasks"] == lines(whole)[-1]["tasks"]
-    same_states(halves, whole, 0.0, OWN_MAPS)
-    same_states(other, banded, 1e-5, OWN_MAPS)
-    same_states(whole, banded, 1e-5, OWN_MAPS)
+    two_ranks_go_on(two_ranks, partial(own_upstream, modules, image_dataset), banded, tmp_path, layout, OWN_MAPS)

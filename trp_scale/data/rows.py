@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -28,6 +28,23 @@ Chosen = npt.NDArray[np.bool_]
 """[n] which blocks of a data set a source takes."""
 
 
+class OpenedDataset(Protocol):
+    """A data set of text or of images."""
+
+    @property
+    def blocks(self) -> Blocks: ...
+    def digest(self) -> str:
+        """Of what its rows depend on."""
+        ...
+
+
+class LimitedBuilder(BatchBuilder, Protocol):
+    """A batch builder that predicts at most `limit` places of a sequence."""
+
+    @property
+    def limit(self) -> int: ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rows:
     """Opened data sets of one kind.
@@ -48,6 +65,24 @@ class Rows:
     builder: BatchBuilder
     digests: list[str]
     labels: list[Integers] | None = None
+
+    @classmethod
+    def of(
+        cls,
+        datasets: Sequence[OpenedDataset],
+        meta: TextMeta | ImageMeta,
+        builder: LimitedBuilder,
+        labels: list[Integers] | None = None,
+    ) -> Rows:
+        """The rows of opened data sets, which `builder` makes batches of."""
+        return cls(
+            blocks=[dataset.blocks for dataset in datasets],
+            meta=meta,
+            limit=builder.limit,
+            builder=builder,
+            digests=[dataset.digest() for dataset in datasets],
+            labels=labels,
+        )
 
     def members(self, paths: Sequence[MemberPath], chosen: Sequence[Chosen]) -> list[Member]:
         """The data sets with the blocks that one source takes of each."""

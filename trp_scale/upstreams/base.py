@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
@@ -14,6 +15,7 @@ from trp_scale.core.batch import WindowSource
 from trp_scale.core.hooks import Hook
 from trp_scale.core.objective import Objective
 from trp_scale.core.run import RunContext
+from trp_scale.data import sources
 from trp_scale.data.mixture import MemberPath
 from trp_scale.data.rows import Rows
 from trp_scale.data.sources import Sources
@@ -78,6 +80,38 @@ class Upstream(Protocol):
     def checkpoint_extra(self) -> dict[str, Any]:
         """JSON values that an export needs to know of the data."""
         ...
+
+
+class UpstreamParts:
+    """What upstreams have in common, beside their own data, model and objective."""
+
+    open_rows: ClassVar[Callable[..., Rows]]
+
+    @classmethod
+    def open_sources(cls, config: Any, *, rank: int, world: int, device_type: str = "cpu") -> Sources:
+        return sources.open_sources(
+            config,
+            partial(cls.open_rows, config),
+            workers_import=cls.open_rows.__module__,
+            labelled=cls.labelled(config, rank=rank, world=world, pin=device_type == "cuda"),
+            rank=rank,
+            world=world,
+            device_type=device_type,
+        )
+
+    @staticmethod
+    def labelled(config: Any, *, rank: int, world: int, pin: bool) -> sources.OpenLabelled | None:
+        """Takes labelled rows out of the data (data/sources.py); None: there are no such sources."""
+        return None
+
+    def hooks(self, run: RunContext) -> list[Hook]:
+        return []
+
+    def leave(self, run_dir: Path, world: Group) -> None:
+        """Nothing: the model is known by its settings and the checkpoint alone."""
+
+    def checkpoint_extra(self) -> dict[str, Any]:
+        return {}
 
 
 def upstream_of(config: Config) -> type[Upstream]:

@@ -71,12 +71,6 @@ def open_rows(config: MaeConfig, paths: Sequence[MemberPath]) -> Rows:
     if config.multilevel.learns:
         refuse_test_sets(datasets, config.multilevel.kind)
     meta = agree_images(datasets)
-    builder = ImageBatchBuilder(config, datasets, meta)
-    return Rows(
-        blocks=[dataset.blocks for dataset in datasets],
-        meta=meta,
-        limit=builder.limit,
-        builder=builder,
-        digests=[dataset.digest() for dataset in datasets],
-        labels=[dataset.samples.labels for dataset in datasets],
+    return Rows.of(
+        datasets, meta, ImageBatchBuilder(config, datasets, meta), [dataset.samples.labels for dataset in datasets]
     )

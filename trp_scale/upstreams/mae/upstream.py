@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import nn
 
@@ -14,13 +13,13 @@ from trp_scale.core.batch import WindowSource
 from trp_scale.core.hooks import Hook, built
 from trp_scale.core.objective import PatchObjective
 from trp_scale.core.run import RunContext
-from trp_scale.data.sources import Sources, open_sources
+from trp_scale.data.sources import OpenLabelled
 from trp_scale.data.train_source import JoinedWindows
 from trp_scale.distributed.environment import Environment
-from trp_scale.distributed.groups import Group
 from trp_scale.masks.flops import multilevel_step_flops
 from trp_scale.masks.joint import JointObjective
 from trp_scale.masks.labelled import open_downstream
+from trp_scale.upstreams.base import UpstreamParts
 from trp_scale.upstreams.mae.batch import open_rows
 from trp_scale.upstreams.mae.model import MaskedAutoencoder
 from trp_scale.upstreams.mae.objective import MaskedPatchReconstruction
@@ -30,7 +29,7 @@ from trp_scale.upstreams.mae.uniformity import Uniformity
 from trp_scale.upstreams.mae.weights import load_given
 
 
-class ImageUpstream:
+class ImageUpstream(UpstreamParts):
     """Crops of images with masked patches; see `Upstream`."""
 
     exports: ClassVar[Mapping[str, str]] = {
@@ -57,18 +56,10 @@ class ImageUpstream:
         self.step_flops = multilevel_step_flops(config, ranks=data.size)
 
     @staticmethod
-    def open_sources(config: MaeConfig, *, rank: int, world: int, device_type: str = "cpu") -> Sources:
-        pin = device_type == "cuda"
-        labelled = partial(open_downstream, config, rank=rank, world=world, pin=pin)
-        return open_sources(
-            config,
-            partial(open_rows, config),
-            workers_import=open_rows.__module__,
-            labelled=labelled if config.multilevel.reads_labels else None,
-            rank=rank,
-            world=world,
-            device_type=device_type,
-        )
+    def labelled(config: MaeConfig, *, rank: int, world: int, pin: bool) -> OpenLabelled | None:
+        if not config.multilevel.reads_labels:
+            return None
+        return partial(open_downstream, config, rank=rank, world=world, pin=pin)
 
     def model(self) -> nn.Module:
         model = MaskedAutoencoder(self.config)
@@ -81,9 +72,3 @@ class ImageUpstream:
         if isinstance(self.reconstruction, UniformPatchReconstruction):
             hooks.append(Uniformity(self.reconstruction))  # last: its pass sees what the others change
         return hooks
-
-    def leave(self, run_dir: Path, world: Group) -> None:
-        """Nothing: the model is known by its settings alone."""
-
-    def checkpoint_extra(self) -> dict[str, Any]:
-        return {}

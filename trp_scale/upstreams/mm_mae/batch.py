@@ -75,12 +75,6 @@ def open_rows(config: MmMaeConfig, paths: Sequence[MemberPath]) -> Rows:
     stored = RunModalities(config).stored
     datasets = [open_image_dataset(path.path, path.name, stored) for path in paths]
     meta = agree_images(datasets)
-    builder = MultimodalBatchBuilder(config, datasets, meta)
-    return Rows(
-        blocks=[dataset.blocks for dataset in datasets],
-        meta=meta,
-        limit=builder.limit,
-        builder=builder,
-        digests=[dataset.digest() for dataset in datasets],
-        labels=[dataset.samples.labels for dataset in datasets],
+    return Rows.of(
+        datasets, meta, MultimodalBatchBuilder(config, datasets, meta), [dataset.samples.labels for dataset in datasets]
     )

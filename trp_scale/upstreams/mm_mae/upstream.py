@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import partial
-from pathlib import Path
 from typing import Any, ClassVar
 
 from torch import nn
@@ -12,9 +10,8 @@ from torch import nn
 from trp_scale.checkpoint.initial_weights import give_weights
 from trp_scale.core.hooks import Hook, built
 from trp_scale.core.run import RunContext
-from trp_scale.data.sources import Sources, open_sources
 from trp_scale.distributed.environment import Environment
-from trp_scale.distributed.groups import Group
+from trp_scale.upstreams.base import UpstreamParts
 from trp_scale.upstreams.mm_mae.batch import open_rows
 from trp_scale.upstreams.mm_mae.export import CLASSES
 from trp_scale.upstreams.mm_mae.flops import mm_mae_step_flops
@@ -24,7 +21,7 @@ from trp_scale.upstreams.mm_mae.settings import MmMaeConfig
 from trp_scale.upstreams.mm_mae.weights import load_multimae
 
 
-class MultimodalUpstream:
+class MultimodalUpstream(UpstreamParts):
     """Images with masked patches in several modalities; see `Upstream`."""
 
     exports: ClassVar[Mapping[str, str]] = {"timm": "trp_scale.upstreams.mm_mae.export:write_multimodal_timm"}
@@ -45,17 +42,6 @@ class MultimodalUpstream:
         self.positions_per_step = rows * inputs * self.objective.patches_per_row
         self.step_flops = mm_mae_step_flops(config, rows=rows, classes=self.classes)
 
-    @staticmethod
-    def open_sources(config: MmMaeConfig, *, rank: int, world: int, device_type: str = "cpu") -> Sources:
-        return open_sources(
-            config,
-            partial(open_rows, config),
-            workers_import=open_rows.__module__,
-            rank=rank,
-            world=world,
-            device_type=device_type,
-        )
-
     def model(self) -> nn.Module:
         model = MultimodalMaskedAutoencoder(self.config, self.classes)
         give_weights(model, self.config.model.weights, load_multimae)
@@ -64,9 +50,6 @@ class MultimodalUpstream:
     def hooks(self, run: RunContext) -> list[Hook]:
         adversary = built(run, "adversary")
         return [] if adversary is None else [adversary]
-
-    def leave(self, run_dir: Path, world: Group) -> None:
-        """Nothing: the model is known by its settings and the checkpoint's numbers of classes."""
 
     def checkpoint_extra(self) -> dict[str, Any]:
         return {CLASSES: self.classes}

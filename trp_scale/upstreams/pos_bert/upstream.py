@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -14,13 +13,11 @@ from torch import Tensor, nn
 from trp_scale.checkpoint.initial_weights import give_weights
 from trp_scale.checkpoint.run_directory import TOKENIZER, copy_tokenizer
 from trp_scale.core.batch import Batch
-from trp_scale.core.hooks import Hook
-from trp_scale.core.run import RunContext
-from trp_scale.data.sources import Sources, open_sources
 from trp_scale.data.text.dataset import TextMeta
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group
 from trp_scale.observe.throughput import bert_step_flops
+from trp_scale.upstreams.base import UpstreamParts
 from trp_scale.upstreams.pos_bert.batch import open_rows
 from trp_scale.upstreams.pos_bert.model import BertForMaskedPositions
 from trp_scale.upstreams.pos_bert.objective import PosMaskedLanguageModelling
@@ -41,7 +38,7 @@ def piece_counts(batch: Batch, meta: TextMeta) -> Tensor:
     return counts
 
 
-class TextUpstream:
+class TextUpstream(UpstreamParts):
     """Sentence pairs with masked words; see `Upstream`."""
 
     exports: ClassVar[Mapping[str, str]] = {"hf": "trp_scale.upstreams.pos_bert.export:write_bert"}
@@ -65,17 +62,6 @@ class TextUpstream:
             next_sentence=config.objective.next_sentence != "off",
         )
 
-    @staticmethod
-    def open_sources(config: PosBertConfig, *, rank: int, world: int, device_type: str = "cpu") -> Sources:
-        return open_sources(
-            config,
-            partial(open_rows, config),
-            workers_import=open_rows.__module__,
-            rank=rank,
-            world=world,
-            device_type=device_type,
-        )
-
     def model(self) -> nn.Module:
         settings, vocab_size = self.config.model, self.meta.vocab_size
         model = BertForMaskedPositions(settings, vocab_size=vocab_size, seed=self.config.training.seed)
@@ -91,9 +77,6 @@ class TextUpstream:
         digest = hashlib.blake2b(counts.numpy().tobytes(), digest_size=16).hexdigest()
         self._group.require_equal(digest, f"what the first {rows} rows of {self.config.data.path} hold")
         return ((counts + 1.0) / (counts + 1.0).sum()).log()
-
-    def hooks(self, run: RunContext) -> list[Hook]:
-        return []
 
     def leave(self, run_dir: Path, world: Group) -> None:
         copy_tokenizer(run_dir, Path(self.meta.tokenizer_directories[0]), world)
