@@ -270,7 +270,7 @@ def test_an_upstream_of_ones_own_splits_mae_s_loss(image_dataset: Path, banded: 
 def test_its_settings_are_its_own(modules: Path, image_dataset: Path, tmp_path: Path) -> None:
     given = own_upstream(modules, image_dataset, tmp_path)
     for flag, said in (
-        (["--multilevel.kind", "head"], "--upstream mae_bands has no learned masks"),
+        (["--multilevel.kind", "head"], "mae_bands has no learned masks"),
         (["--objective.other", "task"], r"a setting of upstream pos_bert; this run's is mae_bands"),
     ):
         with pytest.raises(RefusedError, match=said):
