@@ -15,7 +15,7 @@ from tests.parity.compare import RELATIVE, too_far
 from tests.parity.test_partition import sometimes_absent
 from tests.ranks import Ranks
 from tests.synthetic import Layout, Result, small_config, trainer_for
-from trp_scale.balancing.task_gradients import TaskGradients
+from trp_scale.balancing.gradnorm import TaskGradients
 from trp_scale.core.engine import Engine
 
 STEPS = 5

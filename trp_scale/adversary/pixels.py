@@ -8,9 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trp_scale.adversary.ascent import run_own_pass, size, steepest
 from trp_scale.adversary.effect import EffectWatch, log_line
-from trp_scale.adversary.own_pass import run_own_pass
-from trp_scale.adversary.projection import size, steepest
 from trp_scale.adversary.settings import PixelAdversarySettings
 from trp_scale.core.batch import Batch, StepStats
 from trp_scale.core.hooks import Hook, StepContext

@@ -8,10 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trp_scale.adversary.ascent import ASCENTS, State
+from trp_scale.adversary.ascent import ASCENTS, Balls, State, run_own_pass
 from trp_scale.adversary.effect import NEGLIGIBLE, EffectWatch, log_line
-from trp_scale.adversary.own_pass import run_own_pass
-from trp_scale.adversary.projection import Balls
 from trp_scale.adversary.settings import (
     NoAdversarySettings,
     PositionAdversarySettings,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trp_scale.balancing.loss_reading import LossReadingBalancer
+from trp_scale.balancing.base import LossReadingBalancer
 from trp_scale.balancing.settings import DwaSettings
 from trp_scale.config import RefusedError
 from trp_scale.core.batch import StepStats

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from trp_scale.balancing.loss_reading import LossReadingBalancer
+from trp_scale.balancing.base import LossReadingBalancer
 from trp_scale.balancing.settings import GlobalLossSettings
 from trp_scale.core.batch import StepStats, TaskLosses
 from trp_scale.core.hooks import StepContext

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trp_scale.balancing.loss_reading import LossReadingBalancer
+from trp_scale.balancing.base import LossReadingBalancer
 from trp_scale.balancing.settings import UncertaintySettings
 from trp_scale.balancing.task_adam import TaskAdam
 from trp_scale.core.batch import StepStats

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
-from trp_scale.adversary.projection import size
+from trp_scale.adversary.ascent import size
 from trp_scale.adversary.settings import AdversarySettings
 from trp_scale.config import PatchSplit, RefusedError
 from trp_scale.core.batch import Batch

@@ -18,13 +18,17 @@ from trp_scale.config import Config
 from trp_scale.core.engine import EngineError
 from trp_scale.core.pieces import Piece, Shards, whole_tensors
 from trp_scale.distributed.groups import Group
-from trp_scale.engines.gradients import sum_of_squares
 from trp_scale.engines.optimizer import adamw_response, build_optimizer, set_learning_rate
-from trp_scale.engines.shards import ShardOperations
-from trp_scale.engines.zero_flat import FlatLayout, FlatOffloadLayout
-from trp_scale.engines.zero_layout import ZeroLayout
-from trp_scale.engines.zero_partitioned import PartitionedLayout, PartitionedOffloadLayout
-from trp_scale.engines.zero_whole import WholeHalfLayout, WholeLayout
+from trp_scale.engines.shards import ShardOperations, sum_of_squares
+from trp_scale.engines.zero_layout import (
+    FlatLayout,
+    FlatOffloadLayout,
+    PartitionedLayout,
+    PartitionedOffloadLayout,
+    WholeHalfLayout,
+    WholeLayout,
+    ZeroLayout,
+)
 
 # Built by a C compiler at the first start, for a minute, on machines without a GPU; only inference calls it.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False

@@ -13,9 +13,8 @@ from trp_scale.config import Config
 from trp_scale.core.engine import EngineError
 from trp_scale.core.pieces import STATE_NAMES, FlatRange, Piece, Shards
 from trp_scale.distributed.groups import ALONE, Group
-from trp_scale.engines.gradients import sum_of_squares
 from trp_scale.engines.optimizer import adamw_response, build_optimizer, empty_adamw_state, set_learning_rate
-from trp_scale.engines.shards import ShardOperations
+from trp_scale.engines.shards import ShardOperations, sum_of_squares
 
 
 class PlainEngine(ShardOperations):

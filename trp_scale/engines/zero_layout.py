@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from trp_scale.core.pieces import Piece
+from trp_scale.core.pieces import STATE_NAMES, FlatRange, Piece
 from trp_scale.engines.optimizer import empty_adamw_state
 
 
@@ -94,3 +95,299 @@ class ZeroLayout(ABC):
         for state in self.torch_optimizer.state.values():
             if "step" in state:
                 state["step"].fill_(steps)
+
+
+class WholeLayout(ZeroLayout):
+    """Stage 0: every rank holds everything; each owns an equal range of every tensor, so that all ranks write."""
+
+    @property
+    def torch_optimizer(self) -> torch.optim.Optimizer:
+        return self.optimizer  # type: ignore[no-any-return]
+
+    def master(self, parameter: Tensor) -> Tensor:
+        """The tensor that the optimizer updates for a parameter of the module."""
+        return parameter
+
+    def flat_weights(self) -> list[Tensor]:
+        return [self.master(parameter) for parameter in self.module.parameters()]
+
+    def _shares(self, parameter: Tensor) -> list[tuple[int, int]]:
+        """The range of the flattened parameter that each rank owns."""
+        size, share = parameter.numel(), -(-parameter.numel() // self.world)
+        return [(min(owner * share, size), min((owner + 1) * share, size)) for owner in range(self.world)]
+
+    def pieces(self) -> Iterator[Piece]:
+        for name, parameter in self.module.named_parameters():
+            master = self.master(parameter)
+            state = self.torch_optimizer.state.get(master, {})
+            whole = {"weight": master.detach(), **{key: state[key] for key in STATE_NAMES if key in state}}
+            for owner, (start, stop) in enumerate(self._shares(parameter)):
+                tensors = {key: tensor.reshape(-1)[start:stop] for key, tensor in whole.items()}
+                yield Piece(
+                    name=name,
+                    shape=tuple(parameter.shape),
+                    region=FlatRange(start, stop),
+                    tensors=tensors,
+                    owner=owner == self.rank,
+                )
+
+    def gradients(self) -> list[Tensor]:
+        # All ranks hold the same reduced gradient; rank 0 speaks for all, so that sums over ranks count it once.
+        if self.rank != 0:
+            return []
+        return [parameter.grad for parameter in self.module.parameters() if parameter.grad is not None]
+
+    def piece_gradients(self) -> list[Tensor]:
+        found: list[Tensor] = []
+        for parameter in self.module.parameters():
+            gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            found += [gradient.reshape(-1)[start:stop] for start, stop in self._shares(parameter)]
+        return found
+
+    def clear_gradients(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def clear_unused_gradients(self) -> None:
+        """Nothing is left after a step."""
+
+    def publish_weights(self) -> None:
+        """The weights themselves were written."""
+
+
+class WholeHalfLayout(WholeLayout):
+    """Stage 0 with fp16: whole fp32 master weights beside the module's fp16 ones, tensor by tensor.
+
+    DeepSpeed's wrapper of this stage is an old one. Its start takes a step with zero gradients, so that the moments
+    exist; weight decay has moved the master weights by then, which is taken back here. Its scaler knows no hysteresis.
+    """
+
+    def __init__(self, module: nn.Module, optimizer: Any, *, rank: int, world: int) -> None:
+        super().__init__(module, optimizer, rank=rank, world=world)
+        pairs = zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True)
+        self._masters: dict[Tensor, Tensor] = {
+            half: full for halves, fulls in pairs for half, full in zip(halves, fulls, strict=True)
+        }
+        optimizer.refresh_fp32_params()
+        self.torch_optimizer.state.clear()
+
+    @property
+    def torch_optimizer(self) -> torch.optim.Optimizer:
+        return self.optimizer.optimizer  # type: ignore[no-any-return]
+
+    @property
+    def loss_scaler(self) -> Any:
+        return self.optimizer.loss_scale_config
+
+    def loss_factor(self) -> float:
+        # engine.backward leaves the scale out at this stage (0.19.8), and the step divides by it all the same.
+        return float(self.optimizer.loss_scale)
+
+    def master(self, parameter: Tensor) -> Tensor:
+        return self._masters[parameter]
+
+    @torch.no_grad()
+    def publish_weights(self) -> None:
+        for half, master in self._masters.items():
+            half.copy_(master)
+
+
+class FlatLayout(ZeroLayout):
+    """Stages 1 and 2: a rank holds a range of the concatenation of each optimizer group, on the device."""
+
+    def flat_weights(self) -> list[Tensor]:
+        return list(self.optimizer.single_partition_of_fp32_groups)
+
+    def _fragments(self) -> Iterator[tuple[str, Tensor, Any]]:
+        """Name, parameter and place of each piece of this rank."""
+        for name, parameter in self.module.named_parameters():
+            fragment = parameter._hp_mapping  # type: ignore[attr-defined]
+            if fragment is not None:  # otherwise no element of this parameter lies on this rank
+                yield name, parameter, fragment
+
+    def pieces(self) -> Iterator[Piece]:
+        for name, parameter, fragment in self._fragments():
+            # Not fragment.optim_fragment: it is linked once, when only the first group has made its moments.
+            flat = self.optimizer.single_partition_of_fp32_groups[fragment.param_group_index]
+            state = self.torch_optimizer.state.get(flat, {})
+            whole = {"weight": flat.detach(), **{key: state[key] for key in STATE_NAMES if key in state}}
+            place = fragment.hp_fragment_address
+            yield Piece(
+                name=name,
+                shape=tuple(parameter.shape),
+                region=FlatRange(start := int(fragment.lp_fragment_address.start), start + place.numel),
+                tensors={key: tensor.narrow(0, place.start, place.numel) for key, tensor in whole.items()},
+            )
+
+    def gradients(self) -> list[Tensor]:
+        return [tensor for group in self.optimizer.averaged_gradients.values() for tensor in group or []]
+
+    def piece_gradients(self) -> list[Tensor]:
+        # One tensor for each parameter of the group on this rank, and for padding, in the order of the flat weights.
+        by_group: dict[int, dict[int, Tensor]] = {}
+        for number, group in self.optimizer.averaged_gradients.items():
+            flat = [tensor.reshape(-1) for tensor in group or []]
+            starts = accumulate((tensor.numel() for tensor in flat), initial=0)
+            by_group[number] = {start: tensor for start, tensor in zip(starts, flat, strict=False) if tensor.numel()}
+        return [
+            by_group[fragment.param_group_index][int(fragment.hp_fragment_address.start)]
+            for _, _, fragment in self._fragments()
+        ]
+
+    def clear_gradients(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        for group in self.optimizer.averaged_gradients:
+            self.optimizer.averaged_gradients[group] = None
+            self.optimizer.all_grad_tensors[group] = None
+
+    def clear_unused_gradients(self) -> None:
+        """Nothing is left after a step."""
+
+    def publish_weights(self) -> None:
+        self.optimizer.update_lp_params()
+
+
+class FlatOffloadLayout(FlatLayout):
+    """The same with fp32 weights, moments and gradients in host memory."""
+
+    def gradients(self) -> list[Tensor]:
+        self.optimizer._wait_for_offload_copies()  # DeepSpeed waits only in its step, which comes after our look
+        return [weights.grad for weights in self.flat_weights() if weights.grad is not None]
+
+    def piece_gradients(self) -> list[Tensor]:
+        self.optimizer._wait_for_offload_copies()
+        flat = [weights.grad for weights in self.flat_weights()]
+        places = [(fragment.param_group_index, fragment.hp_fragment_address) for _, _, fragment in self._fragments()]
+        return [flat[group].narrow(0, place.start, place.numel) for group, place in places]  # type: ignore[union-attr]
+
+    def clear_gradients(self) -> None:
+        super().clear_gradients()
+        # DeepSpeed starts a window anew only in its step; without this the next one would add to what is dropped.
+        self.optimizer.micro_step_id = -1
+        self.optimizer._offload_accumulated_param_ids = set()
+        self.optimizer.reset_cpu_buffers()
+        self.clear_unused_gradients()
+
+    def clear_unused_gradients(self) -> None:
+        # A parameter's own are overwritten by its first gradient of a window, if that is the window's first backward.
+        for earlier in (*(weights.grad for weights in self.flat_weights()), *self._accumulated()):
+            if earlier is not None:
+                earlier.zero_()
+
+    def _accumulated(self) -> list[Tensor]:
+        """Sums over the micro-batches of a window, one for each parameter on this rank that had any."""
+        return list(self.optimizer.accumulated_grads_in_cpu.values())
+
+    @contextmanager
+    def last_backward(self) -> Iterator[None]:
+        # DeepSpeed hands over the sums of those parameters alone that take part in the last micro-batch.
+        optimizer = self.optimizer
+        earlier, optimizer._offload_accumulated_param_ids = optimizer._offload_accumulated_param_ids, set()
+        yield
+        if missed := earlier - optimizer._offload_accumulated_param_ids:
+            optimizer._offload_accumulated_param_ids = missed
+            optimizer._finalize_cpu_offload_gradient_accumulation()
+
+
+class PartitionedLayout(ZeroLayout):
+    """Stage 3: every parameter is flattened and cut into equal ranges, the last one padded, on the device."""
+
+    def flat_weights(self) -> list[Tensor]:
+        return list(self.optimizer.fp32_partitioned_groups_flat)
+
+    def _valid(self, parameter: Any) -> tuple[int, int]:
+        """First element and number of elements of this rank's range, padding left out."""
+        size = int(parameter.ds_tensor.ds_numel)
+        start = min(self.rank * size, int(parameter.ds_numel))
+        return start, min(size, int(parameter.ds_numel) - start)
+
+    def _place(self, parameter: Any) -> tuple[int, int]:
+        """Optimizer group, and where in its flat weights this rank's range begins."""
+        group, offset, _ = self.optimizer.grad_position[self.optimizer.get_param_id(parameter)]
+        return group, offset
+
+    def pieces(self) -> Iterator[Piece]:
+        for name, parameter in self.module.named_parameters():
+            group, offset = self._place(parameter)
+            flat = self.optimizer.fp32_partitioned_groups_flat[group]
+            state = self.torch_optimizer.state.get(flat, {})
+            start, length = self._valid(parameter)
+            whole = {"weight": flat.detach(), **{key: state[key] for key in STATE_NAMES if key in state}}
+            yield Piece(
+                name=name,
+                shape=tuple(parameter.ds_shape),  # type: ignore[attr-defined]
+                region=FlatRange(start, start + length),
+                tensors={key: tensor.narrow(0, offset, length) for key, tensor in whole.items()},
+            )
+
+    def _gradients(self) -> Iterator[tuple[int, Tensor]]:
+        """Each parameter's number in DeepSpeed and its gradient, without padding."""
+        for group, gradients in self.optimizer.averaged_gradients.items():
+            for gradient, parameter in zip(gradients, self.optimizer.fp16_groups[group], strict=True):
+                yield parameter.ds_id, gradient.reshape(-1)[: self._valid(parameter)[1]]
+
+    def gradients(self) -> list[Tensor]:
+        return [gradient for _, gradient in self._gradients()]
+
+    def piece_gradients(self) -> list[Tensor]:
+        by_number = dict(self._gradients())
+        return [by_number[parameter.ds_id] for parameter in self.module.parameters()]  # type: ignore[attr-defined]
+
+    def clear_gradients(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.averaged_gradients = {}
+
+    def clear_unused_gradients(self) -> None:
+        # A parameter's own are overwritten by its first gradient of a window, if that is the window's first backward.
+        self.optimizer.grad_partitions_flat_buffer.zero_()
+
+    def publish_weights(self) -> None:
+        # Small parameters stay gathered from the first forward on, and after a forward without backward so do those of
+        # which DeepSpeed expects the backward to use them next; gathering passes over what is gathered.
+        self.optimizer._partition_all_parameters()
+        for group in range(len(self.optimizer.fp16_groups)):
+            self.optimizer._reassign_or_swap_out_partitioned_parameters(group)
+        if persistent := self.optimizer.persistent_parameters:
+            persistent[0].all_gather(persistent)
+        self.optimizer.invalidate_secondary_tensor()
+
+
+class PartitionedOffloadLayout(PartitionedLayout):
+    """The same with fp32 weights, moments and gradients in host memory."""
+
+    def gradients(self) -> list[Tensor]:
+        return [weights.grad for weights in self.flat_weights() if weights.grad is not None]
+
+    def piece_gradients(self) -> list[Tensor]:
+        flat = [weights.grad for weights in self.flat_weights()]
+        found = []
+        for parameter in self.module.parameters():
+            group, offset = self._place(parameter)
+            found.append(flat[group].narrow(0, offset, self._valid(parameter)[1]))  # type: ignore[union-attr]
+        return found
+
+    def clear_gradients(self) -> None:
+        super().clear_gradients()
+        self.optimizer.reset_cpu_buffers()
+        self.optimizer._offload_boundary_param_ids = set()
+        self._zero_handed_over()
+
+    def clear_unused_gradients(self) -> None:
+        super().clear_unused_gradients()
+        self._zero_handed_over()
+
+    def _zero_handed_over(self) -> None:
+        for weights in self.flat_weights():
+            if weights.grad is not None:
+                weights.grad.zero_()
+
+    @contextmanager
+    def last_backward(self) -> Iterator[None]:
+        # DeepSpeed hands over the sums of those parameters alone that take part in the last micro-batch.
+        optimizer = self.optimizer
+        earlier, optimizer._offload_boundary_param_ids = optimizer._offload_boundary_param_ids, set()
+        yield
+        if missed := earlier - optimizer._offload_boundary_param_ids:
+            optimizer._offload_boundary_param_ids = missed
+            optimizer._finalize_offload_gradient_accumulation()
+            if torch.accelerator.is_available():
+                torch.accelerator.synchronize()  # it does not wait for its copies into host memory

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.unit.adversary.toy import CPU, Setting, toy_hook, toy_trainer
+from trp_scale.adversary.ascent import Balls
 from trp_scale.adversary.positions import Saturation
-from trp_scale.adversary.projection import Balls
 from trp_scale.models.perturbation import PerturbationShape
 from trp_scale.models.relative_positions import NODES, grid_weights, node_weights
 

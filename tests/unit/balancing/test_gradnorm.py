@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.unit.balancing.branching import Branched, Branching, BranchingObjective, elements, window
 from tests.unit.balancing.toy import CPU, ToyObjective, balancer, take_step
-from trp_scale.adversary.own_pass import run_own_pass
+from trp_scale.adversary.ascent import run_own_pass
 from trp_scale.balancing.gradnorm import SMALLEST_WEIGHT, GradNorm
 from trp_scale.config import RefusedError
 from trp_scale.core.hooks import Hook, Hooks, StepContext

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.unit.balancing.toy import ToyObjective, balancer, batch, given, take_step
-from trp_scale.balancing.loss_reading import SMALLEST_EXCESS
+from trp_scale.balancing.base import SMALLEST_EXCESS
 
 OBJECTIVE = ToyObjective(tasks=("a", "b", "c", "far"), outside={3: 0.4}, regression=(1,))
 LOSSES = {0: 3.0, 1: 0.2, 2: 1.7}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trp_scale.engines.gradients import sum_of_squares
+from trp_scale.engines.shards import sum_of_squares
 
 CPU = torch.device("cpu")
 
