@@ -38,7 +38,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.rounds import alternate
 from trp_scale.data import fetch, plan
-from trp_scale.data.images import crops, decode, reader
+from trp_scale.data.images import crops, reader
+from trp_scale.data.images import rows as image_rows
 from trp_scale.data.index import read_json, write_json
 from trp_scale.data.sources import TrainSource
 from trp_scale.preparation.sharding.writing import new_tar, report_path
@@ -48,7 +49,7 @@ from trp_scale.upstreams.mae import patch_masks as masks
 STAGES = {
     "address (order, shuffles)": (plan.__file__, "locate"),
     "read the files": (reader.__file__, "members"),
-    "decode": (decode.__file__, "decode_image"),
+    "decode": (image_rows.__file__, "decode_image"),
     "draw crops": (crops.__file__, "draw"),
     "cut, resize and flip": (crops.__file__, "cut"),
     "draw masks": (masks.__file__, "draw_masks"),

@@ -119,7 +119,7 @@ def test_every_part_has_its_layer() -> None:
         ("trp_scale/models/bert.py", "from trp_scale.engines.plain import PlainEngine"),
         ("trp_scale/models/bert.py", "from trp_scale import training"),
         ("trp_scale/models/bert.py", "from ..data import index"),
-        ("trp_scale/data/order.py", "def f():\n    import trp_scale.training.loop"),
+        ("trp_scale/data/plan.py", "def f():\n    import trp_scale.training.loop"),
         ("trp_scale/config/run.py", "import trp_scale.core.batch"),
         ("trp_scale/core/hooks.py", "from trp_scale.balancing.minimax import Minimax"),
         ("trp_scale/training/loop.py", "import trp_scale.preparation.verify"),

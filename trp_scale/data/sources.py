@@ -1,20 +1,47 @@
-"""Named sources of batches and their cursors: what the training loop calls."""
+"""Named sources of batches and their cursors, what the training loop calls; and the names of those that learned masks
+read beside them, D_tr and D_val."""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal, overload
 
 from trp_scale.config import Config, PretrainConfig, RefusedError
 from trp_scale.core.batch import Batch
-from trp_scale.data.downstream import TRAIN, VALIDATION, Downstream
 from trp_scale.data.fetch import BatchBuilder, Fetcher, MicroBatches, start_worker_server
 from trp_scale.data.mixture import MemberPath, parse_paths
 from trp_scale.data.plan import HeldOutPlan, Plan, TrainPlan
 from trp_scale.data.rows import Chosen, Rows
 from trp_scale.data.split import held_out
 from trp_scale.data.train_source import TrainSource
+
+TRAIN, VALIDATION = "downstream_train", "downstream_validation"
+"""Names of the two sources, in cursors and in the hash of their orders."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Downstream:
+    """The sources of levels II and III (MLO-MAE 3.2): endless, each shuffled in an order of its own.
+
+    Attributes:
+        train: D_tr.
+        validation: D_val; never what data.validation_fraction holds out.
+        classes: number of classes.
+        notices: what a user should know of the split.
+    """
+
+    train: TrainSource
+    validation: TrainSource
+    classes: int
+    notices: list[str]
+
+    def close(self) -> None:
+        """End the workers of both."""
+        self.train.close()
+        self.validation.close()
+
 
 __all__ = ["Sources", "TrainSource", "ValidationSource", "open_sources"]
 

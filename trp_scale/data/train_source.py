@@ -1,4 +1,5 @@
-"""The endless stream of training rows: windows, a cursor, and micro-batches fetched ahead."""
+"""The endless stream of training rows: windows, a cursor, micro-batches fetched ahead, and how a global batch is split
+over ranks and micro-batches."""
 
 from __future__ import annotations
 
@@ -9,11 +10,45 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Protocol
 
-from trp_scale.config import Config
+from trp_scale.config import Config, RefusedError
 from trp_scale.core.batch import Batch
 from trp_scale.data.fetch import BatchBuilder, Fetcher, MicroBatches
-from trp_scale.data.partition import GLOBAL_BATCH, check_partition
 from trp_scale.data.plan import Plan
+
+GLOBAL_BATCH = ("batch.global_size", "batch.micro_size")
+"""Settings of the two sizes, of the batches that the weights learn from."""
+
+
+def check_partition(global_size: int, micro_size: int, world: int, *, flags: tuple[str, str] = GLOBAL_BATCH) -> int:
+    """Accumulation steps: global_size / (micro_size x world).
+
+    Args:
+        flags: settings that the two sizes come from, for the message.
+
+    Raises:
+        RefusedError: not a whole number; the message lists the worlds and micro-batches that do divide.
+    """
+    for name, value in ((flags[0], global_size), (flags[1], micro_size), ("world size", world)):
+        if value < 1:
+            raise RefusedError(f"{name}: {value} found, at least 1 allowed")
+    steps, rest = divmod(global_size, micro_size * world)
+    if rest == 0:
+        return steps
+    ranks = _listed(_divisors(global_size // micro_size)) if global_size % micro_size == 0 else "none"
+    micros = _listed(_divisors(global_size // world)) if global_size % world == 0 else "none"
+    raise RefusedError(
+        f"global batch {global_size} does not divide over {world} ranks x micro-batch {micro_size}: "
+        f"ranks that do: {ranks}; micro-batches that do on {world} ranks: {micros} "
+        f"(--{flags[0]}, --{flags[1]})"
+    )
+
+
+def _divisors(number: int) -> list[int]:
+    return [candidate for candidate in range(1, number + 1) if number % candidate == 0]
+
+
+def _listed(numbers: list[int]) -> str:
+    return ", ".join(str(number) for number in numbers)
 
 
 class TrainSource:

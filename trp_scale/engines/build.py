@@ -44,7 +44,7 @@ def build_engine(
 
         return FsdpEngine(module, config, device=device, data_group=data_group)
     if name == "deepspeed":
-        from trp_scale.data.partition import check_partition
+        from trp_scale.data.train_source import check_partition
         from trp_scale.engines.deepspeed import DeepSpeedEngine
         from trp_scale.engines.ds_config import resolve
 

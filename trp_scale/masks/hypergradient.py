@@ -26,7 +26,7 @@ from trp_scale.core.engine import Engine
 from trp_scale.core.hooks import StepContext
 from trp_scale.core.pieces import Shards
 from trp_scale.core.run import RunContext
-from trp_scale.data.downstream import Downstream
+from trp_scale.data.sources import Downstream
 from trp_scale.masks.exact import ExactComparison, Weights, WholeStep, whole
 from trp_scale.masks.finite_difference import MaskDerivative, finite_difference
 from trp_scale.masks.head import Head, HeadLevel, HeadRule, HeadStep

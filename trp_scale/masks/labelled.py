@@ -9,11 +9,11 @@ import numpy as np
 
 from trp_scale.config import RefusedError
 from trp_scale.config.images import MaskedAutoencoderConfig
-from trp_scale.data.downstream import TRAIN, VALIDATION, Downstream
 from trp_scale.data.hashing import Integers, stream
 from trp_scale.data.mixture import MemberPath
 from trp_scale.data.plan import Member, TrainPlan
 from trp_scale.data.rows import Chosen, Rows
+from trp_scale.data.sources import TRAIN, VALIDATION, Downstream
 from trp_scale.data.split import downstream_validation
 from trp_scale.data.train_source import TrainSource
 

@@ -20,11 +20,11 @@ from trp_scale.data.images.maps import (
     StoredMaps,
     class_names,
     own_directory,
+    read_names,
     refuse_other_classes,
 )
 from trp_scale.data.images.png import PALETTE, Map, png_format
 from trp_scale.data.index import DataError
-from trp_scale.data.name_lists import read_names
 from trp_scale.modalities.base import Interpret, MapFiles, Modality, PseudoLabels, SceneMap, Size
 from trp_scale.modalities.settings import SemsegSettings
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from trp_scale.data.hashing import Integers, name_hash
-from trp_scale.data.order import Order, row_identities
+from trp_scale.data.plan import Order, row_identities
 
 GOLDEN_FIRST = [(5, 0), (4, 4), (5, 1), (0, 2), (4, 3), (4, 2), (0, 1), (0, 0), (4, 1), (4, 0), (6, 4), (6, 3)]
 

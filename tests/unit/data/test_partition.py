@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from trp_scale.config import RefusedError
-from trp_scale.data.partition import check_partition
+from trp_scale.data.train_source import check_partition
 
 
 def test_accumulation_is_derived() -> None:

@@ -18,7 +18,6 @@ from typing import Any
 import numpy as np
 
 from trp_scale.data.hashing import Integers, Words, name_hash
-from trp_scale.data.images.aligned import read_aligned
 from trp_scale.data.images.maps import (
     OWN_TAR,
     StoredMaps,
@@ -28,8 +27,7 @@ from trp_scale.data.images.maps import (
     required,
     stored_maps,
 )
-from trp_scale.data.images.members import IMAGE, OWN_MODALITY, known_suffixes
-from trp_scale.data.images.reader import SampleTable, read_samples
+from trp_scale.data.images.reader import IMAGE, OWN_MODALITY, SampleTable, known_suffixes, read_aligned, read_samples
 from trp_scale.data.index import DataError, read_json
 
 FORMAT = 1
@@ -56,7 +54,7 @@ class ImageMeta:
 class ImageBlocks:
     """Blocks of `rows_per_block` consecutive images of a shard (the last of a shard may be shorter), in stored order.
 
-    Single images would do for a shuffle; blocks keep reads within few shards at a time (order.py).
+    Single images would do for a shuffle; blocks keep reads within few shards at a time (data/plan.py).
 
     Attributes:
         keys: [n] "SHARD/FIRST": the tar's name without its suffix, and the place of the block's first image in it.

@@ -7,6 +7,7 @@ modality may have:
     "directory": "shards" (or absent) if the maps are members of the image's own sample, else a directory of DATASET
         with tars of the same names, keys and order;
 and what its own format adds, such as the classes of segmentation (trp_scale/modalities).
+A text file may name classes: one name a line, in the order of their numbers.
 """
 
 from __future__ import annotations
@@ -225,3 +226,25 @@ def required(directory: Path, found: Mapping[str, StoredMaps], used: Sequence[st
             )
         map_formats()[name].require(directory / "dataset.json", found[name])
     return tuple(found[name] for name in used)
+
+
+def read_names(flag: str, file: str) -> tuple[list[str], bytes]:
+    """The names, and the file's content for a fingerprint.
+
+    Args:
+        flag: that the file was given with, for messages.
+        file: its path; empty lines at its end do not count.
+
+    Raises:
+        DataError: the file cannot be read, holds no name, or a line between names is empty.
+    """
+    try:
+        content = Path(file).read_bytes()
+        names = [line.strip() for line in content.decode("utf-8").rstrip().splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{flag} {file}: not a text file that can be read ({error})") from error
+    if not names:
+        raise DataError(f"{flag} {file}: no name in it, one a line expected")
+    if "" in names:
+        raise DataError(f"{flag} {file}: line {names.index('') + 1} is empty; the place of a name is its number")
+    return names, content

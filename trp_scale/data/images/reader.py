@@ -1,8 +1,12 @@
-"""Where each image lies in its tar, as columns of numbers, and reading its bytes.
+"""Which members an image has, where each lies in its tar, as columns of numbers, and reading their bytes. Nothing else
+in a tar is ever opened.
 
 ImageNet has 1.28 million images in about as many shards as text has for a thousandth of the samples. A process keeps 24
 bytes for each (offset, length and checksum of the image, and its class) and no names: a name is looked up in the index
 file when an image turns out to be damaged.
+
+Maps may lie in tars of their own, joined to their images by position: DATASET/DIRECTORY/image-000000.tar then holds the
+maps of the images in DATASET/shards/image-000000.tar, under the same keys in the same order.
 """
 
 from __future__ import annotations
@@ -11,7 +15,9 @@ import hashlib
 import os
 import zlib
 from collections import Counter, OrderedDict
+from collections.abc import Collection
 from dataclasses import dataclass
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +26,25 @@ import numpy.typing as npt
 
 from trp_scale.data.blocks import check_members, check_size, shard_path
 from trp_scale.data.hashing import Integers
-from trp_scale.data.images.members import CLASS, IMAGE
+from trp_scale.data.images.maps import StoredMaps, map_formats
 from trp_scale.data.index import DataError, index_path, read_index, read_index_document
+
+IMAGE, CLASS = "jpg", "cls"
+"""The image, and its class as an ASCII integer."""
+
+OWN_MODALITY = "; --module registers a modality of your own"
+"""Ends the refusal of a member that no modality has."""
+
+
+def known_suffixes() -> tuple[str, ...]:
+    """Members that a sample may have, in their order; every sample of a data set has the same ones."""
+    return (IMAGE, CLASS, *(form.suffix for form in map_formats().values()))
+
+
+def ordered_suffixes(found: Collection[str]) -> tuple[str, ...]:
+    """The suffixes in the order of `known_suffixes`."""
+    return tuple(suffix for suffix in known_suffixes() if suffix in found)
+
 
 Counts = npt.NDArray[np.uint32]
 
@@ -241,3 +264,39 @@ class SampleReader:
         if len(self._files) > self._keep:
             os.close(self._files.popitem(last=False)[1])
         return descriptor
+
+
+def read_aligned(directory: Path, maps: StoredMaps, images: SampleTable) -> SampleTable:
+    """Read the indexes of the tars in a modality's own directory.
+
+    Args:
+        directory: of the data set.
+        maps: they lie in `directory / maps.directory`.
+        images: the data set's images.
+
+    Raises:
+        DataError: a tar, a member or a key is missing or another than beside the image.
+    """
+    advice = f"make the {maps.name} maps again (trp-scale pseudo-label), or copy {maps.directory} again"
+    suffixes = (maps.suffix,)
+    try:
+        table = read_samples(directory / maps.directory, [path.name for path in images.shards], suffixes, suffixes)
+    except DataError as error:
+        raise DataError(f"{maps.name} maps beside the images: {error}; {advice}") from error
+    for images_tar, maps_tar, ours, theirs in zip(
+        images.shards, table.shards, images.key_digests, table.key_digests, strict=True
+    ):
+        if ours != theirs:
+            raise DataError(f"{first_difference(images_tar, maps_tar)}; {advice}")
+    return table
+
+
+def first_difference(images: Path, maps: Path) -> str:
+    """The first place at which two tars have different keys, by their indexes; "" if there is none."""
+    keys = ([block.key for block in read_index(path).blocks] for path in (images, maps))
+    for place, (ours, theirs) in enumerate(zip_longest(*keys)):
+        if ours != theirs:
+            found = "no more maps" if theirs is None else f"a map of {theirs}"
+            expected = "no more images" if ours is None else f"image {ours}"
+            return f"{maps}: place {place}: {found} found, {images} has {expected} there"
+    return ""

@@ -1,4 +1,4 @@
-"""From addresses to decoded images: reading their members, decoding, and naming those that cannot be used."""
+"""From addresses to decoded images: reading their members, decoding JPEGs, and naming those that cannot be used."""
 
 from __future__ import annotations
 
@@ -9,17 +9,33 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 from torch import Tensor
+from torchvision.io import ImageReadMode, decode_jpeg
 
 from trp_scale.core.batch import Batch
 from trp_scale.data.hashing import Integers
 from trp_scale.data.images.dataset import ImageDataset, ImageMeta
-from trp_scale.data.images.decode import decode_image
 from trp_scale.data.images.maps import map_formats
-from trp_scale.data.images.members import IMAGE
 from trp_scale.data.images.png import Map
-from trp_scale.data.images.reader import SampleReader
+from trp_scale.data.images.reader import IMAGE, SampleReader
 from trp_scale.data.index import DataError
 from trp_scale.data.plan import Addresses
+
+
+def decode_image(content: bytearray) -> Tensor:
+    """The pixels of a JPEG, [3, H, W] uint8, channels last in memory; a grey one has three equal channels.
+
+    libjpeg makes pixels of most damage within the file: only a checksum finds it (data.verify).
+
+    Raises:
+        DataError: not a JPEG, cut short, or in colours that torchvision does not turn into RGB.
+    """
+    if not content:
+        raise DataError("an empty file, a JPEG expected")
+    try:
+        pixels: Tensor = decode_jpeg(torch.frombuffer(content, dtype=torch.uint8), mode=ImageReadMode.RGB)
+    except RuntimeError as error:
+        raise DataError(f"not a JPEG that can be decoded ({error})") from error
+    return pixels
 
 
 @dataclass(frozen=True, kw_only=True)

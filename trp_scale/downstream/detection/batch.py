@@ -14,8 +14,8 @@ from torch import Tensor
 from torchvision.transforms import InterpolationMode
 
 from trp_scale.core.batch import Batch
-from trp_scale.data.images.decode import decode_image
 from trp_scale.data.images.png import png_format
+from trp_scale.data.images.rows import decode_image
 from trp_scale.data.index import DataError
 from trp_scale.data.plan import Addresses, row_states
 from trp_scale.downstream.detection.annotations import Annotations

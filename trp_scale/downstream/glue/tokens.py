@@ -63,7 +63,7 @@ def load_tokenizer(directory: Path, *, length: int) -> PairTokenizer:
 
 @dataclass(frozen=True, kw_only=True)
 class TokenTable:
-    """Examples as pieces; each is a block of one row, so that the order (data/order.py) shuffles them as a whole.
+    """Examples as pieces; each is a block of one row, so that the order (data/plan.py) shuffles them as a whole.
 
     Attributes:
         keys, identities, rows: as `plan.Blocks`.

@@ -10,8 +10,8 @@ from pathlib import Path
 from PIL import Image, ImageDraw
 
 from trp_scale.data.images.maps import OWN_TAR, StoredMaps, class_names, stored_maps
-from trp_scale.data.images.members import CLASS, known_suffixes
 from trp_scale.data.images.png import read_png
+from trp_scale.data.images.reader import CLASS, known_suffixes
 from trp_scale.data.index import Block, DataError, read_index, read_json
 from trp_scale.modalities import modality
 from trp_scale.preparation.images.verify import check_members

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from trp_scale.data.images.maps import map_formats
-from trp_scale.data.images.members import ordered_suffixes
+from trp_scale.data.images.reader import ordered_suffixes
 from trp_scale.data.index import DataError
 from trp_scale.preparation.images.samples import (
     Listing,

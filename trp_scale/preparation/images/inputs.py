@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image
 
-from trp_scale.data.images.members import CLASS, IMAGE, ordered_suffixes
 from trp_scale.data.images.png import write_png
+from trp_scale.data.images.reader import CLASS, IMAGE, ordered_suffixes
 from trp_scale.data.index import DataError
 from trp_scale.modalities import modalities
 from trp_scale.modalities.base import MapFiles, Modality

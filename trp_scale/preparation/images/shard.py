@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from trp_scale.data.images.members import CLASS, IMAGE
+from trp_scale.data.images.reader import CLASS, IMAGE
 from trp_scale.data.index import DataError
 from trp_scale.preparation.images.detection_scenes import write_coco_scenes
 from trp_scale.preparation.images.inputs import list_input

@@ -9,9 +9,9 @@ import tarfile
 from collections import Counter
 from pathlib import Path
 
-from trp_scale.data.images.members import CLASS, IMAGE, known_suffixes, ordered_suffixes
+from trp_scale.data.images.maps import read_names
+from trp_scale.data.images.reader import CLASS, IMAGE, known_suffixes, ordered_suffixes
 from trp_scale.data.index import DataError
-from trp_scale.data.name_lists import read_names
 from trp_scale.preparation.images.files import FileSource
 from trp_scale.preparation.images.samples import Listing, Part, Sample, plain_key, without_duplicates
 

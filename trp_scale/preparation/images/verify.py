@@ -8,10 +8,9 @@ from typing import IO, Any
 
 from PIL import Image
 
-from trp_scale.data.images.aligned import first_difference
 from trp_scale.data.images.maps import map_formats
-from trp_scale.data.images.members import CLASS, IMAGE, OWN_MODALITY, known_suffixes
 from trp_scale.data.images.png import png_size
+from trp_scale.data.images.reader import CLASS, IMAGE, OWN_MODALITY, first_difference, known_suffixes
 from trp_scale.data.index import Block, DataError, Member, read_index
 
 IMAGE_MODES = ("RGB", "L")

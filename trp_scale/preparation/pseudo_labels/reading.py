@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 from PIL import Image
 from torch import Tensor
 
-from trp_scale.data.images.decode import decode_image
 from trp_scale.data.images.reader import SampleReader, SampleTable
+from trp_scale.data.images.rows import decode_image
 from trp_scale.data.index import DataError
 from trp_scale.modalities.base import Size
 from trp_scale.preparation.pseudo_labels.labeller import Labeller

@@ -16,7 +16,7 @@ from torchvision import transforms
 from tests.unit.data.images.stored import CLASSES, joined, jpeg, photograph, sample, sample_of_key, write_images
 from tests.unit.models.encoder_peers import finetune_config
 from trp_scale.data.images.crops import GREY
-from trp_scale.data.images.decode import decode_image
+from trp_scale.data.images.rows import decode_image
 from trp_scale.data.plan import Addresses
 from trp_scale.data.sources import Sources
 from trp_scale.distributed.groups import Group

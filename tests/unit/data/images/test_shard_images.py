@@ -21,7 +21,7 @@ from PIL import Image
 from tests.fixtures import small_image_dataset
 from tests.unit.data.images.source_images import bomb, class_folder, jpeg, png, rotated_jpeg, stored
 from trp_scale.data.hashing import name_hash
-from trp_scale.data.images.members import known_suffixes
+from trp_scale.data.images.reader import known_suffixes
 from trp_scale.data.index import DataError, read_index, read_json
 from trp_scale.preparation.images.samples import Sample, cut_into_portions
 from trp_scale.preparation.images.shard import ShardImagesConfig, shard_images

@@ -19,7 +19,7 @@ from PIL import Image
 
 from tests.fixtures import small_image_dataset
 from tests.unit.data.images.source_images import class_map, depth_map, encoded, jpeg, pixels, png, stored
-from trp_scale.data.images.members import known_suffixes
+from trp_scale.data.images.reader import known_suffixes
 from trp_scale.data.index import DataError, Member, read_index, read_json, write_index, write_json
 from trp_scale.preparation.images.display import contact_sheet, stored_images
 from trp_scale.preparation.verify import verify_dataset
