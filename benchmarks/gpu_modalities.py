@@ -21,9 +21,9 @@ from trp_scale.config.settings import Settings
 from trp_scale.core.engine import Engine
 from trp_scale.recipes.loader import load_recipe
 from trp_scale.training.loop import Trainer
-from trp_scale.upstreams.mm_mae.flops import mm_mae_step_flops
 from trp_scale.upstreams.mm_mae.model import MultimodalMaskedAutoencoder
 from trp_scale.upstreams.mm_mae.objective import MultimodalReconstruction
+from trp_scale.upstreams.mm_mae.upstream import mm_mae_step_flops
 
 ROWS = (64, 128, 256)
 """Images of a micro-batch that are tried."""

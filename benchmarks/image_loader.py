@@ -44,7 +44,7 @@ from trp_scale.data.index import read_json, write_json
 from trp_scale.data.sources import TrainSource
 from trp_scale.preparation.sharding.writing import new_tar, report_path
 from trp_scale.upstreams.base import open_sources
-from trp_scale.upstreams.mae import patch_masks as masks
+from trp_scale.upstreams.mae import batch as mae_batch
 
 STAGES = {
     "address (order, shuffles)": (plan.__file__, "locate"),
@@ -52,7 +52,7 @@ STAGES = {
     "decode": (image_rows.__file__, "decode_image"),
     "draw crops": (crops.__file__, "draw"),
     "cut, resize and flip": (crops.__file__, "cut"),
-    "draw masks": (masks.__file__, "draw_masks"),
+    "draw masks": (mae_batch.__file__, "draw_masks"),
 }
 """File and function of each stage; none calls another."""
 

@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from trp_scale.models.image_patches import normalised
-from trp_scale.models.patches import gather_patches
+from trp_scale.models.patches import gather_patches, normalised
 
 Weights = dict[str, Tensor]
 

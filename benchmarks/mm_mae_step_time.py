@@ -4,7 +4,7 @@
 
 ViT-Ti/16 (12 x 192) on 224 px with 98 visible patches of three modalities, decoders of 2 x 256 with 8 heads, 133
 classes; a whole step of the loop on random images, and a large matrix product of the same precision, in turn. Model
-FLOPs are those of trp_scale/upstreams/mm_mae/flops.py; torch's own count is beside it.
+FLOPs are those of trp_scale/upstreams/mm_mae/upstream.py; torch's own count is beside it.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from benchmarks.image_steps import EncoderSize, counted_flops, resized
 from benchmarks.rounds import Measured, alternate
 from trp_scale.config.components import settings_of
 from trp_scale.recipes.loader import load_recipe
-from trp_scale.upstreams.mm_mae.flops import mm_mae_step_flops
 from trp_scale.upstreams.mm_mae.model import MultimodalMaskedAutoencoder
 from trp_scale.upstreams.mm_mae.objective import MultimodalReconstruction
+from trp_scale.upstreams.mm_mae.upstream import mm_mae_step_flops
 
 
 @dataclass(kw_only=True)

@@ -31,8 +31,7 @@ from trp_scale.training.agreement import StepAgreement
 from trp_scale.upstreams.mae.model import MaskedAutoencoder
 from trp_scale.upstreams.mae.objective import MaskedPatchReconstruction
 from trp_scale.upstreams.mae.settings import MaeConfig
-from trp_scale.upstreams.mae.u_mae import UniformPatchReconstruction
-from trp_scale.upstreams.mae.uniformity import Uniformity
+from trp_scale.upstreams.mae.u_mae import Uniformity, UniformPatchReconstruction
 
 CROPS, SIDE, PATCH = 2, 16, 4
 PATCHES = (SIDE // PATCH) ** 2

@@ -25,8 +25,7 @@ from trp_scale.masks.joint import JointObjective
 from trp_scale.training.agreement import StepAgreement
 from trp_scale.upstreams.mae.model import MaskedAutoencoder
 from trp_scale.upstreams.mae.objective import MaskedPatchReconstruction
-from trp_scale.upstreams.mae.u_mae import UniformPatchReconstruction
-from trp_scale.upstreams.mae.uniformity import Uniformity
+from trp_scale.upstreams.mae.u_mae import Uniformity, UniformPatchReconstruction
 
 CLASSES = 3
 D_TR, D_VAL = 1000, 2000

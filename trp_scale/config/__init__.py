@@ -14,7 +14,6 @@ from typing import Annotated, Any, ClassVar
 import tyro.conf
 
 from trp_scale.config.components import Component, default_settings, find, names, unknown_component
-from trp_scale.config.patches import MOST_PATCHES, PatchSplit, split_patches
 from trp_scale.config.run import (
     BatchConfig,
     CheckpointConfig,
@@ -25,14 +24,17 @@ from trp_scale.config.run import (
 )
 from trp_scale.config.settings import setting
 from trp_scale.config.upstream import (
+    MOST_PATCHES,
     CropsConfig,
     DataConfig,
     DecodedVisionConfig,
     MaskingConfig,
     ModelConfig,
+    PatchSplit,
     RelativeVisionConfig,
     TextModelConfig,
     VisionConfig,
+    split_patches,
 )
 from trp_scale.errors import RefusedError, nearest
 

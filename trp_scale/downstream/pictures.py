@@ -26,8 +26,7 @@ from trp_scale.downstream.trained_images import (
 )
 from trp_scale.masks.masking_network import MaskingNetwork
 from trp_scale.masks.masks import select
-from trp_scale.models.image_patches import CHANNEL_DEVIATION, CHANNEL_MEAN, TARGET_EPS
-from trp_scale.models.patches import gather_patches, unpatchify
+from trp_scale.models.patches import CHANNEL_DEVIATION, CHANNEL_MEAN, TARGET_EPS, gather_patches, unpatchify
 from trp_scale.models.relative_positions import REACH, relaxed_index
 
 if TYPE_CHECKING:

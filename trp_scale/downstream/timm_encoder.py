@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from trp_scale.config import RefusedError
 from trp_scale.models.given_weights import FILE, reading, stored_weights
-from trp_scale.models.image_patches import CHANNEL_DEVIATION, CHANNEL_MEAN
+from trp_scale.models.patches import CHANNEL_DEVIATION, CHANNEL_MEAN
 from trp_scale.upstreams.mae.weights import TIMM_POSITIONS, is_encoder, order_of, ours
 
 CONVOLUTION = "patch_embed.proj."

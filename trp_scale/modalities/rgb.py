@@ -15,8 +15,7 @@ from trp_scale.data.images.maps import StoredMaps
 from trp_scale.data.images.png import Map
 from trp_scale.data.images.rows import DecodedRows
 from trp_scale.modalities.base import Modality
-from trp_scale.models.image_patches import CHANNEL_DEVIATION, CHANNEL_MEAN, TARGET_EPS, ImagePatches, normalised
-from trp_scale.models.patches import unpatchify
+from trp_scale.models.patches import CHANNEL_DEVIATION, CHANNEL_MEAN, TARGET_EPS, ImagePatches, normalised, unpatchify
 from trp_scale.models.perturbation import PIXEL_SHIFT
 
 RAW = "raw_rgb"

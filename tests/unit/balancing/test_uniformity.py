@@ -11,8 +11,7 @@ from tests.synthetic import Layout
 from tests.synthetic_images import image_config, image_trainer
 from trp_scale.adversary.pixels import PixelAdversary
 from trp_scale.core.hooks import StepContext
-from trp_scale.upstreams.mae.u_mae import MOMENT, ROWS
-from trp_scale.upstreams.mae.uniformity import Uniformity
+from trp_scale.upstreams.mae.u_mae import MOMENT, ROWS, Uniformity
 
 PIXELS = {"kind": "pixels", "norm": "l2", "eps": 2.0}
 

@@ -29,8 +29,7 @@ from trp_scale.downstream.classification.settings import ClassificationTaskConfi
 from trp_scale.downstream.encoder_source import open_encoder
 from trp_scale.downstream.task import take_encoder
 from trp_scale.models.image_encoder import ImageEncoder
-from trp_scale.models.image_patches import CHANNEL_DEVIATION, CHANNEL_MEAN
-from trp_scale.models.patches import patchify
+from trp_scale.models.patches import CHANNEL_DEVIATION, CHANNEL_MEAN, patchify
 from trp_scale.models.positions import PositionOrder
 from trp_scale.recipes.loader import to_dict
 

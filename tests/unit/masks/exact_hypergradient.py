@@ -17,8 +17,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.synthetic_images import PATCH
 from trp_scale.core.batch import Batch
-from trp_scale.models.image_patches import ImagePatches, normalised
-from trp_scale.models.patches import gather_patches
+from trp_scale.models.patches import ImagePatches, gather_patches, normalised
 
 Weights = dict[str, Tensor]
 MaskOf = Callable[[Tensor, int], Tensor]

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor
 
 from trp_scale.core.batch import Batch
-from trp_scale.models.image_patches import CHANNEL_DEVIATION, CHANNEL_MEAN
-from trp_scale.models.patches import patchify, unpatchify
+from trp_scale.models.patches import CHANNEL_DEVIATION, CHANNEL_MEAN, patchify, unpatchify
 from trp_scale.upstreams.mae.objective import MaskedPatchReconstruction
 from trp_scale.upstreams.mae.settings import MaeObjectiveConfig
 

@@ -14,7 +14,7 @@ from tests.unit.models.small_modalities import ALL, EVERY_TASK, changed, config,
 from trp_scale.config import Config
 from trp_scale.core.batch import Batch
 from trp_scale.modalities.semseg import VOID
-from trp_scale.models.image_patches import CHANNEL_DEVIATION, CHANNEL_MEAN
+from trp_scale.models.patches import CHANNEL_DEVIATION, CHANNEL_MEAN
 from trp_scale.upstreams.mm_mae.model import MultimodalOutput
 from trp_scale.upstreams.mm_mae.objective import MultimodalReconstruction
 

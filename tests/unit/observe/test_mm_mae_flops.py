@@ -13,9 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.synthetic_modalities import CLASSES, modality_config
 from trp_scale.config import Config
 from trp_scale.recipes.loader import load_recipe
-from trp_scale.upstreams.mm_mae.flops import mm_mae_step_flops
 from trp_scale.upstreams.mm_mae.model import MultimodalMaskedAutoencoder
 from trp_scale.upstreams.mm_mae.tokens import RunModalities
+from trp_scale.upstreams.mm_mae.upstream import mm_mae_step_flops
 
 CLASS_COUNTS = {"semseg": CLASSES}
 

@@ -14,9 +14,8 @@ from trp_scale.core.batch import Batch
 from trp_scale.core.run import RunContext
 from trp_scale.distributed.environment import Environment
 from trp_scale.upstreams.base import build_upstream
-from trp_scale.upstreams.mm_mae.flops import mm_mae_step_flops
 from trp_scale.upstreams.mm_mae.model import MultimodalMaskedAutoencoder
-from trp_scale.upstreams.mm_mae.upstream import MultimodalUpstream
+from trp_scale.upstreams.mm_mae.upstream import MultimodalUpstream, mm_mae_step_flops
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from trp_scale.core.batch import Batch, TaskLosses
 from trp_scale.downstream.classification.settings import ClassificationTaskConfig
 from trp_scale.models.image_encoder import ImageEncoder, OnImageEncoder
-from trp_scale.models.image_patches import CHANNEL_DEVIATION, CHANNEL_MEAN
 from trp_scale.models.initialise import initial_tensor, initialise_vision
+from trp_scale.models.patches import CHANNEL_DEVIATION, CHANNEL_MEAN
 
 CLASSIFICATION = "classification"
 

@@ -16,7 +16,7 @@ from trp_scale.checkpoint.export import Export
 from trp_scale.checkpoint.format import read_full_state
 from trp_scale.config import RefusedError
 from trp_scale.config.images import ImagePretrainConfig
-from trp_scale.models.image_patches import CHANNEL_DEVIATION, CHANNEL_MEAN
+from trp_scale.models.patches import CHANNEL_DEVIATION, CHANNEL_MEAN
 from trp_scale.models.vit import feed_forward_ratio
 from trp_scale.recipes.loader import from_dict
 from trp_scale.upstreams.mae.model import MaskedAutoencoder

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from trp_scale.core.batch import Batch, TaskLosses
 from trp_scale.core.objective import GATE, PATCH_WEIGHTS
-from trp_scale.models.image_patches import ImagePatches, normalised
-from trp_scale.models.patches import gather_patches
+from trp_scale.models.patches import ImagePatches, gather_patches, normalised
 from trp_scale.models.perturbation import PERTURBATION, PIXEL_SHIFT
 from trp_scale.upstreams.mae.model import MaeOutput, Wanted
 from trp_scale.upstreams.mae.settings import MaeObjectiveConfig

@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trp_scale.core.batch import Batch, Extra, TaskLosses
+from trp_scale.core.batch import Batch, Extra, StepStats, TaskLosses
+from trp_scale.core.hooks import Hook, StepContext
 from trp_scale.distributed.groups import Group
 from trp_scale.upstreams.mae.objective import RECONSTRUCTION, MaskedPatchReconstruction
 from trp_scale.upstreams.mae.settings import MaeObjectiveConfig
@@ -26,7 +27,7 @@ class UniformPatchReconstruction(MaskedPatchReconstruction):
 
     That mean is ||S||_F^2 with the second moment S = 1/B sum_i f_i f_i^T, [D, D]. With S known and held, row i counts
     f_i^T S f_i, an element of the task, and has the gradient of 2 f_i^T S f_i: both add up to the mean over pairs and
-    its gradient, however the global batch is split. `upstreams/mae/uniformity.py` puts S under `batch.extras`; where
+    its gradient, however the global batch is split. `Uniformity` puts S under `batch.extras`; where
     the global batch is one micro-batch on each rank, S comes from this very pass. Without either (held-out rows, whose
     pairs would be those of a micro-batch) the task is absent.
 
@@ -92,3 +93,36 @@ class UniformPatchReconstruction(MaskedPatchReconstruction):
     def present(self, batch: Batch) -> Tensor:
         """[B] float64: each crop's row weight."""
         return batch["row_weights"].double().repeat_interleave(batch["masked"].shape[1])
+
+
+class Uniformity(Hook):
+    """Adds the moment to every batch of the step. With several micro-batches it takes a pass of the encoder over the
+    window, without gradients, which sees what the weighted pass sees; with one the objective finds the moment in the
+    weighted pass itself.
+
+    It comes after the hooks that change what the model sees. A pass that one of those takes of its own before a step
+    is without this task.
+
+    Args:
+        objective: the run's.
+    """
+
+    name = "uniformity"
+
+    def __init__(self, objective: UniformPatchReconstruction) -> None:
+        self.objective = objective
+        self._added: dict[Extra, Tensor] = {}
+
+    def before_step(self, ctx: StepContext) -> None:
+        rows = ctx.counts[self.objective.tasks.index(UNIFORMITY)]
+        self._added = {ROWS: rows}
+        if len(ctx.own_window) > 1:
+            with torch.no_grad():
+                own = [self.objective.moment(ctx.engine, ctx.batch_of(micro)) for micro in ctx.own_window]
+            self._added = {MOMENT: ctx.data_group.sum(torch.stack(own).sum(0)) / rows.clamp(min=1)}
+
+    def batch(self, ctx: StepContext, micro: Batch) -> Batch:
+        return micro.adding(self._added)
+
+    def after_step(self, ctx: StepContext, stats: StepStats) -> None:
+        self._added = {}

@@ -24,8 +24,7 @@ from trp_scale.upstreams.mae.batch import open_rows
 from trp_scale.upstreams.mae.model import MaskedAutoencoder
 from trp_scale.upstreams.mae.objective import MaskedPatchReconstruction
 from trp_scale.upstreams.mae.settings import MaeConfig
-from trp_scale.upstreams.mae.u_mae import UniformPatchReconstruction
-from trp_scale.upstreams.mae.uniformity import Uniformity
+from trp_scale.upstreams.mae.u_mae import Uniformity, UniformPatchReconstruction
 from trp_scale.upstreams.mae.weights import load_given
 
 

@@ -11,13 +11,14 @@ from trp_scale.checkpoint.initial_weights import give_weights
 from trp_scale.core.hooks import Hook, built
 from trp_scale.core.run import RunContext
 from trp_scale.distributed.environment import Environment
+from trp_scale.observe.throughput import TRAINING_OVER_FORWARD
 from trp_scale.upstreams.base import UpstreamParts
 from trp_scale.upstreams.mm_mae.batch import open_rows
 from trp_scale.upstreams.mm_mae.export import CLASSES
-from trp_scale.upstreams.mm_mae.flops import mm_mae_step_flops
 from trp_scale.upstreams.mm_mae.model import MultimodalMaskedAutoencoder
 from trp_scale.upstreams.mm_mae.objective import MultimodalReconstruction
 from trp_scale.upstreams.mm_mae.settings import MmMaeConfig
+from trp_scale.upstreams.mm_mae.tokens import RunModalities
 from trp_scale.upstreams.mm_mae.weights import load_multimae
 
 
@@ -53,3 +54,37 @@ class MultimodalUpstream(UpstreamParts):
 
     def checkpoint_extra(self) -> dict[str, Any]:
         return {CLASSES: self.classes}
+
+
+def mm_mae_step_flops(config: MmMaeConfig, *, rows: int, classes: Mapping[str, int], computed: bool = False) -> float:
+    """Model FLOPs of one training step of MM-MAE; one multiply-add is 2 FLOPs.
+
+    A block on N tokens of width d and feed-forward width i is counted as in `bert_step_flops`. A decoder predicts all N
+    patches of its modality, the visible ones too, which its own queries are. Norms, activations, lookups, sums and what
+    taps add are left out.
+
+    Args:
+        config: settings of the run.
+        rows: images of the step on all ranks.
+        classes: of each modality's maps, where they have any.
+        computed: count each visible patch in the tokenisers of all inputs, as it is computed, instead of in its own
+            alone (with equal shares of all inputs, the mean of the Dirichlet distribution).
+    """
+    model, vision, visible = config.model, config.vision, config.modalities.visible_tokens
+    patches, tokens = (config.crops.size // vision.patch_size) ** 2, 1 + visible
+    modalities = RunModalities(config)
+
+    def block(count: int, width: int, intermediate: int) -> int:
+        return 8 * count * width**2 + 4 * count * width * intermediate + 4 * count**2 * width
+
+    width, inner = model.hidden_size, vision.decoder_hidden_size
+    products = visible * sum(modalities.used[name].tokeniser_flops(width) for name in modalities.inputs)
+    flops = products if computed else products / len(modalities.inputs)
+    flops += model.layers * block(tokens, width, model.intermediate_size)
+    cross_attention = 4 * patches * inner**2 + 4 * tokens * inner**2 + 4 * patches * tokens * inner
+    decoder = 2 * tokens * width * inner + cross_attention + 16 * patches * inner**2
+    decoder += vision.decoder_layers * block(patches, inner, 4 * inner)
+    for task in modalities.tasks:
+        own = modalities.of(task)
+        flops += decoder + 2 * patches * inner * own.values(task, classes.get(own.name, 0))
+    return float(TRAINING_OVER_FORWARD * rows * flops)

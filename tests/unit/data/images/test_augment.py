@@ -21,7 +21,7 @@ from trp_scale.downstream.classification.augment import (
     seed_generators,
 )
 from trp_scale.downstream.classification.settings import AugmentationConfig
-from trp_scale.models.image_patches import CHANNEL_DEVIATION, CHANNEL_MEAN
+from trp_scale.models.patches import CHANNEL_DEVIATION, CHANNEL_MEAN
 
 SIZE = 24
 CROPS = CropsConfig(size=SIZE)
