@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from trp_scale.config import RefusedError
-from trp_scale.observe.history import read_history
+from trp_scale.observe.metrics import read_history
 from trp_scale.observe.report import read_summary
 from trp_scale.recipes.loader import load_recipe
 

@@ -28,8 +28,7 @@ from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import ALONE
 from trp_scale.engines.build import build_engine
 from trp_scale.observe.records import StepRecord
-from trp_scale.training.agreement import StepAgreement
-from trp_scale.training.loop import Trainer
+from trp_scale.training.loop import StepAgreement, Trainer
 from trp_scale.upstreams.pos_bert.model import BertForMaskedPositions
 from trp_scale.upstreams.pos_bert.objective import PosMaskedLanguageModelling
 from trp_scale.upstreams.pos_bert.settings import PosBertConfig

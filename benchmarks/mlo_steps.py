@@ -16,8 +16,7 @@ from trp_scale.core.hooks import build_hooks, built
 from trp_scale.core.run import MakeEngine, RunContext
 from trp_scale.distributed.groups import ALONE
 from trp_scale.engines.plain import PlainEngine
-from trp_scale.training.agreement import StepAgreement
-from trp_scale.training.loop import Trainer
+from trp_scale.training.loop import StepAgreement, Trainer
 from trp_scale.upstreams.mae.model import MaskedAutoencoder
 from trp_scale.upstreams.mae.objective import MaskedPatchReconstruction
 

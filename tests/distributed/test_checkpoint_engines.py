@@ -11,9 +11,9 @@ from torch import Tensor
 from tests.ranks import Ranks
 from tests.synthetic import Layout, RecordingTrainer, data_group, small_config, trainer_for
 from trp_scale.checkpoint.agreement import check_shared_directory, on_rank_zero, together
-from trp_scale.checkpoint.errors import CheckpointError
 from trp_scale.checkpoint.format import read_full_state
 from trp_scale.checkpoint.manager import load, save
+from trp_scale.checkpoint.tensor_file import CheckpointError
 from trp_scale.core.batch import StepStats
 from trp_scale.core.pieces import STATE_NAMES
 

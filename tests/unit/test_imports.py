@@ -120,7 +120,7 @@ def test_every_part_has_its_layer() -> None:
         ("trp_scale/models/bert.py", "from trp_scale import training"),
         ("trp_scale/models/bert.py", "from ..data import index"),
         ("trp_scale/data/plan.py", "def f():\n    import trp_scale.training.loop"),
-        ("trp_scale/config/run.py", "import trp_scale.core.batch"),
+        ("trp_scale/config/__init__.py", "import trp_scale.core.batch"),
         ("trp_scale/core/hooks.py", "from trp_scale.balancing.minimax import Minimax"),
         ("trp_scale/training/loop.py", "import trp_scale.preparation.verify"),
         ("trp_scale/training/loop.py", "from trp_scale.downstream import results"),

@@ -8,11 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from trp_scale.checkpoint.errors import CheckpointError, RankError
+from trp_scale.checkpoint.tensor_file import CheckpointError
 from trp_scale.config import RefusedError
 from trp_scale.distributed.groups import Group
 
 T = TypeVar("T")
+
+
+class RankError(RuntimeError):
+    """Something failed on at least one rank that is no mistake of the user's; raised on all ranks, naming those."""
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from trp_scale.checkpoint.durable import write_json
-from trp_scale.checkpoint.errors import CheckpointError
-from trp_scale.checkpoint.tensor_file import CHUNK, FileEntry
+from trp_scale.checkpoint.tensor_file import CHUNK, CheckpointError, FileEntry
 
 FORMAT = 2
 DOCUMENT_NAME = "checkpoint.json"

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from trp_scale.checkpoint.errors import CheckpointError
+from trp_scale.checkpoint.tensor_file import CheckpointError
 
 
 def sync_directory(directory: Path) -> None:

@@ -31,8 +31,15 @@ from torch import Tensor
 from trp_scale.checkpoint.agreement import together
 from trp_scale.checkpoint.document import CheckpointDocument, StoredTensor, read_document
 from trp_scale.checkpoint.engine_group import other_engines
-from trp_scale.checkpoint.errors import CheckpointError
-from trp_scale.checkpoint.tensor_file import DTYPES, FileEntry, Header, check_sound, dtype_name, write_tensor_file
+from trp_scale.checkpoint.tensor_file import (
+    DTYPES,
+    CheckpointError,
+    FileEntry,
+    Header,
+    check_sound,
+    dtype_name,
+    write_tensor_file,
+)
 from trp_scale.config.upstream import AVERAGE, Weights
 from trp_scale.core.pieces import STATE_NAMES, WEIGHT_AVERAGE, Box, FlatRange, Integers, Piece, Region, Runs
 from trp_scale.distributed.groups import Group

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from trp_scale.checkpoint.agreement import on_rank_zero, together
+from trp_scale.checkpoint.agreement import RankError, on_rank_zero, together
 from trp_scale.checkpoint.document import (
     HOOKS_NAME,
     CheckpointDocument,
@@ -24,7 +24,6 @@ from trp_scale.checkpoint.document import (
     split_state,
 )
 from trp_scale.checkpoint.engine_group import check_same_engines
-from trp_scale.checkpoint.errors import CheckpointError, RankError
 from trp_scale.checkpoint.format import (
     StoredPiece,
     check_same_tensors,
@@ -41,7 +40,7 @@ from trp_scale.checkpoint.run_directory import (
     retain,
     temporary_path,
 )
-from trp_scale.checkpoint.tensor_file import FileEntry, Header, dtype_name, write_tensor_file
+from trp_scale.checkpoint.tensor_file import CheckpointError, FileEntry, Header, dtype_name, write_tensor_file
 from trp_scale.core.engine import Stores
 from trp_scale.core.pieces import Piece
 from trp_scale.distributed.groups import Group

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from trp_scale.checkpoint.document import read_document
 from trp_scale.checkpoint.durable import sync_directory
-from trp_scale.checkpoint.errors import CheckpointError
-from trp_scale.checkpoint.tensor_file import wrong_size
+from trp_scale.checkpoint.tensor_file import CheckpointError, wrong_size
 from trp_scale.distributed.groups import Group
 
 CHECKPOINTS = "checkpoints"

@@ -19,7 +19,12 @@ from typing import IO
 import torch
 from torch import Tensor
 
-from trp_scale.checkpoint.errors import CheckpointError
+from trp_scale.config import RefusedError
+
+
+class CheckpointError(RefusedError):
+    """A checkpoint cannot be read or used; the message names the file or tensor and what was expected."""
+
 
 CHUNK = 16 * 2**20
 """Bytes covered by one checksum: small enough to say where a file is damaged, large enough to keep the list short."""

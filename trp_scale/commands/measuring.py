@@ -87,9 +87,9 @@ class CompareArguments:
 def compare(argv: Sequence[str]) -> int:
     """`trp-scale compare`."""
     arguments = read(CompareArguments, argv, prog="trp-scale compare")
-    from trp_scale.downstream.compare import compare as put_side_by_side
+    from trp_scale.downstream.result_tables import compare as put_side_by_side
 
-    put_side_by_side(arguments.runs, markdown=arguments.markdown, csv=arguments.csv)
+    put_side_by_side(arguments.runs, markdown_file=arguments.markdown, csv_file=arguments.csv)
     return 0
 
 

@@ -7,12 +7,14 @@ from __future__ import annotations
 import importlib.util
 import math
 import statistics
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import NamedTuple
 
 from trp_scale.config import RefusedError
-from trp_scale.downstream.results import Results, TaskResult, judged_together
+from trp_scale.downstream.results import Results, TaskResult, judged_together, read_results
 
 LEAST_SEEDS = 2
 """Fewest seeds of a paired test."""
@@ -283,3 +285,27 @@ def _notes_on_tests(comparison: Comparison) -> list[str]:
         named = ", ".join(dict.fromkeys(key.task for key in uneven))
         notes.append(f"seeds differ between runs ({named}): means are over all of a run's, p over the n that both have")
     return notes
+
+
+def compare_directories(runs: Sequence[Path]) -> Comparison:
+    """Read results.json of each and put them side by side."""
+    if not runs:
+        raise RefusedError("no run is given; allowed: one or more directories with results.json")
+    return compare_results(dict(zip(names(runs), map(read_results, runs), strict=True)))
+
+
+def names(runs: Sequence[Path]) -> list[str]:
+    """Last parts of the paths, as many as tell them apart.
+
+    Raises:
+        RefusedError: the same directory twice.
+    """
+    parts = [path.resolve().parts for path in runs]
+    twice = [str(path) for path, count in Counter(map(Path.resolve, runs)).items() if count > 1]
+    if twice:
+        raise RefusedError(f"{twice[0]} is given twice; allowed: directories that differ")
+    for kept in range(1, max(map(len, parts)) + 1):
+        found = ["/".join(part[-kept:]) for part in parts]
+        if len(set(found)) == len(found):
+            return found
+    raise AssertionError("different paths have different parts")

@@ -14,13 +14,13 @@ from torch import Tensor
 from trp_scale.checkpoint.document import DOCUMENT_NAME, read_document
 from trp_scale.checkpoint.export import find_checkpoint
 from trp_scale.checkpoint.format import named_weights, read_full_state
+from trp_scale.checkpoint.initial_weights import FILE, reading, stored_weights
 from trp_scale.config import ModelConfig, RefusedError, RelativeVisionConfig, TextModelConfig
 from trp_scale.config.finetuning import FinetuneConfig, ImageTaskConfig
 from trp_scale.config.images import ImagePretrainConfig
 from trp_scale.config.upstream import AVERAGE
 from trp_scale.downstream.arguments import SCRATCH
 from trp_scale.downstream.timm_encoder import open_timm
-from trp_scale.models.given_weights import FILE, reading, stored_weights
 from trp_scale.models.image_encoder import interpolated
 from trp_scale.models.positions import PositionOrder, sine_cosine
 from trp_scale.recipes.loader import from_dict

@@ -11,7 +11,7 @@ from typing import Any
 
 from trp_scale.checkpoint.agreement import check_shared_directory, on_rank_zero
 from trp_scale.checkpoint.document import read_document
-from trp_scale.checkpoint.resume_rules import check_settings
+from trp_scale.checkpoint.resume import check_settings
 from trp_scale.checkpoint.run_directory import newest_complete
 from trp_scale.config import Config, RefusedError
 from trp_scale.config.finetuning import FinetuneConfig

@@ -1,5 +1,5 @@
-"""What a masked autoencoder reconstructs, what its adversary has done to the positions, and what a masking network
-masks (MLO-MAE, Figure 4), as PNG files.
+"""What a masked autoencoder reconstructs, of each modality too, what its adversary has done to the positions, and what
+a masking network masks (MLO-MAE, Figure 4), as PNG files.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from trp_scale.adversary.settings import AdversarySettings
 from trp_scale.config import PatchSplit, RefusedError
 from trp_scale.core.batch import Batch
 from trp_scale.core.seeds import tensor_seed
-from trp_scale.downstream.modality_pictures import draw_modalities, modality_reconstructions, task_losses
 from trp_scale.downstream.trained_images import (
     TrainedImages,
     TrainedModalities,
@@ -28,11 +27,11 @@ from trp_scale.masks.masking_network import MaskingNetwork
 from trp_scale.masks.masks import select
 from trp_scale.models.patches import CHANNEL_DEVIATION, CHANNEL_MEAN, TARGET_EPS, gather_patches, unpatchify
 from trp_scale.models.relative_positions import REACH, relaxed_index
+from trp_scale.upstreams.mm_mae.settings import predicted
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
-
 
 FEW = 0.1
 """Share of masked patches in the paper's figure: at that of training nearly everything is masked."""
@@ -304,3 +303,70 @@ def _draw_sizes(axes: Axes, perturbation: Tensor, adversary: AdversarySettings) 
     axes.axhline(adversary.eps, color="0.6", linestyle="--")
     title = f"perturbation of each block (eps {adversary.eps:g})"
     axes.set(xlabel="block", ylabel=f"largest {adversary.norm} norm", title=title)
+
+
+STAGES = ("input", "seen", "predicted")
+"""Rows of the picture for each task."""
+
+
+@torch.no_grad()
+def modality_reconstructions(trained: TrainedModalities, batch: Batch) -> dict[str, dict[str, Tensor]]:
+    """Maps to show by task and stage, as `Modality.maps` gives them; what is not seen is shown as unknown.
+
+    What is predicted is shown in masked patches, what is visible elsewhere.
+    """
+    objective = trained.objective
+    patches = objective.patches(batch)
+    output = trained.model(objective.seen(patches, batch), batch["visible"])
+    hidden = objective.masked(batch)
+    shown = {}
+    for task, prediction in zip(objective.tasks, output.predictions, strict=True):
+        modality = objective.modalities.of(task)
+        true, masked = patches[modality.name], hidden[modality.name].unsqueeze(-1)  # [R, N, P], [R, N, 1]
+        guess = modality.reconstruction(task, prediction, true)
+        unknown = torch.tensor(modality.blank, dtype=true.dtype)
+        stages = (true, torch.where(masked, unknown, true), torch.where(masked, guess, true))
+        shown[task] = {stage: modality.maps(one) for stage, one in zip(STAGES, stages, strict=True)}
+    return shown
+
+
+@torch.no_grad()
+def task_losses(trained: TrainedModalities, batch: Batch) -> dict[str, tuple[float, float]]:
+    """Each task's loss on these images, and that of the plainest guess (Modality.plainest): of rgb each patch's mean
+    (its normalised values are 0), of raw_rgb the data's mean colour, of depth the image's mean, of semseg these images'
+    class frequencies."""
+    objective = trained.objective
+    losses = objective(trained.model, batch)
+    plain = objective(_plainest(trained, batch), batch)
+    means = [(one.sums / one.counts.clamp(min=1)).tolist() for one in (losses, plain)]
+    return dict(zip(objective.tasks, zip(*means, strict=True), strict=True))
+
+
+def _plainest(trained: TrainedModalities, batch: Batch) -> Any:
+    """A model that makes the plainest guess at every task."""
+    objective = trained.objective
+    patches = objective.patches(batch)
+
+    def forward(seen: dict[str, Tensor], visible: Tensor) -> Any:
+        output = trained.model(seen, visible)
+        predictions = []
+        for task, prediction in zip(objective.tasks, output.predictions, strict=True):
+            modality = objective.modalities.of(task)
+            predictions.append(modality.plainest(task, prediction, patches[modality.name]))
+        return output._replace(predictions=tuple(predictions))
+
+    return forward
+
+
+def draw_modalities(figure_of: type[Figure], shown: dict[str, dict[str, Tensor]], path: Path) -> None:
+    """Three rows for each task, a column for each image."""
+    rows = [(task, stage, maps) for task, stages in shown.items() for stage, maps in stages.items()]
+    count = len(rows[0][2])
+    figure = figure_of(figsize=(1.1 * count + 0.6, 1.1 * len(rows)), layout="constrained")
+    axes = figure.subplots(len(rows), count, squeeze=False)
+    for row, (task, stage, maps) in enumerate(rows):
+        axes[row, 0].set_ylabel(f"{task}\n{stage}", fontsize=8)
+        for column, one in enumerate(maps):
+            predicted(task).load().show(axes[row, column], one, shown[task]["input"][column])
+            axes[row, column].set(xticks=[], yticks=[], frame_on=False)
+    figure.savefig(path, dpi=100)

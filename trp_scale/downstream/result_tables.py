@@ -1,4 +1,5 @@
-"""Results as tables: in the terminal, as Markdown and as CSV. The one way in which figures of runs are printed."""
+"""Results as tables: in the terminal, as Markdown and as CSV. The one way in which figures of runs are printed.
+`trp-scale compare` puts several runs side by side in them."""
 
 from __future__ import annotations
 
@@ -7,13 +8,23 @@ import io
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from rich import box
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from trp_scale.downstream.comparison import SIGNIFICANT, Comparison, Difference, RowKey, Summary, compare_results
+from trp_scale.config import RefusedError
+from trp_scale.downstream.comparison import (
+    SIGNIFICANT,
+    Comparison,
+    Difference,
+    RowKey,
+    Summary,
+    compare_directories,
+    compare_results,
+)
 from trp_scale.downstream.results import Results, TaskResult
 
 BASELINE, THIS_RUN = "baseline", "this run"
@@ -198,3 +209,25 @@ def legend(comparison: Comparison) -> list[str]:
             f"p: paired t-test over the n seeds that both runs have, two-sided, {several}; bold: below {SIGNIFICANT}"
         )
     return [*lines, *comparison.notes]
+
+
+def compare(runs: Sequence[Path], *, markdown_file: Path | None = None, csv_file: Path | None = None) -> None:
+    """Print what the runs reached, and write it as Markdown and as CSV where a file is given.
+
+    Raises:
+        RefusedError: a directory without results.json, the same one twice, or a file that cannot be written.
+    """
+    comparison = compare_directories(runs)
+    print_comparison(comparison)
+    for path, text in ((markdown_file, markdown), (csv_file, csv_text)):
+        if path is not None:
+            _write(path, text(comparison))
+            print(path)
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise RefusedError(f"{path} cannot be written: {error.strerror}") from error

@@ -20,7 +20,7 @@ from rich.table import Table
 
 from trp_scale.checkpoint.document import read_document
 from trp_scale.checkpoint.durable import write_json
-from trp_scale.checkpoint.resume_rules import check_settings
+from trp_scale.checkpoint.resume import check_settings
 from trp_scale.checkpoint.run_directory import newest_complete
 from trp_scale.config import Config, RefusedError
 from trp_scale.config.images import ImagePretrainConfig
@@ -35,7 +35,7 @@ from trp_scale.downstream.probe.encoder import BATCH, FrozenEncoder, encoder_con
 from trp_scale.downstream.probe.features import LabelledFeatures, extract
 from trp_scale.downstream.probe.images import open_probed
 from trp_scale.downstream.trained_images import TrainedImages, load_trained_images
-from trp_scale.observe.history import read_history
+from trp_scale.observe.metrics import read_history
 from trp_scale.observe.report import read_summary
 from trp_scale.recipes.arguments import parse
 from trp_scale.recipes.loader import to_dict

@@ -11,8 +11,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
+from trp_scale.checkpoint.initial_weights import FILE, reading, stored_weights
 from trp_scale.config import RefusedError
-from trp_scale.models.given_weights import FILE, reading, stored_weights
 from trp_scale.models.patches import CHANNEL_DEVIATION, CHANNEL_MEAN
 from trp_scale.upstreams.mae.weights import TIMM_POSITIONS, is_encoder, order_of, ours
 

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from trp_scale.config import Config
-from trp_scale.observe.history import read_history, worst
-from trp_scale.observe.metrics import MetricsWriter, finite
+from trp_scale.observe.metrics import MetricsWriter, finite, read_history, worst
 from trp_scale.observe.progress import Display, open_display
 from trp_scale.observe.records import RunInfo, StepRecord
 from trp_scale.observe.report import REPORT_FILE, SUMMARY_FILE, report, report_table

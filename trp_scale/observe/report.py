@@ -14,7 +14,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from trp_scale.observe.history import END_LINES, RunHistory, read_history
+from trp_scale.observe.metrics import END_LINES, RunHistory, read_history
 
 SUMMARY_FILE = "summary.json"
 REPORT_FILE = "report.txt"

@@ -15,8 +15,7 @@ from trp_scale.checkpoint import manager
 from trp_scale.checkpoint.agreement import check_shared_directory, on_rank_zero, together
 from trp_scale.checkpoint.document import read_document
 from trp_scale.checkpoint.engine_group import EngineGroup
-from trp_scale.checkpoint.resume import select, take_back
-from trp_scale.checkpoint.resume_rules import check_settings
+from trp_scale.checkpoint.resume import check_settings, select, take_back
 from trp_scale.config import Config
 from trp_scale.core.hooks import build_hooks
 from trp_scale.core.run import RunContext
@@ -30,8 +29,7 @@ from trp_scale.recipes.arguments import Arguments
 from trp_scale.recipes.checks import cautions, check_engine
 from trp_scale.recipes.loader import to_dict
 from trp_scale.training import rundir
-from trp_scale.training.agreement import StepAgreement, require_same_settings
-from trp_scale.training.loop import Trainer, TrainingState, validate
+from trp_scale.training.loop import StepAgreement, Trainer, TrainingState, require_same_settings, validate
 from trp_scale.upstreams.base import Upstream, build_upstream
 
 logger = logging.getLogger(__name__)

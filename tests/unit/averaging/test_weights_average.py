@@ -16,10 +16,10 @@ from tests.unit.checkpoint.fake_engine import FakeEngine, save_step
 from tests.unit.models import small_modalities
 from tests.unit.models.small_images import small_model
 from trp_scale.checkpoint.document import read_document
-from trp_scale.checkpoint.errors import CheckpointError
 from trp_scale.checkpoint.export import find_checkpoint
 from trp_scale.checkpoint.format import read_full_state
 from trp_scale.checkpoint.initial_weights import give_weights
+from trp_scale.checkpoint.tensor_file import CheckpointError
 from trp_scale.cli import main
 from trp_scale.config import RefusedError
 from trp_scale.core.pieces import WEIGHT_AVERAGE

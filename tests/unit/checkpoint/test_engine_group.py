@@ -21,10 +21,10 @@ from tests.unit.checkpoint.fake_engine import (
 from tests.unit.checkpoint.test_export_images import MAE, write_run
 from tests.unit.models.small_images import small_model
 from trp_scale.checkpoint.engine_group import EngineGroup, other_engines
-from trp_scale.checkpoint.errors import CheckpointError
 from trp_scale.checkpoint.export import export
 from trp_scale.checkpoint.format import read_full_state
 from trp_scale.checkpoint.manager import load
+from trp_scale.checkpoint.tensor_file import CheckpointError
 from trp_scale.core.pieces import Shards
 from trp_scale.distributed.groups import Group
 from trp_scale.recipes.loader import to_dict

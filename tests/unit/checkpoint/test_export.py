@@ -14,8 +14,8 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import AutoTokenizer, BertForPreTraining, PreTrainedTokenizerFast
 
 from tests.unit.checkpoint.fake_engine import FakeEngine, save_step
-from trp_scale.checkpoint.errors import CheckpointError
 from trp_scale.checkpoint.export import export
+from trp_scale.checkpoint.tensor_file import CheckpointError
 from trp_scale.config import RefusedError, TextModelConfig
 from trp_scale.upstreams.pos_bert.model import BertForMaskedPositions, bert_config
 from trp_scale.upstreams.pos_bert.settings import PosBertConfig

@@ -18,8 +18,8 @@ from transformers import ViTMAEForPreTraining
 from tests.unit.checkpoint.fake_engine import FakeEngine, save_step
 from tests.unit.models.small_images import GRID, PATCH, config, crops, small_model
 from tests.unit.models.vitmae_peer import images_and_noise
-from trp_scale.checkpoint.errors import CheckpointError
 from trp_scale.checkpoint.export import export
+from trp_scale.checkpoint.tensor_file import CheckpointError
 from trp_scale.cli import main
 from trp_scale.config import Config, RefusedError
 from trp_scale.models.patches import patchify

@@ -11,8 +11,8 @@ import torch
 from tests.synthetic_modalities import CLASSES, PATCH, SIDE
 from tests.unit.checkpoint.fake_engine import FakeEngine, save_step
 from tests.unit.models.small_modalities import config, small_model
-from trp_scale.checkpoint.errors import CheckpointError
 from trp_scale.checkpoint.export import export
+from trp_scale.checkpoint.tensor_file import CheckpointError
 from trp_scale.config import Config, RefusedError
 from trp_scale.models.patches import patchify
 from trp_scale.models.positions import PositionOrder

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from trp_scale.checkpoint.document import CheckpointDocument, StoredTensor
-from trp_scale.checkpoint.errors import CheckpointError
 from trp_scale.checkpoint.format import (
     StoredPiece,
     StoredPieces,
@@ -27,7 +26,7 @@ from trp_scale.checkpoint.format import (
     without_values,
     write_pieces,
 )
-from trp_scale.checkpoint.tensor_file import FileEntry
+from trp_scale.checkpoint.tensor_file import CheckpointError, FileEntry
 from trp_scale.core.pieces import Box, FlatRange, Piece, Region
 
 SHAPES = st.lists(st.integers(1, 6), min_size=1, max_size=4).map(tuple)

@@ -10,8 +10,15 @@ from typing import Any
 import pytest
 
 from tests.unit.checkpoint.fake_engine import FakeEngine, on_ranks, random_split, save_step, whole_state
-from trp_scale.checkpoint.resume import CutMetrics, cut_metrics, select, take_back
-from trp_scale.checkpoint.resume_rules import MAY_CHANGE, check_settings, may_change
+from trp_scale.checkpoint.resume import (
+    MAY_CHANGE,
+    CutMetrics,
+    check_settings,
+    cut_metrics,
+    may_change,
+    select,
+    take_back,
+)
 from trp_scale.checkpoint.run_directory import checkpoints
 from trp_scale.config import RefusedError
 from trp_scale.config.components import registered

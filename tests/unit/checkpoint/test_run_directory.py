@@ -15,9 +15,8 @@ import pytest
 
 from tests.unit.checkpoint.fake_engine import on_ranks, save_step, whole_state
 from trp_scale.checkpoint import manager, run_directory, tensor_file
-from trp_scale.checkpoint.agreement import check_shared_directory, on_rank_zero, together
+from trp_scale.checkpoint.agreement import RankError, check_shared_directory, on_rank_zero, together
 from trp_scale.checkpoint.document import CheckpointDocument
-from trp_scale.checkpoint.errors import CheckpointError, RankError
 from trp_scale.checkpoint.format import read_full_state
 from trp_scale.checkpoint.run_directory import (
     checkpoints,
@@ -26,6 +25,7 @@ from trp_scale.checkpoint.run_directory import (
     remove_leftovers,
     set_aside_later,
 )
+from trp_scale.checkpoint.tensor_file import CheckpointError
 from trp_scale.config import RefusedError
 from trp_scale.distributed.groups import ALONE, Group
 

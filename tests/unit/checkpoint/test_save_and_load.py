@@ -23,10 +23,11 @@ from tests.unit.checkpoint.fake_engine import (
     save_step,
     whole_state,
 )
-from trp_scale.checkpoint.errors import CheckpointError, RankError
+from trp_scale.checkpoint.agreement import RankError
 from trp_scale.checkpoint.format import read_full_state
 from trp_scale.checkpoint.manager import load
 from trp_scale.checkpoint.run_directory import checkpoints
+from trp_scale.checkpoint.tensor_file import CheckpointError
 from trp_scale.distributed.groups import Group
 
 ALONE = Group("world")

@@ -15,7 +15,7 @@ import pytest
 from tests.runs import ROOT
 from trp_scale.config import RefusedError
 from trp_scale.data.text.tokenizer import save_given
-from trp_scale.downstream.glue.tokens import load_tokenizer
+from trp_scale.downstream.glue.batch import load_tokenizer
 
 CODE = """
 from pathlib import Path

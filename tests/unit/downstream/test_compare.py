@@ -15,8 +15,7 @@ from scipy.stats import false_discovery_control, ttest_1samp
 
 from trp_scale import cli
 from trp_scale.config import RefusedError
-from trp_scale.downstream.compare import names
-from trp_scale.downstream.comparison import RowKey, compare_results, holm, paired_test
+from trp_scale.downstream.comparison import RowKey, compare_results, holm, names, paired_test
 from trp_scale.downstream.result_tables import csv_text, markdown, print_comparison, print_results
 from trp_scale.downstream.results import RESULTS_FILE, Results, SeedResult, TaskResult, join, read_seed, write_json
 

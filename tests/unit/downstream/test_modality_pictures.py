@@ -10,8 +10,7 @@ from PIL import Image
 
 from tests.runs import image_flags, pretrain_here
 from trp_scale.config import RefusedError
-from trp_scale.downstream.modality_pictures import modality_reconstructions, task_losses
-from trp_scale.downstream.pictures import draw_pictures
+from trp_scale.downstream.pictures import draw_pictures, modality_reconstructions, task_losses
 from trp_scale.downstream.trained_images import load_trained_images, load_trained_modalities
 
 GRID, PATCH = 4, 8

@@ -14,10 +14,9 @@ from transformers import BertForSequenceClassification
 from trp_scale.config import TextModelConfig
 from trp_scale.core.batch import Batch
 from trp_scale.data.plan import Addresses
-from trp_scale.downstream.glue.batch import GlueBatchBuilder
+from trp_scale.downstream.glue.batch import GlueBatchBuilder, PairTokenizer, TokenTable
 from trp_scale.downstream.glue.model import BertClassifier, SentenceClassification
 from trp_scale.downstream.glue.settings import GlueDownstreamConfig, GlueTaskConfig
-from trp_scale.downstream.glue.tokens import PairTokenizer, TokenTable
 from trp_scale.engines.optimizer import Layered, layer_scales
 from trp_scale.upstreams.pos_bert.model import bert_config
 

@@ -13,8 +13,8 @@ from transformers import BertForPreTraining
 from tests.unit.models.small_images import GRID, PATCH, config
 from tests.unit.models.test_mae_against_transformers import loaded, timm_vit
 from tests.unit.models.vitmae_peer import vitmae
+from trp_scale.checkpoint.initial_weights import load_given_weights
 from trp_scale.config import RefusedError, TextModelConfig
-from trp_scale.models.given_weights import load_given_weights
 from trp_scale.upstreams.mae.model import MaskedAutoencoder
 from trp_scale.upstreams.mae.weights import is_encoder, load_given, load_timm, stored_positions
 from trp_scale.upstreams.pos_bert.model import BertForMaskedPositions, bert_config

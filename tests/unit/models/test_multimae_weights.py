@@ -13,8 +13,8 @@ from torch import Tensor
 from tests.synthetic_modalities import CLASSES, PATCH, SIDE, STRIDE, batch
 from tests.unit.models.multimae_peer import drawn_weights, predict
 from tests.unit.models.small_modalities import ALL, EVERY_TASK, config, small_model
+from trp_scale.checkpoint.initial_weights import load_given_weights
 from trp_scale.config import Config, RefusedError
-from trp_scale.models.given_weights import load_given_weights
 from trp_scale.models.patches import patchify
 from trp_scale.recipes.loader import load_recipe
 from trp_scale.upstreams.mm_mae.model import MultimodalMaskedAutoencoder

@@ -14,8 +14,8 @@ from trp_scale.core.batch import Batch
 from trp_scale.core.hooks import Balancer, Hooks, StepContext
 from trp_scale.core.run import RunContext
 from trp_scale.distributed.groups import ALONE
-from trp_scale.downstream.dense.depth_objective import LARGEST, Depth, DepthSpace, LargestError, reverse_huber
-from trp_scale.downstream.dense.segmentation_objective import Segmentation
+from trp_scale.downstream.dense.depth import LARGEST, Depth, DepthSpace, LargestError, reverse_huber
+from trp_scale.downstream.dense.segmentation import Segmentation
 from trp_scale.upstreams.pos_bert.settings import PosBertConfig
 
 SPACE = DepthSpace(inverse=False, mean=3.0, deviation=2.0, low=1e-3, high=float("inf"))

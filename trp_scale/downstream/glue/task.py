@@ -18,13 +18,12 @@ from trp_scale.data.text.tokenizer import save_given
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group
 from trp_scale.downstream.encoder_source import EncoderSource, open_encoder
-from trp_scale.downstream.glue.batch import GlueBatchBuilder
+from trp_scale.downstream.glue.batch import GlueBatchBuilder, PairTokenizer, TokenTable, load_tokenizer, tokenize
 from trp_scale.downstream.glue.examples import FORMATS
 from trp_scale.downstream.glue.folders import read_glue
 from trp_scale.downstream.glue.metrics import FIGURES, GlueMetrics, figure_name, require_libraries
 from trp_scale.downstream.glue.model import BertClassifier, SentenceClassification
 from trp_scale.downstream.glue.settings import GlueTaskConfig
-from trp_scale.downstream.glue.tokens import PairTokenizer, TokenTable, load_tokenizer, tokenize
 from trp_scale.downstream.task import TaskParts, open_task_sources, take_encoder
 from trp_scale.observe.throughput import bert_step_flops
 from trp_scale.upstreams.pos_bert.model import padded_vocabulary

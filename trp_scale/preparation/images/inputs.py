@@ -16,11 +16,10 @@ from trp_scale.modalities import modalities
 from trp_scale.modalities.base import MapFiles, Modality
 from trp_scale.preparation.dataset_directory import is_dataset_directory
 from trp_scale.preparation.images.dataset_libraries import TORCHVISION, list_directory, list_torchvision
-from trp_scale.preparation.images.files import list_folder
+from trp_scale.preparation.images.files import find_tars, list_folder, list_tars
 from trp_scale.preparation.images.samples import Listing, Loaded, Sample
 from trp_scale.preparation.images.scenes import SCENE_CLASSES, render_scene
 from trp_scale.preparation.images.settings import ShardImagesConfig
-from trp_scale.preparation.images.tars import find_tars, list_tars
 
 
 def list_input(config: ShardImagesConfig) -> Listing:

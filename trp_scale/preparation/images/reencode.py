@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
-from trp_scale.data.images.jitter import pick_centres
+from trp_scale.data.images.crops import pick_centres
 from trp_scale.data.images.png import png_size, read_png, write_png
 from trp_scale.data.index import DataError
 from trp_scale.modalities.base import MapFiles

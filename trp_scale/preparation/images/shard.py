@@ -19,7 +19,6 @@ from pathlib import Path
 
 from trp_scale.data.images.reader import CLASS, IMAGE
 from trp_scale.data.index import DataError
-from trp_scale.preparation.images.detection_scenes import write_coco_scenes
 from trp_scale.preparation.images.inputs import list_input
 from trp_scale.preparation.images.reencode import Encoded, EncodeSettings, encode_sample
 from trp_scale.preparation.images.samples import (
@@ -32,6 +31,7 @@ from trp_scale.preparation.images.samples import (
     UnusableError,
     cut_into_portions,
 )
+from trp_scale.preparation.images.scenes import write_coco_scenes
 from trp_scale.preparation.images.settings import ShardImagesConfig
 from trp_scale.preparation.sharding.job import PortionReport, ShardingJob
 from trp_scale.preparation.sharding.workers import Advance, Progressed

@@ -11,9 +11,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from transformers import ViTMAEConfig
 
-from trp_scale.checkpoint.errors import CheckpointError
 from trp_scale.checkpoint.export import Export
 from trp_scale.checkpoint.format import read_full_state
+from trp_scale.checkpoint.tensor_file import CheckpointError
 from trp_scale.config import RefusedError
 from trp_scale.config.images import ImagePretrainConfig
 from trp_scale.models.patches import CHANNEL_DEVIATION, CHANNEL_MEAN

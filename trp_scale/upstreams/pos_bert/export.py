@@ -9,10 +9,10 @@ from pathlib import Path
 from transformers import BertForPreTraining
 
 from trp_scale.checkpoint.document import DOCUMENT_NAME, CheckpointDocument
-from trp_scale.checkpoint.errors import CheckpointError
 from trp_scale.checkpoint.export import Export
 from trp_scale.checkpoint.format import read_full_state
 from trp_scale.checkpoint.run_directory import TOKENIZER
+from trp_scale.checkpoint.tensor_file import CheckpointError
 from trp_scale.config import RefusedError, TextModelConfig
 from trp_scale.upstreams.pos_bert.model import PADDED_PARAMETERS, bert_config, to_transformers
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trp_scale.config import CropsConfig
 from trp_scale.data.hashing import mix_integer
-from trp_scale.downstream.classification.augment import (
+from trp_scale.downstream.classification.batch import (
     ImageAugmentation,
     PairMixing,
     borrowed_generators,

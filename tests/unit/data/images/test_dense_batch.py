@@ -18,12 +18,10 @@ from trp_scale.data.images.dataset import ImageMeta
 from trp_scale.data.images.rows import DecodedSample
 from trp_scale.data.mixture import parse_paths
 from trp_scale.data.plan import Addresses, HeldOutPlan
-from trp_scale.downstream.dense.batch import JitteredBatchBuilder, WholeBatchBuilder, _joined
+from trp_scale.downstream.dense.batch import JitteredBatchBuilder, WholeBatchBuilder, WindowCutter, _joined
 from trp_scale.downstream.dense.maps import DepthMaps, SegmentationMaps
-from trp_scale.downstream.dense.rows import DenseData, DenseMaps, open_dense
 from trp_scale.downstream.dense.settings import DenseTaskConfig, DepthTaskConfig, SegmentationTaskConfig
-from trp_scale.downstream.dense.windows import WindowCutter
-from trp_scale.downstream.whole_images import joined, predict_whole
+from trp_scale.downstream.dense.task import DenseData, DenseMaps, joined, open_dense, predict_whole
 from trp_scale.modalities.semseg import VOID
 
 SIZE = 24

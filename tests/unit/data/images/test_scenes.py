@@ -12,14 +12,17 @@ import numpy as np
 import pytest
 
 from trp_scale.preparation.images.scenes import (
+    FIRST_SOLID,
+    GROUND,
     SCENE_CLASSES,
     SEGMENTATION_CLASSES,
     SMALLEST_SHARE,
+    WALL,
     RenderedScene,
     render_scene,
+    see,
 )
 from trp_scale.preparation.images.scenes_layout import draw_scene
-from trp_scale.preparation.images.scenes_light import FIRST_SOLID, GROUND, WALL, see
 from trp_scale.preparation.images.scenes_shapes import RING_HOLE, SOLIDS
 
 ROOT = Path(__file__).resolve().parents[4]

@@ -18,8 +18,7 @@ from trp_scale.downstream.detection.batch import DetectionBatchBuilder, read_ima
 from trp_scale.downstream.detection.files import read_coco
 from trp_scale.downstream.detection.masks import decode
 from trp_scale.downstream.detection.model import paste
-from trp_scale.preparation.images.detection_scenes import run_lengths, scene_objects
-from trp_scale.preparation.images.scenes import render_scene
+from trp_scale.preparation.images.scenes import render_scene, run_lengths, scene_objects
 
 
 @pytest.fixture(scope="module")

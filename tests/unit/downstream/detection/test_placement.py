@@ -8,8 +8,8 @@ import torch
 from torchvision.transforms import InterpolationMode
 
 from trp_scale.data.hashing import mix
+from trp_scale.downstream.detection.batch import Placement, draw_placements, letterbox
 from trp_scale.downstream.detection.model import paste
-from trp_scale.downstream.detection.placement import Placement, draw_placements, letterbox
 
 SIDE = 64
 

@@ -21,7 +21,7 @@ from trp_scale.data.mixture import MemberPath
 from trp_scale.downstream.detection.annotations import BOX, MASK, OUTSIDE, check_images
 from trp_scale.downstream.detection.files import read_coco, read_voc
 from trp_scale.downstream.detection.masks import decode, encode, runs_of
-from trp_scale.downstream.detection.rows import learned, open_detection, settle_masks, training_notices
+from trp_scale.downstream.detection.task import learned, open_detection, settle_masks, training_notices
 
 
 def member(path: Path) -> MemberPath:

@@ -16,9 +16,8 @@ from tests.unit.downstream.glue.small_data import sentences, write_cola
 from tests.unit.downstream.glue.standard_files import write_glue
 from trp_scale.config import RefusedError
 from trp_scale.data.plan import Addresses, HeldOutPlan, Member, TrainPlan
-from trp_scale.downstream.glue.batch import GlueBatchBuilder
+from trp_scale.downstream.glue.batch import GlueBatchBuilder, PairTokenizer, TokenTable, load_tokenizer, tokenize
 from trp_scale.downstream.glue.folders import read_glue
-from trp_scale.downstream.glue.tokens import PairTokenizer, TokenTable, load_tokenizer, tokenize
 
 
 def open_task(
@@ -114,7 +113,7 @@ def test_what_is_learned_from_has_a_digest(tmp_path: Path, text_dataset: Path) -
 
 
 def test_many_examples_keep_their_order(text_dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trp_scale.downstream.glue.tokens.AT_ONCE", 7)
+    monkeypatch.setattr("trp_scale.downstream.glue.batch.AT_ONCE", 7)
     texts = sentences(30)
     table = tokenize(
         read_glue(write_cola(tmp_path, 20, 10), "cola", split="dev", allowed_bad=0).measured[""],

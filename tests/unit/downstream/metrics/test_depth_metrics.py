@@ -12,8 +12,7 @@ import torch
 from trp_scale.config import RefusedError
 from trp_scale.core.batch import Batch
 from trp_scale.distributed.groups import ALONE
-from trp_scale.downstream.dense.depth_metrics import DepthErrors, measured_region
-from trp_scale.downstream.dense.depth_objective import DepthSpace
+from trp_scale.downstream.dense.depth import DepthErrors, DepthSpace, measured_region
 
 METRES = DepthSpace(inverse=False, mean=3.0, deviation=1.0, low=1e-3, high=10.0)
 INVERSE = DepthSpace(inverse=True, mean=0.5, deviation=1.0, low=1e-3, high=10.0)

@@ -10,7 +10,7 @@ from sklearn.metrics import confusion_matrix, jaccard_score, recall_score
 from trp_scale.config import RefusedError
 from trp_scale.core.batch import Batch
 from trp_scale.distributed.groups import ALONE
-from trp_scale.downstream.dense.segmentation_metrics import Confusion, figures
+from trp_scale.downstream.dense.segmentation import Confusion, figures
 
 NAMES = ("sky", "road", "tree", "car", "sign")
 

@@ -26,9 +26,8 @@ from trp_scale.config import RefusedError
 from trp_scale.core.pieces import WEIGHT_AVERAGE
 from trp_scale.downstream.probe.encoder import FrozenEncoder, encoder_config
 from trp_scale.downstream.representation.features import class_similarity, plane
-from trp_scale.downstream.representation.images import choose_images
 from trp_scale.downstream.representation.represent import read_block, read_positions
-from trp_scale.downstream.representation.study import study_images
+from trp_scale.downstream.representation.study import choose_images, study_images
 from trp_scale.downstream.trained_images import load_trained_images
 
 
