@@ -20,7 +20,7 @@ from trp_scale import cli
 from trp_scale.downstream.arguments import SCRATCH
 from trp_scale.downstream.encoder_source import open_encoder
 from trp_scale.downstream.glue.folders import read_glue
-from trp_scale.downstream.glue.metrics import FIGURES
+from trp_scale.downstream.glue.task import FIGURES
 from trp_scale.downstream.results import read_results
 
 

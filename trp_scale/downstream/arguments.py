@@ -13,7 +13,7 @@ from trp_scale.command_line import ReadsRuns, read
 from trp_scale.config import RefusedError
 from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.config.upstream import AVERAGE, Weights
-from trp_scale.downstream.robustness.sets import parse_sets
+from trp_scale.downstream.robustness_sets import parse_sets
 from trp_scale.recipes.arguments import Arguments, parse_run
 from trp_scale.recipes.checks import check
 

@@ -25,8 +25,8 @@ from trp_scale.models.image_encoder import interpolated
 from trp_scale.models.positions import PositionOrder, sine_cosine
 from trp_scale.recipes.loader import from_dict
 from trp_scale.upstreams.mae.weights import VITMAE_POSITIONS, is_encoder, ours, published_name, vitmae_names
-from trp_scale.upstreams.mm_mae.export import images_alone
 from trp_scale.upstreams.mm_mae.settings import MmMaeConfig
+from trp_scale.upstreams.mm_mae.weights import images_alone
 
 POSITION_NUMBERS = "embeddings.position_ids"
 """0, 1, 2, ...: stored by earlier versions of transformers."""

@@ -14,8 +14,8 @@ from trp_scale.downstream.arguments import EvaluateArguments
 from trp_scale.downstream.finetuned_run import FinetunedRun, find_runs, origin_of, predicting_engine
 from trp_scale.downstream.result_tables import print_results
 from trp_scale.downstream.results import RESULTS_FILE, Results, SeedResult, TaskResult, join, read_results, write_json
-from trp_scale.downstream.robustness.measure import measure_robustness
-from trp_scale.downstream.robustness.sets import RobustnessSet, parse_sets
+from trp_scale.downstream.robustness import measure_robustness
+from trp_scale.downstream.robustness_sets import RobustnessSet, parse_sets
 from trp_scale.downstream.task import DownstreamTask, build_task, measure, task_class
 
 EVALUATIONS = "evaluations"

@@ -27,10 +27,10 @@ from trp_scale.upstreams.base import open_sources
 from trp_scale.upstreams.mae.model import MaskedAutoencoder
 from trp_scale.upstreams.mae.objective import MaskedPatchReconstruction
 from trp_scale.upstreams.mae.settings import MaeConfig
-from trp_scale.upstreams.mm_mae.export import CLASSES
 from trp_scale.upstreams.mm_mae.model import MultimodalMaskedAutoencoder
 from trp_scale.upstreams.mm_mae.objective import MultimodalReconstruction
 from trp_scale.upstreams.mm_mae.settings import MmMaeConfig
+from trp_scale.upstreams.mm_mae.weights import CLASSES
 
 Model = TypeVar("Model", bound=nn.Module)
 Run = TypeVar("Run", bound=ImagePretrainConfig)

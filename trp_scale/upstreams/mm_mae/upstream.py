@@ -14,18 +14,17 @@ from trp_scale.distributed.environment import Environment
 from trp_scale.observe.throughput import TRAINING_OVER_FORWARD
 from trp_scale.upstreams.base import UpstreamParts
 from trp_scale.upstreams.mm_mae.batch import open_rows
-from trp_scale.upstreams.mm_mae.export import CLASSES
 from trp_scale.upstreams.mm_mae.model import MultimodalMaskedAutoencoder
 from trp_scale.upstreams.mm_mae.objective import MultimodalReconstruction
 from trp_scale.upstreams.mm_mae.settings import MmMaeConfig
 from trp_scale.upstreams.mm_mae.tokens import RunModalities
-from trp_scale.upstreams.mm_mae.weights import load_multimae
+from trp_scale.upstreams.mm_mae.weights import CLASSES, load_multimae
 
 
 class MultimodalUpstream(UpstreamParts):
     """Images with masked patches in several modalities; see `Upstream`."""
 
-    exports: ClassVar[Mapping[str, str]] = {"timm": "trp_scale.upstreams.mm_mae.export:write_multimodal_timm"}
+    exports: ClassVar[Mapping[str, str]] = {"timm": "trp_scale.upstreams.mm_mae.weights:write_multimodal_timm"}
     open_rows = staticmethod(open_rows)
 
     def __init__(self, config: MmMaeConfig, environment: Environment) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from trp_scale.core.batch import Batch
 from trp_scale.distributed.groups import ALONE
-from trp_scale.downstream.glue.metrics import FIGURES, GlueMetrics, accuracy, f1, matthews, pearson, spearman
+from trp_scale.downstream.glue.task import FIGURES, GlueMetrics, accuracy, f1, matthews, pearson, spearman
 
 PREDICTED = np.array([1, 1, 0, 0, 1, 0])
 LABELS = np.array([1, 0, 1, 0, 1, 0])

@@ -20,8 +20,8 @@ from trp_scale.downstream.classification.model import ImageClassifier, Pixels
 from trp_scale.downstream.finetuned_run import read_run
 from trp_scale.downstream.probe.images import open_probed
 from trp_scale.downstream.results import read_results
-from trp_scale.downstream.robustness.measure import RobustClassifier, SubsetAccuracy, class_columns
-from trp_scale.downstream.robustness.sets import ALEXNET_ERRORS, RobustnessSet
+from trp_scale.downstream.robustness import RobustClassifier, SubsetAccuracy, class_columns
+from trp_scale.downstream.robustness_sets import ALEXNET_ERRORS, RobustnessSet
 
 
 @pytest.fixture(scope="module")

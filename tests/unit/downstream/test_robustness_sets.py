@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from trp_scale.config import RefusedError
-from trp_scale.downstream.robustness.sets import (
+from trp_scale.downstream.robustness_sets import (
     ALEXNET_ERRORS,
     SEVERITIES,
     check_complete,

@@ -1,4 +1,4 @@
-"""A fine-tuned classifier on the sets that ask how robust it is.
+"""How a classifier of ImageNet fares on other kinds of images: adversarially chosen, drawn, sketched, corrupted.
 
 A set of 200 classes measures a classifier of 1000 by its accuracy among those 200.
 """
@@ -26,7 +26,7 @@ from trp_scale.downstream.classification.task import open_labelled
 from trp_scale.downstream.finetuned_run import FinetunedRun, PredictingEngine, predicting_engine
 from trp_scale.downstream.probe.images import open_probed
 from trp_scale.downstream.results import SeedResult
-from trp_scale.downstream.robustness.sets import (
+from trp_scale.downstream.robustness_sets import (
     ALEXNET_ERRORS,
     CORRUPTED,
     SEVERITIES,
