@@ -56,10 +56,11 @@ lint: $(INSTALLED)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-# Also of the files that the documents show.
+# Also of the benchmarks, and of the files that the documents show.
 types: $(INSTALLED)
 	$(BIN)/python -m tests.extending build/documents
 	$(BIN)/mypy trp_scale build/documents
+	$(BIN)/mypy -p benchmarks
 
 # Shards, pre-trains, reports and exports with the wheel in a new environment, from an empty folder.
 wheel-test: $(INSTALLED)

@@ -13,19 +13,19 @@ import copy
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
-import torch
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.image_steps import EncoderSize, counted_flops, random_images, resized, training_step
+from benchmarks.image_steps import ImageStepOptions, image_recipe, mae_workload
 from benchmarks.rounds import alternate, print_pairs, print_ratios
-from trp_scale.config import Config
+from benchmarks.steps import counted_flops, endless, whole_step
 from trp_scale.config.components import settings_of
-from trp_scale.recipes.loader import load_recipe
+from trp_scale.upstreams.mae.settings import MaeConfig
 
-BASES: dict[str, tuple[str, str]] = {
+BASES: dict[str, tuple[Literal["absolute", "relative"], Literal["rounded", "relaxed"]]] = {
     "MAE+ absolute": ("absolute", "rounded"),
     "MAE+ relative, rounded": ("relative", "rounded"),
     "MAE+ relative, relaxed": ("relative", "relaxed"),
@@ -41,47 +41,37 @@ ADVERSARIES = {
 
 
 @dataclass(kw_only=True)
-class Options:
+class Options(ImageStepOptions):
     """What to measure."""
 
     rows: int = 8
     """Images per step, each with four crops of 112 px."""
     rounds: int = 60
     """Measured pairs of each."""
-    model: EncoderSize = "tiny"
-    """ViT-Ti, S, B or L, with the decoder of 8 x 512."""
     kinds: tuple[str, ...] = tuple(ADVERSARIES)
     """Adversaries to measure."""
-    threads: int = 0
-    """Threads of torch; 0 = as torch chooses."""
 
 
-def settings(options: Options, base: str, device: torch.device) -> Config:
+def settings(options: Options, base: str) -> MaeConfig:
     """MAE+ of the paper at the chosen size."""
-    config = resized(load_recipe("mae_plus_vit_b"), options.model)
-    positions, index = BASES[base]
-    config.vision.positions, config.vision.index = positions, index  # type: ignore[assignment]
-    config.batch.global_size = config.batch.micro_size = options.rows
-    config.training.steps, config.optimizer.warmup_steps = 10**9, 0
-    config.training.precision = "bf16" if device.type == "cuda" else "fp32"
-    return config
+    config = image_recipe("mae_plus_vit_b", MaeConfig, options.model)
+    config.vision.positions, config.vision.index = BASES[base]
+    return endless(config, options.rows, precision=options.precision)
 
 
 def main(options: Options) -> None:
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    configs = {base: settings(options, base, device) for base in BASES}
-    batch = random_images(configs["MAE+ absolute"], options.rows)
-    print(f"ViT {options.model}, {options.rows} images of 4 x 112 px, {device.type}, {options.rounds} rounds")
-    steps = {base: training_step(config, batch, device) for base, config in configs.items()}
+    device = options.device()
+    configs = {base: settings(options, base) for base in BASES}
+    where = f"{options.precision}, {device.type}, {options.rounds} rounds"
+    print(f"ViT {options.model}, {options.rows} images of 4 x 112 px, {where}")
+    steps = {base: whole_step(mae_workload(config), device) for base, config in configs.items()}
     flops = {base: counted_flops(step) for base, step in steps.items()}
     for kind in options.kinds:
         base = ADVERSARIES[kind]
         config = copy.deepcopy(configs[base])
         config.adversary = settings_of("adversary", kind)
         name = f"AdPE {kind}"
-        pair = {base: steps[base], name: training_step(config, batch, device)}
+        pair = {base: steps[base], name: whole_step(mae_workload(config), device)}
         added = counted_flops(pair[name]) - flops[base]
         print(
             f"\n{name}: {added / flops[base]:.4%} more matrix products than the {flops[base] / 1e9:.1f} GFLOP of {base}"

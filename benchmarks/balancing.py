@@ -16,18 +16,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import torch
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.balancing_cost import print_cost
 from benchmarks.balancing_outcome import print_outcome
+from benchmarks.steps import Precision, StepOptions
 from trp_scale.config import RefusedError
 
 
 @dataclass(kw_only=True)
-class Options:
+class Options(StepOptions):
     """What to measure."""
 
     part: Literal["cost", "outcome"] = "cost"
@@ -38,7 +38,7 @@ class Options:
     """cost: measured steps of each."""
     threads: int = 0
     """cost: threads of torch; 0 = as torch chooses."""
-    precision: Literal["bf16", "fp32"] = "bf16"
+    precision: Precision = "bf16"
     """cost: of forward and backward."""
     recipes: tuple[str, ...] = ("mm_mae_tiny", "pos_bert_tiny")
     """outcome: what is trained."""
@@ -62,9 +62,7 @@ def main(options: Options) -> None:
             processes=options.processes,
         )
         return
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    print_cost(rows=options.rows, rounds=options.rounds, precision=options.precision)
+    print_cost(options)
 
 
 if __name__ == "__main__":

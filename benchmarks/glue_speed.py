@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,12 +28,15 @@ from transformers import AutoTokenizer, BertConfig, BertForSequenceClassificatio
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.rounds import Measured, print_pairs, print_ratios
+from benchmarks.steps import Precision, StepOptions
 from trp_scale.config import Config
 from trp_scale.core.batch import Batch
 from trp_scale.distributed.environment import Environment
 from trp_scale.downstream.arguments import parse_finetune
 from trp_scale.downstream.glue.folders import read_glue
-from trp_scale.downstream.task import build_task
+from trp_scale.downstream.glue.settings import GlueTaskConfig
+from trp_scale.downstream.glue.task import GlueTask
+from trp_scale.downstream.task import DownstreamTask, build_task
 from trp_scale.training.pretrain import Run
 
 WARM_UP = 5
@@ -41,7 +44,7 @@ WARM_UP = 5
 
 
 @dataclass(kw_only=True)
-class Options:
+class Options(StepOptions):
     """What to measure."""
 
     data: Path
@@ -56,18 +59,12 @@ class Options:
     """Its width; heads of 64, feed-forward of four times the width."""
     length: int = 128
     """Longest row."""
-    rows: int = 32
-    """Rows of a step."""
     steps: int = 25
     """Steps of each candidate in a round."""
-    rounds: int = 7
-    """How often each is measured."""
-    precision: Literal["bf16", "fp32"] = "bf16"
+    precision: Precision = "bf16"
     """Of forward and backward, on both sides."""
     compile: bool = False
     """torch.compile on both sides; static only."""
-    threads: int = 0
-    """Threads of torch; 0 = as torch chooses."""
 
 
 @dataclass
@@ -119,7 +116,19 @@ def our_run(options: Options, encoder: Path, run_dir: Path, environment: Environ
     }
     arguments = parse_finetune([part for name, value in settings.items() for part in (f"--{name}", str(value))])
     run_dir.mkdir(parents=True)
-    return Run(arguments, environment, run_dir, "plain", lambda: None, build_task)  # type: ignore[arg-type]
+    return Run(arguments, environment, run_dir, "plain", lambda: None, build_glue)
+
+
+def build_glue(config: Config, environment: Environment) -> DownstreamTask:
+    """What a fine-tuning run learns from."""
+    assert isinstance(config, GlueTaskConfig)
+    return build_task(config, environment)
+
+
+def task_of(run: Run) -> GlueTask:
+    """What the run learns from."""
+    assert isinstance(run.upstream, GlueTask)
+    return run.upstream
 
 
 def our_round(run: Run, options: Options) -> Callable[[], tuple[float, float]]:
@@ -135,14 +144,14 @@ def our_round(run: Run, options: Options) -> Callable[[], tuple[float, float]]:
     return call
 
 
-class Sequential(transformers.Trainer):
+class Sequential(transformers.Trainer):  # type: ignore[misc]
     """The Trainer, with rows in the order in which they are given: ours."""
 
     def _get_train_sampler(self, *_: Any, **__: Any) -> SequentialSampler:
         return SequentialSampler(self.train_dataset)
 
 
-class Clock(transformers.TrainerCallback):
+class Clock(transformers.TrainerCallback):  # type: ignore[misc]
     """Measures the steps of one `train`."""
 
     def __init__(self) -> None:
@@ -210,7 +219,7 @@ def peer_round(
 
 def peer_model(encoder: Path, run: Run) -> BertForSequenceClassification:
     """transformers' model with the weights that ours begins with."""
-    classes = run.config.downstream.classes  # type: ignore[attr-defined]
+    classes = task_of(run).config.downstream.classes
     model = BertForSequenceClassification.from_pretrained(
         str(encoder), num_labels=classes, classifier_dropout=0.1, attn_implementation="sdpa"
     )
@@ -223,15 +232,14 @@ def check_equal(run: Run, peer: BertForSequenceClassification, batch: Batch, inp
     run.engine.train(False)
     peer.to(run.engine.device).eval()
     with torch.no_grad():
-        ours = run.objective.logits(run.engine.module, batch.to(run.engine.device))  # type: ignore[attr-defined]
+        ours = task_of(run).predict(run.engine.module, batch.to(run.engine.device))
         theirs = peer(**{name: tensor.to(run.engine.device) for name, tensor in inputs.items()}).logits
     run.engine.train(True)
     assert torch.allclose(ours, theirs, atol=1e-4), f"logits differ by {(ours - theirs).abs().max():.2e}"
 
 
 def main(options: Options) -> None:
-    if options.threads:
-        torch.set_num_threads(options.threads)
+    device = options.device()
     transformers.utils.logging.set_verbosity_error()
     with tempfile.TemporaryDirectory() as scratch, Environment() as environment:
         place = Path(scratch)
@@ -252,10 +260,10 @@ def main(options: Options) -> None:
             )
         rounds = alternate_rounds(calls, options.rounds)
         measured_rows = options.rows * (options.steps - WARM_UP)
-        device = "cuda" if torch.cuda.is_available() else f"{torch.get_num_threads()} CPU threads"
+        where = device.type if device.type == "cuda" else f"{torch.get_num_threads()} CPU threads"
         print(
             f"{options.task}, {options.layers} layers x {options.hidden_size}, {options.rows} rows of at most "
-            f"{options.length} pieces, {options.precision}, {device}; per call {measured_rows} rows"
+            f"{options.length} pieces, {options.precision}, {where}; per call {measured_rows} rows"
         )
         for name, one in rounds.items():
             print(f"{name}: {measured_rows / one.wall:.1f} rows/s")

@@ -12,6 +12,7 @@ from typing import TypeAlias
 
 import torch
 
+MEGABYTE = 2**20
 Value: TypeAlias = "float | int | bool | str | list[float] | list[str] | None"
 
 

@@ -7,11 +7,11 @@ from functools import partial
 
 import torch
 
-from benchmarks.gpu_items import Figures, Item, release_memory
-from benchmarks.gpu_setting import ENGINES, Setting, lacking, run_config, training
+from benchmarks.gpu_items import MEGABYTE, Figures, Item, release_memory
+from benchmarks.gpu_setting import ENGINES, Setting, lacking, text, training
 from benchmarks.memory import LAYOUTS
 
-STEPS, MEGABYTE = 3, 2**20
+STEPS = 3
 
 
 def state_bytes(layout: str) -> int:
@@ -25,8 +25,7 @@ def peak(setting: Setting, layout: str) -> Figures:
     torch.cuda.reset_peak_memory_stats(setting.device)
     before = torch.cuda.memory_allocated(setting.device)
     rows = 2 if setting.small else 32
-    config = run_config(setting.base, rows=rows)
-    with training(setting, layout, config, length=min(setting.lengths)) as trainer:
+    with training(setting, layout, text(setting, setting.base, rows=rows)) as trainer:
         parameters = sum(getattr(one, "ds_numel", one.numel()) for one in trainer.engine.module.parameters())
         for _ in range(STEPS):
             trainer.train_step()

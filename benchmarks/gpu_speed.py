@@ -3,26 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from benchmarks.gpu_items import Figures, Item, Missing, Value, release_memory
-from benchmarks.gpu_setting import Setting, engine_for, run_config, trainer_for, window_for
+from benchmarks.gpu_setting import Setting, engine_of, step_of, text, text_config
+from benchmarks.gpu_sizes import best_size, use_of_peak
 from benchmarks.minimax_overhead import BALANCING
+from benchmarks.peer import SAME_LOSS, relative_gap, set_training
 from benchmarks.rounds import Measured, alternate
-from benchmarks.step_time import VOCABULARY, our_step, peer_step, random_batch
-from trp_scale.config import Config, TextModelConfig
-from trp_scale.observe.throughput import bert_step_flops, peak_flops
+from benchmarks.step_time import our_step, peer_step
+from benchmarks.steps import trainer_of
+from benchmarks.text_steps import VOCABULARY, random_batch, text_workload
+from trp_scale.config import TextModelConfig
+from trp_scale.observe.throughput import bert_step_flops
+from trp_scale.training.loop import Trainer
 from trp_scale.upstreams.pos_bert.settings import PosBertObjectiveConfig
 
 TOKENS_TRIED = (8_192, 16_384, 32_768, 65_536, 131_072)
 """Tokens of a micro-batch in the search; rows = tokens / length."""
-WORTH_GOING_ON = 1.02
-"""The search stops when doubling the micro-batch gains less than this."""
-SAME_LOSS = 1e-3
-"""Relative gap of the first losses up to which two sides do the same work."""
 
 
 def rows_tried(setting: Setting, length: int) -> list[int]:
@@ -54,52 +57,28 @@ def speed(setting: Setting, length: int, rows: int, seconds: float, *, ours: boo
         computed = computed_flops(setting.base, rows=rows, length=length, predicted=masked)
     else:
         computed = needed(predicted=length)
-    figures: dict[str, Value | Missing] = {
+    return {
         "step_ms": seconds * 1e3,
         "rows_per_second": rows / seconds,
         "tokens_per_second": rows * length / seconds,
+        **use_of_peak(setting, seconds, utilisation=needed(predicted=masked), computed_utilisation=computed),
     }
-    peak = peak_flops(setting.device_name, "bf16")
-    for name, flops in (("utilisation", needed(predicted=masked)), ("computed_utilisation", computed)):
-        figures[name] = (
-            flops / seconds / peak if peak else Missing(f"no peak arithmetic is known for {setting.device_name}")
-        )
-    return figures
-
-
-def search(setting: Setting, length: int) -> dict[int, float]:
-    """Rows -> seconds of a step of the real loop, growing until the memory is full or the rate stands still."""
-    engine = engine_for(setting, "plain", run_config(setting.base, rows=1))
-    found: dict[int, float] = {}
-    best = 0.0
-    for rows in rows_tried(setting, length):
-        config = run_config(setting.base, rows=rows)
-        trainer = trainer_for(engine, config, window_for(config, length, setting.lengths[length], pin=setting.on_gpu))
-        try:
-            found[rows] = alternate({"step": trainer.train_step}, rounds=3)["step"].wall
-        except torch.OutOfMemoryError:
-            break
-        if rows / found[rows] < WORTH_GOING_ON * best:
-            break
-        best = rows / found[rows]
-    if not found:
-        raise RuntimeError(f"{rows_tried(setting, length)[0]} rows of {length} tokens do not fit into the memory")
-    return found
 
 
 def both_sides(setting: Setting, length: int, rows: int, *, compiled: bool) -> tuple[dict[str, Measured], list[float]]:
     """Alternating steps of both sides on the same weights and rows, and their first losses without dropout."""
-    config: Config = run_config(setting.base, rows=rows, compiled=compiled)
+    config = text_config(setting.base, rows=rows)
+    config.training.compile = compiled
     config.objective = PosBertObjectiveConfig(other="task")
-    batch = random_batch(rows, length, setting.lengths[length])
-    ours, engine = our_step(config, batch, setting.device)
-    peer, module = peer_step(config, batch, setting.device, engine.full_weights())
+    work = text_workload(config, length, setting.lengths[length])
+    ours, engine = our_step(work, setting.device)
+    peer, module = peer_step(config, work.rows, setting.device, engine.full_weights())
     if compiled:  # eval mode would be compiled too; that the sides agree is shown without compile
         losses: list[float] = []
     else:
-        engine.train(False), module.eval()
+        set_training(False, engine, module)
         losses = [float(ours()), float(peer())]
-    engine.train(True), module.train()
+    set_training(True, engine, module)
     sides: dict[str, Callable[[], Tensor]] = {"ours": ours, "transformers": peer}
     return alternate(sides, rounds=setting.rounds, warmup=3), losses
 
@@ -124,10 +103,13 @@ def beside_transformers(setting: Setting, length: int, rows: int, *, compiled: b
             for name, value in speed(setting, length, rows, one.wall, ours=side == "ours").items()
         }
     figures["step_ours_over_transformers"] = measured["ours"].wall / measured["transformers"].wall
-    if losses:
-        gap = abs(losses[0] - losses[1]) / abs(losses[1])
-        figures |= {"first_losses": losses, "first_loss_gap": gap, "same_work": gap < SAME_LOSS}
-    return figures
+    return figures | same_work(losses) if losses else figures
+
+
+def same_work(losses: list[float]) -> dict[str, Value | Missing]:
+    """First losses of ours and of the peer."""
+    gap = relative_gap(*losses)
+    return {"first_losses": losses, "first_loss_gap": gap, "same_work": gap < SAME_LOSS}
 
 
 def matrix_product(setting: Setting) -> Figures:
@@ -140,13 +122,8 @@ def matrix_product(setting: Setting) -> Figures:
             left @ right
 
     seconds = alternate({"product": ten_products}, rounds=10)["product"].wall / 10
-    reached = 2 * size**3 / seconds
-    peak = peak_flops(setting.device_name, "bf16")
-    return {
-        "size": size,
-        "tflops": reached / 1e12,
-        "utilisation": reached / peak if peak else Missing(f"no peak arithmetic is known for {setting.device_name}"),
-    }
+    flops = 2.0 * size**3
+    return {"size": size, "tflops": flops / seconds / 1e12, **use_of_peak(setting, seconds, utilisation=flops)}
 
 
 def throughput(setting: Setting) -> Iterator[Item]:
@@ -154,11 +131,17 @@ def throughput(setting: Setting) -> Iterator[Item]:
     best: dict[int, int] = {}
 
     def find(length: int) -> Figures:
-        found = search(setting, length)
-        best[length] = rows = max(found, key=lambda rows: rows / found[rows])
-        rates = [rows / seconds for rows, seconds in found.items()]
-        tried: dict[str, Value | Missing] = {"rows": rows, "tried": [float(rows) for rows in found], "rates": rates}
-        return tried | speed(setting, length, rows, found[rows], ours=True)
+        # One engine for all sizes: BERT-base takes seconds to make.
+        work = text(setting, setting.base, length, rows=1)
+        engine = engine_of(setting, "plain", work)
+
+        def trainer(rows: int) -> AbstractContextManager[Trainer]:
+            config, batch = text_config(setting.base, rows=rows), random_batch(rows, length, setting.lengths[length])
+            return nullcontext(trainer_of(engine, replace(work, config=config, rows=batch)))
+
+        found = best_size(setting, rows_tried(setting, length), trainer)
+        best[length] = found.rows
+        return {**found.figures, **speed(setting, length, found.rows, found.seconds, ours=True)}
 
     def compare(length: int, compiled: bool) -> Figures:
         # Without a search (it failed, or was skipped) a size that surely fits.
@@ -185,9 +168,8 @@ def minimax(setting: Setting) -> Iterator[Item]:
         rows = rows_tried(setting, length)[1]
         steps = {}
         for name, balancer in BALANCING.items():
-            config = run_config(setting.base, rows=rows, balancer=balancer)
-            window = window_for(config, length, setting.lengths[length], pin=setting.on_gpu)
-            steps[name] = trainer_for(engine_for(setting, "plain", config), config, window).train_step
+            work = text(setting, setting.base, length, rows=rows, balancer=balancer)
+            steps[name] = step_of(setting, work)
         measured = alternate(steps, rounds=setting.rounds, warmup=3)
         figures: dict[str, Value | Missing] = {"rows": rows}
         for name, one in measured.items():

@@ -14,13 +14,13 @@ resize: noise whose spectrum falls as a photograph's does, with 1 / f.
 
 from __future__ import annotations
 
-import cProfile
 import io
-import pstats
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from pathlib import Path
 
 import numpy as np
@@ -32,12 +32,11 @@ from rich.console import Console
 from rich.table import Table
 from torchvision import transforms
 
-from trp_scale.upstreams.mae.settings import MaeConfig
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.rounds import alternate
-from trp_scale.data import fetch, plan
+from benchmarks.stages import breakdown, handing_over
+from trp_scale.data import plan
 from trp_scale.data.images import crops, reader
 from trp_scale.data.images import rows as image_rows
 from trp_scale.data.index import read_json, write_json
@@ -45,6 +44,7 @@ from trp_scale.data.sources import TrainSource
 from trp_scale.preparation.sharding.writing import new_tar, report_path
 from trp_scale.upstreams.base import open_sources
 from trp_scale.upstreams.mae import batch as mae_batch
+from trp_scale.upstreams.mae.settings import MaeConfig
 
 STAGES = {
     "address (order, shuffles)": (plan.__file__, "locate"),
@@ -61,7 +61,7 @@ MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
 @dataclass(kw_only=True)
-class Settings:
+class Options:
     """What is measured."""
 
     data: Path | None = None
@@ -101,17 +101,17 @@ def make_dataset(directory: Path, images: int) -> Path:
     return directory
 
 
-def open_train(settings: Settings, directory: Path, count: int, size: int) -> TrainSource:
+def open_train(options: Options, directory: Path, count: int, size: int) -> TrainSource:
     """The training rows in this process; one window is one round."""
     config = MaeConfig()
     config.masking.ratio = 0.75
     config.data.path, config.data.workers, config.data.validation_fraction = str(directory), 0, 0.0
-    config.batch.micro_size, config.batch.global_size = settings.micro_size, settings.images
+    config.batch.micro_size, config.batch.global_size = options.micro_size, options.images
     config.crops.count, config.crops.size = count, size
     return open_sources(config, rank=0, world=1).train
 
 
-def other_batches(settings: Settings, directory: Path, count: int, size: int, *, floats: bool) -> Iterator[object]:
+def other_batches(options: Options, directory: Path, count: int, size: int, *, floats: bool) -> Iterator[object]:
     """The same crops by webdataset, PIL and v1 transforms: batches without end."""
     ending = [transforms.ToTensor(), transforms.Normalize(MEAN, DEVIATION)] if floats else [transforms.PILToTensor()]
     transform = transforms.Compose(
@@ -128,69 +128,54 @@ def other_batches(settings: Settings, directory: Path, count: int, size: int, *,
 
     tars = [str(directory / "shards" / name) for name in read_json(directory / "dataset.json")["shards"]]
     dataset = webdataset.WebDataset(tars, shardshuffle=False).repeat().to_tuple("jpg", "cls")
-    return iter(dataset.map_tuple(cut, int).batched(settings.micro_size))
+    return iter(dataset.map_tuple(cut, int).batched(options.micro_size))
 
 
-def candidates(settings: Settings, directory: Path, count: int, size: int) -> dict[str, Callable[[], object]]:
+def take(batches: Iterator[object], count: int) -> list[object]:
+    """The next `count` batches."""
+    return list(islice(batches, count))
+
+
+def candidates(options: Options, directory: Path, count: int, size: int) -> dict[str, Callable[[], object]]:
     """One round of each side."""
-    train = open_train(settings, directory, count, size)
+    train = open_train(options, directory, count, size)
     rounds: dict[str, Callable[[], object]] = {"ours": train.next_window}
     for name, floats in (("webdataset + PIL + v1", True), ("the same, uint8", False)):
-        batches = other_batches(settings, directory, count, size, floats=floats)
-        rounds[name] = lambda batches=batches: [next(batches) for _ in range(settings.images // settings.micro_size)]
+        batches = other_batches(options, directory, count, size, floats=floats)
+        rounds[name] = partial(take, batches, options.images // options.micro_size)
     return rounds
 
 
-def handing_over(train: TrainSource) -> Callable[[], object]:
-    """Packing and unpacking the batches of one window, as for a worker's queue."""
-    window = train.next_window()
-    return lambda: [fetch.pack(batch).unpack() for batch in window]
-
-
-def breakdown(train: TrainSource) -> dict[str, float]:
-    """Share of a profiled window's time by stage."""
-    profile = cProfile.Profile()
-    profile.runcall(train.next_window)
-    stats = pstats.Stats(profile).stats  # type: ignore[attr-defined]
-    total = sum(own for _, _, own, _, _ in stats.values())
-    seconds: dict[tuple[str, str], float] = {}
-    for (file, _, name), (_, _, _, cumulated, _) in stats.items():
-        # A plan's `locate` calls that of its orders, in the same file: the outer one counts for both.
-        seconds[file, name] = max(cumulated, seconds.get((file, name), 0.0))
-    shares = {stage: seconds.get(place, 0.0) / total for stage, place in STAGES.items()}
-    return {**shares, "the rest": 1.0 - sum(shares.values())}
-
-
-def measure(settings: Settings, directory: Path, method: str) -> None:
+def measure(options: Options, directory: Path, method: str) -> None:
     """Measure one method and print."""
     count, size = METHODS[method]
-    train = open_train(settings, directory, count, size)
-    measured = alternate(candidates(settings, directory, count, size), rounds=settings.rounds, warmup=1)
+    train = open_train(options, directory, count, size)
+    measured = alternate(candidates(options, directory, count, size), rounds=options.rounds, warmup=1)
     table = Table("", "per CPU-second", "microseconds", "ours is faster", title=f"{method}: images, one core")
     for name, one in measured.items():
         ratio = one.cpu / measured["ours"].cpu
-        each = one.cpu / settings.images
+        each = one.cpu / options.images
         table.add_row(name, f"{1 / each:,.0f}", f"{1e6 * each:,.0f}", f"{ratio:.2f} x" if name != "ours" else "")
-    handed = alternate({"pack": handing_over(train)}, rounds=5)["pack"].cpu / settings.images
+    handed = alternate({"pack": handing_over(train)}, rounds=5)["pack"].cpu / options.images
     table.add_row("to pack and unpack (workers)", "", f"+ {1e6 * handed:,.0f}", "", end_section=True)
-    for stage, share in breakdown(train).items():
+    for stage, share in breakdown(train, STAGES, "the rest").items():
         table.add_row(f"  {stage}", "", f"{share:.0%}", "")
     Console().print(table)
 
 
-def main(settings: Settings) -> None:
+def main(options: Options) -> None:
     """Measure and print."""
-    if settings.images % settings.micro_size:
-        sys.exit(f"--images {settings.images} is not a multiple of --micro_size {settings.micro_size}")
+    if options.images % options.micro_size:
+        sys.exit(f"--images {options.images} is not a multiple of --micro_size {options.micro_size}")
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as directory:
-        data = settings.data or make_dataset(Path(directory) / "noise", 512)
+        data = options.data or make_dataset(Path(directory) / "noise", 512)
         tars = list((data / "shards").glob("*.tar"))
         rows = read_json(data / "dataset.json")["rows"]
         print(f"{rows:,} images, {sum(tar.stat().st_size for tar in tars) / rows / 1e3:.1f} kB each in their tars")
         for method in METHODS:
-            measure(settings, data, method)
+            measure(options, data, method)
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Settings, description=__doc__))
+    main(tyro.cli(Options, description=__doc__))

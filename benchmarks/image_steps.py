@@ -1,25 +1,23 @@
-"""Random images with masks, and whole training steps of masked autoencoders over them, for the benchmarks."""
+"""Random images with masks, of one or several modalities, and masked autoencoders over them, for the benchmarks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks.minimax_overhead import SameWindow, Unobserved
-from trp_scale.config import Config, split_patches
+from benchmarks.steps import Run, StepOptions, Workload
+from trp_scale.config import split_patches
 from trp_scale.core.batch import Batch
-from trp_scale.core.hooks import Hook, build_hooks, built
-from trp_scale.core.objective import Objective
-from trp_scale.core.run import RunContext
-from trp_scale.distributed.groups import ALONE
-from trp_scale.engines.plain import PlainEngine
-from trp_scale.training.loop import StepAgreement, Trainer
+from trp_scale.recipes.loader import load_recipe
 from trp_scale.upstreams.mae.model import MaskedAutoencoder
 from trp_scale.upstreams.mae.objective import MaskedPatchReconstruction
+from trp_scale.upstreams.mae.settings import MaeConfig
+from trp_scale.upstreams.mm_mae.model import MultimodalMaskedAutoencoder
+from trp_scale.upstreams.mm_mae.objective import MultimodalReconstruction
+from trp_scale.upstreams.mm_mae.settings import MmMaeConfig
+from trp_scale.upstreams.mm_mae.tokens import RunModalities
 
 EncoderSize = Literal["tiny", "small", "base", "large"]
 
@@ -31,15 +29,35 @@ ENCODERS: dict[EncoderSize, tuple[int, int, int]] = {
 }
 """Layers, width and heads of ViT-Ti, S, B and L."""
 
+MM_MAE = "mm_mae_vit_b_in1k_400"
+"""The recipe of MM-MAE whose steps are measured."""
+CLASSES = {"semseg": 133}
+"""Of segmentation: COCO's panoptic classes, which Mask2Former predicts."""
 
-def resized(config: Config, size: EncoderSize) -> Config:
+
+@dataclass(kw_only=True)
+class ImageStepOptions(StepOptions):
+    """What to measure."""
+
+    model: EncoderSize = "tiny"
+    """ViT-Ti, S, B or L."""
+
+
+def image_recipe(name: str, kind: type[Run], size: EncoderSize) -> Run:
+    """A recipe whose settings are of this kind, with an encoder of this size; the decoder stays."""
+    config = load_recipe(name)
+    assert isinstance(config, kind), f"{name} has settings of {type(config).__name__}"
+    return resized(config, size)
+
+
+def resized(config: Run, size: EncoderSize) -> Run:
     """The same settings with an encoder of this size; the decoder stays."""
     config.model.layers, config.model.hidden_size, config.model.heads = ENCODERS[size]
     config.model.intermediate_size = 4 * config.model.hidden_size
     return config
 
 
-def random_images(config: Config, rows: int) -> Batch:
+def random_images(config: MaeConfig, rows: int) -> Batch:
     """`rows` images of noise with the recipe's crops and random masks."""
     generator = torch.Generator().manual_seed(0)
     crops, side = config.crops.count, config.crops.size
@@ -55,41 +73,42 @@ def random_images(config: Config, rows: int) -> Batch:
     return Batch(fields=fields, keys=torch.arange(rows), start=0)
 
 
-def training_step(config: Config, batch: Batch, device: torch.device) -> Callable[[], object]:
-    """One whole training step of a masked autoencoder on one process, hooks and optimizer included."""
-    objective = MaskedPatchReconstruction(config.objective, config.vision.patch_size)
-    run = RunContext(
-        config=config, objective=objective, engine=PlainEngine(MaskedAutoencoder(config), config, device=device)
+def mae_objective(config: MaeConfig) -> MaskedPatchReconstruction:
+    """Of a masked autoencoder with these settings."""
+    return MaskedPatchReconstruction(config.objective, config.vision.patch_size)
+
+
+def mae_workload(config: MaeConfig) -> Workload:
+    """A masked autoencoder of these settings over a global batch of random images."""
+    rows = random_images(config, config.batch.global_size)
+    return Workload(config=config, module=MaskedAutoencoder(config), objective=mae_objective(config), rows=rows)
+
+
+def random_modalities(config: MmMaeConfig, rows: int) -> Batch:
+    """`rows` images of noise with depth and segmentation of noise, and random visible patches."""
+    generator = torch.Generator().manual_seed(0)
+    side, patches = config.crops.size, config.patches
+    semseg = RunModalities(config).of("semseg")
+    order = torch.rand(rows, len(config.modalities.inputs) * patches, generator=generator).argsort(-1)
+    labels = (rows, side // semseg.stride, side // semseg.stride)
+    fields = {
+        "images": torch.randint(0, 256, (rows, 3, side, side), generator=generator, dtype=torch.uint8),
+        "depth": torch.randn(rows, side, side, generator=generator),
+        "semseg": torch.randint(0, CLASSES["semseg"], labels, generator=generator).to(torch.uint8),
+        "visible": order[:, : config.modalities.visible_tokens].sort(-1).values,
+        "depth_counts": torch.full((rows, patches), config.vision.patch_size**2, dtype=torch.int32),
+        "semseg_counts": torch.full((rows, patches), semseg.side**2, dtype=torch.int32),
+        "labels": torch.zeros(rows, dtype=torch.int64),
+        "row_weights": torch.ones(rows),
+    }
+    return Batch(fields=fields, keys=torch.arange(rows), start=0)
+
+
+def mm_mae_workload(config: MmMaeConfig) -> Workload:
+    """A masked autoencoder of several modalities over a global batch of random images."""
+    return Workload(
+        config=config,
+        module=MultimodalMaskedAutoencoder(config, CLASSES),
+        objective=MultimodalReconstruction(config),
+        rows=random_modalities(config, config.batch.global_size),
     )
-    adversary = built(run, "adversary")
-    return repeated_step(run, batch, [adversary] if adversary else [])
-
-
-def same_step(
-    config: Config, module: nn.Module, objective: Objective, batch: Batch, device: torch.device
-) -> Callable[[], object]:
-    """The loop's own step on one process over the same micro-batch every time, with the balancer."""
-    engine = PlainEngine(module, config, device=device)
-    return repeated_step(RunContext(config=config, objective=objective, engine=engine), batch)
-
-
-def repeated_step(run: RunContext, batch: Batch, others: Sequence[Hook] = ()) -> Callable[[], object]:
-    """The loop's own step over the same micro-batch every time, with the balancer and other hooks."""
-    trainer = Trainer(
-        run_context=run,
-        hooks=build_hooks(run, others),
-        source=SameWindow([batch]),
-        observer=Unobserved(),  # type: ignore[arg-type]
-        agreement=StepAgreement(ALONE, 0),
-        save=lambda: None,
-        validate=lambda: None,
-        stop_requested=lambda: None,
-    )
-    return trainer.train_step
-
-
-def counted_flops(step: Callable[[], object]) -> int:
-    """What torch's counter finds in a call: matrix products and attention; it knows no other arithmetic."""
-    with FlopCounterMode(display=False) as counter:
-        step()
-    return int(counter.get_total_flops())

@@ -10,14 +10,10 @@ processor's part, not the disk's. The breakdown comes from profiled rounds besid
 
 from __future__ import annotations
 
-import cProfile
 import io
-import pstats
-import statistics
 import sys
 import tarfile
 import tempfile
-import time
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,11 +27,11 @@ from rich.console import Console
 from rich.table import Table
 from webdataset.writer import TarWriter
 
-from trp_scale.upstreams.pos_bert.settings import PosBertConfig
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from trp_scale.data import fetch, plan
+from benchmarks.rounds import alternate
+from benchmarks.stages import breakdown, handing_over
+from trp_scale.data import plan
 from trp_scale.data.index import Block, Member, ShardIndex, write_index, write_json
 from trp_scale.data.sources import TrainSource
 from trp_scale.data.text import rows as text_rows
@@ -43,6 +39,7 @@ from trp_scale.data.text.groups import GROUPS, WORD_START
 from trp_scale.upstreams.base import open_sources
 from trp_scale.upstreams.pos_bert import batch as text_batch
 from trp_scale.upstreams.pos_bert import masking, sentence_pairs
+from trp_scale.upstreams.pos_bert.settings import PosBertConfig
 
 STAGES = {
     "address (order, shuffles)": (plan.__file__, "locate"),
@@ -58,7 +55,7 @@ BLOCKS, BLOCK_ROWS, VOCABULARY = 32, 4096, 30522
 
 
 @dataclass(kw_only=True)
-class Settings:
+class Options:
     """What is measured."""
 
     data: Path | None = None
@@ -135,67 +132,38 @@ def make_dataset(directory: Path, length: int) -> Path:
     return directory
 
 
-def open_train(settings: Settings, directory: Path, micro_size: int) -> TrainSource:
+def open_train(options: Options, directory: Path, micro_size: int) -> TrainSource:
     """The training rows in this process; one window is one round."""
     config = PosBertConfig()
     config.data.path, config.data.workers, config.data.validation_fraction = str(directory), 0, 0.0
     config.batch.micro_size = micro_size
-    config.batch.global_size = -(-settings.rows // micro_size) * micro_size
+    config.batch.global_size = -(-options.rows // micro_size) * micro_size
     config.model.max_positions = 1 << 16
-    config.masking.unit, config.masking.sampling = settings.unit, settings.sampling
+    config.masking.unit, config.masking.sampling = options.unit, options.sampling
     return open_sources(config, rank=0, world=1).train
 
 
-def window_seconds(train: TrainSource) -> float:
-    """CPU time of one window, which is dropped."""
-    began = time.process_time()
-    train.next_window()
-    return time.process_time() - began
-
-
-def handing_over_seconds(train: TrainSource) -> float:
-    """CPU time per window of packing and unpacking its batches, as for a worker's queue."""
-    window = train.next_window()
-    began = time.process_time()
-    for batch in window:
-        fetch.pack(batch).unpack()
-    return time.process_time() - began
-
-
-def breakdown(train: TrainSource) -> dict[str, float]:
-    """Share of a profiled window's time by stage."""
-    profile = cProfile.Profile()
-    profile.runcall(train.next_window)
-    stats = pstats.Stats(profile).stats  # type: ignore[attr-defined]
-    total = sum(own for _, _, own, _, _ in stats.values())
-    seconds: dict[tuple[str, str], float] = {}
-    for (file, _, name), (_, _, _, cumulated, _) in stats.items():
-        # A plan's `locate` calls that of its orders, in the same file: the outer one counts for both.
-        seconds[file, name] = max(cumulated, seconds.get((file, name), 0.0))
-    shares = {stage: seconds.get(place, 0.0) / total for stage, place in STAGES.items()}
-    return {**shares, "Python between, DataLoader": 1.0 - sum(shares.values())}
-
-
-def main(settings: Settings) -> None:
+def main(options: Options) -> None:
     """Measure and print."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as directory:
-        data = settings.data or make_dataset(Path(directory) / "random", settings.length)
-        trains = {micro: open_train(settings, data, micro) for micro in settings.micro_sizes}
-        seconds: dict[int, list[float]] = {micro: [] for micro in trains}
-        for number in range(settings.rounds + 1):
-            for micro, train in trains.items():
-                seconds[micro] += [window_seconds(train)] if number else []  # the first round maps the files
+        data = options.data or make_dataset(Path(directory) / "random", options.length)
+        trains = {micro: open_train(options, data, micro) for micro in options.micro_sizes}
+        windows = {str(micro): train.next_window for micro, train in trains.items()}
+        measured = alternate(windows, rounds=options.rounds, warmup=1)  # the first round maps the files
+        seconds = {micro: measured[str(micro)] for micro in trains}
         table = Table("", *(f"micro-batch {micro}" for micro in trains), title="Loader, one process")
-        rows = {micro: -(-settings.rows // micro) * micro for micro in trains}
-        rates = {micro: rows[micro] / statistics.median(times) for micro, times in seconds.items()}
+        rows = {micro: -(-options.rows // micro) * micro for micro in trains}
+        rates = {micro: rows[micro] / one.cpu for micro, one in seconds.items()}
         table.add_row("finished sequences per CPU-second", *(f"{rate:,.0f}" for rate in rates.values()))
-        spread = [f"{rows[m] / max(times):,.0f} - {rows[m] / min(times):,.0f}" for m, times in seconds.items()]
+        spread = [f"{rows[m] / max(one.cpus):,.0f} - {rows[m] / min(one.cpus):,.0f}" for m, one in seconds.items()]
         table.add_row("slowest and fastest round", *spread)
         table.add_row("microseconds per sequence", *(f"{1e6 / rate:.1f}" for rate in rates.values()))
-        handed = [statistics.median(handing_over_seconds(trains[m]) for _ in range(5)) / rows[m] for m in trains]
+        handed = [
+            alternate({"pack": handing_over(train)}, rounds=5)["pack"].cpu / rows[m] for m, train in trains.items()
+        ]
         table.add_row("and to pack and unpack (workers)", *(f"{1e6 * each:.1f}" for each in handed), end_section=True)
-        shares = [breakdown(train) for train in trains.values()]
+        shares = [breakdown(train, STAGES, "Python between, DataLoader") for train in trains.values()]
         for stage in shares[0]:
             table.add_row(stage, *(f"{share[stage]:.0%}" for share in shares))
         Console().print(table)
@@ -207,4 +175,4 @@ def main(settings: Settings) -> None:
 
 
 if __name__ == "__main__":
-    main(tyro.cli(Settings, description=__doc__))
+    main(tyro.cli(Options, description=__doc__))

@@ -13,58 +13,44 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-import torch
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.image_steps import EncoderSize, counted_flops, random_images, resized, training_step
+from benchmarks.image_steps import EncoderSize, ImageStepOptions, image_recipe, mae_workload
 from benchmarks.rounds import alternate, print_pairs, print_ratios
-from trp_scale.config import Config
+from benchmarks.steps import counted_flops, endless, whole_step
 from trp_scale.observe.throughput import mae_step_flops
-from trp_scale.recipes.loader import load_recipe
+from trp_scale.upstreams.mae.settings import MaeConfig
 
 
 @dataclass(kw_only=True)
-class Options:
+class Options(ImageStepOptions):
     """What to measure."""
 
     crops: tuple[int, ...] = (1,)
     """Crops of MAE+ per image."""
     rows: int = 4
     """Images per step."""
-    rounds: int = 7
-    """Measured steps of each."""
     model: EncoderSize = "base"
     """ViT-Ti, S, B or L."""
-    precision: Literal["bf16", "fp32"] = "fp32"
-    """Of forward and backward."""
-    threads: int = 0
-    """Threads of torch; 0 = as torch chooses."""
 
 
-def settings(options: Options, crops: int, decoder: Literal["transformer", "linear"]) -> Config:
+def settings(options: Options, crops: int, decoder: Literal["transformer", "linear"]) -> MaeConfig:
     """MAE for 0 crops, else MAE+."""
-    config = resized(load_recipe("mae_plus_vit_b" if crops else "mae_vit_b"), options.model)
+    config = image_recipe("mae_plus_vit_b" if crops else "mae_vit_b", MaeConfig, options.model)
     if crops:
         config.crops.count, config.vision.decoder = crops, decoder
-    config.batch.global_size = config.batch.micro_size = options.rows
-    config.training.steps, config.optimizer.warmup_steps = 10**9, 0
-    config.training.precision = options.precision
-    return config
+    return endless(config, options.rows, precision=options.precision)
 
 
 def main(options: Options) -> None:
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = options.device()
     configs = {"MAE": settings(options, 0, "transformer")}
     for crops in options.crops:
         configs[f"MAE+ k={crops}"] = settings(options, crops, "transformer")
         configs[f"MAE+ k={crops}, linear"] = settings(options, crops, "linear")
-    steps = {
-        name: training_step(config, random_images(config, options.rows), device) for name, config in configs.items()
-    }
+    steps = {name: whole_step(mae_workload(config), device) for name, config in configs.items()}
     print(f"ViT {options.model}, {options.rows} images a step, {options.precision}, {device.type}")
     whole = {name: mae_step_flops(config, rows=options.rows * config.crops.count) for name, config in configs.items()}
     counted = {name: counted_flops(step) for name, step in steps.items()}

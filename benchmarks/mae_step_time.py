@@ -13,7 +13,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 import tyro
@@ -22,62 +21,47 @@ from transformers import ViTMAEForPreTraining
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.image_steps import EncoderSize, random_images, resized
+from benchmarks.image_steps import ImageStepOptions, image_recipe, mae_objective, mae_workload, random_images
+from benchmarks.peer import peer_step_of, print_same_work, set_training
 from benchmarks.rounds import alternate, print_pairs, print_ratios
-from trp_scale.config import Config
+from benchmarks.steps import Precision, endless
 from trp_scale.core.batch import Batch
-from trp_scale.engines.optimizer import build_optimizer
 from trp_scale.engines.plain import PlainEngine
 from trp_scale.models.patches import unpatchify
-from trp_scale.recipes.loader import load_recipe
 from trp_scale.upstreams.mae.export import vitmae_config
-from trp_scale.upstreams.mae.model import MaskedAutoencoder
-from trp_scale.upstreams.mae.objective import MaskedPatchReconstruction
+from trp_scale.upstreams.mae.settings import MaeConfig
 from trp_scale.upstreams.mae.weights import published_name, to_vitmae
-
-LR = 1e-4
-SAME_LOSS = 1e-3
 
 
 @dataclass(kw_only=True)
-class Options:
+class Options(ImageStepOptions):
     """What to measure."""
 
-    rows: int = 32
-    """Images per step."""
-    rounds: int = 7
-    """Measured steps of each."""
-    model: EncoderSize = "tiny"
-    """ViT-Ti, S, B or L."""
-    precision: Literal["bf16", "fp32"] = "bf16"
+    precision: Precision = "bf16"
     """Of forward and backward, on both sides."""
     compile: bool = False
     """torch.compile on both sides."""
-    threads: int = 0
-    """Threads of torch; 0 = as torch chooses."""
 
 
-def our_step(config: Config, batch: Batch, device: torch.device) -> tuple[Callable[[], Tensor], PlainEngine]:
+def our_step(config: MaeConfig, device: torch.device) -> tuple[Callable[[], Tensor], PlainEngine]:
     """Objective, backward pass, check of the gradients and optimizer, as in the loop."""
-    engine = PlainEngine(MaskedAutoencoder(config), config, device=device)
-    objective = MaskedPatchReconstruction(config.objective, config.vision.patch_size)
-    batch = batch.to(device)
+    work = mae_workload(config)
+    engine, objective, batch = work.plain(device), work.objective, work.rows.to(device)
 
     def step() -> Tensor:
         losses = objective(engine, batch)
         loss = losses.sums[0] / losses.counts[0]
         engine.backward(loss, last=True)
         engine.check_gradients()
-        engine.step(LR)
+        engine.step(config.optimizer.lr)
         return loss.detach()
 
     return step, engine
 
 
-def peer_inputs(config: Config, batch: Batch) -> dict[str, Tensor]:
+def peer_inputs(config: MaeConfig, batch: Batch) -> dict[str, Tensor]:
     """Normalised images [B, 3, S, S], and noise [B, N] of which the smallest values choose the visible patches."""
-    objective = MaskedPatchReconstruction(config.objective, config.vision.patch_size)
-    patches = objective.patches(batch)  # [B, N, P]
+    patches = mae_objective(config).patches(batch)  # [B, N, P]
     visible = batch["visible"].flatten(0, 1)  # [B, V]
     steps = torch.arange(patches.shape[1]) / (2 * patches.shape[1])  # no ties
     noise = torch.ones(patches.shape[:2]).scatter(1, visible, 0.0) + steps
@@ -85,7 +69,7 @@ def peer_inputs(config: Config, batch: Batch) -> dict[str, Tensor]:
 
 
 def peer_step(
-    config: Config, batch: Batch, device: torch.device, weights: dict[str, Tensor]
+    config: MaeConfig, device: torch.device, weights: dict[str, Tensor]
 ) -> tuple[Callable[[], Tensor], torch.nn.Module]:
     """transformers' model as its documentation has it."""
     description = vitmae_config(config)
@@ -95,38 +79,20 @@ def peer_step(
     own_names = {published_name(name): name for name in peer.state_dict()}
     state = to_vitmae(weights, patch_size=config.vision.patch_size, grid=grid)
     peer.load_state_dict({own_names[name]: tensor for name, tensor in state.items()})
-    peer.to(device)
-    optimizer = build_optimizer(peer, config.optimizer)
-    forward = torch.compile(peer) if config.training.compile else peer
-    inputs = {name: value.to(device) for name, value in peer_inputs(config, batch).items()}
-
-    def step() -> Tensor:
-        with torch.autocast(device.type, torch.bfloat16, enabled=config.training.precision == "bf16"):
-            loss = forward(**inputs).loss
-        loss.backward()
-        for group in optimizer.param_groups:
-            group["lr"] = LR
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss.detach()  # type: ignore[no-any-return]
-
-    return step, peer
+    inputs = peer_inputs(config, random_images(config, config.batch.global_size))
+    return peer_step_of(peer, inputs, config, device), peer
 
 
 def main(options: Options) -> None:
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    config = resized(load_recipe("mae_vit_b"), options.model)
-    config.training.precision, config.training.compile = options.precision, options.compile
-    batch = random_images(config, options.rows)
-    ours, engine = our_step(config, batch, device)
-    peer, module = peer_step(config, batch, device, engine.full_weights())
-    engine.train(True), module.train()
-    first = [float(ours()), float(peer())]
-    assert abs(first[0] - first[1]) < SAME_LOSS * abs(first[1]), f"the losses differ: ours {first[0]}, peer {first[1]}"
+    device = options.device()
+    config = endless(image_recipe("mae_vit_b", MaeConfig, options.model), options.rows, precision=options.precision)
+    config.training.compile, config.optimizer.lr = options.compile, 1e-4
+    ours, engine = our_step(config, device)
+    peer, module = peer_step(config, device, engine.full_weights())
+    set_training(True, engine, module)
     print(f"{options.rows} images of {config.crops.size} px, ViT {options.model}, {options.precision}, {device.type}, ")
-    print(f"{torch.get_num_threads()} threads; first loss {first[0]:.5f} and {first[1]:.5f}")
+    print(f"{torch.get_num_threads()} threads; ", end="")
+    print_same_work(float(ours()), float(peer()))
     measured = alternate({"trp_scale": ours, "transformers": peer}, rounds=options.rounds)
     print_ratios(measured, "transformers")
     print_pairs(measured, "transformers")

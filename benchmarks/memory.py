@@ -14,32 +14,31 @@ from __future__ import annotations
 import json
 import os
 import resource
+import socket
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.multiprocessing as multiprocessing
 import tyro
 
-from trp_scale.config import TextModelConfig
-from trp_scale.upstreams.pos_bert.settings import PosBertConfig
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.step_time import LENGTH, VOCABULARY, random_batch
-from trp_scale.config import BatchConfig, OptimizerConfig
+from benchmarks.steps import micro_batches
+from benchmarks.text_steps import LENGTH, text_workload
+from trp_scale.config import BatchConfig, OptimizerConfig, TextModelConfig
 from trp_scale.config.components import settings_of
-from trp_scale.data.text.groups import GROUPS
 from trp_scale.distributed.environment import Environment
 from trp_scale.engines.build import build_engine
-from trp_scale.upstreams.pos_bert.model import BertForMaskedPositions
-from trp_scale.upstreams.pos_bert.objective import PosMaskedLanguageModelling
+from trp_scale.upstreams.pos_bert.settings import PosBertConfig
 
-ROWS, STEPS, PORT = 2, 3, 29611
+ROWS, STEPS = 2, 3
 LAYOUTS = {"plain": ("plain", 1, 16), "fsdp": ("fsdp", 2, 16), "zero3": ("deepspeed", 2, 20)}
 """Engine, ranks, bytes of state a parameter."""
+Answer = TypeVar("Answer")
 ZERO3 = Path(__file__).resolve().parent.parent / "ds_configs" / "zero3.json"
 
 
@@ -58,13 +57,50 @@ def resident_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def measure(rank: int, layout: str, options: Options, answers: Any) -> None:
-    """A few training steps on one rank; puts (rank, peak bytes, parameters)."""
-    engine_name, world, _ = LAYOUTS[layout]
-    port = PORT + list(LAYOUTS).index(layout)
+def peak_bytes(base: int) -> int:
+    """The most memory of this rank so far: what torch allocated on its GPU, or the resident set above `base`."""
+    return torch.cuda.max_memory_allocated() if torch.cuda.is_available() else resident_bytes() - base
+
+
+def on_ranks(layout: str, measure: Callable[..., Answer], *arguments: object) -> list[Answer]:
+    """What `measure(layout, *arguments)` answers on each rank of a layout, in processes of their own: the peak of a
+    resident set never falls.
+
+    Raises:
+        SystemExit: a rank failed.
+    """
+    # Read by glibc at the start of the processes: freed tensors go back to the system and leave the resident set.
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = os.environ["MALLOC_TRIM_THRESHOLD_"] = str(1 << 17)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    context = multiprocessing.get_context("spawn")
+    answers = context.SimpleQueue()
+    given = (port, layout, measure, arguments, answers)
+    processes = [context.Process(target=_start, args=(rank, *given)) for rank in range(LAYOUTS[layout][1])]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    if failed := [process.exitcode for process in processes if process.exitcode]:
+        raise SystemExit(f"{layout}: a rank ended with {failed}")
+    return [answers.get() for _ in processes]
+
+
+def _start(
+    rank: int, port: int, layout: str, measure: Callable[..., Answer], arguments: tuple[object, ...], answers: Any
+) -> None:
+    """One rank of several processes, which the environment tells its place."""
+    world = LAYOUTS[layout][1]
     values = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     if world > 1:
         os.environ.update({name: str(value) for name, value in values.items()})
+    torch.set_num_threads(1)
+    answers.put(measure(layout, *arguments))
+
+
+def measure(layout: str, options: Options) -> tuple[int, int]:
+    """A few training steps on one rank: peak bytes, and parameters."""
+    engine_name, world, _ = LAYOUTS[layout]
     config = PosBertConfig(
         model=TextModelConfig(
             layers=options.layers,
@@ -80,41 +116,29 @@ def measure(rank: int, layout: str, options: Options, answers: Any) -> None:
     if engine_name == "deepspeed":
         import deepspeed  # noqa: F401  its import belongs to the base line
     with Environment() as environment:
-        torch.set_num_threads(1)
         base = resident_bytes()
-        module = BertForMaskedPositions(config.model, vocab_size=VOCABULARY, seed=0)
-        parameters = sum(parameter.numel() for parameter in module.parameters())
+        work = text_workload(config)
+        parameters = sum(parameter.numel() for parameter in work.module.parameters())
         document = json.loads(ZERO3.read_text()) if engine_name == "deepspeed" else None
-        engine = build_engine(
-            engine_name, module, config, device=environment.device, data_group=environment.data, ds_document=document
-        )
-        objective = PosMaskedLanguageModelling(config.objective, GROUPS, config.model.hidden_size)
-        batch = random_batch(ROWS).to(environment.device)
+        device, group = environment.device, environment.data
+        engine = build_engine(engine_name, work.module, config, device=device, data_group=group, ds_document=document)
+        batch = micro_batches(work.rows, ROWS)[0].to(device)
         for _ in range(STEPS):
-            losses = objective(engine, batch)
+            losses = work.objective(engine, batch)
             engine.backward(losses.sums.sum() / 100, last=True)
             engine.check_gradients()
             engine.step(1e-4)
-        on_gpu = environment.device.type == "cuda"
-        answers.put((rank, torch.cuda.max_memory_allocated() if on_gpu else resident_bytes() - base, parameters))
+        peak = peak_bytes(base)
         engine.close()
+    return peak, parameters
 
 
 def main(options: Options) -> None:
-    # Read by glibc at the start of the processes below: freed tensors go back to the system and leave the resident set.
-    os.environ["MALLOC_MMAP_THRESHOLD_"] = os.environ["MALLOC_TRIM_THRESHOLD_"] = str(1 << 17)
-    context = multiprocessing.get_context("spawn")
     print(f"{'layout':<8} {'ranks':>5} {'peak a rank':>12} {'states alone':>13} {'peak / plain':>13}")
     plain = 0
     for layout, (_, world, state_bytes) in LAYOUTS.items():
-        answers = context.SimpleQueue()
-        processes = [context.Process(target=measure, args=(rank, layout, options, answers)) for rank in range(world)]
-        for process in processes:
-            process.start()
-        found = [answers.get() for _ in processes]
-        for process in processes:
-            process.join()
-        peak, parameters = max(peak for _, peak, _ in found), found[0][2]
+        found = on_ranks(layout, measure, options)
+        peak, parameters = max(peak for peak, _ in found), found[0][1]
         plain = plain or peak
         states = state_bytes * parameters / world
         print(

@@ -24,18 +24,18 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.image_steps import EncoderSize, counted_flops, random_images, resized
+from benchmarks.image_steps import ImageStepOptions, image_recipe, mae_objective, random_images, resized
 from benchmarks.mlo_steps import CLASSES, cycle, cycle_steps, labelled_window, masks_trainer, plain_engines
 from benchmarks.mlo_unrolled import Rates, UnrolledMasks
 from benchmarks.rounds import Measured, alternate, pair_ratio
-from trp_scale.config import Config, split_patches
+from benchmarks.steps import counted_flops, endless
+from trp_scale.config import split_patches
 from trp_scale.config.components import settings_of
 from trp_scale.masks.flops import multilevel_step_flops
 from trp_scale.masks.masking_network import NETWORKS
 from trp_scale.observe.throughput import mae_step_flops
-from trp_scale.recipes.loader import load_recipe
 from trp_scale.upstreams.mae.model import MaskedAutoencoder
-from trp_scale.upstreams.mae.objective import MaskedPatchReconstruction
+from trp_scale.upstreams.mae.settings import MaeConfig
 
 PLAIN = "plain MAE"
 OURS: dict[str, tuple[int, int, int]] = {
@@ -49,36 +49,25 @@ REFERENCE = {f"automatic differentiation, unroll {unroll}": unroll for unroll in
 
 
 @dataclass(kw_only=True)
-class Options:
+class Options(ImageStepOptions):
     """What to measure."""
 
     rows: int = 8
     """Images per step; even."""
-    rounds: int = 7
-    """Measured cycles of each."""
-    model: EncoderSize = "tiny"
-    """Whose time is measured: ViT-Ti, S, B or L."""
     decoder_layers: int = 8
     """Of the measured model; its decoder's width is two thirds of the encoder's, as ViT-B's."""
     size: int = 224
     """Side of the measured model's images in pixels."""
     network: Literal["flattened", "patchwise"] = "flattened"
     """The masking network."""
-    precision: Literal["bf16", "fp32"] = "fp32"
-    """Of forward and backward; the reference is fp32."""
-    threads: int = 0
-    """Threads of torch; 0 = as torch chooses."""
 
 
-def large(options: Options) -> Config:
+def large(options: Options) -> MaeConfig:
     """ViT-B/16 with MAE's decoder."""
-    config = load_recipe("mae_vit_b")
-    config.batch.global_size = config.batch.micro_size = options.rows
-    config.training.steps, config.optimizer.warmup_steps = 10**9, 0
-    return config
+    return endless(image_recipe("mae_vit_b", MaeConfig, "base"), options.rows, precision=options.precision)
 
 
-def measured_model(options: Options) -> Config:
+def measured_model(options: Options) -> MaeConfig:
     """The same in small."""
     config = resized(large(options), options.model)
     config.vision.decoder_layers, config.vision.decoder_heads = options.decoder_layers, config.model.heads
@@ -86,11 +75,10 @@ def measured_model(options: Options) -> Config:
     while config.vision.decoder_hidden_size % config.vision.decoder_heads:
         config.vision.decoder_heads -= 1
     config.crops.size = options.size
-    config.training.precision = options.precision
     return config
 
 
-def with_masks(config: Config, options: Options, cycle_of: tuple[int, int, int]) -> Config:
+def with_masks(config: MaeConfig, options: Options, cycle_of: tuple[int, int, int]) -> MaeConfig:
     """These settings with learned masks."""
     config = copy.deepcopy(config)
     unroll, every, parts = cycle_of
@@ -99,7 +87,7 @@ def with_masks(config: Config, options: Options, cycle_of: tuple[int, int, int])
     return config
 
 
-def reference_cycle(config: Config, options: Options, unroll: int, device: torch.device) -> Callable[[], object]:
+def reference_cycle(config: MaeConfig, options: Options, unroll: int, device: torch.device) -> Callable[[], object]:
     """A cycle of the reference over images of noise."""
     config = with_masks(config, options, (unroll, 1, 1))
     with device:
@@ -107,16 +95,13 @@ def reference_cycle(config: Config, options: Options, unroll: int, device: torch
         visible = split_patches(config.crops.size, config.vision.patch_size, config.masking.ratio).visible
         masks = UnrolledMasks(model, network, classes=CLASSES, visible=visible, unroll=unroll, rates=Rates())
     (labelled,) = labelled_window(config, options.rows)
-    images, objective = (
-        random_images(config, options.rows),
-        MaskedPatchReconstruction(config.objective, config.vision.patch_size),
-    )
-    patches = objective.patches(images).to(device)
+    objective = mae_objective(config)
+    patches = objective.patches(random_images(config, options.rows)).to(device)
     train = objective.patches(labelled).to(device), labelled["labels"].to(device)
     return lambda: masks.cycle([patches] * unroll, train, train)
 
 
-def over_plain(config: Config, options: Options) -> dict[str, float]:
+def over_plain(config: MaeConfig, options: Options) -> dict[str, float]:
     """Arithmetic of one step of the encoder over a step of plain MAE, both as they are computed."""
     plain = mae_step_flops(config, rows=options.rows, computed=True)
     found = {PLAIN: 1.0}
@@ -145,9 +130,7 @@ def measure(options: Options, device: torch.device) -> dict[str, Measured]:
 
 
 def main(options: Options) -> None:
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    device = options.device()
     arithmetic, own = over_plain(large(options), options), over_plain(measured_model(options), options)
     measured = measure(options, device)
     images = f"{options.rows} images of {options.size} px, {options.precision}"

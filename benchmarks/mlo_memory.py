@@ -12,32 +12,28 @@ count of allocated memory.
 from __future__ import annotations
 
 import json
-import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-import torch
-import torch.multiprocessing as multiprocessing
 import tyro
 from rich.console import Console
 from rich.table import Table
-
-from trp_scale.config.images import MaeMaskingConfig, MaeVisionConfig
-from trp_scale.upstreams.mae.settings import MaeConfig
+from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.memory import LAYOUTS, ZERO3, resident_bytes
+from benchmarks.memory import LAYOUTS, ZERO3, on_ranks, peak_bytes, resident_bytes
 from benchmarks.mlo_steps import masks_trainer
 from trp_scale.config import BatchConfig, Config, CropsConfig, ModelConfig, OptimizerConfig
 from trp_scale.config.components import settings_of
+from trp_scale.config.images import MaeMaskingConfig, MaeVisionConfig
 from trp_scale.core.engine import Engine
 from trp_scale.distributed.environment import Environment
 from trp_scale.engines.build import build_engine, build_second_engine
+from trp_scale.upstreams.mae.settings import MaeConfig
 
-ROWS, CYCLES, PORT = 1, 2, 29631
+ROWS, CYCLES = 1, 2
 
 
 @dataclass(kw_only=True)
@@ -71,7 +67,7 @@ class Peak:
     network: int
 
 
-def settings(options: Options, world: int, *, masks: bool) -> Config:
+def settings(options: Options, world: int, *, masks: bool) -> MaeConfig:
     """Updates of everything at every step."""
     config = MaeConfig(
         model=ModelConfig(
@@ -92,8 +88,8 @@ def settings(options: Options, world: int, *, masks: bool) -> Config:
     return config
 
 
-def measure(layout: str, options: Options, *, masks: bool) -> Peak:
-    """A few steps on this rank, which `start` has given its place."""
+def measure(layout: str, options: Options, masks: bool) -> Peak:
+    """A few steps on this rank."""
     name, world, _ = LAYOUTS[layout]
     config = settings(options, world, masks=masks)
     if name == "deepspeed":
@@ -104,48 +100,20 @@ def measure(layout: str, options: Options, *, masks: bool) -> Peak:
         engines: list[Engine] = []
         counts: list[int] = []
 
-        def make_engine(module: torch.nn.Module, own: Config) -> Engine:
+        def make_engine(module: nn.Module, own: Config) -> Engine:
             build = build_second_engine if engines else build_engine
             counts.append(sum(parameter.numel() for parameter in module.parameters()))
-            place = {"device": environment.device, "data_group": environment.data}
-            engines.append(build(name, module, own, **place, ds_document=document))
+            device, group = environment.device, environment.data
+            engines.append(build(name, module, own, device=device, data_group=group, ds_document=document))
             return engines[-1]
 
         trainer = masks_trainer(config, ROWS, make_engine)
         for _ in range(CYCLES):
             trainer.train_step()
-        on_gpu = environment.device.type == "cuda"
-        peak = torch.cuda.max_memory_allocated() if on_gpu else resident_bytes() - base
+        peak = peak_bytes(base)
         for engine in engines:
             engine.close()
     return Peak(peak=peak, parameters=counts[0], network=sum(counts[1:]))
-
-
-def start(rank: int, layout: str, masks: bool, options: Options, answers: Any) -> None:
-    """`measure` on one rank of several processes."""
-    world, port = LAYOUTS[layout][1], PORT + 2 * list(LAYOUTS).index(layout) + masks
-    values = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    if world > 1:
-        os.environ.update({name: str(value) for name, value in values.items()})
-    torch.set_num_threads(1)
-    answers.put(measure(layout, options, masks=masks))
-
-
-def peak_of(layout: str, options: Options, *, masks: bool) -> Peak:
-    """The largest over the ranks, in processes of their own: a resident set's peak never falls."""
-    context = multiprocessing.get_context("spawn")
-    answers = context.SimpleQueue()
-    processes = [
-        context.Process(target=start, args=(rank, layout, masks, options, answers))
-        for rank in range(LAYOUTS[layout][1])
-    ]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join()
-    if failed := [process.exitcode for process in processes if process.exitcode]:
-        raise SystemExit(f"{layout}: a rank ended with {failed}")
-    return max((answers.get() for _ in processes), key=lambda one: one.peak)
 
 
 def row_of(layout: str, plain: Peak, masks: Peak) -> tuple[str, ...]:
@@ -158,15 +126,16 @@ def row_of(layout: str, plain: Peak, masks: Peak) -> tuple[str, ...]:
 
 
 def main(options: Options) -> None:
-    # Read by glibc at the start of the processes below: freed tensors go back to the system and leave the resident set.
-    os.environ["MALLOC_MMAP_THRESHOLD_"] = os.environ["MALLOC_TRIM_THRESHOLD_"] = str(1 << 17)
     table = Table(
         title=f"ViT {options.layers} x {options.hidden_size}, decoder {options.decoder_layers} x 512; MB a rank"
     )
     for name in ("layout", "ranks", "copy", "plain", "masks", "excess", "network's states", "copies without them"):
         table.add_column(name, justify="left" if name == "layout" else "right")
     for layout in options.layouts:
-        table.add_row(*row_of(layout, *(peak_of(layout, options, masks=masks) for masks in (False, True))))
+        plain, masks = (
+            max(on_ranks(layout, measure, options, learned), key=lambda one: one.peak) for learned in (False, True)
+        )
+        table.add_row(*row_of(layout, plain, masks))
     Console(width=120).print(table)
 
 

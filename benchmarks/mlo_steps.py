@@ -7,18 +7,15 @@ from dataclasses import dataclass
 
 import torch
 
-from benchmarks.image_steps import random_images
-from benchmarks.minimax_overhead import SameWindow, Unobserved, rows_of
-from trp_scale.config import Config
+from benchmarks.image_steps import mae_workload, random_images
+from benchmarks.steps import SameWindow, loop_over, micro_batches
 from trp_scale.core.batch import Batch
-from trp_scale.core.engine import Engine
-from trp_scale.core.hooks import build_hooks, built
+from trp_scale.core.hooks import built
 from trp_scale.core.run import MakeEngine, RunContext
-from trp_scale.distributed.groups import ALONE
 from trp_scale.engines.plain import PlainEngine
-from trp_scale.training.loop import StepAgreement, Trainer
-from trp_scale.upstreams.mae.model import MaskedAutoencoder
-from trp_scale.upstreams.mae.objective import MaskedPatchReconstruction
+from trp_scale.masks.settings import LearnedMasksSettings
+from trp_scale.training.loop import Trainer
+from trp_scale.upstreams.mae.settings import MaeConfig
 
 CLASSES = 1000
 """Of D_tr and D_val: ImageNet-1k's."""
@@ -46,50 +43,39 @@ def plain_engines(device: torch.device) -> MakeEngine:
     return lambda module, config: PlainEngine(module, config, device=device)
 
 
-def labelled_window(config: Config, rows: int) -> list[Batch]:
+def labelled_window(config: MaeConfig, rows: int) -> list[Batch]:
     """Images of noise with random classes, in micro-batches as multilevel.micro_size says."""
     images = random_images(config, rows)
     images.fields["labels"] = torch.randint(0, CLASSES, (rows,), generator=torch.Generator().manual_seed(1))
-    micro = config.multilevel.micro_size or rows
-    return [rows_of(images, start, start + micro) for start in range(0, rows, micro)]
+    return micro_batches(images, config.multilevel.micro_size or rows)
 
 
-def masks_trainer(config: Config, rows: int, make_engine: MakeEngine) -> Trainer:
+def masks_trainer(config: MaeConfig, rows: int, make_engine: MakeEngine) -> Trainer:
     """The loop over random images, with learned masks where the settings have them.
 
     Args:
         rows: images of a step of this rank, in one micro-batch.
         make_engine: for the model, and for the masking network.
     """
-    engine: Engine = make_engine(MaskedAutoencoder(config), config)
-    objective = MaskedPatchReconstruction(config.objective, config.vision.patch_size)
+    work = mae_workload(config)
+    engine = make_engine(work.module, config)
     downstream = None
     if config.multilevel.reads_labels:
         labels = labelled_window(config, rows)
         downstream = Labelled(train=SameWindow(labels), validation=SameWindow(labels))
     served = Served(train=SameWindow([random_images(config, rows)]), downstream=downstream)
-    run = RunContext(config=config, objective=objective, engine=engine, sources=served, make_engine=make_engine)
+    run = RunContext(config=config, objective=work.objective, engine=engine, sources=served, make_engine=make_engine)
     masks = built(run, "multilevel")
-    trainer = Trainer(
-        run_context=run,
-        hooks=build_hooks(run, [masks] if masks else []),
-        source=served.train,
-        observer=Unobserved(),  # type: ignore[arg-type]
-        agreement=StepAgreement(ALONE if engine.data_group.size == 1 else engine.data_group, 0),
-        save=lambda: None,
-        validate=lambda: None,
-        stop_requested=lambda: None,
-    )
-    engine.train(True)
-    return trainer
+    return loop_over(run, served.train, [masks] if masks else [])
 
 
-def cycle_steps(config: Config) -> int:
+def cycle_steps(config: MaeConfig) -> int:
     """Steps of the encoder from one update of the masking network to the next."""
-    return config.multilevel.unroll * config.multilevel.every if config.multilevel.learns else 1
+    masks = config.multilevel
+    return masks.unroll * masks.every if isinstance(masks, LearnedMasksSettings) else 1
 
 
-def cycle(config: Config, trainer: Trainer) -> Callable[[], object]:
+def cycle(config: MaeConfig, trainer: Trainer) -> Callable[[], object]:
     """So many steps: a plain one, or those with one update of the masking network."""
 
     def run() -> None:

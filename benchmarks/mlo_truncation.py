@@ -24,8 +24,7 @@ from torch import Tensor
 
 from trp_scale.distributed.environment import Environment
 from trp_scale.masks.hook import LearnedMasks
-from trp_scale.masks.hypergradient import Hypergradient
-from trp_scale.masks.masks import Masker, patch_weights
+from trp_scale.masks.masks import Hypergradient, Masker, patch_weights
 from trp_scale.recipes.arguments import parse
 from trp_scale.training.pretrain import Run
 

@@ -66,7 +66,7 @@ class UnrolledMasks:
             for patches in unlabelled[:-1]:
                 self.weights = detached(self.stepped(patches, create_graph=False))
             loss, weights, head = self.validation_loss(unlabelled[-1], train, held)
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
         self.weights, self.head = detached(weights), [value.detach() for value in head]
 
@@ -106,7 +106,7 @@ class UnrolledMasks:
         """Eq. 1, the most probable patches masked, over their number."""
         order = probabilities.argsort(dim=1)
         visible, masked = order[:, : self.visible].sort(1).values, order[:, self.visible :].sort(1).values
-        prediction = functional_call(self.model, weights, (patches, visible, masked)).prediction
+        prediction: Tensor = functional_call(self.model, weights, (patches, visible, masked)).prediction
         errors = (prediction - normalised(gather_patches(patches, masked))).square().mean(-1)  # [B, M]
         return (probabilities.gather(1, masked) * errors).mean()
 

@@ -13,39 +13,32 @@ import statistics
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 import tyro
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.balancing_cost import CLASSES, random_modalities, whole_step
-from benchmarks.image_steps import EncoderSize, counted_flops, resized
+from benchmarks.image_steps import CLASSES, MM_MAE, ImageStepOptions, image_recipe, mm_mae_workload
 from benchmarks.rounds import Measured, alternate
+from benchmarks.steps import Precision, counted_flops, endless, whole_step
 from trp_scale.config.components import settings_of
-from trp_scale.recipes.loader import load_recipe
-from trp_scale.upstreams.mm_mae.model import MultimodalMaskedAutoencoder
-from trp_scale.upstreams.mm_mae.objective import MultimodalReconstruction
+from trp_scale.upstreams.mm_mae.settings import MmMaeConfig
 from trp_scale.upstreams.mm_mae.upstream import mm_mae_step_flops
 
 
 @dataclass(kw_only=True)
-class Options:
+class Options(ImageStepOptions):
     """What to measure."""
 
     rows: int = 16
     """Images per step."""
     rounds: int = 7
     """Measured steps, and as many measurements of the product."""
-    model: EncoderSize = "tiny"
-    """ViT-Ti, S, B or L."""
-    precision: Literal["bf16", "fp32"] = "bf16"
+    precision: Precision = "bf16"
     """Of forward and backward, and of the product."""
     compile: bool = False
     """torch.compile on the model."""
-    threads: int = 0
-    """Threads of torch; 0 = as torch chooses."""
     side: int = 2048
     """Of the product's square matrices."""
     products: int = 10
@@ -53,14 +46,10 @@ class Options:
 
 
 def main(options: Options) -> None:
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    config = resized(load_recipe("mm_mae_vit_b_in1k_400"), options.model)
-    config.training.precision, config.training.compile = options.precision, options.compile
-    config.balancer = settings_of("balancer", "uniform")
-    model, objective = MultimodalMaskedAutoencoder(config, {"semseg": CLASSES}), MultimodalReconstruction(config)
-    step = whole_step(config, model, objective, random_modalities(config, options.rows), device)
+    device = options.device()
+    config = endless(image_recipe(MM_MAE, MmMaeConfig, options.model), options.rows, precision=options.precision)
+    config.training.compile, config.balancer = options.compile, settings_of("balancer", "uniform")
+    step = whole_step(mm_mae_workload(config), device)
     dtype = torch.bfloat16 if options.precision == "bf16" else torch.float32
     left, right, out = (torch.randn(options.side, options.side, device=device).to(dtype) for _ in range(3))
 
@@ -69,7 +58,7 @@ def main(options: Options) -> None:
             torch.matmul(left, right, out=out)
 
     measured = alternate({"step": step, "product": product}, rounds=options.rounds)
-    model_flops = mm_mae_step_flops(config, rows=options.rows, classes={"semseg": CLASSES})
+    model_flops = mm_mae_step_flops(config, rows=options.rows, classes=CLASSES)
     product_flops = 2.0 * options.side**3 * options.products
     print(f"{options.rows} images of {config.crops.size} px, ViT {options.model}, {options.precision}, {device.type}, ")
     print(f"{torch.get_num_threads()} threads; {model_flops / 1e9:.1f} GFLOP a step")

@@ -13,26 +13,18 @@ import torch
 from sklearn.linear_model import LogisticRegression
 from torch import Tensor, nn
 
-from benchmarks.minimax_overhead import Unobserved
+from benchmarks.image_steps import mae_objective
 from benchmarks.mlo_steps import plain_engines
-from trp_scale.config import (
-    BatchConfig,
-    Config,
-    CropsConfig,
-    ModelConfig,
-    OptimizerConfig,
-    TrainingConfig,
-)
+from benchmarks.steps import loop_over
+from trp_scale.config import BatchConfig, CropsConfig, ModelConfig, OptimizerConfig, TrainingConfig
 from trp_scale.config.components import settings_of
 from trp_scale.config.images import MaeMaskingConfig, MaeVisionConfig
 from trp_scale.core.batch import Batch
-from trp_scale.core.hooks import build_hooks, built
+from trp_scale.core.hooks import built
 from trp_scale.core.run import MakeEngine, RunContext
-from trp_scale.distributed.groups import ALONE
 from trp_scale.masks.hook import LearnedMasks
-from trp_scale.training.loop import StepAgreement, Trainer
+from trp_scale.training.loop import Trainer
 from trp_scale.upstreams.mae.model import MaskedAutoencoder
-from trp_scale.upstreams.mae.objective import MaskedPatchReconstruction
 from trp_scale.upstreams.mae.settings import MaeConfig
 
 GRID, PATCH = 4, 4
@@ -64,7 +56,8 @@ class Planted:
     def patterns(self) -> Tensor:
         """[CLASSES, VALUES] at right angles, mean square 1."""
         drawn = torch.randn(VALUES, CLASSES, generator=self.generator("patterns"))
-        return torch.linalg.qr(drawn).Q.T * VALUES**0.5
+        columns: Tensor = torch.linalg.qr(drawn).Q  # [VALUES, CLASSES]
+        return columns.T.mul(VALUES**0.5)
 
     def generator(self, name: str, position: int = 0) -> torch.Generator:
         number = ("places", "patterns", "images").index(name)
@@ -121,7 +114,7 @@ class Sources:
     downstream: Labelled
 
 
-def planted_config(seed: int, steps: int, *, learned: bool, difference: float) -> Config:
+def planted_config(seed: int, steps: int, *, learned: bool, difference: float) -> MaeConfig:
     """A small MAE, and a masking network that does not move much before hypergradients say something.
 
     Before reconstruction begins to work they are noise, and a hundred times smaller than after; AdamW would follow them
@@ -156,7 +149,7 @@ class PlantedRun:
     """A trainer over the planted images. Attributes: hook: None with random masks."""
 
     planted: Planted
-    config: Config
+    config: MaeConfig
     trainer: Trainer
     model: nn.Module
     hook: LearnedMasks | None
@@ -180,7 +173,7 @@ class PlantedRun:
     def features(self, start: int, count: int) -> tuple[Tensor, Tensor]:
         """[count, D] means of the encoder's patch tokens of whole images, and [count] classes."""
         batch = self.planted.batch(start, count)
-        patches = MaskedPatchReconstruction(self.config.objective, PATCH).patches(batch)
+        patches = mae_objective(self.config).patches(batch)
         patches = patches.to(next(self.model.parameters()).dtype)
         every = torch.arange(PATCHES).expand(count, -1)
         tokens = self.model(patches, every, every[:, :0], give="features")  # [count, 1 + N, D]
@@ -208,22 +201,12 @@ def planted_run(
     make_engine: MakeEngine = lambda module, own: plain(module.to(dtype), own)  # noqa: E731
     model = MaskedAutoencoder(config)
     engine = make_engine(model, config)
-    objective = MaskedPatchReconstruction(config.objective, PATCH)
+    objective = mae_objective(config)
     labelled = Labelled(Windows(planted, LABELLED, D_TR), Windows(planted, LABELLED, D_VAL))
     source = Windows(planted, config.batch.global_size, 0)
     run = RunContext(
         config=config, objective=objective, engine=engine, sources=Sources(source, labelled), make_engine=make_engine
     )
     hook = built(run, "multilevel")
-    trainer = Trainer(
-        run_context=run,
-        hooks=build_hooks(run, [] if hook is None else [hook]),
-        source=source,
-        observer=Unobserved(),  # type: ignore[arg-type]
-        agreement=StepAgreement(ALONE, 0),
-        save=lambda: None,
-        validate=lambda: None,
-        stop_requested=lambda: None,
-    )
-    engine.train(True)
+    trainer = loop_over(run, source, [] if hook is None else [hook])
     return PlantedRun(planted=planted, config=config, trainer=trainer, model=model, hook=hook)

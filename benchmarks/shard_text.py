@@ -35,7 +35,7 @@ READ = ReadSettings(text_field="text", split="train", one_document_per_file=True
 
 
 @dataclass
-class Settings:
+class Options:
     """Measure text sharding against the tagger alone."""
 
     tagger: Literal["nltk", "textblob"] = "textblob"
@@ -48,11 +48,11 @@ class Settings:
     """Rounds of each; the medians are compared."""
 
 
-def documents(settings: Settings) -> Iterator[str]:
+def documents(options: Options) -> Iterator[str]:
     """The first megabytes of the input."""
-    left = settings.megabytes * 1e6
-    if settings.inputs:
-        portions = plan_corpus(settings.inputs, "auto", "train", True, 0).portions
+    left = options.megabytes * 1e6
+    if options.inputs:
+        portions = plan_corpus(options.inputs, "auto", "train", True, 0).portions
         found = (
             item.text for portion in portions for item in read_portion(portion, READ) if isinstance(item, Document)
         )
@@ -65,17 +65,17 @@ def documents(settings: Settings) -> Iterator[str]:
         left -= len(text)
 
 
-def tagger_alone(kind: str) -> Callable[[list[list[str]]], None]:
+def tagger_alone(kind: str) -> Callable[[list[list[str]]], object]:
     """The library's own call on the words of each sentence."""
     if kind == "nltk":
         from nltk.tag.perceptron import PerceptronTagger
 
         perceptron = PerceptronTagger()
-        return lambda sentences: [perceptron.tag(words) for words in sentences] and None
+        return lambda sentences: [perceptron.tag(words) for words in sentences]
     from textblob.taggers import PatternTagger
 
     pattern = PatternTagger()
-    return lambda sentences: [pattern.tag(" ".join(words), tokenize=False) for words in sentences] and None
+    return lambda sentences: [pattern.tag(" ".join(words), tokenize=False) for words in sentences]
 
 
 def cpu_seconds(work: Callable[[], object]) -> float:
@@ -85,8 +85,8 @@ def cpu_seconds(work: Callable[[], object]) -> float:
 
 
 def main() -> None:
-    settings = tyro.cli(Settings, use_underscores=True)
-    texts = list(documents(settings))
+    options = tyro.cli(Options, description=__doc__, use_underscores=True)
+    texts = list(documents(options))
     sentences = [
         [form for words in split_keys(unit_keys(sentence)) for form in words.forms]
         for text in texts
@@ -99,24 +99,22 @@ def main() -> None:
         source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts), encoding="utf-8")
         save_trained(train_word_piece(lambda: texts, 8192, True), directory / "tokenizer", True, 128)
         (portion,) = plan_corpus([str(source)], "jsonl", "train", True, 1 << 40).portions
-        tokenizer, tagger = load_for_sharding(directory / "tokenizer"), make_tagger(settings.tagger)
+        tokenizer, tagger = load_for_sharding(directory / "tokenizer"), make_tagger(options.tagger)
         rows = RowSettings(row_length=125, rows_per_block=2048, pad=0, unknown=1, token_dtype="uint16")
-        alone = tagger_alone(settings.tagger)
+        alone = tagger_alone(options.tagger)
         alone(sentences[:10])  # loads the lexicon
 
         def shard() -> None:
-            fresh = make_tagger("textblob") if settings.tagger == "textblob" else tagger
+            fresh = make_tagger("textblob") if options.tagger == "textblob" else tagger
             with new_tar(directory / "text-000000.tar", directory / "report.json") as opened:
                 write_portion(portion, opened.writer, Annotator(tokenizer, fresh), READ, rows, lambda *_: None)
 
         times: dict[str, list[float]] = {"alone": [], "sharding": []}
-        for _ in range(settings.rounds):
+        for _ in range(options.rounds):
             times["alone"].append(cpu_seconds(lambda: alone(sentences)))
             times["sharding"].append(cpu_seconds(shard))
     rates = {kind: total / statistics.median(values) for kind, values in times.items()}
-    print(
-        f"{settings.tagger}: {total:,} words, {settings.rounds} alternating rounds, medians, one process, CPU seconds"
-    )
+    print(f"{options.tagger}: {total:,} words, {options.rounds} alternating rounds, medians, one process, CPU seconds")
     print(f"  tagger alone    {rates['alone']:>10,.0f} words/s")
     print(f"  whole sharding  {rates['sharding']:>10,.0f} words/s")
     print(f"  ratio           {rates['sharding'] / rates['alone']:>10.2f}   (wanted: at least 0.60)")

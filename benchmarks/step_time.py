@@ -13,70 +13,36 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 import tyro
 from transformers import BertForPreTraining
 
-from trp_scale.config import TextModelConfig
-from trp_scale.upstreams.pos_bert.settings import PosBertConfig, PosBertObjectiveConfig
-
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks.peer import peer_step_of, print_same_work, set_training
 from benchmarks.rounds import alternate, print_ratios
-from trp_scale.config import Config, OptimizerConfig, TrainingConfig
+from benchmarks.steps import Precision, StepOptions, Workload, endless
+from benchmarks.text_steps import LENGTH, VOCABULARY, small_bert, text_workload
 from trp_scale.core.batch import Batch
-from trp_scale.data.text.groups import GROUPS
-from trp_scale.engines.optimizer import build_optimizer
 from trp_scale.engines.plain import PlainEngine
-from trp_scale.upstreams.pos_bert.model import BertForMaskedPositions, bert_config, to_transformers
-from trp_scale.upstreams.pos_bert.objective import PosMaskedLanguageModelling
-
-VOCABULARY, LENGTH, MASKED = 30522, 128, 19
+from trp_scale.upstreams.pos_bert.model import bert_config, to_transformers
+from trp_scale.upstreams.pos_bert.settings import PosBertConfig, PosBertObjectiveConfig
 
 
 @dataclass(kw_only=True)
-class Options:
+class Options(StepOptions):
     """What to measure."""
 
-    rows: int = 32
-    """Sequences per step."""
-    rounds: int = 7
-    """Measured steps of each."""
-    precision: Literal["bf16", "fp32"] = "bf16"
+    precision: Precision = "bf16"
     """Of forward and backward, on both sides."""
     compile: bool = False
     """torch.compile on both sides."""
-    threads: int = 0
-    """Threads of torch; 0 = as torch chooses."""
 
 
-def random_batch(rows: int, length: int = LENGTH, masked: int = MASKED) -> Batch:
-    """Full-length rows of `length` tokens with `masked` masked positions each, uneven groups."""
-    generator = torch.Generator().manual_seed(0)
-    share = torch.tensor([4.0, 6.0, 1.5, 1.0, 0.5, 0.5, 1.0, 0.3, 0.1, 2.0])
-    positions = torch.stack([torch.randperm(length, generator=generator)[:masked].sort().values for _ in range(rows)])
-    fields = {
-        "tokens": torch.randint(0, VOCABULARY, (rows, length), generator=generator),
-        "token_types": (torch.arange(length) >= length // 2).long().expand(rows, -1).contiguous(),
-        "attention_mask": torch.ones(rows, length, dtype=torch.bool),
-        "masked_positions": positions,
-        "labels": torch.randint(0, VOCABULARY, (rows, masked), generator=generator),
-        "label_groups": torch.multinomial(share.expand(rows, -1), masked, replacement=True, generator=generator),
-        "label_weights": torch.ones(rows, masked),
-        "next_sentence": torch.randint(0, 2, (rows,), generator=generator),
-        "row_weights": torch.ones(rows),
-    }
-    return Batch(fields=fields, keys=torch.arange(rows), start=0)
-
-
-def our_step(config: Config, batch: Batch, device: torch.device) -> tuple[Callable[[], torch.Tensor], PlainEngine]:
+def our_step(work: Workload, device: torch.device) -> tuple[Callable[[], torch.Tensor], PlainEngine]:
     """Proportional weights: the very loss of the peer."""
-    module = BertForMaskedPositions(config.model, vocab_size=VOCABULARY, seed=0)
-    engine = PlainEngine(module, config, device=device)
-    objective = PosMaskedLanguageModelling(config.objective, GROUPS, config.model.hidden_size)
-    batch = batch.to(device)
+    engine, objective, batch = work.plain(device), work.objective, work.rows.to(device)
     counts = objective.count(batch)
     weights = counts / counts[:-1].sum()
     weights[-1] = 1.0
@@ -88,20 +54,18 @@ def our_step(config: Config, batch: Batch, device: torch.device) -> tuple[Callab
         value = loss()
         engine.backward(value, last=True)
         engine.check_gradients()
-        engine.step(1e-4)
+        engine.step(work.config.optimizer.lr)
         return value.detach()
 
     return step, engine
 
 
 def peer_step(
-    config: Config, batch: Batch, device: torch.device, weights: dict[str, torch.Tensor]
+    config: PosBertConfig, batch: Batch, device: torch.device, weights: dict[str, torch.Tensor]
 ) -> tuple[Callable[[], torch.Tensor], torch.nn.Module]:
     """transformers' model as its documentation has it: labels at all positions, -100 where nothing is masked."""
-    peer = BertForPreTraining(bert_config(config.model, VOCABULARY, attn_implementation="sdpa")).to(device)
+    peer = BertForPreTraining(bert_config(config.model, VOCABULARY, attn_implementation="sdpa"))
     peer.load_state_dict(to_transformers(weights, VOCABULARY))
-    optimizer = build_optimizer(peer, config.optimizer)
-    forward = torch.compile(peer) if config.training.compile else peer
     labels = torch.full_like(batch["tokens"], -100).scatter(1, batch["masked_positions"], batch["labels"])
     inputs = {
         "input_ids": batch["tokens"],
@@ -110,40 +74,21 @@ def peer_step(
         "labels": labels,
         "next_sentence_label": batch["next_sentence"],
     }
-    inputs = {name: value.to(device) for name, value in inputs.items()}
-
-    def step() -> torch.Tensor:
-        with torch.autocast(device.type, torch.bfloat16, enabled=config.training.precision == "bf16"):
-            loss = forward(**inputs).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        return loss.detach()  # type: ignore[no-any-return]
-
-    return step, peer
+    return peer_step_of(peer, inputs, config, device), peer
 
 
 def main(options: Options) -> None:
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    config = PosBertConfig(
-        model=TextModelConfig(
-            layers=4, hidden_size=256, heads=4, intermediate_size=1024, max_positions=LENGTH, dropout=0.1
-        ),
-        objective=PosBertObjectiveConfig(other="task"),
-        training=TrainingConfig(precision=options.precision, compile=options.compile),
-        optimizer=OptimizerConfig(lr=1e-4, warmup_steps=0),
-    )
-    batch = random_batch(options.rows)
-    ours, engine = our_step(config, batch, device)
-    peer, module = peer_step(config, batch, device, engine.full_weights())
-    engine.train(False), module.eval()
+    device = options.device()
+    config = PosBertConfig(model=small_bert(), objective=PosBertObjectiveConfig(other="task"))
+    config.training.compile, config.optimizer.lr = options.compile, 1e-4
+    work = text_workload(endless(config, options.rows, precision=options.precision))
+    ours, engine = our_step(work, device)
+    peer, module = peer_step(config, work.rows, device, engine.full_weights())
+    set_training(False, engine, module)
     first = [float(ours()), float(peer())]
-    engine.train(True), module.train()
-    assert abs(first[0] - first[1]) < 1e-3 * abs(first[1]), f"the losses differ: ours {first[0]}, peer {first[1]}"
+    set_training(True, engine, module)
     print(f"{options.rows} x {LENGTH} tokens, {options.precision}, {device.type}, {torch.get_num_threads()} threads; ")
-    print(f"first loss {first[0]:.5f} and {first[1]:.5f}")
+    print_same_work(*first)
     measured = alternate({"trp_scale": ours, "transformers": peer}, rounds=options.rounds)
     print_ratios(measured, "transformers")
 

@@ -19,7 +19,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from benchmarks import gpu, gpu_images, gpu_memory, gpu_parity, gpu_speed
 from benchmarks.gpu_items import Figures, Item, Missing, measured
 from benchmarks.gpu_setting import ENGINES, Setting
-from benchmarks.step_time import VOCABULARY, random_batch
+from benchmarks.text_steps import VOCABULARY, random_batch
 from trp_scale.config import RefusedError
 from trp_scale.distributed.environment import Environment
 from trp_scale.upstreams.pos_bert.model import BertForMaskedPositions, padded_vocabulary
@@ -92,7 +92,7 @@ def test_the_engines_agree_on_the_adversary_in_fp32(
 
 def test_key_biases_alone_are_left_out() -> None:
     weights = {"blocks.0.attn.qkv.bias": torch.arange(6.0), "blocks.0.attn.qkv.weight": torch.ones(6, 2)}
-    found = gpu_images.without_key_biases(weights)
+    found = gpu_parity.without_key_biases(weights)
     assert {name: tensor.flatten().tolist() for name, tensor in found.items()} == {
         "blocks.0.attn.qkv.bias.queries": [0, 1],
         "blocks.0.attn.qkv.bias.values": [4, 5],
@@ -101,7 +101,7 @@ def test_key_biases_alone_are_left_out() -> None:
 
 
 def test_runs_that_differ_are_seen_to_differ(setting: Setting) -> None:
-    trained = gpu_parity.train(setting, "plain", "fp32")
+    trained = gpu_parity.train(setting, "plain", gpu_parity.checked(setting, "fp32"))
     moved = replace(trained, weights={name: weight + 1e-3 for name, weight in trained.weights.items()})
     assert gpu_parity.apart(trained, trained)["distance_over_travelled"] == 0
     assert gpu_parity.apart(moved, trained)["distance_over_travelled"] > 0.1

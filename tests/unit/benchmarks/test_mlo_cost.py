@@ -14,9 +14,9 @@ from benchmarks.image_steps import ENCODERS
 from benchmarks.mlo_cost import OURS, PLAIN, REFERENCE, Options, large, over_plain
 from benchmarks.mlo_unrolled import Rates, UnrolledMasks
 from tests.unit.models.small_images import VISIBLE, config, crops, small_model
-from trp_scale.config import Config
 from trp_scale.config.components import settings_of
 from trp_scale.masks.masking_network import FlattenedMasking
+from trp_scale.upstreams.mae.settings import MaeConfig
 
 RATES = Rates(encoder=0.3, head=0.2)
 CLASSES = 3
@@ -77,7 +77,7 @@ def test_a_cycle_moves_all_three_levels() -> None:
     assert not any(value.requires_grad for value in masks.weights.values())
 
 
-def two_blocks(options: Options) -> Config:
+def two_blocks(options: Options) -> MaeConfig:
     """The large model with two blocks in place of twelve, and one decoder block."""
     settings = large(options)
     settings.model.layers, settings.vision.decoder_layers = 2, 1
