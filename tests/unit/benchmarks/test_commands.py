@@ -32,8 +32,6 @@ def shown() -> list[tuple[str, str]]:
 
 def read(script: str, flags: str) -> None:
     """As the script itself reads them; SystemExit for a flag that it does not know."""
-    if script == "glue_speed":
-        pytest.importorskip("accelerate", reason="accelerate is not installed: pip install -e '.[peers]'")
     options = importlib.import_module(f"benchmarks.{script}").Options
     _, others = tyro.cli(options, args=shlex.split(flags), return_unknown_args=True)
     if script in PASSED_ON:

@@ -8,7 +8,9 @@ import subprocess
 import sys
 import warnings
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import gpu, gpu_images, gpu_memory, gpu_parity, gpu_speed
+from benchmarks import gpu, gpu_images, gpu_memory, gpu_modalities, gpu_parity, gpu_speed
 from benchmarks.gpu_items import Figures, Item, Missing, measured
 from benchmarks.gpu_setting import ENGINES, Setting
 from benchmarks.text_steps import VOCABULARY, random_batch
@@ -139,6 +141,15 @@ def test_waits_are_counted_where_they_happen(monkeypatch: pytest.MonkeyPatch) ->
     assert len(places) == 2
     assert all(place.startswith("test_gpu_script.py:") for place in places)
     assert modes == ["warn", "default"]
+
+
+@pytest.mark.parametrize("section", [gpu_parity, gpu_images, gpu_modalities], ids=lambda each: each.__name__)
+def test_a_step_of_every_section_is_watched_for_waits(
+    setting: Setting, section: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: None)
+    found = gpu_parity.waited(setting, "plain", partial(section.checked, setting))
+    assert found == {"waits": 0, "places": [], "expected": 1, "as_expected": False}
 
 
 def test_memory_is_the_peak_above_what_was_there(setting: Setting, monkeypatch: pytest.MonkeyPatch) -> None:
