@@ -95,7 +95,7 @@ def make_dataset(directory: Path, images: int) -> Path:
             height, width = (256, 341) if number % 2 else (341, 256)
             stream = io.BytesIO()
             noise(generator, height, width).save(stream, "JPEG", quality=72)
-            shard.writer.add(f"noise-{number:06d}", 1, {"jpg": stream.getvalue(), "cls": b"0"})
+            shard.writer.add(f"noise-{number:06d}", 1, {"jpg": stream.getvalue(), "cls": b"0"}, label=0)
     document = {"shards": ["image-000000.tar"], "suffixes": ["jpg", "cls"], "rows": images, "rows_per_block": 64}
     write_json(directory / "dataset.json", {"format": 1, "kind": "image", "classes": None, **document})
     return directory

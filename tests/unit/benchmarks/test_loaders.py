@@ -1,0 +1,27 @@
+"""benchmarks/loader.py and image_loader.py: what they make, the package reads, and each stage of it is seen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import image_loader, loader
+from benchmarks.stages import breakdown
+
+
+def test_noise_as_images_is_read(tmp_path: Path) -> None:
+    options = image_loader.Options(images=4, micro_size=2)
+    train = image_loader.open_train(options, image_loader.make_dataset(tmp_path / "noise", 4), 1, 32)
+    assert [micro.rows for micro in train.next_window()] == [2, 2]
+    shares = breakdown(train, image_loader.STAGES, "the rest")
+    assert sum(shares.values()) == pytest.approx(1) and all(share > 0 for share in shares.values())
+
+
+def test_noise_as_text_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loader, "BLOCKS", 2)
+    monkeypatch.setattr(loader, "BLOCK_ROWS", 64)
+    train = loader.open_train(loader.Options(rows=32), loader.make_dataset(tmp_path / "random", 32), 16)
+    assert [micro.rows for micro in train.next_window()] == [16, 16]
+    shares = breakdown(train, loader.STAGES, "the rest")
+    assert sum(shares.values()) == pytest.approx(1) and all(share > 0 for share in shares.values())
