@@ -25,7 +25,15 @@ from trp_scale.training.loop import Trainer
 from trp_scale.upstreams.pos_bert.settings import PosBertConfig
 
 ROOT = Path(__file__).resolve().parent.parent
-ENGINES: dict[str, int | None] = {"plain": None, "fsdp": None, "zero0": 0, "zero1": 1, "zero2": 2, "zero3": 3}
+ENGINES: dict[str, int | None] = {
+    "plain": None,
+    "ddp": None,
+    "fsdp": None,
+    "zero0": 0,
+    "zero1": 1,
+    "zero2": 2,
+    "zero3": 3,
+}
 """ZeRO stage of each layout; None: not DeepSpeed's."""
 NEEDS_GPU = "needs a GPU, this machine shows none"
 

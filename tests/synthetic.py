@@ -102,6 +102,17 @@ class Layout:
     document: dict[str, Any] = field(default_factory=dict)
 
 
+TWO_RANKS = {
+    "ddp": Layout(engine="ddp"),
+    "fsdp": Layout(engine="fsdp"),
+    "zero0": Layout(engine="deepspeed", stage=0),
+    "zero1": Layout(engine="deepspeed", stage=1),
+    "zero2": Layout(engine="deepspeed", stage=2),
+    "zero3": Layout(engine="deepspeed", stage=3),
+}
+"""Every engine on two ranks, two micro-batches each."""
+
+
 def small_config(layout: Layout, **changes: Any) -> Config:
     """A two-layer BERT at a full learning rate; `changes` are section dicts, such as balancer={"kind": "uniform"}."""
     config = PosBertConfig(

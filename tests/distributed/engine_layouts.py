@@ -21,6 +21,7 @@ def shipped(name: str) -> Layout:
 
 LAYOUTS = {
     "plain": Layout(),
+    "ddp": Layout(engine="ddp"),
     "fsdp": Layout(engine="fsdp"),
     "zero0": shipped("tests/distributed/zero0.json"),
     "zero1": shipped("ds_configs/zero1.json"),

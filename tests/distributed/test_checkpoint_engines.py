@@ -24,6 +24,7 @@ PATHS = {
         Layout(engine="plain"),
         Layout(engine="deepspeed", stage=3),
         Layout(engine="fsdp"),
+        Layout(engine="ddp"),
         Layout(engine="deepspeed", stage=2),
         Layout(engine="deepspeed", stage=1),
         Layout(engine="deepspeed", stage=0),
@@ -35,6 +36,7 @@ PATHS = {
         Layout(engine="deepspeed", stage=2),
         Layout(engine="fsdp"),
         Layout(engine="deepspeed", stage=3),
+        Layout(engine="ddp"),
         Layout(engine="plain"),
     ],
 }

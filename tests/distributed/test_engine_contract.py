@@ -216,7 +216,7 @@ def reductions_by_backward(layout: Layout) -> tuple[list[int], float]:
     return found, norm
 
 
-@pytest.mark.parametrize("name", ["fsdp", "zero0", "zero1"])
+@pytest.mark.parametrize("name", ["ddp", "fsdp", "zero0", "zero1"])
 def test_a_window_is_reduced_once_at_its_end(two_ranks: Ranks, name: str) -> None:
     """Not so at stages 2 and 3: a rank keeps its share of the gradient only, so each micro-batch is reduced."""
     for (first, last), norm in on_each_rank(two_ranks, name, reductions_by_backward):

@@ -33,6 +33,7 @@ PATH = [
     Layout(engine="plain"),
     Layout(engine="deepspeed", stage=3, document=OF_THE_FIRST),
     Layout(engine="fsdp"),
+    Layout(engine="ddp"),
     Layout(engine="deepspeed", stage=2, document=OF_THE_FIRST),
     Layout(engine="deepspeed", stage=0),
     Layout(engine="deepspeed", stage=3),

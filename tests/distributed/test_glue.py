@@ -40,7 +40,7 @@ def test_two_ranks_measure_what_one_does(two_ranks: Ranks, text_dataset: Path, t
     assert result(tmp_path / "one", "stsb")["metrics"]["spearman"] not in (0.0, 1.0)
 
 
-@pytest.mark.parametrize("layout", [{}, {"ds_config": "ds_configs/zero2.json"}], ids=["fsdp", "zero2"])
+@pytest.mark.parametrize("layout", [{}, {"ds_config": "ds_configs/zero2.json"}], ids=["ddp", "zero2"])
 def test_two_ranks_learn_what_one_does(
     two_ranks: Ranks, text_dataset: Path, tmp_path: Path, layout: dict[str, str]
 ) -> None:

@@ -9,16 +9,12 @@ import torch
 
 from tests.grids import grid
 from tests.ranks import Ranks
-from tests.synthetic import Layout, SyntheticSource, data_group, small_config, trainer_for
+from tests.synthetic import TWO_RANKS, Layout, SyntheticSource, data_group, small_config, trainer_for
 from trp_scale.core.batch import Batch, TaskLosses
 
 LAYOUTS = {
     "plain": Layout(),
-    "fsdp": Layout(engine="fsdp"),
-    "zero0": Layout(engine="deepspeed", stage=0),
-    "zero1": Layout(engine="deepspeed", stage=1),
-    "zero2": Layout(engine="deepspeed", stage=2),
-    "zero3": Layout(engine="deepspeed", stage=3),
+    **TWO_RANKS,
     "zero2_offload": Layout(
         engine="deepspeed",
         stage=2,

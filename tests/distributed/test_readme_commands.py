@@ -231,7 +231,7 @@ def test_launchers_give_two_ranks_and_the_engine_that_was_asked_for(
     found = environment_of(
         the_run(results, place, "torchrun --nproc_per_node 8 launch/pretrain.py --recipe pos_bert_base")
     )
-    assert (found["engine"], found["world_size"], found["launcher"]) == ("fsdp", 2, "torchrun")
+    assert (found["engine"], found["world_size"], found["launcher"]) == ("ddp", 2, "torchrun")
     found = environment_of(the_run(results, place, "zero2.json"))
     assert (found["engine"], found["zero_stage"], found["world_size"]) == ("deepspeed", 2, 2)
 

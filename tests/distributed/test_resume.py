@@ -26,6 +26,7 @@ from trp_scale.checkpoint.run_directory import checkpoint_path, checkpoints, new
 from trp_scale.config import RefusedError
 
 LAYOUTS: dict[str, dict[str, Any]] = {
+    "ddp": {"engine": "ddp"},
     "fsdp": {"engine": "fsdp"},
     "zero0": {"ds_config": "tests/distributed/zero0.json"},
     "zero1": {"ds_config": "ds_configs/zero1.json"},

@@ -73,6 +73,7 @@ def go_on(layout: Layout, level: str, directory: Path, resume: bool) -> dict[str
         ("joint", "plain"),
         ("joint", "zero3"),
         ("fine_tuning", "plain"),
+        ("fine_tuning", "ddp"),
         ("fine_tuning", "fsdp"),
         ("fine_tuning", "zero2"),
     ],

@@ -13,7 +13,7 @@ from tests.distributed.engine_layouts import shipped
 from tests.grids import grid
 from tests.parity.compare import RELATIVE, TRAVELLED, distances, too_far
 from tests.ranks import RankError, Ranks
-from tests.synthetic import Layout
+from tests.synthetic import TWO_RANKS, Layout
 from tests.synthetic_images import AdversarialResult, SyntheticImages, TwoHalves, image_config, run_images
 from trp_scale.distributed.groups import ALONE
 from trp_scale.engines.fsdp import FsdpEngine
@@ -33,14 +33,7 @@ NORM = {
     "relative_coordinate": "linf",
 }
 
-TWO_RANKS = {
-    "fsdp": Layout(engine="fsdp", micro_size=2),
-    "zero0": Layout(engine="deepspeed", stage=0, micro_size=2),
-    "zero1": Layout(engine="deepspeed", stage=1, micro_size=2),
-    "zero2": Layout(engine="deepspeed", stage=2, micro_size=2),
-    "zero3": Layout(engine="deepspeed", stage=3, micro_size=2),
-}
-TWO_RANKS["zero3_offload"] = shipped("ds_configs/zero3_offload.json")
+LAYOUTS = {**TWO_RANKS, "zero3_offload": shipped("ds_configs/zero3_offload.json")}
 ACCUMULATIONS = {1: Layout(micro_size=8), 2: Layout(micro_size=4)}
 
 BALANCING: dict[str, dict[str, Any]] = {
@@ -129,20 +122,21 @@ def test_the_projection_and_the_adversary_s_effect_are_in_what_is_compared() -> 
 @pytest.mark.parametrize(
     ("kind", "layout"),
     [
-        *[(kind, layout) for kind in KINDS for layout in ("fsdp", "zero2", "zero3")],
+        *[(kind, layout) for kind in KINDS for layout in ("ddp", "fsdp", "zero2", "zero3")],
         # The other stages hold what is no parameter of theirs as these do: one kind is enough.
         *[("relative_coordinate", layout) for layout in ("zero0", "zero1")],
     ],
 )
 def test_two_ranks_give_the_weights_and_the_adversary_of_one(two_ranks: Ranks, kind: str, layout: str) -> None:
     settings = changes(kind)
-    first, second = two_ranks(run_images, TWO_RANKS[layout], settings)
+    first, second = two_ranks(run_images, LAYOUTS[layout], settings)
     assert torch.equal(first.vector, second.vector)
     assert differences(first, reference(settings)) == []
 
 
 @pytest.mark.parametrize(
-    ("balancing", "update", "layout"), grid(BALANCING, ["parallel", "sequential"], ["accumulation 1", "fsdp", "zero3"])
+    ("balancing", "update", "layout"),
+    grid(BALANCING, ["parallel", "sequential"], ["accumulation 1", "ddp", "fsdp", "zero3"]),
 )
 def test_it_composes_with_minimax(two_ranks: Ranks, balancing: str, update: str, layout: str) -> None:
     settings = changes("absolute_embedding", balancer=balancing, update=update)
@@ -151,7 +145,7 @@ def test_it_composes_with_minimax(two_ranks: Ranks, balancing: str, update: str,
     if layout == "accumulation 1":
         ours = run_images(Layout(micro_size=8), settings, halves=True)
     else:
-        ours = two_ranks(run_images, TWO_RANKS[layout], settings, halves=True)[0]
+        ours = two_ranks(run_images, LAYOUTS[layout], settings, halves=True)[0]
     assert differences(ours, theirs) == []
     for mine, other in zip(ours.steps, theirs.steps, strict=True):
         assert mine.task_weights == pytest.approx(other.task_weights, rel=1e-5)
@@ -173,7 +167,7 @@ def test_the_two_tasks_get_different_weights_and_both_updates_and_estimates_diff
     ("kind", "layout"),
     grid(
         ["absolute_coordinate", "relative_coordinate"],
-        ["accumulation 1", "fsdp", "zero0", "zero1", "zero3", "zero3_offload"],
+        ["accumulation 1", "ddp", "fsdp", "zero0", "zero1", "zero3", "zero3_offload"],
     ),
 )
 def test_sequential_updates_agree(two_ranks: Ranks, kind: str, layout: str) -> None:
@@ -183,7 +177,7 @@ def test_sequential_updates_agree(two_ranks: Ranks, kind: str, layout: str) -> N
     if layout == "accumulation 1":
         ours = run_images(Layout(micro_size=8), settings)
     else:
-        ours = two_ranks(run_images, TWO_RANKS[layout], settings)[0]
+        ours = two_ranks(run_images, LAYOUTS[layout], settings)[0]
     assert differences(ours, theirs) == []
 
 
@@ -208,13 +202,13 @@ def test_the_normalised_rules_agree_as_far_as_rounding_lets_them(
     if layout == "accumulation 1":
         ours = run_images(Layout(micro_size=8), every)
     else:
-        ours = two_ranks(run_images, TWO_RANKS[layout], every)[0]
+        ours = two_ranks(run_images, LAYOUTS[layout], every)[0]
     assert vector_too_far(ours, theirs, NORMALISED, NORMALISED) == []
     relative, travelled = distances(ours, theirs, skip_key_biases=True)["all"]
     assert relative < NORMALISED and travelled < NORMALISED
 
 
-@pytest.mark.parametrize("layout", ["accumulation 1", "fsdp", "zero2", "zero3"])
+@pytest.mark.parametrize("layout", ["accumulation 1", "ddp", "fsdp", "zero2", "zero3"])
 @pytest.mark.parametrize(("norm", "allowed"), [("l2", TRAVELLED), ("linf", NORMALISED)])
 def test_shifts_of_pixels_agree(two_ranks: Ranks, norm: str, allowed: float, layout: str) -> None:
     """Of linf, the sign of a gradient that is nearly zero is rounding's."""
@@ -226,7 +220,7 @@ def test_shifts_of_pixels_agree(two_ranks: Ranks, norm: str, allowed: float, lay
     if layout == "accumulation 1":
         ours = run_images(Layout(micro_size=8), settings)
     else:
-        ours = two_ranks(run_images, TWO_RANKS[layout], settings)[0]
+        ours = two_ranks(run_images, LAYOUTS[layout], settings)[0]
     assert distances(ours, theirs, skip_key_biases=True)["all"][1] < allowed
 
 
@@ -244,7 +238,7 @@ def run_with_wrong_reduction(wrong: Any, settings: dict[str, Any]) -> Adversaria
     right = FsdpEngine.reduce_hook_gradient
     FsdpEngine.reduce_hook_gradient = wrong  # type: ignore[method-assign]
     try:
-        return run_images(TWO_RANKS["fsdp"], settings)
+        return run_images(LAYOUTS["fsdp"], settings)
     finally:
         FsdpEngine.reduce_hook_gradient = right  # type: ignore[method-assign]
 

@@ -14,7 +14,7 @@ from tests.grids import grid
 from tests.parity.compare import RELATIVE, too_far
 from tests.parity.test_partition import sometimes_absent
 from tests.ranks import Ranks
-from tests.synthetic import Layout, Result, small_config, trainer_for
+from tests.synthetic import TWO_RANKS, Layout, Result, small_config, trainer_for
 from trp_scale.balancing.gradnorm import TaskGradients
 from trp_scale.core.engine import Engine
 
@@ -30,13 +30,6 @@ BALANCING: dict[str, dict[str, Any]] = {
     "representation": {"kind": "gradnorm", "lr": 0.05, "at": "representation", "total": "paper"},
 }
 ACCUMULATIONS = {1: Layout(micro_size=8), 2: Layout(micro_size=4)}
-TWO_RANKS = {
-    "fsdp": Layout(engine="fsdp"),
-    "zero0": Layout(engine="deepspeed", stage=0),
-    "zero1": Layout(engine="deepspeed", stage=1),
-    "zero2": Layout(engine="deepspeed", stage=2),
-    "zero3": Layout(engine="deepspeed", stage=3),
-}
 
 
 def run(layout: Layout, balancing: str) -> tuple[Result, dict[str, Any]]:

@@ -6,9 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.parity.test_balancers import TWO_RANKS
 from tests.ranks import Ranks
-from tests.synthetic import Layout
+from tests.synthetic import TWO_RANKS, Layout
 from tests.synthetic_hypergradients import Agreement, Path, agreement, exact, flat, update
 from tests.synthetic_masks import mask_config, masks_run
 from trp_scale.config import RefusedError
@@ -40,7 +39,7 @@ def measured(two_ranks: Ranks, layout: Layout, settings: Changes) -> dict[Path, 
     return found
 
 
-FP32 = [*((name, "flattened") for name in ("plain", "fsdp", "zero1", "zero2", "zero3")), ("zero2", "patchwise")]
+FP32 = [*((name, "flattened") for name in ("plain", "ddp", "fsdp", "zero1", "zero2", "zero3")), ("zero2", "patchwise")]
 
 
 @pytest.mark.parametrize(("name", "network"), FP32)
@@ -53,7 +52,7 @@ def test_fp32_is_exact_to_four_digits(two_ranks: Ranks, name: str, network: str)
         assert found.ratio == pytest.approx(1.0, abs=1e-2), path
 
 
-@pytest.mark.parametrize("name", ["plain", "fsdp", "zero2"])
+@pytest.mark.parametrize("name", ["plain", "ddp", "fsdp", "zero2"])
 def test_bf16_autocast_is_nearly_exact(two_ranks: Ranks, name: str) -> None:
     """Both sides of the difference are taken in fp32. Measured: cosines of 0.9997, norms right to 4 %."""
     layout = TWO_RANKS.get(name, Layout(micro_size=4))

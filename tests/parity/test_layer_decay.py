@@ -10,7 +10,7 @@ import torch
 
 from tests.parity.compare import too_far
 from tests.ranks import Ranks
-from tests.synthetic import Layout, RecordingTrainer, Result, SilentObserver, data_group
+from tests.synthetic import TWO_RANKS, Layout, RecordingTrainer, Result, SilentObserver, data_group
 from tests.synthetic_images import SyntheticImages, by_projection
 from tests.unit.models.encoder_peers import CLASSES, finetune_config
 from trp_scale.config import OptimizerConfig, TrainingConfig
@@ -21,14 +21,6 @@ from trp_scale.core.run import RunContext
 from trp_scale.downstream.classification.model import ImageClassification, ImageClassifier
 from trp_scale.engines.build import build_engine
 from trp_scale.training.loop import StepAgreement
-
-TWO_RANKS = {
-    "fsdp": Layout(engine="fsdp", micro_size=2),
-    "zero0": Layout(engine="deepspeed", stage=0, micro_size=2),
-    "zero1": Layout(engine="deepspeed", stage=1, micro_size=2),
-    "zero2": Layout(engine="deepspeed", stage=2, micro_size=2),
-    "zero3": Layout(engine="deepspeed", stage=3, micro_size=2),
-}
 
 
 def batch(positions: range, size: int) -> Batch:
@@ -128,7 +120,7 @@ def test_two_ranks_give_the_weights_of_one(two_ranks: Ranks, layout: str, poolin
         assert mine.grad_norm == pytest.approx(other.grad_norm, rel=1e-4)
 
 
-@pytest.mark.parametrize("layout", ["fsdp", "zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("layout", ["ddp", "fsdp", "zero1", "zero2", "zero3"])
 def test_gradient_descent_agrees_too(two_ranks: Ranks, layout: str) -> None:
     ours = two_ranks(tuned, TWO_RANKS[layout], SGD)[0]
     theirs = reference("sgd")

@@ -10,9 +10,8 @@ import pytest
 from torch import Tensor
 
 from tests.parity.compare import RELATIVE, too_far
-from tests.parity.test_balancers import TWO_RANKS
 from tests.ranks import Ranks
-from tests.synthetic import Layout, Result
+from tests.synthetic import TWO_RANKS, Layout, Result
 from tests.synthetic_masks import MasksResult, run_masks
 from trp_scale.config import PatchSplit
 from trp_scale.masks import masks
@@ -45,6 +44,7 @@ VARIANTS: dict[str, Changes] = {
 SPLITS = {
     "accumulation 1": (Layout(micro_size=8), tuple(VARIANTS)),
     "accumulation 2": (Layout(micro_size=4), ("flattened", "curriculum")),
+    "ddp": (TWO_RANKS["ddp"], ("flattened", "patchwise", "unroll 5")),
     "fsdp": (TWO_RANKS["fsdp"], ("flattened", "softsort", "unroll 5")),
     "zero1": (TWO_RANKS["zero1"], ("every 2", "straight through", "curriculum")),
     "zero2": (TWO_RANKS["zero2"], tuple(VARIANTS)),

@@ -9,9 +9,8 @@ import pytest
 
 from tests.grids import grid
 from tests.parity.compare import RELATIVE, TRAVELLED, distances, too_far
-from tests.parity.test_balancers import TWO_RANKS
 from tests.ranks import Ranks
-from tests.synthetic import Layout, Result
+from tests.synthetic import TWO_RANKS, Layout, Result
 from tests.synthetic_modalities import Absent, run_modalities
 
 STEPS = 5
@@ -28,7 +27,10 @@ BALANCING: dict[str, dict[str, Any]] = {
 }
 ACROSS = ("minimax", "uncertainty", "gradnorm", "representation")
 """Compared over engines here; the other balancers read nothing but losses, and all are in test_balancers.py."""
-LAYOUTS = {"accumulation 1": Layout(micro_size=8), **{name: TWO_RANKS[name] for name in ("fsdp", "zero2", "zero3")}}
+LAYOUTS = {
+    "accumulation 1": Layout(micro_size=8),
+    **{name: TWO_RANKS[name] for name in ("ddp", "fsdp", "zero2", "zero3")},
+}
 
 
 def sometimes_absent(step: int) -> Absent:

@@ -11,7 +11,7 @@ import torch
 from tests.grids import grid
 from tests.parity.compare import too_far
 from tests.ranks import Ranks
-from tests.synthetic import ADVERB, INTERJECTION, Layout, Result, run, small_config, trainer_for
+from tests.synthetic import ADVERB, INTERJECTION, TWO_RANKS, Layout, Result, run, small_config, trainer_for
 from trp_scale.balancing.uniform import Uniform
 from trp_scale.core.batch import TaskLosses
 from trp_scale.core.hooks import StepContext
@@ -20,14 +20,6 @@ BALANCING: dict[str, dict[str, Any]] = {
     "uniform": {"kind": "uniform"},
     "exact": {"kind": "minimax", "estimate": "exact"},
     "lagged": {"kind": "minimax", "estimate": "lagged"},
-}
-
-TWO_RANKS = {
-    "fsdp": Layout(engine="fsdp", micro_size=2),
-    "zero0": Layout(engine="deepspeed", stage=0, micro_size=2),
-    "zero1": Layout(engine="deepspeed", stage=1, micro_size=2),
-    "zero2": Layout(engine="deepspeed", stage=2, micro_size=2),
-    "zero3": Layout(engine="deepspeed", stage=3, micro_size=2),
 }
 
 
@@ -98,7 +90,7 @@ def test_key_biases_agree_under_sgd(two_ranks: Ranks, layout: str) -> None:
     assert [far for far in too_far(ours, theirs) if "key.bias" not in far] == []
 
 
-@pytest.mark.parametrize("layout", ["fsdp", "zero2", "zero3"])
+@pytest.mark.parametrize("layout", ["ddp", "fsdp", "zero2", "zero3"])
 def test_clipping_acts_on_the_norm_of_the_global_gradient(two_ranks: Ranks, layout: str) -> None:
     # A large rate: the distance travelled must stay far above the rounding of the weights themselves.
     clipped = {**changes("exact", "sgd"), "optimizer": {"kind": "sgd", "lr": 4.0, "clipping": 0.5}}

@@ -23,7 +23,7 @@ LEVELS: dict[str, dict[str, Any]] = {
     "joint": {"kind": "joint", "gamma": 0.5, "batch_size": 12},
     "fine_tuning": {"kind": "fine_tuning", "proximity": 20.0},
 }
-ACCUMULATION = {"plain": 1, "fsdp": 2, "zero2": 1, "zero3": 2, "zero3_offload": 1}
+ACCUMULATION = {"plain": 1, "ddp": 2, "fsdp": 2, "zero2": 1, "zero3": 2, "zero3_offload": 1}
 """Micro-batches of D_u on each rank, by engine; DeepSpeed believes that a window holds no more than these."""
 DIFFERENCE = 1.0
 """Long, so that what fp32 rounds of a difference of losses does not hide how near the runs are."""

@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 
 from tests.parity.compare import too_far
-from tests.parity.test_adversary import TWO_RANKS
 from tests.parity.test_learned_masks import ROUNDING
 from tests.ranks import Ranks
-from tests.synthetic import Layout
+from tests.synthetic import TWO_RANKS, Layout
 from tests.synthetic_images import AdversarialResult, run_images
 from tests.synthetic_masks import run_masks
 
@@ -26,6 +25,7 @@ COMPANY: dict[str, dict[str, Any]] = {
 LAYOUTS = {
     "accumulation 1": Layout(micro_size=8),
     "accumulation 2": Layout(micro_size=4),
+    "ddp": TWO_RANKS["ddp"],
     "fsdp": TWO_RANKS["fsdp"],
     "fsdp, accumulation 1": Layout(engine="fsdp", micro_size=4),
     "zero2": TWO_RANKS["zero2"],
@@ -75,7 +75,7 @@ def test_it_changes_the_weights_and_spreads_the_class_tokens() -> None:
 SECOND_LEVELS = ("head", "joint")
 
 
-@pytest.mark.parametrize("layout", ["accumulation 1", "fsdp"])
+@pytest.mark.parametrize("layout", ["accumulation 1", "ddp", "fsdp"])
 @pytest.mark.parametrize("level", SECOND_LEVELS)
 def test_it_composes_with_learned_masks(two_ranks: Ranks, level: str, layout: str) -> None:
     multilevel = {**ROUNDING["multilevel"], "kind": level}

@@ -39,6 +39,12 @@ class ModelConfig:
     transformers' BertForPreTraining or ViTMAEForPreTraining, timm's ViT (its encoder), MultiMAE. A run directory of
     trp-scale pretrain gives its last weights, with @average behind it their average. Empty = from the seed."""
 
+    @property
+    def block_parameters(self) -> int:
+        """Of the blocks' matrices, which are nearly all of a large encoder: 4 d^2 of attention and 2 d f of the
+        feed-forward layer in each."""
+        return self.layers * self.hidden_size * (4 * self.hidden_size + 2 * self.intermediate_size)
+
 
 @dataclass(kw_only=True)
 class TextModelConfig(ModelConfig):

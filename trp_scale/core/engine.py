@@ -107,7 +107,7 @@ class Stores(Protocol):
     """What a checkpoint needs.
 
     Attributes:
-        name: plain, fsdp or deepspeed.
+        name: plain, ddp, fsdp or deepspeed.
         zero_stage: ZeRO stage, None where the word does not apply.
     """
 

@@ -5,7 +5,7 @@ Every engine splits parameters over the ranks in its own way. Hooks, checkpoints
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 
@@ -127,6 +127,27 @@ class Piece:
     region: Region
     tensors: dict[str, Tensor]
     owner: bool = True
+
+
+def shares(size: int, world: int) -> list[tuple[int, int]]:
+    """The range of `size` elements that each of `world` ranks owns; the last ones may be empty."""
+    share = -(-size // world)
+    return [(min(owner * share, size), min((owner + 1) * share, size)) for owner in range(world)]
+
+
+def owned_ranges(
+    name: str, shape: tuple[int, ...], tensors: Mapping[str, Tensor], *, rank: int, world: int
+) -> Iterator[Piece]:
+    """A parameter that every rank holds whole, as one piece for each rank of `world`; this rank owns the one."""
+    flat = {key: tensor.detach().reshape(-1) for key, tensor in tensors.items()}
+    for owner, (start, stop) in enumerate(shares(prod(shape), world)):
+        yield Piece(
+            name=name,
+            shape=shape,
+            region=FlatRange(start, stop),
+            tensors={key: tensor[start:stop] for key, tensor in flat.items()},
+            owner=owner == rank,
+        )
 
 
 def whole_tensors(pieces: Iterable[Piece], parts: Iterable[Tensor], group: Group) -> dict[str, Tensor]:

@@ -26,7 +26,7 @@ def build_engine(
     """The engine `name` holding `module`.
 
     Args:
-        name: plain, fsdp or deepspeed.
+        name: plain, ddp, fsdp or deepspeed.
         module: the model, whole, on the CPU, the same on all ranks.
         config: settings of the run.
         device: where to train.
@@ -39,6 +39,10 @@ def build_engine(
     """
     if name == "plain":
         return PlainEngine(module, config, device=device, data_group=data_group)
+    if name == "ddp":
+        from trp_scale.engines.ddp import DdpEngine
+
+        return DdpEngine(module, config, device=device, data_group=data_group)
     if name == "fsdp":
         from trp_scale.engines.fsdp import FsdpEngine
 
@@ -55,7 +59,7 @@ def build_engine(
             ds_document, config, world=data_group.size, accumulation=accumulation, path=ds_path or "--ds_config"
         )
         return DeepSpeedEngine(module, config, device=device, data_group=data_group, document=document)
-    raise EngineError(f"engine {name!r} is not known; plain, fsdp and deepspeed are")
+    raise EngineError(f"engine {name!r} is not known; plain, ddp, fsdp and deepspeed are")
 
 
 OF_THE_FIRST = ("optimizer", "scheduler", "gradient_clipping")

@@ -12,6 +12,7 @@ import deepspeed
 import torch
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils import logger as deepspeed_logger
+from deepspeed.utils import set_z3_leaf_modules
 from torch import Tensor, nn
 
 from trp_scale.config import Config
@@ -76,6 +77,10 @@ class DeepSpeedEngine(ShardOperations):
         self.config = config
         self.device = device
         self.data_group = data_group
+        if document["zero_optimization"]["stage"] == 3:
+            # A block is gathered whole: not matrix by matrix, each with a collective of its own.
+            blocks = {type(layer) for layer in module.layers if list(layer.children())}  # type: ignore[union-attr, attr-defined]
+            set_z3_leaf_modules(module, list(blocks), raise_if_not_found=False)
         self.engine, _, _, _ = deepspeed.initialize(
             model=module, optimizer=build_optimizer(module, config.optimizer), config=document, dist_init_required=False
         )

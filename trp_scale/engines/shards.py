@@ -23,7 +23,7 @@ def sum_of_squares(gradients: Sequence[Tensor], device: torch.device) -> Tensor:
         return torch.zeros((), dtype=torch.float64, device=device)
     wide = torch.promote_types(gradients[0].dtype, torch.float32)
     norms = torch._foreach_norm(list(gradients), 2, wide)
-    return torch.stack([norm.double().square() for norm in norms]).sum().to(device)
+    return torch.stack(norms).double().square().sum().to(device)
 
 
 class MicroBatchSquares:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from trp_scale.core.pieces import STATE_NAMES, FlatRange, Piece
+from trp_scale.core.pieces import STATE_NAMES, FlatRange, Piece, owned_ranges, shares
 from trp_scale.engines.optimizer import empty_adamw_state
 
 
@@ -111,25 +111,12 @@ class WholeLayout(ZeroLayout):
     def flat_weights(self) -> list[Tensor]:
         return [self.master(parameter) for parameter in self.module.parameters()]
 
-    def _shares(self, parameter: Tensor) -> list[tuple[int, int]]:
-        """The range of the flattened parameter that each rank owns."""
-        size, share = parameter.numel(), -(-parameter.numel() // self.world)
-        return [(min(owner * share, size), min((owner + 1) * share, size)) for owner in range(self.world)]
-
     def pieces(self) -> Iterator[Piece]:
         for name, parameter in self.module.named_parameters():
             master = self.master(parameter)
             state = self.torch_optimizer.state.get(master, {})
             whole = {"weight": master.detach(), **{key: state[key] for key in STATE_NAMES if key in state}}
-            for owner, (start, stop) in enumerate(self._shares(parameter)):
-                tensors = {key: tensor.reshape(-1)[start:stop] for key, tensor in whole.items()}
-                yield Piece(
-                    name=name,
-                    shape=tuple(parameter.shape),
-                    region=FlatRange(start, stop),
-                    tensors=tensors,
-                    owner=owner == self.rank,
-                )
+            yield from owned_ranges(name, tuple(parameter.shape), whole, rank=self.rank, world=self.world)
 
     def gradients(self) -> list[Tensor]:
         # All ranks hold the same reduced gradient; rank 0 speaks for all, so that sums over ranks count it once.
@@ -141,7 +128,7 @@ class WholeLayout(ZeroLayout):
         found: list[Tensor] = []
         for parameter in self.module.parameters():
             gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            found += [gradient.reshape(-1)[start:stop] for start, stop in self._shares(parameter)]
+            found += [gradient.reshape(-1)[start:stop] for start, stop in shares(parameter.numel(), self.world)]
         return found
 
     def clear_gradients(self) -> None:
@@ -241,6 +228,31 @@ class FlatLayout(ZeroLayout):
 
     def clear_unused_gradients(self) -> None:
         """Nothing is left after a step."""
+
+    @contextmanager
+    def last_backward(self) -> Iterator[None]:
+        # With overlap_comm, stage 1 reduces those parameters alone that take part in the last micro-batch.
+        optimizer = self.optimizer
+        if optimizer.partition_gradients or not optimizer.overlap_comm:
+            yield
+            return
+        rest = optimizer.overlapping_partition_gradients_reduce_epilogue
+
+        def reduce_the_others_too() -> None:
+            taken = {name for bucket in optimizer.ipg_buckets.values() for _, _, name in bucket.params}
+            for number, group in enumerate(optimizer.bit16_groups):
+                for parameter in group:
+                    name = optimizer.get_param_id(parameter)
+                    missed = name not in taken and not optimizer.params_already_reduced[name]
+                    if missed and optimizer.get_gradient_for_reduction(parameter) is not None:
+                        optimizer.reduce_ready_partitions_and_remove_grads(parameter, number)
+            rest()
+
+        optimizer.overlapping_partition_gradients_reduce_epilogue = reduce_the_others_too
+        try:
+            yield
+        finally:
+            del optimizer.overlapping_partition_gradients_reduce_epilogue
 
     def publish_weights(self) -> None:
         self.optimizer.update_lp_params()

@@ -31,7 +31,11 @@ from trp_scale.recipes.loader import (
     upstream_settings,
 )
 
-EngineName = Literal["plain", "fsdp", "deepspeed"]
+EngineName = Literal["plain", "ddp", "fsdp", "deepspeed"]
+
+WHOLE = 1_000_000_000
+"""Parameters of the encoder's blocks that a rank holds whole unless told otherwise: weights, gradients and two moments
+are 16 bytes each. Larger ones are sharded."""
 
 
 @dataclass(kw_only=True)
@@ -49,8 +53,8 @@ class Arguments:
     run_dir: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     """Directory for everything the run leaves behind; runs/<recipe>-<date>-<time> when it is not given."""
     engine: EngineName | None = None
-    """Who holds parameters and optimizer; when it is not given: deepspeed with --ds_config, else fsdp on several ranks,
-    else plain."""
+    """Who holds parameters and optimizer; when it is not given: deepspeed with --ds_config, else plain in one process,
+    and on several ranks ddp (each holds all), or fsdp (sharded) for encoders of more than 10^9 parameters."""
     ds_config: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """DeepSpeed's JSON file; what the recipe states is "auto" in it."""
     resume: Annotated[str, tyro.conf.arg(metavar="auto|never|PATH")] = "auto"
@@ -65,11 +69,17 @@ class Arguments:
         Raises:
             RefusedError: plain on several ranks.
         """
-        if self.engine is None:
-            return "deepspeed" if self.ds_config is not None else "fsdp" if world > 1 else "plain"
         if self.engine == "plain" and world > 1:
-            raise RefusedError(f"--engine plain is for one process, this run has {world}; allowed: fsdp, deepspeed")
-        return self.engine
+            raise RefusedError(
+                f"--engine plain is for one process, this run has {world}; allowed: ddp, fsdp, deepspeed"
+            )
+        if self.engine is not None:
+            return self.engine
+        if self.ds_config is not None:
+            return "deepspeed"
+        if world == 1:
+            return "plain"
+        return "fsdp" if self.config.model.block_parameters > WHOLE else "ddp"
 
     def recipe_name(self) -> str:
         """The recipe's name, for the name of the run directory."""

@@ -78,7 +78,7 @@ class Run:
         arguments: the command line.
         environment: ranks and device.
         run_dir: made, and the same on all ranks.
-        engine_name: plain, fsdp or deepspeed.
+        engine_name: plain, ddp, fsdp or deepspeed.
         stop_requested: why this rank wants to stop, or None.
         build: opens what the run learns from; it may complete the settings from the data.
     Attributes:

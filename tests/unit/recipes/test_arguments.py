@@ -10,7 +10,7 @@ from typing import get_type_hints
 
 import pytest
 
-from trp_scale.config import RefusedError
+from trp_scale.config import RefusedError, TextModelConfig
 from trp_scale.config.components import settings_of
 from trp_scale.config.settings import sections
 from trp_scale.recipes.arguments import Arguments, parse
@@ -125,7 +125,11 @@ def test_flags_that_cannot_be_are_refused(argv: list[str], expected: str) -> Non
 
 def test_the_engine_follows_from_the_flags_and_the_world() -> None:
     assert Arguments().engine_for(1) == "plain"
-    assert Arguments().engine_for(2) == "fsdp"
+    assert Arguments().engine_for(2) == "ddp"
+    large = PosBertConfig(model=TextModelConfig(layers=24, hidden_size=2048, intermediate_size=8192))
+    assert large.model.block_parameters == 24 * (4 + 8) * 2048**2 > 10**9
+    assert Arguments(config=large).engine_for(1) == "plain"
+    assert Arguments(config=large).engine_for(2) == "fsdp"
     assert Arguments(ds_config=Path("x.json")).engine_for(1) == "deepspeed"
     assert Arguments(engine="fsdp").engine_for(1) == "fsdp"
     with pytest.raises(RefusedError, match="--engine plain is for one process, this run has 2"):

@@ -1,0 +1,178 @@
+"""What travels between two ranks in a training step, on each engine, and what a second rank is worth.
+
+    python benchmarks/wire.py [--layers 4 --hidden_size 256 --rows 16] [--engines ddp fsdp ...] [--rounds 9]
+
+Counted: collectives of a step and their payload in bytes a parameter, for one and for four micro-batches. On the wire,
+of many ranks, an all-reduce is twice its payload, a gather or a reduce-scatter once. The loss sums, the agreement of
+the ranks and the like are among the collectives; their bytes are too few to show.
+
+Timed with --rounds: steps of `rows` on one rank alone alternate with steps of 2 x `rows` on both, one thread each;
+"2 ranks / 1" is rows a second of both over rows a second of the one, median over the rounds, of 2 at best.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.multiprocessing as multiprocessing
+import tyro
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.gpu_setting import ENGINES, Setting, engine_of, text_config
+from benchmarks.steps import Workload, trainer_of, whole_step
+from benchmarks.text_steps import LENGTH, random_batch, text_workload
+from trp_scale.config import TextModelConfig
+from trp_scale.distributed.environment import Environment
+from trp_scale.training.loop import Trainer
+
+PORT = 29621
+KINDS = {
+    "allreduce": "all-reduce",
+    "allgather": "gather",
+    "reducescatter": "scatter",
+    "reduce": "reduce",
+    "broadcast": "broadcast",
+}
+"""Part of an operation's name -> column. One device's other name for an operation has the same part."""
+
+
+@dataclass(kw_only=True)
+class Options:
+    """A BERT, and what to do with it."""
+
+    layers: int = 4
+    """Transformer blocks."""
+    hidden_size: int = 256
+    """Width; a head is 64."""
+    rows: int = 16
+    """Of a micro-batch."""
+    engines: list[str] = field(default_factory=lambda: [name for name in ENGINES if name != "plain"])
+    """Which ones."""
+    rounds: int = 0
+    """Timed rounds of each; 0: only counted."""
+
+
+class CountsCollectives(TorchDispatchMode):
+    """Collectives and their bytes by kind; a collective's payload is the largest of its tensors or lists of them."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: Counter[str] = Counter()
+        self.bytes: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+        space, _, name = function.name().partition("::")
+        if space == "c10d":
+            plain = name.replace("_base_", "").replace("_", "")
+            kind = next((word for part, word in KINDS.items() if part in plain), name)
+            self.calls[kind] += 1
+            self.bytes[kind] += max(
+                sum(each.nbytes for each in tree_leaves(one) if isinstance(each, Tensor)) for one in arguments
+            )
+        return function(*arguments, **(named or {}))
+
+
+def workload(options: Options, world: int, accumulation: int = 1) -> Workload:
+    """A rank's `accumulation` micro-batches of a run on `world` ranks."""
+    width = options.hidden_size
+    model = TextModelConfig(
+        layers=options.layers,
+        hidden_size=width,
+        heads=max(1, width // 64),
+        intermediate_size=4 * width,
+        max_positions=LENGTH,
+        dropout=0.0,
+    )
+    config = text_config(model, rows=options.rows, accumulation=accumulation * world, precision="fp32")
+    return replace(text_workload(config), rows=random_batch(options.rows * accumulation))
+
+
+def trainer_on(environment: Environment, layout: str, work: Workload) -> Trainer:
+    """The loop over the same rows at every step."""
+    return trainer_of(engine_of(Setting(environment=environment, small=True), layout, work), work)
+
+
+def counted(environment: Environment, layout: str, work: Workload) -> CountsCollectives:
+    """The collectives of a step, after one that makes what is made once."""
+    trainer = trainer_on(environment, layout, work)
+    trainer.train_step()
+    found = CountsCollectives()
+    with found:
+        trainer.train_step()
+    trainer.engine.close()
+    return found
+
+
+def gain(environment: Environment, layout: str, options: Options) -> list[float]:
+    """Rows a second of both ranks over those of rank 0 alone, round by round."""
+    both, alone = trainer_on(environment, layout, workload(options, 2)), None
+    if environment.data.rank == 0:
+        alone = whole_step(workload(options, 1), environment.device)
+    found = []
+    for number in range(options.rounds + 2):
+        environment.world.barrier()
+        began = time.perf_counter()
+        if alone is not None:
+            alone()
+        one = time.perf_counter() - began
+        environment.world.barrier()
+        began = time.perf_counter()
+        both.train_step()
+        if number >= 2:
+            found.append(2 * one / (time.perf_counter() - began))
+    both.engine.close()
+    return found
+
+
+def on_rank(rank: int, options: Options, answers: Any) -> None:
+    """All engines in turn; rank 0 puts what it found of each."""
+    values = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": PORT}
+    os.environ.update({name: str(value) for name, value in values.items()})
+    torch.set_num_threads(1)
+    with Environment() as environment:
+        environment.ensure_process_group()
+        for layout in options.engines:
+            counts = [counted(environment, layout, workload(options, 2, number)) for number in (1, 4)]
+            gains = gain(environment, layout, options) if options.rounds else []
+            if rank == 0:
+                answers.put((layout, [(dict(each.calls), dict(each.bytes)) for each in counts], gains))
+
+
+def main(options: Options) -> None:
+    """Print a line for each engine and number of micro-batches."""
+    parameters = sum(parameter.numel() for parameter in workload(options, 2).module.parameters())
+    print(f"{parameters / 1e6:.2f} M parameters, 2 ranks of 1 thread, {options.rows} rows a micro-batch")
+    columns = [*KINDS.values()]
+    print(f"{'engine':<7}{'micro':>6}{'calls':>7}" + "".join(f"{name + ' B/p':>16}" for name in columns), end="")
+    print(f"{'on the wire B/p':>17}{'2 ranks / 1':>13}")
+    context = multiprocessing.get_context("spawn")
+    answers = context.SimpleQueue()
+    processes = [context.Process(target=on_rank, args=(rank, options, answers)) for rank in range(2)]
+    for process in processes:
+        process.start()
+    for _ in options.engines:
+        layout, counts, gains = answers.get()
+        for accumulation, (calls, payload) in zip((1, 4), counts, strict=True):
+            each = {name: payload.get(name, 0) / parameters for name in columns}
+            wire = sum(each.values()) + each["all-reduce"]
+            worth = f"{median(gains):.2f}" if gains and accumulation == 1 else ""
+            print(f"{layout:<7}{accumulation:>6}{sum(calls.values()):>7}", end="")
+            print("".join(f"{each[name]:>16.2f}" for name in columns) + f"{wire:>17.2f}{worth:>13}", flush=True)
+    for process in processes:
+        process.join()
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__, use_underscores=True))

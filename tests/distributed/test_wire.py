@@ -1,0 +1,41 @@
+"""What travels between ranks in a step (benchmarks/wire.py counts it): no more than this."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.wire import CountsCollectives
+from tests.distributed.engine_layouts import LAYOUTS
+from tests.ranks import Ranks
+from tests.synthetic import Layout, small_config, trainer_for
+
+MOST = {
+    "ddp": ((3, 8.1), (3, 8.1)),
+    "fsdp": ((11, 10.9), (26, 31.4)),
+    "zero1": ((10, 8.1), (10, 8.1)),
+    "zero2": ((10, 8.1), (25, 20.1)),
+    "zero3": ((46, 8.1), (55, 31.5)),
+}
+"""Collectives of a step, and bytes a parameter on the wire, with one micro-batch and with four."""
+
+
+def counted(layout: Layout, accumulation: int) -> tuple[int, float]:
+    config = small_config(
+        layout, batch={"global_size": 8, "micro_size": 4 // accumulation}, balancer={"kind": "uniform"}
+    )
+    trainer = trainer_for(layout, config)
+    parameters = sum(tensor.numel() for tensor in trainer.engine.full_weights().values())
+    trainer.engine.train(True)
+    trainer.train_step()
+    with CountsCollectives() as found:
+        trainer.train_step()
+    trainer.engine.close()
+    wire = sum(found.bytes.values()) + found.bytes["all-reduce"]
+    return sum(found.calls.values()), wire / max(parameters, 1)
+
+
+@pytest.mark.parametrize("name", MOST)
+def test_no_more_travels_than_did(two_ranks: Ranks, name: str) -> None:
+    for accumulation, (calls, wire) in zip((1, 4), MOST[name], strict=True):
+        found = two_ranks(counted, LAYOUTS[name], accumulation)[0]
+        assert found[0] <= calls and found[1] <= wire, (accumulation, found)
