@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import shutil
@@ -15,7 +14,7 @@ from trp_scale.checkpoint.durable import sync_directory
 from trp_scale.checkpoint.format import STATE_OF
 from trp_scale.checkpoint.run_directory import newest_complete
 from trp_scale.config import RefusedError
-from trp_scale.config.components import find
+from trp_scale.config.components import find, named
 from trp_scale.config.upstream import Weights
 
 
@@ -107,8 +106,7 @@ def find_writer(document: CheckpointDocument, to: str) -> Writer:
     upstream = document.config.get("upstream", "")
     exports: Mapping[str, str] = find("upstream", upstream, "the run's upstream").load().exports if upstream else {}
     if to in exports:
-        module, _, name = exports[to].partition(":")
-        writer: Writer = getattr(importlib.import_module(module), name)
+        writer: Writer = named(exports[to])
         return writer
     raise RefusedError(
         f"--to {to}: the run's upstream is {upstream or 'none, it is a fine-tuned run'}; allowed for it: "

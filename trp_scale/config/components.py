@@ -74,8 +74,7 @@ class Component:
         """The class; its module is imported now."""
         if not isinstance(self.implementation, str):
             return self.implementation
-        module, _, name = self.implementation.partition(":")
-        return getattr(importlib.import_module(module), name)
+        return named(self.implementation)
 
     @property
     def has_settings(self) -> bool:
@@ -86,6 +85,12 @@ class Component:
     def summary(self) -> str:
         """What it is, in a line."""
         return (self.settings.__doc__ or "").strip().split("\n")[0]
+
+
+def named(place: str) -> Any:
+    """What stands at "module:name"; the module is imported now."""
+    module, _, name = place.partition(":")
+    return getattr(importlib.import_module(module), name)
 
 
 _components: dict[tuple[str, str], Component] = {}

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -68,8 +68,11 @@ class DownstreamTask(Measured, Upstream, Protocol):
         metric: the figure of `Metrics.finish` that the task is judged by; higher is better unless lower_is_better.
         lower_is_better: of the metric.
         split: what the measured rows are: dev or test.
+        pictures: "module:class" that draws what runs predict (representation/finetuned.py: `FinetunedPictures`); "": no
+            class does.
     """
 
+    pictures: ClassVar[str]
     name: str
     metric: str
     lower_is_better: bool
@@ -83,6 +86,7 @@ ImageRun = TypeVar("ImageRun", bound=ImageTaskConfig)
 class TaskParts(Generic[Run]):
     """What tasks have in common, beside their own data, model, objective and metrics."""
 
+    pictures: ClassVar[str] = ""
     lower_is_better = False
     positions_per_step: int
     step_flops: float

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,9 @@ from trp_scale.data.images.dataset import agree_images, open_image_dataset
 from trp_scale.data.images.rows import RowReader
 from trp_scale.data.rows import Rows
 from trp_scale.data.mixture import parse_paths
+from trp_scale.downstream.finetuned_run import predicting_engine
+from trp_scale.downstream.pictures import Picture, figure_class
+from trp_scale.downstream.representation.finetuned import FinetunedPictures
 from trp_scale.downstream.task import GatheredRows, ImageTask, open_task_sources
 from trp_scale.models.image_encoder import ImageEncoder, OnImageEncoder
 from trp_scale.models.initialise import initialise_vision
@@ -103,12 +107,25 @@ class MeanError:
         return {"error": float(self.rows.gather(group)["errors"].mean())}
 
 
+class Pictures(FinetunedPictures):
+    @staticmethod
+    def draw(runs, shown, output, environment):
+        figure = figure_class()()
+        axes = figure.subplots()
+        for name, run in runs.items():
+            engine = predicting_engine(Model(run.config), run, environment)
+            with torch.no_grad():
+                axes.plot(engine(shown.images).cpu(), label=name)
+        figure.savefig(output / "brightness.png")
+        return [Picture(output / "brightness.png", "how bright each image is to each run")]
+
+
 @trp.component("task", "brightness")
 class Brightness(ImageTask[BrightnessConfig]):
     """How bright an image is."""
 
     Settings = BrightnessConfig
-    metric, lower_is_better = "error", True
+    metric, lower_is_better, pictures = "error", True, "brightness:Pictures"
 
     def __init__(self, config, environment):
         paths = parse_paths(config.data.path)
@@ -156,6 +173,11 @@ def test_a_task_of_one_s_own(image_dataset: Path, tmp_path: Path, capsys: pytest
         assert read_results(run_dir).tasks[0].values == first.values
         assert cli.main(["evaluate", "--run", str(run_dir), "--output", str(tmp_path / "out"), *given]) == 0
         assert read_results(tmp_path / "out").tasks[0].values == pytest.approx(first.values)
+        looked_at = ["--from", "scratch", "--recipe", "adpe_tiny", "--image_size", "32", "--data", str(image_dataset)]
+        looked_at += ["--images", "8", "--shown", "2", "--output", str(tmp_path / "seen")]
+        assert cli.main(["represent", *looked_at, "--run", str(run_dir / "brightness" / "seed_0"), *given]) == 0
+        drawn = json.loads((tmp_path / "seen" / "representation.json").read_text(encoding="utf-8"))
+        assert drawn["pictures"][-1] == "brightness.png" and (tmp_path / "seen" / "brightness.png").is_file()
         switched = [*flags, "--downstream.kind", "brightness", "--downstream.darkest", "2", *given]
         assert cli.main(["finetune", *switched]) == 2
         assert "--downstream.darkest is 2.0, allowed: from 0 to below 1" in capsys.readouterr().err

@@ -35,6 +35,7 @@ class ClassificationTask(ImageTask[ClassificationTaskConfig]):
     """Classes of images; see `DownstreamTask`."""
 
     metric = "accuracy"
+    pictures = "trp_scale.downstream.classification.grad_cam:ClassifierPictures"
 
     def __init__(self, config: ClassificationTaskConfig, environment: Environment) -> None:
         test_path = config.downstream.test_path

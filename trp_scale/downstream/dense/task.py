@@ -129,6 +129,7 @@ class DenseTask(ImageTask[DenseRun]):
     """Data and model of a task of pixels; what is learned and measured is the subclass's."""
 
     maps: type[DenseMaps]
+    pictures = "trp_scale.downstream.dense.pixel_pictures:PixelPictures"
 
     def __init__(self, config: DenseRun, environment: Environment) -> None:
         self.config = config

@@ -30,8 +30,8 @@ class RepresentArguments(ReadsRuns):
     output: Annotated[Path, tyro.conf.arg(metavar="DIR")]
     """Directory to write; made if it is not there."""
     run: Annotated[list[Path], tyro.conf.arg(metavar="DIR")] = field(default_factory=list)
-    """Fine-tuned runs of one kind of task, each the run directory of a seed (DIR/TASK/seed_N): Grad-CAM of classifiers,
-    predicted maps of segmentation and depth, side by side."""
+    """Fine-tuned runs of one kind of task, each the run directory of a seed (DIR/TASK/seed_N): what their task draws of
+    them, side by side. Classifiers have Grad-CAM; segmentation and depth predicted maps."""
     images: int = 1024
     """Largest number of images that figures, plane and averaged attention are made of; 0 = all."""
     recipe: Annotated[str, tyro.conf.arg(metavar="NAME|PATH")] = ""

@@ -1,127 +1,42 @@
-"""Fine-tuned runs to look at, side by side; of classifiers, what they decide by.
-
-Grad-CAM: Selvaraju et al. 2017, eq. 1-2; MLO-MAE Figure 5.
-"""
+"""Fine-tuned runs to look at, side by side, as their task draws them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
 
 from trp_scale.config import RefusedError
+from trp_scale.config.components import find, named, names
 from trp_scale.distributed.environment import Environment
-from trp_scale.downstream.classification.model import ImageClassifier, Pixels
-from trp_scale.downstream.classification.settings import ClassificationTaskConfig
-from trp_scale.downstream.comparison import names
-from trp_scale.downstream.finetuned_run import FinetunedRun, predicting_engine, read_run
+from trp_scale.downstream.comparison import names as shortest_names
+from trp_scale.downstream.finetuned_run import FinetunedRun, read_run
 from trp_scale.downstream.pictures import Picture
-from trp_scale.downstream.representation.figures import Decision, draw_activations
-from trp_scale.downstream.representation.pixel_pictures import pixel_pictures
-from trp_scale.downstream.representation.study import ImageChoice, ShownImages, measured_images
+from trp_scale.downstream.representation.study import ImageChoice, ShownImages
 
 
-class ClassActivation(NamedTuple):
-    """Grad-CAM of each image.
+class FinetunedPictures(ABC):
+    """How a task shows what its runs predict. The task names the class as `pictures` (downstream/task.py)."""
 
-    Attributes:
-        maps: [B, G, G], zero or more, not scaled.
-        predicted: [B] class with the highest logit.
-    """
+    @staticmethod  # noqa: B027 - most need nothing
+    def check(run: FinetunedRun, choice: ImageChoice) -> None:
+        """Raises RefusedError if the run cannot be shown on these images; asked before anything is computed."""
 
-    maps: Tensor
-    predicted: Tensor
+    @staticmethod
+    @abstractmethod
+    def draw(
+        runs: Mapping[str, FinetunedRun], shown: ShownImages, output: Path, environment: Environment
+    ) -> list[Picture]:
+        """Draw the runs side by side.
 
+        Args:
+            runs: of the task, by name.
+            shown: images to draw, and their features.
+            output: directory for the files.
 
-def grad_cam(activations: Tensor, gradients: Tensor) -> Tensor:
-    """[B, N, D] features of patches and the gradient of a class's logit there -> [B, G, G].
-
-    A feature's weight is its gradient averaged over the patches (eq. 1); a patch's value is the weighted sum of its
-    features, negative ones as 0 (eq. 2).
-    """
-    weights = gradients.mean(1, keepdim=True)  # [B, 1, D]
-    values = F.relu((weights * activations).sum(-1))  # [B, N]
-    grid = round(values.shape[1] ** 0.5)
-    return values.reshape(-1, grid, grid)
-
-
-def class_activation(model: ImageClassifier, images: Tensor, classes: Tensor | None = None) -> ClassActivation:
-    """Grad-CAM on the first norm of the last block, as MLO-MAE has it, over the patches.
-
-    Args:
-        model: in evaluation mode.
-        images: [B, 3, S, S] normalised.
-        classes: [B] whose logit is explained; None = the predicted one.
-    """
-    kept: list[Tensor] = []
-
-    def keep(module: nn.Module, arguments: tuple[Any, ...], output: Tensor) -> Tensor:
-        kept.append(output.detach().requires_grad_())
-        return kept[0]
-
-    handle = model.encoder.blocks[-1].norm1.register_forward_hook(keep)  # type: ignore[union-attr]
-    try:
-        with torch.enable_grad():
-            logits = model(images)  # [B, C]
-    finally:
-        handle.remove()
-    predicted = logits.argmax(1)
-    explained = logits.gather(1, (predicted if classes is None else classes).unsqueeze(1))
-    # Images do not meet in the model, so the sum's gradient is each image's own.
-    (gradients,) = torch.autograd.grad(explained.sum(), kept[0])  # [B, 1 + N, D]
-    return ClassActivation(grad_cam(kept[0].detach()[:, 1:], gradients[:, 1:]), predicted)
-
-
-def classifier_pictures(
-    runs: Mapping[str, FinetunedRun], shown: ShownImages, output: Path, environment: Environment
-) -> list[Picture]:
-    """Draw grad_cam.png.
-
-    Args:
-        runs: of classification, by name.
-    """
-    decisions = {name: _decisions(run, shown, environment) for name, run in runs.items()}
-    path = output / "grad_cam.png"
-    captions = [shown.choice.class_name(label) for label in shown.labels.tolist()]
-    draw_activations(shown.images, captions, decisions, path)
-    return [
-        Picture(
-            path,
-            "Grad-CAM of the predicted class on the first norm of the last block; red: what speaks for it most, each "
-            "image on its own scale; green words: predicted right",
-        )
-    ]
-
-
-def _decisions(run: FinetunedRun, shown: ShownImages, environment: Environment) -> list[Decision]:
-    """What the run decides of each image, seen as it is measured."""
-    assert isinstance(run.config, ClassificationTaskConfig)
-    model = ImageClassifier(run.config)
-    predicting_engine(model, run, environment)
-    model.eval()
-    names, pixels, found = run.classes or shown.choice.classes, Pixels(), []
-    labels = iter(shown.labels.tolist())
-    for batch in measured_images(run.config, shown.choice):
-        seen = batch["images"]  # [B, 3, S, S]
-        maps, predicted = class_activation(model, pixels(seen.to(environment.device)))
-        for image, one, guess in zip(seen.float() / 255.0, maps.cpu(), predicted.tolist(), strict=True):
-            word = names[guess] if names else str(guess)
-            found.append(Decision(image=image, map=one, prediction=word, right=guess == next(labels)))
-    return found
-
-
-Draw = Callable[[Mapping[str, FinetunedRun], ShownImages, Path, Environment], list[Picture]]
-
-PICTURES: dict[str, Draw] = {
-    "classification": classifier_pictures,
-    "segmentation": pixel_pictures,
-    "depth": pixel_pictures,
-}
-"""What is drawn, by downstream.kind."""
+        Raises:
+            DataError, RefusedError: the images lack what the task needs.
+        """
 
 
 def open_finetuned(runs: Sequence[Path], choice: ImageChoice) -> dict[str, FinetunedRun]:
@@ -129,36 +44,33 @@ def open_finetuned(runs: Sequence[Path], choice: ImageChoice) -> dict[str, Finet
 
     Raises:
         RefusedError: one is no finished fine-tuned run, of a kind that has no pictures or of another kind than the
-            first, or a classifier of other classes than the images have.
+            first, or cannot be shown on these images.
     """
     found = dict(zip(_names(runs), map(read_run, runs), strict=True)) if runs else {}
     kinds = [run.config.downstream.kind for run in found.values()]
     for run, kind in zip(found.values(), kinds, strict=True):
-        if kind not in PICTURES:
-            raise RefusedError(f"--run {run.directory}: fine-tuned on {kind}; allowed: {', '.join(PICTURES)}")
+        pictures = _pictures(kind)
+        if pictures is None:
+            allowed = ", ".join(each for each in names("task") if _pictures(each) is not None)
+            raise RefusedError(f"--run {run.directory}: fine-tuned on {kind}; allowed: {allowed}")
         if kind != kinds[0]:
             raise RefusedError(
                 f"--run {run.directory}: fine-tuned on {kind}, the first on {kinds[0]}; allowed: one kind"
             )
-        if kind == "classification":
-            _check_classes(run, choice)
+        pictures.check(run, choice)
     return found
+
+
+def _pictures(kind: str) -> type[FinetunedPictures] | None:
+    """What draws the runs of a task; None: nothing does."""
+    place: str = find("task", kind).load().pictures
+    return named(place) if place else None
 
 
 def _names(runs: Sequence[Path]) -> list[str]:
     """Those of the directories that trp-scale finetune was given (DIR/TASK/seed_N), if they tell the runs apart."""
     given = [run.resolve().parent.parent.name for run in runs]
-    return given if len(set(given)) == len(given) else names(runs)
-
-
-def _check_classes(run: FinetunedRun, choice: ImageChoice) -> None:
-    classes, count = choice.classes, run.config.downstream.classes
-    other_names = run.classes is not None and choice.dataset.meta.classes not in (None, run.classes)
-    if classes and (other_names or len(classes) > count):
-        raise RefusedError(
-            f"--run {run.directory}: tells {count} classes apart, {choice.dataset.directory} has {len(classes)}, or of "
-            "other names; allowed: a run of the same classes"
-        )
+    return given if len(set(given)) == len(given) else shortest_names(runs)
 
 
 def finetuned_pictures(
@@ -167,9 +79,10 @@ def finetuned_pictures(
     """Draw what the kind of the runs has; nothing without runs.
 
     Raises:
-        RefusedError: the images lack the maps of the runs' task.
+        DataError, RefusedError: the images lack what the runs' task needs.
     """
     if not runs:
         return []
-    kind = next(iter(runs.values())).config.downstream.kind
-    return PICTURES[kind](runs, shown, output, environment)
+    pictures = _pictures(next(iter(runs.values())).config.downstream.kind)
+    assert pictures is not None, "open_finetuned refuses the others"
+    return pictures.draw(runs, shown, output, environment)

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from tests.unit.downstream.representation.small_encoder import GRID, SIZE, small_config, with_large_weights
+from trp_scale.downstream.classification.grad_cam import class_activation, grad_cam
 from trp_scale.downstream.classification.model import ImageClassifier
-from trp_scale.downstream.representation.finetuned import class_activation, grad_cam
 
 
 def test_the_formula_by_hand() -> None:

@@ -21,6 +21,7 @@ from trp_scale.downstream.dense.task import open_dense
 from trp_scale.downstream.finetuned_run import FinetunedRun, predicting_engine
 from trp_scale.downstream.pictures import Picture
 from trp_scale.downstream.representation.figures import DPI, small_axes
+from trp_scale.downstream.representation.finetuned import FinetunedPictures
 from trp_scale.downstream.representation.study import ShownImages, planned_batches
 from trp_scale.downstream.task import build_task
 from trp_scale.modalities import modality
@@ -46,24 +47,21 @@ class PixelMaps:
     relative: bool
 
 
-def pixel_pictures(
-    runs: Mapping[str, FinetunedRun], shown: ShownImages, output: Path, environment: Environment
-) -> list[Picture]:
-    """Draw segmentation.png or depth.png: a row for each image, with what each run predicts and the truth.
+class PixelPictures(FinetunedPictures):
+    """segmentation.png or depth.png: a row for each image, with what each run predicts and the truth; see
+    `FinetunedPictures`."""
 
-    Args:
-        runs: all of segmentation or all of depth, by name.
-
-    Raises:
-        DataError, RefusedError: the images have no such maps, or others than the runs'.
-    """
-    maps = {name: predicted_maps(run, shown, environment) for name, run in runs.items()}
-    first = next(iter(maps.values()))
-    path = output / f"{first.kind}.png"
-    _draw(maps, path)
-    scale = "each run's on its own scale" if first.relative else "each image's on the scale of its true depth"
-    what = "colours: classes" if first.kind == "segmentation" else f"brighter: farther, {scale}"
-    return [Picture(path, f"the image, what each run predicts, and the truth; {what}")]
+    @staticmethod
+    def draw(
+        runs: Mapping[str, FinetunedRun], shown: ShownImages, output: Path, environment: Environment
+    ) -> list[Picture]:
+        maps = {name: predicted_maps(run, shown, environment) for name, run in runs.items()}
+        first = next(iter(maps.values()))
+        path = output / f"{first.kind}.png"
+        _draw(maps, path)
+        scale = "each run's on its own scale" if first.relative else "each image's on the scale of its true depth"
+        what = "colours: classes" if first.kind == "segmentation" else f"brighter: farther, {scale}"
+        return [Picture(path, f"the image, what each run predicts, and the truth; {what}")]
 
 
 @torch.no_grad()
