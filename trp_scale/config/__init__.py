@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 import tyro.conf
 
-from trp_scale.config.components import Component, default_settings, find, names, unknown_component
+from trp_scale.config.components import Component, default_settings, find, listed_roles, names, unknown_component
 from trp_scale.config.settings import setting
 from trp_scale.config.upstream import (
     MOST_PATCHES,
@@ -154,8 +154,8 @@ class LoggingConfig:
 class Config:
     """One run. A hook that is listed has a section of its name beside these (`run_type`)."""
 
-    lists: ClassVar[tuple[str, ...]] = ("hooks",)
-    """Settings that name components; each of these has a section of its own."""
+    lists: ClassVar[Mapping[str, str]] = {"hooks": "hook"}
+    """Settings that list components, and of which role; each of these has a section of its own."""
 
     modules: Annotated[list[str], tyro.conf.Suppress] = field(default_factory=list)
     """Set by --module: modules of your own whose components this run may use."""
@@ -196,9 +196,12 @@ class Config:
 
     def absent(self, section: str) -> str:
         """Why this run lacks the section of a component, and which flag adds it; empty where no list would."""
-        if section not in names("hook"):
-            return ""
-        return f"this run has no hook {section}; --hooks {' '.join([*self.hooks, section])} adds it"
+        for listed, role in self.lists.items():
+            if role in listed_roles(section):
+                place, _, name = listed.rpartition(".")
+                now = getattr(getattr(self, place) if place else self, name)
+                return f"this run has no {role} {section}; --{listed} {' '.join([*now, section])} adds it"
+        return ""
 
 
 @dataclass(kw_only=True)

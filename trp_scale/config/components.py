@@ -282,6 +282,11 @@ def names(role: str) -> list[str]:
     return [name for own, name in _components if own == role]
 
 
+def listed_roles(section: str) -> list[str]:
+    """Roles of which a run lists as many as it likes, and that have a component with a section of this name."""
+    return [role for role in LISTED if section in names(role) and find(role, section).has_settings]
+
+
 def own_modules() -> list[str]:
     """Modules that registered components here but not in every process; another imports them by these names."""
     _load_all()

@@ -20,12 +20,13 @@ import yaml
 
 from trp_scale.config import Config, PretrainConfig, RefusedError, nearest
 from trp_scale.config.components import (
+    LISTED,
     RUNS,
     Component,
     find,
     kind_in_place_of,
+    listed_roles,
     load_module,
-    names,
     registered,
     runs,
 )
@@ -349,13 +350,10 @@ def _unknown(run: type[Any], kind: type[Any], key: str, value: object, path: str
     """Why a section has no such key: it has another name now, or other kinds or other runs have it."""
     if words := elsewhere(run, kind, path, key, value):
         return words
-    if not path and key in names("hook"):
-        return f"settings of the hook {key}, which is not in the list `hooks`"
-    if not path and key in names("modality") and find("modality", key).has_settings:
-        return (
-            f"settings of the modality {key}, which this run neither sees nor predicts; list it in modalities.inputs "
-            f"or outputs, or take them out (`{key}: null` in a recipe that extends another)"
-        )
+    if not path and (roles := listed_roles(key)):
+        what, lists = " or ".join(roles), " or ".join(name for name, role in run.lists.items() if role in roles)
+        absent = f"which is not in {lists}; list it there, or take" if lists else f"and such a run has no {what}; take"
+        return f"settings of the {what} {key}, {absent} them out (`{key}: null` in a recipe that extends another)"
     return f"unknown key{_suggestion(key, path, siblings)}"
 
 
@@ -380,7 +378,7 @@ def _new_name(kind: type[Any], section: str, key: str) -> str:
     for field in dataclasses.fields(kind):
         if key in was(field):
             return f"{section}.{setting_name(field.name)}"
-    own = [(f"{name if role in ('hook', 'modality') else role}.", each) for role, name, each in registered()]
+    own = [(f"{name if role in LISTED else role}.", each) for role, name, each in registered()]
     for place, each in [*own, *(("", run) for _, _, run in runs())]:
         for field in dataclasses.fields(each):
             if f"{section}.{key}" in was(field):

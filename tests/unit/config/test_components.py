@@ -139,7 +139,7 @@ def test_a_setting_of_a_hook_that_is_not_listed_says_how_to_list_it(tmp_path: Pa
     given = [*TINY, "--module", hook(tmp_path, "one", "first")]
     with pytest.raises(RefusedError, match=r"--first\.rate: this run has no hook first; --hooks first adds it"):
         parse([*given, "--first.rate", "2"])
-    with pytest.raises(RefusedError, match="first: settings of the hook first, which is not in the list `hooks`"):
+    with pytest.raises(RefusedError, match="first: settings of the hook first, which is not in hooks; list it there"):
         from_dict({"first": {"rate": 2}})
 
 

@@ -115,8 +115,13 @@ def test_a_modality_has_its_section_where_it_is_used() -> None:
     both = settings(modalities={"inputs": ["rgb"], "outputs": ["raw_rgb"]})
     assert "semseg" in settings() and "semseg" not in both and "semseg" not in to_dict(load_recipe("mae_vit_b"))
     assert settings(modalities={"inputs": ["rgb"], "outputs": ["semseg"]})["semseg"]["stride"] == 4
-    with pytest.raises(RefusedError, match=r"semseg: settings of the modality semseg, .* neither sees nor predicts"):
+    words = (
+        r"semseg: settings of the modality semseg, which is not in modalities\.inputs or modalities\.outputs; list it"
+    )
+    with pytest.raises(RefusedError, match=words):
         from_dict({**both, "semseg": {"stride": 2}})
+    with pytest.raises(RefusedError, match="semseg: settings of the modality semseg, and such a run has no modality"):
+        from_dict({**to_dict(load_recipe("mae_vit_b")), "semseg": {"stride": 2}})
 
 
 def words_of(capsys: pytest.CaptureFixture[str], *argv: str) -> str:

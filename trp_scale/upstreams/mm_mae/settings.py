@@ -71,7 +71,11 @@ class MmMaeObjectiveConfig:
 class MmMaeConfig(ImagePretrainConfig):
     """Masked patches of images with depth and segmentation, each modality a task (TRP 4.2)."""
 
-    lists: ClassVar[tuple[str, ...]] = ("hooks", "modalities.inputs", "modalities.outputs")
+    lists: ClassVar[Mapping[str, str]] = {
+        **ImagePretrainConfig.lists,
+        "modalities.inputs": "modality",
+        "modalities.outputs": "modality",
+    }
 
     modalities: ModalitiesConfig = field(default_factory=ModalitiesConfig)
     objective: MmMaeObjectiveConfig = field(default_factory=MmMaeObjectiveConfig)
@@ -107,12 +111,6 @@ class MmMaeConfig(ImagePretrainConfig):
             found += [_found(look_up, str(each), problems) for each in names_given]
         modalities = [find("modality", name) for name in names("modality")]
         return [*super().parts(document, problems), *(each for each in modalities if each in found)]
-
-    def absent(self, section: str) -> str:
-        if section not in names("modality"):
-            return super().absent(section)
-        adds = f"--modalities.inputs {' '.join([*self.modalities.inputs, section])} adds it"
-        return f"this run neither sees nor predicts {section}; {adds}"
 
 
 def seen(name: str) -> Component:
