@@ -16,7 +16,7 @@ from tests.synthetic_images import by_projection
 from trp_scale.config import (
     BatchConfig,
     Config,
-    CropsConfig,
+    CropConfig,
     DecodedVisionConfig,
     ModelConfig,
     OptimizerConfig,
@@ -120,7 +120,7 @@ def modality_config(layout: Layout | None = None, **changes: Any) -> Config:
         model=ModelConfig(layers=2, hidden_size=32, heads=2, intermediate_size=64, layer_norm_eps=1e-6),
         vision=DecodedVisionConfig(patch_size=PATCH, decoder_layers=1, decoder_hidden_size=32, decoder_heads=2),
         modalities=ModalitiesConfig(visible_tokens=VISIBLE),
-        crops=CropsConfig(size=SIDE),
+        crops=CropConfig(size=SIDE),
         batch=BatchConfig(global_size=8, micro_size=(layout or Layout()).micro_size),
         training=TrainingConfig(steps=6, seed=3),
         optimizer=OptimizerConfig(lr=1e-3, eps=1e-4, warmup_steps=0, schedule="constant"),

@@ -17,6 +17,7 @@ from trp_scale.config.components import Component, default_settings, find, liste
 from trp_scale.config.settings import setting
 from trp_scale.config.upstream import (
     MOST_PATCHES,
+    CropConfig,
     CropsConfig,
     DataConfig,
     DecodedVisionConfig,
@@ -35,6 +36,7 @@ __all__ = [
     "BatchConfig",
     "CheckpointConfig",
     "Config",
+    "CropConfig",
     "CropsConfig",
     "DataConfig",
     "DecodedVisionConfig",

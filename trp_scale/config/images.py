@@ -8,6 +8,7 @@ from typing import Any, Literal, Protocol
 
 from trp_scale.config import (
     MOST_PATCHES,
+    CropConfig,
     CropsConfig,
     DecodedVisionConfig,
     MaskingConfig,
@@ -28,7 +29,7 @@ class OnImages(Protocol):
     @property
     def vision(self) -> RelativeVisionConfig: ...
     @property
-    def crops(self) -> CropsConfig: ...
+    def crops(self) -> CropConfig: ...
 
 
 @dataclass(kw_only=True)
@@ -54,7 +55,7 @@ class ImagePretrainConfig(PretrainConfig):
     """One pre-training run on images some of whose patches are masked, with an adversary if asked."""
 
     vision: DecodedVisionConfig = field(default_factory=DecodedVisionConfig)
-    crops: CropsConfig = field(default_factory=CropsConfig)
+    crops: CropConfig = field(default_factory=CropConfig)
     adversary: Any = field(default_factory=default_settings("adversary", "none"), metadata={"role": "adversary"})
     """Settings of the adversary of this kind."""
 
@@ -101,6 +102,7 @@ class MaskedAutoencoderConfig(ImagePretrainConfig):
     learned masks act on such runs alone."""
 
     vision: MaeVisionConfig = field(default_factory=MaeVisionConfig)
+    crops: CropsConfig = field(default_factory=CropsConfig)
     masking: MaeMaskingConfig = field(default_factory=MaeMaskingConfig)
     multilevel: Any = field(default_factory=default_settings("multilevel", "none"), metadata={"role": "multilevel"})
     """Settings of learned masks of this kind."""

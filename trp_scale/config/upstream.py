@@ -121,18 +121,11 @@ class MaskingConfig:
 
 
 @dataclass(kw_only=True)
-class CropsConfig(Section):
-    """Which parts of an image are rows of the model. Crops and flips follow from (seed, row key, epoch)."""
+class CropConfig(Section):
+    """Which part of an image the model sees. Crops and flips follow from (seed, row key, epoch)."""
 
-    count: int = setting(1, at_least=1)
-    """Crops of each image in each epoch, k in AdPE 3.2; they share one decoding of the file."""
     size: int = 224
     """Side of a crop in pixels (MAE+: 112)."""
-    from_: Annotated[Literal["image", "view"], tyro.conf.arg(name="from")] = "image"
-    """image: each crop is a random resized crop of the image. view: the image is first cropped and resized to a view
-    of view_size, from which windows of `size` are cut at random places (AdPE, Appendix A)."""
-    view_size: int = 224
-    """Side of the view in pixels, for crops.from = view."""
     min_scale: float = 0.2
     """Smallest share of the image's area that a random resized crop (or the view) covers."""
     max_scale: float = 1.0
@@ -148,6 +141,22 @@ class CropsConfig(Section):
                 f"--crops.min_scale is {self.min_scale} and --crops.max_scale {self.max_scale}, allowed: shares of the "
                 "image's area, more than 0, at most 1, the first not above the second"
             )
+
+
+@dataclass(kw_only=True)
+class CropsConfig(CropConfig):
+    """Which parts of an image are rows of the model. Crops and flips follow from (seed, row key, epoch)."""
+
+    count: int = setting(1, at_least=1)
+    """Crops of each image in each epoch, k in AdPE 3.2; they share one decoding of the file."""
+    from_: Annotated[Literal["image", "view"], tyro.conf.arg(name="from")] = "image"
+    """image: each crop is a random resized crop of the image. view: the image is first cropped and resized to a view
+    of view_size, from which windows of `size` are cut at random places (AdPE, Appendix A)."""
+    view_size: int = 224
+    """Side of the view in pixels, for crops.from = view."""
+
+    def problems(self, config: Any) -> Iterator[str]:
+        yield from super().problems(config)
         if self.from_ == "view" and self.view_size < self.size:
             yield (
                 f"--crops.view_size is {self.view_size}, below --crops.size {self.size}: no window of that size lies "

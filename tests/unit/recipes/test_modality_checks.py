@@ -35,8 +35,6 @@ def settings(recipe: str = "mm_mae_vit_b_in1k_400", **changes: dict[str, Any]) -
         ({"semseg": {"stride": 32}}, "--semseg.stride is 32"),
         ({"modalities": {"concentration": 0.0}}, "--modalities.concentration is 0.0"),
         ({"semseg": {"class_embedding": 0}}, "--semseg.class_embedding is 0"),
-        ({"crops": {"count": 2}}, "--crops.count is 2, allowed with --upstream mm_mae: 1"),
-        ({"crops": {"from": "view"}}, "--crops.from is view"),
         ({"crops": {"size": 100}}, "for example 96"),
         ({"vision": {"decoder_heads": 7}}, "--vision.decoder_heads"),
         ({"vision": {"patch_size": 0}}, "--vision.patch_size is 0"),
@@ -102,6 +100,9 @@ def test_a_setting_that_nobody_reads_is_cautioned_of(recipe: str, changes: dict[
         ({"modalities": {"segmentation_stride": 2}}, "segmentation_stride: this setting is now semseg.stride"),
         ({"modalities": {"class_embedding": 2}}, "class_embedding: this setting is now semseg.class_embedding"),
         ({"depth": {"stride": 2}}, "depth: unknown key"),
+        ({"crops": {"count": 2}}, "crops.count: a setting of upstream mae; this run's is mm_mae"),
+        ({"crops": {"from": "view"}}, "crops.from: a setting of upstream mae; this run's is mm_mae"),
+        ({"crops": {"view_size": 448}}, "crops.view_size: a setting of upstream mae; this run's is mm_mae"),
     ],
 )
 def test_what_no_modality_has_is_refused_with_what_there_is(changes: dict[str, Any], words: str) -> None:
@@ -135,12 +136,16 @@ def test_flags_choose_the_modalities_and_with_them_their_settings(capsys: pytest
     assert parse([*tiny, "--semseg.stride", "2"]).config.semseg.stride == 2  # type: ignore[attr-defined]
     two = ["--modalities.inputs", "rgb", "depth", "--modalities.outputs", "raw_rgb", "depth"]
     assert "semseg" not in to_dict(parse([*tiny, *two]).config)
-    assert "--semseg.stride INT" in words_of(capsys, "--help-all")
+    words = words_of(capsys, "--help-all")
+    assert "--semseg.stride INT" in words and "--crops.size INT" in words
+    assert "--crops.count" not in words and "--crops.from" not in words and "--crops.view_size" not in words
     assert "--semseg." not in words_of(capsys, "--help-all", *two)
     with pytest.raises(RefusedError, match=r"--semseg\.stride: .* --modalities\.inputs rgb depth semseg adds it"):
         parse([*tiny, *two, "--semseg.stride", "2"])
     with pytest.raises(RefusedError, match=r"--modalities\.class_embedding: this setting is now semseg\.class_embed"):
         parse([*tiny, "--modalities.class_embedding=2"])
+    with pytest.raises(RefusedError, match=r"--crops\.count: a setting of upstream mae; this run's is mm_mae"):
+        parse([*tiny, "--crops.count", "1"])
     with pytest.raises(RefusedError, match=r"--modalities\.inputs has 'dept': no such modality; did you mean depth"):
         parse([*tiny, "--modalities.inputs", "dept"])
 

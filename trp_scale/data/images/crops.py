@@ -17,7 +17,7 @@ from torch import Tensor
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional
 
-from trp_scale.config import CropsConfig
+from trp_scale.config import CropConfig, CropsConfig
 from trp_scale.data.hashing import Integers, Words, below, mix, name_hash
 from trp_scale.data.images.png import Map
 from trp_scale.data.images.rows import DecodedRows
@@ -55,14 +55,16 @@ class Cropper:
     """Draws crops and cuts them out.
 
     Args:
-        settings: the section `crops`, checked (config/upstream.py).
+        settings: the section `crops`, checked (config/upstream.py); where it has no number of crops, one of the image.
 
     Attributes:
         size: side of a crop in pixels.
     """
 
-    def __init__(self, settings: CropsConfig) -> None:
+    def __init__(self, settings: CropConfig) -> None:
         self._settings = settings
+        several = settings if isinstance(settings, CropsConfig) else CropsConfig()
+        self._count, self._from, self._view_size = several.count, several.from_, several.view_size
         self.size = settings.size
         self._mode = InterpolationMode[settings.interpolation.upper()]
 
@@ -74,12 +76,12 @@ class Cropper:
             sizes: [R, 2] height and width of its image.
         """
         settings = self._settings
-        words = crop_words(states, settings.count)  # [R, k]
+        words = crop_words(states, self._count)  # [R, k]
         flips = uniform(mix(words ^ _FLIP)) < settings.flip
-        if settings.from_ == "image":
+        if self._from == "image":
             return Crops(boxes=self._boxes(words, sizes), windows=None, flips=flips)
         places = mix(words ^ _WINDOW)[:, :, None] ^ np.arange(2, dtype=np.uint64)  # [R, k, 2]
-        windows = below(mix(places), settings.view_size - settings.size + 1)
+        windows = below(mix(places), self._view_size - settings.size + 1)
         return Crops(boxes=self._boxes(mix(states ^ _VIEW)[:, None], sizes), windows=windows, flips=flips)
 
     def cut(self, image: Tensor, crops: Crops, row: int, out: Tensor) -> None:
@@ -91,13 +93,13 @@ class Cropper:
             row: number of the row in it.
             out: [k, 3, S, S] uint8, is written.
         """
-        size, view_size = self.size, self._settings.view_size
+        size = self.size
         flips = crops.flips[row].tolist()
         if crops.windows is None:
             for number, box in enumerate(crops.boxes[row].tolist()):
                 _place(self._resized(image, box, size), flips[number], out[number])
             return
-        view = self._resized(image, crops.boxes[row, 0].tolist(), view_size)  # [3, view, view]
+        view = self._resized(image, crops.boxes[row, 0].tolist(), self._view_size)  # [3, view, view]
         for number, (top, left) in enumerate(crops.windows[row].tolist()):
             _place(view[:, top : top + size, left : left + size], flips[number], out[number])
 
@@ -228,7 +230,7 @@ class Jitter:
         longer: whether that is the size of its longer side; otherwise of the shorter one.
     """
 
-    def __init__(self, crops: CropsConfig, scales: tuple[float, float], *, longer: bool) -> None:
+    def __init__(self, crops: CropConfig, scales: tuple[float, float], *, longer: bool) -> None:
         self.size, self._flip = crops.size, crops.flip
         self._low, self._high = scales
         self._longer = longer

@@ -22,7 +22,7 @@ from torch import Tensor
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import ColorJitter, functional
 
-from trp_scale.config import CropsConfig
+from trp_scale.config import CropConfig
 from trp_scale.core.batch import Batch
 from trp_scale.data.hashing import Words, mix, name_hash
 from trp_scale.data.images.crops import GREY, Cropper, cut_images
@@ -62,7 +62,7 @@ class ImageAugmentation:
         crops: side of the images, and how they are resized.
     """
 
-    def __init__(self, settings: AugmentationConfig, crops: CropsConfig) -> None:
+    def __init__(self, settings: AugmentationConfig, crops: CropConfig) -> None:
         self._rand_augment = None
         if settings.magnitude > 0:
             # The operations that grow stronger with the magnitude (inc1), as He et al. take them.

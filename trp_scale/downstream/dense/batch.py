@@ -12,7 +12,7 @@ from torch import Tensor
 from torchvision.transforms import InterpolationMode
 from torchvision.transforms.v2 import functional
 
-from trp_scale.config import CropsConfig
+from trp_scale.config import CropConfig
 from trp_scale.core.batch import Batch
 from trp_scale.data.hashing import Integers
 from trp_scale.data.images.crops import GREY, Jitter, pick_centres
@@ -46,7 +46,7 @@ class WindowCutter:
         dense: windows or squashed, and the windows' overlap.
     """
 
-    def __init__(self, crops: CropsConfig, dense: DenseConfig) -> None:
+    def __init__(self, crops: CropConfig, dense: DenseConfig) -> None:
         self.size = crops.size
         self._squashed = dense.measured == "squashed"
         self._stride = max(1, int(crops.size * (1 - dense.overlap) + 1e-9))

@@ -156,15 +156,12 @@ class MultimodalBatchBuilder:
     """
 
     def __init__(self, config: MmMaeConfig, datasets: list[ImageDataset], meta: ImageMeta) -> None:
-        crops = config.crops
-        if crops.count != 1 or crops.from_ != "image":
-            raise ValueError(f"{crops.count} crops from {crops.from_}: one crop of the image expected")
         self._seed, self._maskings = config.training.seed, config.masking.maskings
         self._rows = RowReader(datasets, meta, verify=config.data.verify)
-        self._cropper = Cropper(crops)
+        self._cropper = Cropper(config.crops)
         self._modalities = RunModalities(config).used
         self._stored = [{maps.name: maps for maps in dataset.maps} for dataset in datasets]
-        patches = (crops.size // config.vision.patch_size) ** 2
+        patches = (config.crops.size // config.vision.patch_size) ** 2
         inputs, visible = len(config.modalities.inputs), config.modalities.visible_tokens
         self._masks = ModalityMasks(
             modalities=inputs, patches=patches, visible=visible, concentration=config.modalities.concentration

@@ -83,15 +83,6 @@ class MmMaeConfig(ImagePretrainConfig):
 
     def problems(self) -> Iterator[str]:
         yield from super().problems()
-        for flag, found, allowed in (
-            ("--crops.count", self.crops.count, 1),
-            ("--crops.from", self.crops.from_, "image"),
-        ):
-            if found != allowed:
-                yield (
-                    f"{flag} is {found}, allowed with --upstream mm_mae: {allowed} (all modalities of an image share "
-                    "one crop)"
-                )
         if isinstance(self.adversary, PixelAdversarySettings) and "rgb" not in self.modalities.inputs:
             yield (
                 "--adversary.kind is pixels but --modalities.inputs has no rgb; allowed: rgb among them, or "

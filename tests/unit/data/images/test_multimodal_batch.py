@@ -264,10 +264,3 @@ def test_workers_import_the_builder_beforehand(data: Path, kind: str) -> None:
     config = of_upstream(multimodal_config(data), kind)
     open_rows = upstream_of(config).open_rows
     assert open_rows.__module__ == type(open_rows(config, parse_paths(config.data.path)).builder).__module__
-
-
-def test_more_than_one_crop_is_refused(data: Path) -> None:
-    config = multimodal_config(data)
-    config.crops.count = 2
-    with pytest.raises(ValueError, match="one crop of the image expected"):
-        open_sources(config, rank=0, world=1)
