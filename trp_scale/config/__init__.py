@@ -14,7 +14,7 @@ from typing import Annotated, Any, ClassVar, Literal
 import tyro.conf
 
 from trp_scale.config.components import Component, default_settings, find, listed_roles, names, unknown_component
-from trp_scale.config.settings import setting
+from trp_scale.config.settings import Section, near_divisors, setting
 from trp_scale.config.upstream import (
     MOST_PATCHES,
     CropConfig,
@@ -58,13 +58,20 @@ __all__ = [
 
 
 @dataclass(kw_only=True)
-class BatchConfig:
+class BatchConfig(Section):
     """Sizes in rows. Accumulation is derived: global_size / (micro_size x ranks)."""
 
     global_size: int = setting(256, at_least=1)
     """Rows per optimizer step over all ranks."""
     micro_size: int = setting(32, at_least=1)
     """Rows per forward pass on one rank."""
+
+    def problems(self, config: Any) -> Iterator[str]:
+        if self.micro_size > 0 and self.global_size % self.micro_size:
+            yield (
+                f"--batch.micro_size is {self.micro_size} and does not divide --batch.global_size {self.global_size}; "
+                f"allowed, for example: {near_divisors(self.global_size, self.micro_size)}"
+            )
 
 
 @dataclass(kw_only=True)
@@ -89,7 +96,7 @@ class TrainingConfig:
 
 
 @dataclass(kw_only=True)
-class OptimizerConfig:
+class OptimizerConfig(Section):
     """AdamW and its schedule (TRP 001, Table 4)."""
 
     kind: Literal["adamw", "sgd"] = "adamw"
@@ -117,13 +124,31 @@ class OptimizerConfig:
     """Fine-tuning: each block's learning rate is this times that of the block after it, and the embeddings' this times
     the first block's. The head learns at lr (Clark et al. 2020; MAE: 0.75 for ViT-L, 0.65 for ViT-B). 1 = all at lr."""
 
+    def problems(self, config: Any) -> Iterator[str]:
+        if self.min_lr > self.lr > 0:
+            yield f"--optimizer.min_lr is {self.min_lr}, allowed: at most --optimizer.lr {self.lr}"
+
+    def cautions(self, config: Any, steps_per_epoch: int) -> Iterator[str]:
+        if self.warmup_steps >= config.training.steps and self.schedule != "constant":
+            yield (
+                f"--optimizer.warmup_steps {self.warmup_steps} is not below --training.steps {config.training.steps}: "
+                f"the learning rate never reaches --optimizer.lr {self.lr:g}"
+            )
+
 
 @dataclass(kw_only=True)
-class ValidationConfig:
+class ValidationConfig(Section):
     """Losses on the held-out rows."""
 
     every: int = setting(0, at_least=0)
     """Validate each N steps and after the last; 0 = never."""
+
+    def problems(self, config: Any) -> Iterator[str]:
+        if self.every and not config.data.validation_fraction and not config.separate_test:
+            yield (
+                f"--validation.every is {self.every} but --data.validation_fraction is 0: nothing is held out; "
+                "allowed: --validation.every 0, or a fraction such as 0.01"
+            )
 
 
 @dataclass(kw_only=True)
@@ -178,6 +203,11 @@ class Config:
     def reads(self) -> str:
         """Kind of the rows that the encoder reads, as dataset.json has it: text or image."""
         raise NotImplementedError
+
+    @property
+    def separate_test(self) -> bool:
+        """Whether the measured rows are a data set of their own, rather than held out of the training rows."""
+        return False
 
     def problems(self) -> Iterator[str]:
         """What no run of these settings can have, beside ranges and what each section says of itself: each line names

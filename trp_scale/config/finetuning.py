@@ -38,11 +38,6 @@ class FinetuneConfig(Config):
 
     downstream: DownstreamConfig = field(default_factory=DownstreamConfig)
 
-    @property
-    def separate_test(self) -> bool:
-        """Whether the measured rows are a data set of their own, rather than held out of the training rows."""
-        return False
-
     def tasks(self, named: str) -> list[str]:
         """Names of the tasks that one command trains, each a run of its own.
 

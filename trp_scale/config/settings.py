@@ -82,6 +82,12 @@ class Settings(Section):
     """Name of the component; given by the registry."""
 
 
+def near_divisors(whole: int, wanted: int) -> str:
+    """Divisors of a number, at most four, those nearest to one that is wanted; for messages."""
+    allowed = [part for part in range(1, whole + 1) if whole % part == 0]
+    return ", ".join(map(str, sorted(sorted(allowed, key=lambda part: abs(part - wanted))[:4])))
+
+
 def sections(config: Config) -> Mapping[str, Any]:
     """The sections of a run by name."""
     return {

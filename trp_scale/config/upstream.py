@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 import tyro.conf
 
-from trp_scale.config.settings import Section, setting
+from trp_scale.config.settings import Section, near_divisors, setting
 
 Weights = Literal["last", "average"]
 """Which weights of a run: as its last step left them, or the average that its hook weight_average kept of them."""
@@ -19,7 +19,7 @@ AVERAGE = "@average"
 
 
 @dataclass(kw_only=True)
-class ModelConfig:
+class ModelConfig(Section):
     """The encoder. Defaults are BERT-base (TRP 001, Table 4)."""
 
     layers: int = setting(12, at_least=1)
@@ -44,6 +44,13 @@ class ModelConfig:
         """Of the blocks' matrices, which are nearly all of a large encoder: 4 d^2 of attention and 2 d f of the
         feed-forward layer in each."""
         return self.layers * self.hidden_size * (4 * self.hidden_size + 2 * self.intermediate_size)
+
+    def problems(self, config: Any) -> Iterator[str]:
+        if self.heads > 0 and self.hidden_size % self.heads:
+            yield (
+                f"--model.heads is {self.heads} and does not divide --model.hidden_size {self.hidden_size}; "
+                f"allowed, for example: {near_divisors(self.hidden_size, self.heads)}"
+            )
 
 
 @dataclass(kw_only=True)
@@ -92,7 +99,7 @@ class DecodedVisionConfig(VisionConfig):
 
 
 @dataclass(kw_only=True)
-class DataConfig:
+class DataConfig(Section):
     """Where rows come from and in which order."""
 
     path: str = ""
@@ -110,6 +117,13 @@ class DataConfig:
     verify: bool = False
     """Compare the checksum of each block at its first reading, and of each image. Those of depth and segmentation maps
     are always compared."""
+
+    def problems(self, config: Any) -> Iterator[str]:
+        if not self.path:
+            yield (
+                "--data.path is empty; allowed: the directory with dataset.json that trp-scale shard-text or "
+                "trp-scale shard-images wrote"
+            )
 
 
 @dataclass(kw_only=True)

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from trp_scale.config import Config, RefusedError
 from trp_scale.config.components import find
-from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.config.settings import Section, range_problems, sections
 
 
@@ -30,7 +29,6 @@ def general_problems(config: Config) -> Iterator[str]:
             yield from section.problems(config)
     yield from config.problems()
     yield from hook_problems(config)
-    yield from _relations(config)
 
 
 def cautions(config: Config, steps_per_epoch: int = 0) -> list[str]:
@@ -40,12 +38,6 @@ def cautions(config: Config, steps_per_epoch: int = 0) -> list[str]:
         steps_per_epoch: global batches that the training rows make; 0 = not known yet.
     """
     found: list[str] = []
-    optimizer, steps = config.optimizer, config.training.steps
-    if optimizer.warmup_steps >= steps and optimizer.schedule != "constant":
-        found.append(
-            f"--optimizer.warmup_steps {optimizer.warmup_steps} is not below --training.steps {steps}: "
-            f"the learning rate never reaches --optimizer.lr {optimizer.lr:g}"
-        )
     for section in sections(config).values():
         if isinstance(section, Section):
             found += section.cautions(config, steps_per_epoch)
@@ -78,34 +70,3 @@ def hook_problems(config: Config) -> Iterator[str]:
         late = [first for first in find("hook", name).after if first in listed[place + 1 :]]
         if late:
             yield f"--hooks has {name} before {', '.join(late)}; allowed: {name} after {', '.join(late)}"
-
-
-def _relations(config: Config) -> Iterator[str]:
-    model, batch, optimizer = config.model, config.batch, config.optimizer
-    if model.heads > 0 and model.hidden_size % model.heads:
-        allowed = [heads for heads in range(1, model.hidden_size + 1) if model.hidden_size % heads == 0]
-        near = sorted(sorted(allowed, key=lambda heads: abs(heads - model.heads))[:4])
-        yield (
-            f"--model.heads is {model.heads} and does not divide --model.hidden_size {model.hidden_size}; "
-            f"allowed, for example: {', '.join(map(str, near))}"
-        )
-    if batch.micro_size > 0 and batch.global_size % batch.micro_size:
-        allowed = [size for size in range(1, batch.global_size + 1) if batch.global_size % size == 0]
-        near = sorted(sorted(allowed, key=lambda size: abs(size - batch.micro_size))[:4])
-        yield (
-            f"--batch.micro_size is {batch.micro_size} and does not divide --batch.global_size {batch.global_size}; "
-            f"allowed, for example: {', '.join(map(str, near))}"
-        )
-    if not config.data.path:
-        yield (
-            "--data.path is empty; allowed: the directory with dataset.json that trp-scale shard-text or "
-            "trp-scale shard-images wrote"
-        )
-    if optimizer.min_lr > optimizer.lr > 0:
-        yield f"--optimizer.min_lr is {optimizer.min_lr}, allowed: at most --optimizer.lr {optimizer.lr}"
-    separate_test = isinstance(config, FinetuneConfig) and config.separate_test
-    if config.validation.every and not config.data.validation_fraction and not separate_test:
-        yield (
-            f"--validation.every is {config.validation.every} but --data.validation_fraction is 0: nothing is held "
-            "out; allowed: --validation.every 0, or a fraction such as 0.01"
-        )
