@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from trp_scale.balancing.base import TaskBalancer
     from trp_scale.config import PretrainConfig
     from trp_scale.config.components import component
-    from trp_scale.config.settings import Settings, setting
+    from trp_scale.config.settings import Section, Settings, setting
     from trp_scale.core.batch import Batch, StepStats, TaskLosses
     from trp_scale.core.hooks import Balancer, Hook, StepContext
     from trp_scale.core.pieces import Shards
@@ -38,6 +38,7 @@ __all__ = [
     "RefusedError",
     "Run",
     "RunContext",
+    "Section",
     "Settings",
     "Shards",
     "StepContext",
@@ -65,6 +66,7 @@ _HOME = {
     "RefusedError": "trp_scale.errors",
     "Run": "trp_scale.api",
     "RunContext": "trp_scale.core.run",
+    "Section": "trp_scale.config.settings",
     "Settings": "trp_scale.config.settings",
     "Shards": "trp_scale.core.pieces",
     "StepContext": "trp_scale.core.hooks",

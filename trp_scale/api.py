@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from trp_scale.command_line import refuse_old_names
 from trp_scale.config.components import MAIN, load_module, registered_as
 from trp_scale.config.settings import Settings
 from trp_scale.config.upstream import AVERAGE, Weights
@@ -161,7 +162,8 @@ def shard_images(output: StrPath, inputs: StrPath | Sequence[StrPath] = (), **se
     Args:
         output: directory of the data set.
         inputs: as --inputs.
-        settings: the command's other flags, such as `embedded=True, count=1000` or `modality=["depth=maps"]`.
+        settings: the command's other flags, such as `embedded=True, count=1000` or `modality=["depth=maps"],
+            depth={"scale": 0.001}`.
 
     Raises:
         RefusedError: settings, input or directory that cannot be used.
@@ -170,10 +172,12 @@ def shard_images(output: StrPath, inputs: StrPath | Sequence[StrPath] = (), **se
     from trp_scale.preparation.images.settings import ShardImagesConfig
     from trp_scale.preparation.images.shard import shard_images as shard
 
-    section = read_section(ShardImagesConfig, _sharding(output, inputs, settings), "trp_scale.shard_images")
-    for name in section.module:
+    given = _sharding(output, inputs, settings)
+    for name in given.get("module", ()):
         load_module(name)
-    return shard(section)
+    kind = ShardImagesConfig.completed()
+    refuse_old_names(kind, given)
+    return shard(read_section(kind, given, "trp_scale.shard_images"))
 
 
 def known_recipes() -> Mapping[str, str]:

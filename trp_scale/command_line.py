@@ -11,12 +11,13 @@ import inspect
 import os
 import re
 from collections.abc import Collection, Iterator, Sequence
-from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
 
-from trp_scale.config.components import find, kinds_beside, load_module, names
-from trp_scale.config.settings import Settings
+from trp_scale.config.components import find, kinds_beside, load_module, names, preparation_sections
+from trp_scale.config.settings import Section, Settings, was
+from trp_scale.errors import RefusedError
 
 Arguments = TypeVar("Arguments")
 
@@ -29,6 +30,56 @@ class TakesModules:
 
     module: Modules = dataclasses.field(default_factory=list)
     """A module of your own, by its file or its dotted name, that registers modalities; may be given several times."""
+
+
+CommandT = TypeVar("CommandT", bound="TakesModalities")
+
+
+@dataclasses.dataclass(kw_only=True)
+class TakesModalities(TakesModules):
+    """A command in which each modality may have a section of its own, under its name.
+
+    Attributes:
+        part: what the sections are for (config/components.py: `preparation_sections`).
+    """
+
+    part: ClassVar[Literal["files", "labels"]]
+
+    @classmethod
+    def completed(cls: type[CommandT]) -> type[CommandT]:
+        """The same command with the section of each modality that is registered now.
+
+        Raises:
+            RefusedError: a modality that has the name of one of the command's own flags.
+        """
+        sections = preparation_sections(cls.part)
+        if taken := [each.name for each in dataclasses.fields(cls) if each.name in sections]:
+            raise RefusedError(f"the modality {taken[0]} has a section here, and --{taken[0]} is a flag; rename it")
+        added = [(name, each, dataclasses.field(default_factory=each)) for name, each in sections.items()]
+        made = dataclasses.make_dataclass(cls.__name__, added, bases=(cls,), kw_only=True)
+        made.__doc__ = cls.__doc__
+        return made
+
+    def section(self, modality: str) -> Section | None:
+        """The settings of a modality; its defaults where the command was made without; None: it has none here."""
+        kind = preparation_sections(self.part).get(modality)
+        found: Section | None = getattr(self, modality, None) if kind is not None else None
+        return kind() if found is None and kind is not None else found
+
+
+def refuse_old_names(kind: type[Any], given: Collection[str]) -> None:
+    """Refuse a setting of a command that is one of a section now.
+
+    Args:
+        given: names of settings, as flags have them without their dashes.
+
+    Raises:
+        RefusedError: names the new flag.
+    """
+    for name, section in get_type_hints(kind).items():
+        for each in dataclasses.fields(section) if dataclasses.is_dataclass(section) else ():
+            if old := next((one for one in was(each) if one in given), ""):
+                raise RefusedError(f"--{old}: this setting is now --{name}.{each.name}")
 
 
 @dataclasses.dataclass(kw_only=True)
@@ -70,11 +121,22 @@ def read(
         SystemExit: 2 for an unknown or wrong flag (the nearest one is printed), 0 after help.
         RefusedError: a module that cannot be imported.
     """
-    parsed: Arguments = _parsed(kind, argv, prog=prog, first=first, settings=settings)
-    if isinstance(parsed, TakesModules):
-        for module in parsed.module:
+    if issubclass(kind, TakesModules):
+        for module in _modules(argv):
             load_module(module)
+    if issubclass(kind, TakesModalities):
+        kind = kind.completed()
+        flags = [word.removeprefix("--").partition("=")[0] for word in argv if word.startswith("--")]
+        refuse_old_names(kind, [flag.replace("-", "_") for flag in flags])
+    parsed: Arguments = _parsed(kind, argv, prog=prog, first=first, settings=settings)
     return parsed
+
+
+def _modules(argv: Sequence[str]) -> list[str]:
+    """The modules that --module gives: what they register may have flags of its own."""
+    words = zip(argv, [*argv[1:], ""], strict=True)
+    given = [following if word == "--module" else word.partition("--module=")[2] for word, following in words]
+    return [module for module in given if module]
 
 
 def read_known(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -17,6 +18,7 @@ from tests.distributed.test_resume import LAYOUTS
 from tests.extending import files, forgetting, write_files
 from tests.ranks import Ranks
 from tests.runs import flags, image_flags, lines, pretrain_here
+from tests.unit.data.images.source_images import stored
 from trp_scale import cli
 from trp_scale.checkpoint.format import read_full_state
 from trp_scale.checkpoint.run_directory import checkpoint_path
@@ -161,13 +163,22 @@ def seen_twice(modules: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
             Image.fromarray(each).resize((40, 36), Image.Resampling.BICUBIC)
             for each in (coarse[..., :3], coarse[..., 3])
         )
-        dark = np.asarray(light) * (random.random((36, 40)) > 0.05).astype(np.uint8)
+        dark = np.where(random.random((36, 40)) > 0.05, np.asarray(light), np.uint8(255))
         for folder, picture, suffix in (("photographs", colours, "jpg"), ("infrared", Image.fromarray(dark), "png")):
             path = directory / folder / f"{name}.{suffix}"
             path.parent.mkdir(parents=True, exist_ok=True)
             picture.save(path)
     output, module = directory / "data", ["--module", str(modules / "infrared.py")]
-    given = ["--modality", f"infrared={directory / 'infrared'}", "--rows_per_block", "4", "--samples_per_shard", "16"]
+    given = [
+        "--modality",
+        f"infrared={directory / 'infrared'}",
+        "--infrared.unseen",
+        "255",
+        "--rows_per_block",
+        "4",
+        "--samples_per_shard",
+        "16",
+    ]
     inputs = ["--inputs", str(directory / "photographs"), "--output", str(output), "--processes", "2"]
     assert cli.main(["shard-images", *inputs, *given, *module]) == 0
     assert cli.main(["verify", str(output), *module]) == 0
@@ -207,6 +218,29 @@ def test_a_modality_of_ones_own_is_learned_and_shown(
     with pytest.raises(SystemExit):
         parse([*own_modality(modules, seen_twice, tmp_path / "run"), "--help-all"])
     assert "--infrared.error" in capsys.readouterr().out
+
+
+def test_its_files_have_settings_of_their_own(
+    modules: Path, seen_twice: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """They are flags of shard-images with --module alone, and its data set holds what they say."""
+    maps = [np.asarray(Image.open(io.BytesIO(sample["infrared.png"]))) for sample in stored(seen_twice).values()]
+    assert len(maps) == 32 and max(one.max() for one in maps) < 255 and all((one == 0).any() for one in maps)
+    given = ["--inputs", str(seen_twice.parent / "photographs"), "--output", str(tmp_path / "out")]
+    module = ["--module", str(modules / "infrared.py")]
+    for wrong, said in (
+        (["--infrared.unseen", "256"], "--infrared.unseen is 256, allowed: from 0 to at most 255"),
+        (["--infrared.unseen", "9"], "--infrared.unseen 9: goes with infrared maps from files, --modality infrared="),
+    ):
+        assert cli.main(["shard-images", *given, *wrong, *module]) == 2
+        assert said in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.main(["shard-images", "--help", *module])
+    assert "infrared  What the numbers of near-infrared pictures mean" in capsys.readouterr().out
+    with forgetting(), pytest.raises(SystemExit) as left:
+        components._components.pop(("modality", "infrared"))
+        cli.main(["shard-images", *given, "--infrared.unseen", "9"])
+    assert left.value.code == 2
 
 
 def test_its_data_and_settings_are_refused_without_it(

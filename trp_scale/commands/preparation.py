@@ -45,7 +45,7 @@ def pseudo_label(argv: Sequence[str]) -> int:
     """`trp-scale pseudo-label`."""
     from trp_scale.preparation.pseudo_labels.settings import PseudoLabelConfig
 
-    first = ("data", "depth_model", "segmentation_model", "device", "batch", "shard_index", "num_shards")
+    first = ("data", "device", "batch", "shard_index", "num_shards")
     settings = read(PseudoLabelConfig, argv, prog="trp-scale pseudo-label", first=first)
     from trp_scale.preparation.pseudo_labels.label import pseudo_label as label
 

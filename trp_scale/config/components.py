@@ -23,7 +23,7 @@ from dataclasses import MISSING, dataclass, field, fields, make_dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
-from trp_scale.config.settings import Settings
+from trp_scale.config.settings import Section, Settings
 from trp_scale.errors import RefusedError, nearest
 
 ENTRY_POINTS = "trp_scale.components"
@@ -59,6 +59,7 @@ class Component:
         tasks: modalities: names of what it can be predicted as.
         implementation: "module:Class", or the class.
         was: settings with a value, "section.setting value", that this kind stands for now.
+        files, labels: modalities: its section of shard-images, and of pseudo-label; None: it has none there.
     """
 
     role: str
@@ -69,6 +70,8 @@ class Component:
     tasks: tuple[str, ...]
     implementation: str | type[Any]
     was: tuple[str, ...] = ()
+    files: type[Section] | None = None
+    labels: type[Section] | None = None
 
     def load(self) -> Any:
         """The class; its module is imported now."""
@@ -107,10 +110,13 @@ def component(
     after: tuple[str, ...] = (),
     tasks: tuple[str, ...] = (),
     was: tuple[str, ...] = (),
+    files: type[Section] | None = None,
+    labels: type[Section] | None = None,
 ) -> Callable[[Class], Class]:
     """Register the class below: a settings dataclass where `implementation` names the class as "module:Class", or the
     class itself, whose inner dataclass `Settings` (none: it has no settings) is its section. The settings of an
-    upstream or a task derive from `PretrainConfig` or `FinetuneConfig`.
+    upstream or a task derive from `PretrainConfig` or `FinetuneConfig`. The inner dataclasses `FileSettings` and
+    `LabelSettings` of a modality are its sections of shard-images and pseudo-label.
 
     Args:
         role: balancer, hook, adversary, multilevel, modality, upstream or task.
@@ -119,6 +125,7 @@ def component(
         tasks: modalities: names of what it can be predicted as; none: its own name.
         was: settings with a value, "section.setting value", that this kind stands for now; who still writes one is told
             so.
+        files, labels: modalities: sections of shard-images and pseudo-label, where `implementation` names the class.
 
     Raises:
         RefusedError: no such role, a name that is no word or that another module has taken, or Settings that are no
@@ -134,7 +141,13 @@ def component(
             _load_all()  # whoever takes a name of the package's is told here, and not the package
         module = _module_of(cls)
         own = cls if implementation else cls.__dict__.get("Settings", Settings)
-        _check_settings(role, name, own, f"{cls.__module__}.{cls.__qualname__}")
+        where = f"{cls.__module__}.{cls.__qualname__}"
+        _check_section(own, _base(role), f"{where}: Settings")
+        _check_kind(role, name, own, where)
+        of_files, of_labels = files or cls.__dict__.get("FileSettings"), labels or cls.__dict__.get("LabelSettings")
+        for called, section in (("FileSettings", of_files), ("LabelSettings", of_labels)):
+            if section is not None:
+                _check_section(section, Section, f"{where}: {called}")
         known = _components.get((role, name))
         if known is not None and known.module != module:
             raise RefusedError(f"{module}: the {role} {name!r} is registered already, by {known.module}")
@@ -156,6 +169,8 @@ def component(
             tasks=tasks or (name,),
             implementation=implementation or cls,
             was=was,
+            files=of_files,
+            labels=of_labels,
         )
         return tagged if implementation else cls  # type: ignore[return-value]
 
@@ -176,19 +191,12 @@ def _module_of(cls: type[Any]) -> str:
     return name
 
 
-def _check_settings(role: Role, name: str, own: object, where: str) -> None:
+def _check_section(own: object, base: type[Any], where: str) -> None:
     """Refuse what is no section: a class whose fields `@dataclass` has not read, or one without a default."""
-    base = _base(role)
     if not (isinstance(own, type) and issubclass(own, base) and "__dataclass_fields__" in own.__dict__):
         raise RefusedError(
-            f"{where}: Settings is {own!r}; allowed: a class with @dataclass(kw_only=True) above it, derived from "
+            f"{where} is {own!r}; allowed: a class with @dataclass(kw_only=True) above it, derived from "
             f"trp_scale.{base.__name__}"
-        )
-    section = next((each.default_factory for each in fields(own) if each.name == "downstream"), MISSING)
-    if role == "task" and section is not MISSING and (kind := section().kind) != name:
-        raise RefusedError(
-            f"{where}: the kind of its section downstream is {kind!r}; allowed: the name that it is registered by, "
-            f"`kind: Literal[{name!r}] = {name!r}`"
         )
     for each in fields(own):
         if each.default is MISSING and each.default_factory is MISSING:
@@ -196,6 +204,16 @@ def _check_settings(role: Role, name: str, own: object, where: str) -> None:
                 f"{where}: the setting {each.name} has no default; give one, such as `{each.name}: float = "
                 "setting(1.0, above=0)`"
             )
+
+
+def _check_kind(role: Role, name: str, own: type[Any], where: str) -> None:
+    """Refuse a task whose section `downstream` says that it is another."""
+    section = next((each.default_factory for each in fields(own) if each.name == "downstream"), MISSING)
+    if role == "task" and section is not MISSING and (kind := section().kind) != name:
+        raise RefusedError(
+            f"{where}: the kind of its section downstream is {kind!r}; allowed: the name that it is registered by, "
+            f"`kind: Literal[{name!r}] = {name!r}`"
+        )
 
 
 def _base(role: Role) -> type[Any]:
@@ -297,6 +315,12 @@ def registered() -> list[tuple[str, str, type[Settings]]]:
     """(role, name, settings) of all components that are a section of a run."""
     _load_all()
     return [(each.role, each.name, each.settings) for each in _components.values() if each.role not in RUNS]
+
+
+def preparation_sections(part: Literal["files", "labels"]) -> dict[str, type[Section]]:
+    """The section of each modality that has one for its files, or for its labels, by name."""
+    sections = {name: getattr(find("modality", name), part) for name in names("modality")}
+    return {name: section for name, section in sections.items() if section is not None}
 
 
 def runs() -> list[tuple[str, str, type[Any]]]:

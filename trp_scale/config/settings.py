@@ -5,10 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from trp_scale.config import Config
+from typing import Any
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,8 +85,21 @@ def near_divisors(whole: int, wanted: int) -> str:
     return ", ".join(map(str, sorted(sorted(allowed, key=lambda part: abs(part - wanted))[:4])))
 
 
-def sections(config: Config) -> Mapping[str, Any]:
-    """The sections of a run by name."""
+def was(field: dataclasses.Field[Any]) -> tuple[str, ...]:
+    """Names that a setting had."""
+    names: tuple[str, ...] = field.metadata.get("was", ())
+    return names
+
+
+def given(section: Section) -> dict[str, Any]:
+    """The settings of a section that are not at their defaults."""
+    default = type(section)()
+    values = {each.name: getattr(section, each.name) for each in dataclasses.fields(section)}
+    return {name: value for name, value in values.items() if value != getattr(default, name)}
+
+
+def sections(config: Any) -> Mapping[str, Any]:
+    """The sections of a run, or of a command, by name."""
     return {
         each.name: value
         for each in dataclasses.fields(config)
@@ -97,10 +107,11 @@ def sections(config: Config) -> Mapping[str, Any]:
     }
 
 
-def range_problems(config: Config) -> Iterator[str]:
-    """Every number outside its range."""
+def range_problems(config: Any) -> Iterator[str]:
+    """Every number of a section outside its range."""
     for name, section in sections(config).items():
         for each in dataclasses.fields(section):
             allowed = each.metadata.get("range")
-            if allowed is not None and (value := getattr(section, each.name)) not in allowed:
+            value = getattr(section, each.name)
+            if allowed is not None and value is not None and value not in allowed:
                 yield f"--{name}.{each.name.rstrip('_')} is {value}, allowed: {allowed}"

@@ -73,14 +73,11 @@ class PseudoLabels(ABC):
     Attributes:
         purpose: of such a model, for messages.
         auto_classes: how the names of the Auto classes end that load its models, and where transformers lists these.
-        model_setting, directory_setting: settings of pseudo-labelling that name the model, and the labels' directory.
         png_level: of zlib, for its maps.
     """
 
     purpose: ClassVar[str]
     auto_classes: ClassVar[dict[str, str]]
-    model_setting: ClassVar[str]
-    directory_setting: ClassVar[str]
     png_level: ClassVar[int] = 6
 
     @abstractmethod
@@ -105,7 +102,7 @@ class PseudoLabels(ABC):
         Args:
             where: how the model was given, for messages.
             said: by its configuration (`read_model`).
-            settings: of pseudo-labelling (PseudoLabelConfig).
+            settings: of its labels, `LabelSettings` of the modality.
 
         Raises:
             DataError: settings that the model cannot have.
@@ -131,8 +128,7 @@ class Modality(ABC):
         format: how its maps are stored; None: it is the image itself.
         regression: whether its losses are distances, not cross-entropies.
         blank: number in a batch where nothing is known, in the batch's type.
-        labels: how models label images with it; None: none does.
-        file_settings: settings of image sharding that describe its maps from files.
+        labels: how models label images with it, by the settings that its `LabelSettings` has; None: none does.
     """
 
     name: ClassVar[str]
@@ -140,7 +136,6 @@ class Modality(ABC):
     regression: ClassVar[bool] = True
     blank: ClassVar[Any] = np.float32(np.nan)
     labels: ClassVar[PseudoLabels | None] = None
-    file_settings: ClassVar[tuple[str, ...]] = ()
 
     def __init__(self, settings: Any, patch_size: int) -> None:
         self.settings, self.patch_size = settings, patch_size
@@ -157,7 +152,7 @@ class Modality(ABC):
         """How its maps come from files.
 
         Args:
-            settings: of image sharding (ShardImagesConfig).
+            settings: its `FileSettings`; None where it has none.
 
         Raises:
             DataError: a setting that describes them is missing or wrong.

@@ -79,7 +79,7 @@ class DepthFormat(MapFormat):
                 raise DataError(
                     f"data.path: members of a mixture must have depth of the same direction: larger is {wanted} in "
                     f"{first}, {maps.larger_is} in {name}. Label one of them anew with a depth model of the other's "
-                    f"direction (trp-scale pseudo-label; --larger_is says what a model means by a larger output, "
+                    f"direction (trp-scale pseudo-label; --depth.larger_is says what a model means by a larger output, "
                     f"if that was wrong), or train on one data set at a time"
                 )
 
@@ -93,7 +93,6 @@ class DepthLabels(PseudoLabels):
 
     purpose = "depth estimation"
     auto_classes: ClassVar[dict[str, str]] = {"DepthEstimation": "MODEL_FOR_DEPTH_ESTIMATION_MAPPING_NAMES"}
-    model_setting, directory_setting = "depth_model", "depth_directory"
     png_level = 3  # at 6 it would be 4 % smaller and take three times as long (512 x 384: 196 KB, 47 ms)
 
     def read_model(self, where: str, config: Any) -> bool | None:
@@ -103,7 +102,7 @@ class DepthLabels(PseudoLabels):
         return True if config.model_type in METRIC_KINDS else None
 
     def describe(self, where: str, said: bool | None, settings: Any) -> tuple[dict[str, object], dict[str, object]]:
-        scale, larger_is = settings.depth_scale, self._larger_is(where, said, settings)
+        scale, larger_is = settings.scale, self._larger_is(where, said, settings)
         relative = "none: 1 to 65535 is the range of each image's own estimates"
         unit = relative if scale is None else f"{scale:g} metre"
         identity = {"scale": scale, "larger_is": larger_is}
@@ -112,25 +111,26 @@ class DepthLabels(PseudoLabels):
     def _larger_is(self, where: str, metric: bool | None, settings: Any) -> Direction:
         """What a larger output means."""
         said: Literal["auto"] | Direction = settings.larger_is
-        if settings.depth_scale is None:
+        if settings.scale is None:
             return said if said != "auto" else "farther" if metric else "nearer"
         if metric is False:
             raise DataError(
-                f"--depth_scale {settings.depth_scale}: {where} says in its configuration that its depth is "
-                f"relative, not in metres; leave --depth_scale out, or choose a metric model"
+                f"--depth.scale {settings.scale}: {where} says in its configuration that its depth is relative, not "
+                f"in metres; leave --depth.scale out, or choose a metric model"
             )
         if metric is None and said == "auto":
             log.warning(
-                "--depth_scale %g: %s does not say in its configuration that its depth is in metres, and it will be "
-                "stored as if it were. Give --larger_is farther if it is; if it is inverse depth, as that of DPT from "
-                "MiDaS, or relative, leave --depth_scale out and say with --larger_is what a larger output means",
-                settings.depth_scale,
+                "--depth.scale %g: %s does not say in its configuration that its depth is in metres, and it will be "
+                "stored as if it were. Give --depth.larger_is farther if it is; if it is inverse depth, as that of DPT "
+                "from MiDaS, or relative, leave --depth.scale out and say with --depth.larger_is what a larger output "
+                "means",
+                settings.scale,
                 where,
             )
         return "farther"
 
     def interpret(self, processor: Any, said: bool | None, settings: Any) -> Interpret:
-        return depth_maps(processor, settings.depth_scale)
+        return depth_maps(processor, settings.scale)
 
 
 class Depth(Modality):
@@ -142,12 +142,11 @@ class Depth(Modality):
     name = "depth"
     format = DepthFormat("depth.png", bits=16, empty=NOT_MEASURED)
     labels = DepthLabels()
-    file_settings = ("depth_scale",)
 
     @classmethod
     def from_files(cls, settings: Any) -> MapFiles:
-        unit = "relative" if settings.depth_scale is None else f"{settings.depth_scale} metres"
-        description = {"scale": settings.depth_scale, "unit": unit, "exact": False}
+        unit = "relative" if settings.scale is None else f"{settings.scale} metres"
+        description = {"scale": settings.scale, "unit": unit, "exact": False}
         return MapFiles(name=cls.name, format=cls.format, description=description)
 
     @classmethod

@@ -71,7 +71,7 @@ class ClassFormat(MapFormat):
         if stored.classes is None:
             raise RefusedError(
                 f"{stored.name} maps are asked for, but {path} has no list of its classes; shard the images again with "
-                f"--semseg_classes NAMES.txt"
+                f"--semseg.classes NAMES.txt"
             )
 
     def agree(self, members: Sequence[tuple[str, StoredClasses]]) -> None:
@@ -100,7 +100,6 @@ class SegmentationLabels(PseudoLabels):
         "UniversalSegmentation": "MODEL_FOR_UNIVERSAL_SEGMENTATION_MAPPING_NAMES",
         "SemanticSegmentation": "MODEL_FOR_SEMANTIC_SEGMENTATION_MAPPING_NAMES",
     }
-    model_setting, directory_setting = "segmentation_model", "segmentation_directory"
 
     def read_model(self, where: str, config: Any) -> tuple[str, ...]:
         names = {int(number): str(label) for number, label in config.id2label.items()}
@@ -138,7 +137,6 @@ class Semseg(Modality):
     name = "semseg"
     format = ClassFormat("semseg.png", bits=8, empty=VOID)
     labels = SegmentationLabels()
-    file_settings = ("semseg_classes", "void_label")
     regression = False
     blank = np.uint8(VOID)
 
@@ -149,16 +147,14 @@ class Semseg(Modality):
 
     @classmethod
     def from_files(cls, settings: Any) -> SegmentationFiles:
-        if not settings.semseg_classes:
+        if settings.classes is None:
             raise DataError(
-                "the input has segmentation maps, and nothing says what their numbers mean: give --semseg_classes "
+                "the input has segmentation maps, and nothing says what their numbers mean: give --semseg.classes "
                 "FILE, a text file with the name of each number, one a line from 0 on"
             )
-        names, content = read_names("--semseg_classes", settings.semseg_classes)
+        names, content = read_names("--semseg.classes", str(settings.classes))
         if len(names) > VOID:
-            raise DataError(
-                f"--semseg_classes {settings.semseg_classes}: {len(names)} names, at most {VOID} are allowed"
-            )
+            raise DataError(f"--semseg.classes {settings.classes}: {len(names)} names, at most {VOID} are allowed")
         return SegmentationFiles(
             name=cls.name,
             format=cls.format,

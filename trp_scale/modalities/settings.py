@@ -1,13 +1,26 @@
-"""The package's modalities, in the order of a sample's members, and the settings of each."""
+"""The package's modalities, in the order of a sample's members, and the settings of each: of runs, of its maps from
+files (shard-images), and of its labels by models (pseudo-label)."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from trp_scale.config.components import component
-from trp_scale.config.settings import Settings, setting
+from trp_scale.config.settings import Section, Settings, setting
+
+
+@dataclass(kw_only=True)
+class LabelSettings(Section):
+    """How a model labels images with a modality."""
+
+    model: str = ""
+    """A directory that save_pretrained wrote, or a name on the Hugging Face hub. Weights are read from safetensors
+    alone, and no code of theirs is run. Empty = no labels of this modality."""
+    directory: str = ""
+    """Directory of the maps within the data set; empty = the modality's name. Another model needs another one."""
 
 
 @component("modality", "rgb", "trp_scale.modalities.rgb:Rgb", tasks=("rgb", "raw_rgb"))
@@ -16,13 +29,76 @@ class RgbSettings(Settings):
     """The image."""
 
 
-@component("modality", "depth", "trp_scale.modalities.depth:Depth")
+@dataclass(kw_only=True)
+class DepthFileSettings(Section):
+    """What the numbers of depth maps from files mean."""
+
+    scale: float | None = setting(None, was="depth_scale", above=0)
+    """Metres per unit (0.001: millimetres). None = relative depth, of an unknown unit."""
+
+
+@dataclass(kw_only=True)
+class DepthLabelSettings(LabelSettings):
+    """A depth estimator (--depth.model), and what its output means."""
+
+    model: str = setting("", was="depth_model")
+    """Depth estimator (DPT and Depth Anything, and others that transformers has): a directory that save_pretrained
+    wrote, or a name on the Hugging Face hub. Weights are read from safetensors alone, and no code of theirs is run."""
+    scale: float | None = setting(None, was="depth_scale", above=0)
+    """Metres per unit of the stored 16-bit depth (0.001: up to 65 m), for a model whose output is in metres. Without it
+    each image's output is stretched to 1..65535."""
+    larger_is: Literal["auto", "nearer", "farther"] = setting("auto", was="larger_is")
+    """What a larger output means; auto: farther if it is in metres by --depth.scale or by the model's configuration,
+    else nearer (DPT and Depth Anything estimate inverse depth)."""
+    directory: str = setting("", was="depth_directory")
+    """Directory of the maps within the data set; empty = depth. Another model needs another one."""
+
+    def problems(self, config: Any) -> Iterator[str]:
+        if self.scale is not None and self.larger_is == "nearer":
+            yield "--depth.larger_is nearer: not with --depth.scale, whose metres grow with distance"
+
+
+@component(
+    "modality",
+    "depth",
+    "trp_scale.modalities.depth:Depth",
+    files=DepthFileSettings,
+    labels=DepthLabelSettings,
+)
 @dataclass(kw_only=True)
 class DepthSettings(Settings):
     """The distance of every pixel, in metres or relative."""
 
 
-@component("modality", "semseg", "trp_scale.modalities.semseg:Semseg")
+@dataclass(kw_only=True)
+class SemsegFileSettings(Section):
+    """What the numbers of segmentation maps from files mean."""
+
+    classes: Path | None = setting(None, was="semseg_classes")
+    """Text file with the name of each class, one a line from number 0 on; needed with such maps."""
+    void_label: int = setting(255, was="void_label", at_least=0, at_most=255)
+    """Number that means no class; stored as 255."""
+
+
+@dataclass(kw_only=True)
+class SemsegLabelSettings(LabelSettings):
+    """A model for semantic or panoptic segmentation (--semseg.model)."""
+
+    model: str = setting("", was="segmentation_model")
+    """Model for semantic or panoptic segmentation (Mask2Former, SegFormer, UPerNet and others), given as --depth.model
+    is. Its classes, at most 255, become the data set's. A model for instances (such as ...-coco-instance) is no
+    choice: it knows things only, and would call sky, walls and ground a thing."""
+    directory: str = setting("", was="segmentation_directory")
+    """Directory of the maps within the data set; empty = semseg. Another model needs another one."""
+
+
+@component(
+    "modality",
+    "semseg",
+    "trp_scale.modalities.semseg:Semseg",
+    files=SemsegFileSettings,
+    labels=SemsegLabelSettings,
+)
 @dataclass(kw_only=True)
 class SemsegSettings(Settings):
     """The class of every pixel."""

@@ -31,7 +31,7 @@ from trp_scale.config.components import (
     runs,
 )
 from trp_scale.config.finetuning import FinetuneConfig
-from trp_scale.config.settings import Settings
+from trp_scale.config.settings import Settings, was
 from trp_scale.recipes.inheritance import Inherited, inherit
 from trp_scale.recipes.registered import RECIPES, mapping_at, registered_recipes
 
@@ -429,12 +429,6 @@ def _sections(run: type[Any]) -> dict[str, list[type[Any]]]:
         for field in dataclasses.fields(run)
         if "role" in field.metadata or dataclasses.is_dataclass(types[field.name])
     }
-
-
-def was(field: dataclasses.Field[Any]) -> tuple[str, ...]:
-    """Names that a setting had."""
-    names: tuple[str, ...] = field.metadata.get("was", ())
-    return names
 
 
 def _suggestion(key: str, path: str, siblings: Iterable[str]) -> str:

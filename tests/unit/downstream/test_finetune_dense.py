@@ -14,6 +14,7 @@ import torch
 
 from tests.runs import lines
 from trp_scale import cli
+from trp_scale.api import shard_images
 from trp_scale.checkpoint.format import read_full_state
 from trp_scale.checkpoint.run_directory import checkpoint_path
 from trp_scale.config import RefusedError
@@ -22,8 +23,6 @@ from trp_scale.downstream.arguments import parse_finetune
 from trp_scale.downstream.dense.depth import DepthTask
 from trp_scale.downstream.dense.settings import DepthTaskConfig
 from trp_scale.downstream.results import read_results
-from trp_scale.preparation.images.settings import ShardImagesConfig
-from trp_scale.preparation.images.shard import shard_images
 from trp_scale.recipes.loader import load_recipe
 
 SMALL: dict[str, Any] = {
@@ -143,7 +142,7 @@ def test_depth_without_metres_and_inverse_depth(
     short = {"downstream__epochs": 0, "training__steps": 1, "dense__head": "linear"}
     aligned = {**short, "dense__alignment": "scale_shift"}
     for data, changes, message in (
-        (relative, short, "allowed: --dense.alignment scale_shift, or shard again with --depth_scale"),
+        (relative, short, "allowed: --dense.alignment scale_shift, or shard again with --depth.scale"),
         (nearer, aligned, "larger numbers of its depth maps are nearer (inverse depth), --dense.target is metric"),
         (image_dataset, {**short, "downstream__test_path": relative}, f"{relative}: its depth maps have no metres"),
         (image_dataset, {**aligned, "downstream__test_path": nearer}, "allowed: maps of one direction"),
@@ -200,16 +199,14 @@ def test_camvid_is_segmented_better_than_by_its_most_frequent_class(tmp_path: Pa
     names.write_text("sky building pole road pavement tree sign fence car pedestrian cyclist void".replace(" ", "\n"))
     for split in ("train", "val"):
         shard_images(
-            ShardImagesConfig(
-                output=tmp_path / split,
-                inputs=[str(images / split / "rgb")],
-                modality=[f"semseg={images / split / 'semseg'}"],
-                semseg_classes=str(names),
-                split=split,
-                rows_per_block=8,
-                processes=1,
-                progress=False,
-            )
+            tmp_path / split,
+            images / split / "rgb",
+            modality=[f"semseg={images / split / 'semseg'}"],
+            semseg={"classes": names},
+            split=split,
+            rows_per_block=8,
+            processes=1,
+            progress=False,
         )
     changes = {
         **LEARNING,

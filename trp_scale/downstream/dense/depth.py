@@ -74,7 +74,7 @@ class DepthTask(DenseTask[DepthTaskConfig]):
                 raise RefusedError(
                     f"{where}: its depth maps have no metres (scale null in dataset.json), so that errors of a "
                     "prediction mean nothing as they are; allowed: --dense.alignment scale_shift, or shard again with "
-                    "--depth_scale"
+                    "--depth.scale"
                 )
         self._inverted = dense.target == "inverse" and not maps.nearer
         if dense.depth_deviation == 0:

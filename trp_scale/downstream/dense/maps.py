@@ -33,7 +33,7 @@ class SegmentationMaps:
     """
 
     name = Semseg.name
-    sharded_with = "--semseg_classes NAMES.txt"
+    sharded_with = "--semseg.classes NAMES.txt"
     """What these maps are sharded with."""
 
     def __init__(self, classes: Sequence[str], ignored: Sequence[int]) -> None:
@@ -88,7 +88,7 @@ class DepthMaps:
     """
 
     name = Depth.name
-    sharded_with = "--depth_scale 0.001"
+    sharded_with = "--depth.scale 0.001"
 
     def __init__(self, datasets: Sequence[ImageDataset], dense: DepthConfig) -> None:
         maps = [each for dataset in datasets for each in dataset.maps if isinstance(each, StoredDepth)]

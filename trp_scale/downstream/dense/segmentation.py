@@ -37,7 +37,7 @@ class SegmentationTask(DenseTask[SegmentationTaskConfig]):
         if data.maps.all_classes != measured.maps.all_classes:
             raise RefusedError(
                 f"--downstream.test_path {self.config.downstream.test_path} has other classes than --data.path "
-                f"{self.config.data.path}; shard both with the same --semseg_classes"
+                f"{self.config.data.path}; shard both with the same --semseg.classes"
             )
         self.classes = data.maps.classes
         self.config.downstream.classes = len(self.classes)

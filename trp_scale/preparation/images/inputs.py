@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 from pathlib import Path
 
@@ -70,19 +69,19 @@ def describe_maps(config: ShardImagesConfig, listing: Listing) -> None:
     Raises:
         DataError: a setting for maps that there are none of, or one that is missing.
     """
-    defaults = {field.name: field.default for field in dataclasses.fields(config)}
+    said = config.of_maps()
     for name, kind in modalities().items():
         if kind.format is None:
             continue
         there = kind.format.suffix in listing.suffixes and name not in listing.maps
-        for setting in kind.file_settings:
-            if getattr(config, setting) != defaults[setting] and not there:
-                raise DataError(
-                    f"--{setting} {getattr(config, setting)}: goes with {name} maps from files, --modality "
-                    f"{name}=FOLDER of an image folder or .{kind.format.suffix} members of tars; there are none"
-                )
+        setting = next((each for each in said if each.startswith(f"{name}.")), None)
+        if setting is not None and not there:
+            raise DataError(
+                f"--{setting} {said[setting]}: goes with {name} maps from files, --modality {name}=FOLDER of an image "
+                f"folder or .{kind.format.suffix} members of tars; there are none"
+            )
         if there:
-            files = listing.maps[name] = kind.from_files(config)
+            files = listing.maps[name] = kind.from_files(config.section(name))
             if files.content:
                 listing.fingerprint = hashlib.sha256(listing.fingerprint.encode() + files.content).hexdigest()
 

@@ -26,7 +26,7 @@ SKIP_REASONS = {
     "duplicate_key": "another file has the same name apart from its suffix",
     "no_map": "no map, where others have one",
     "bad_map": "a map that is not a PNG of its modality's form, such as 16 bits and grey for depth",
-    "bad_map_number": "a number that a map cannot have, such as a class that has no name in --semseg_classes",
+    "bad_map_number": "a number that a map cannot have, such as a class that has no name in --semseg.classes",
     "map_size": "a map of another size than its upright image",
 }
 """Why an image is skipped."""

@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import ClassVar, Literal
 
 from tyro.conf import UseAppendAction
 
-from trp_scale.command_line import TakesModules
+from trp_scale.command_line import TakesModalities
+from trp_scale.config.components import preparation_sections
+from trp_scale.config.settings import given
 from trp_scale.data.images.maps import map_formats
 from trp_scale.data.index import DataError
-from trp_scale.preparation.sharding.job import ShardingSettings, check_ranges
+from trp_scale.preparation.sharding.job import ShardingSettings, check_ranges, check_sections
 
 
 @dataclass(kw_only=True)
-class ShardImagesConfig(ShardingSettings, TakesModules):
+class ShardImagesConfig(ShardingSettings, TakesModalities):
     """Shard images for pre-training, with their classes and aligned maps where there are any, such as depth and
     segmentation."""
+
+    part: ClassVar[Literal["files", "labels"]] = "files"
 
     inputs: list[str] = field(default_factory=list)
     """One of: a folder of images (sub-folders are classes, numbered by sorted name; a flat folder has none); tars with
@@ -44,12 +48,6 @@ class ShardImagesConfig(ShardingSettings, TakesModules):
     members .NAME.png, such as .depth.png."""
     class_names: str = ""
     """Tars: text file with the name of each class, one a line, in the order of their numbers."""
-    depth_scale: float | None = None
-    """Metres per unit of the depth maps (0.001: millimetres). None = relative depth, of an unknown unit."""
-    semseg_classes: str = ""
-    """Text file with the name of each class in the segmentation maps, one a line from number 0 on; needed with them."""
-    void_label: int = 255
-    """Number in the segmentation maps that means no class; stored as 255."""
     split: str = "train"
     """What the images are for: train, or another name. It chooses the split of a dataset directory or a torchvision
     dataset that has several, and is kept in dataset.json: no masks are learned (--multilevel.kind) from images whose
@@ -89,10 +87,8 @@ class ShardImagesConfig(ShardingSettings, TakesModules):
             rows_per_block=(1, 1 << 20),
             processes=(0, 4096),
             max_skipped=(0, 1),
-            void_label=(0, 255),
         )
-        if self.depth_scale is not None and not 0 < self.depth_scale < math.inf:
-            raise DataError(f"--depth_scale {self.depth_scale}: metres per unit, more than 0, expected")
+        check_sections(self)
         self.modality_folders()
 
     def modality_folders(self) -> dict[str, Path]:
@@ -109,9 +105,21 @@ class ShardImagesConfig(ShardingSettings, TakesModules):
         return {name: folders[name] for name in known if name in folders}
 
     def identity(self) -> dict[str, object]:
-        """The settings that change the bytes of the output; where files lie and how the work is shared do not."""
+        """The settings that change the bytes of the output; where files lie and how the work is shared do not. What a
+        file says of maps is in the input's fingerprint (MapFiles.content)."""
         names = ["embedded", "short_side", "quality", "max_pixels", "samples_per_shard", "rows_per_block"]
         names += ["count", "size", "seed"] if self.embedded else ["split", "image_column", "label_column"]
-        names += [] if self.embedded else ["depth_scale", "void_label"]
         names += ["split"] if self.embedded and self.split != "train" else []  # scenes made before there was one
-        return {name: getattr(self, name) for name in names} | {"modality": list(self.modality_folders())}
+        values = {name: getattr(self, name) for name in names} | {"modality": list(self.modality_folders())}
+        maps = {name: value for name, value in self.of_maps().items() if not isinstance(value, Path)}
+        return values if self.embedded else values | {"maps": maps}
+
+    def of_maps(self) -> dict[str, object]:
+        """{"modality.setting": value} of what is said of maps, beside defaults."""
+        sections = {name: self.section(name) for name in preparation_sections(self.part)}
+        return {
+            f"{name}.{setting}": value
+            for name, section in sections.items()
+            if section is not None
+            for setting, value in given(section).items()
+        }

@@ -106,16 +106,17 @@ def _precision(config: PseudoLabelConfig, devices: tuple[str, ...]) -> Precision
 
 def _task(config: PseudoLabelConfig, precision: Precision, found: FoundModel) -> LabelTask:
     labels = labelled()[found.modality]
-    identity, description = labels.describe(found.flag, found.said, config)
+    settings = config.labelling()[found.modality]
+    identity, description = labels.describe(found.flag, found.said, settings)
     directory = LabelDirectory(
         dataset=config.data,
         name=config.directory(found.modality),
         modality=found.modality,
         identity={"model": found.fingerprint, "precision": precision, **identity},
         description={"model": found.name, **description},
-        flag=f"--{labels.directory_setting}",
+        flag=f"--{found.modality}.directory",
     )
-    return LabelTask(found=found, directory=directory, settings=config)
+    return LabelTask(found=found, directory=directory, settings=settings)
 
 
 def _run(

@@ -49,7 +49,7 @@ class FoundModel:
     @property
     def flag(self) -> str:
         """How it was given, for messages."""
-        return f"--{labelled()[self.modality].model_setting} {self.name}"
+        return f"--{self.modality}.model {self.name}"
 
 
 def find_model(modality: str, name: str) -> FoundModel:
@@ -59,7 +59,7 @@ def find_model(modality: str, name: str) -> FoundModel:
         DataError: no such model, another kind of model, no safetensors, no image processor, or too many classes.
     """
     labels = labelled()[modality]
-    where = f"--{labels.model_setting} {name}"
+    where = f"--{modality}.model {name}"
     directory = _find_directory(where, name)
     config = _read_config(where, directory)
     task = _find_task(where, labels, config)

@@ -25,10 +25,11 @@ from trp_scale.data.images.reader import SampleReader, SampleTable, read_samples
 from trp_scale.data.images.rows import decode_image
 from trp_scale.data.index import DataError, index_path, read_index
 from trp_scale.modalities.base import Size
+from trp_scale.modalities.settings import LabelSettings
 from trp_scale.preparation.pseudo_labels.directory import UNREADABLE, LabelDirectory, LabelReport, digest_of_images
 from trp_scale.preparation.pseudo_labels.labeller import InFlight, Labeller, Precision
 from trp_scale.preparation.pseudo_labels.models import FoundModel, load_model, load_processor
-from trp_scale.preparation.pseudo_labels.settings import PseudoLabelConfig, labelled
+from trp_scale.preparation.pseudo_labels.settings import labelled
 from trp_scale.preparation.sharding.lock import only_run
 from trp_scale.preparation.sharding.workers import Advance
 from trp_scale.preparation.sharding.writing import OpenShard, new_tar
@@ -130,11 +131,11 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class LabelTask:
-    """One model, where its labels go, and the settings of the run."""
+    """One model, where its labels go, and the settings of its modality's labels."""
 
     found: FoundModel
     directory: LabelDirectory
-    settings: PseudoLabelConfig
+    settings: LabelSettings
 
 
 @dataclass(frozen=True, kw_only=True)

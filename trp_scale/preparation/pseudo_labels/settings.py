@@ -4,37 +4,30 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
-from trp_scale.command_line import TakesModules
+from trp_scale.command_line import TakesModalities
+from trp_scale.config.components import preparation_sections
+from trp_scale.config.settings import given
 from trp_scale.data.images.maps import OWN_TAR
 from trp_scale.data.index import DataError
+from trp_scale.errors import RefusedError
 from trp_scale.modalities import modalities
-from trp_scale.preparation.sharding.job import check_ranges
+from trp_scale.modalities.settings import LabelSettings
+from trp_scale.preparation.sharding.job import check_ranges, check_sections
 
 if TYPE_CHECKING:
     from trp_scale.modalities.base import PseudoLabels
 
 
 @dataclass(kw_only=True)
-class PseudoLabelConfig(TakesModules):
+class PseudoLabelConfig(TakesModalities):
     """Label a data set of images with a depth estimator, a segmentation model, or both."""
+
+    part: ClassVar[Literal["files", "labels"]] = "labels"
 
     data: Path
     """Directory of the data set (kind image). A run that was stopped goes on, shard by shard."""
-    depth_model: str = ""
-    """Depth estimator (DPT and Depth Anything, and others that transformers has): a directory that save_pretrained
-    wrote, or a name on the Hugging Face hub. Weights are read from safetensors alone, and no code of theirs is run."""
-    segmentation_model: str = ""
-    """Model for semantic or panoptic segmentation (Mask2Former, SegFormer, UPerNet and others), given as --depth_model
-    is. Its classes, at most 255, become the data set's. A model for instances (such as ...-coco-instance) is no
-    choice: it knows things only, and would call sky, walls and ground a thing."""
-    depth_scale: float | None = None
-    """Metres per unit of the stored 16-bit depth (0.001: up to 65 m), for a model whose output is in metres. Without it
-    each image's output is stretched to 1..65535."""
-    larger_is: Literal["auto", "nearer", "farther"] = "auto"
-    """What a larger output of the depth estimator means; auto: farther if it is in metres by --depth_scale or by the
-    model's configuration, else nearer (DPT and Depth Anything estimate inverse depth)."""
     batch: int = 32
     """Images that a model sees at once. Labels depend on it by rounding alone."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -49,10 +42,6 @@ class PseudoLabelConfig(TakesModules):
     num_shards: int = 1
     """Job arrays: number of parts. Part i has the shards i, i + num_shards, ...; the last to finish adds the labels to
     dataset.json."""
-    depth_directory: str = "depth"
-    """Directory of the depth maps within the data set. Another model needs another one."""
-    segmentation_directory: str = "semseg"
-    """Directory of the segmentation maps within the data set."""
     replace: bool = False
     """Replace a modality that dataset.json has already. The old maps stay where they are, described under
     "replaced"."""
@@ -64,39 +53,53 @@ class PseudoLabelConfig(TakesModules):
     def check(self) -> None:
         """Raise DataError for a setting that cannot work, naming its flag."""
         if not self.models():
-            raise DataError("give --depth_model, --segmentation_model, or both")
+            raise DataError(f"give one model or more: {', '.join(f'--{name}.model' for name in self.labelling())}")
         check_ranges(self, batch=(1, 4096), processes=(0, 256), num_shards=(1, 1 << 20), max_skipped=(0, 1))
         if not 0 <= self.shard_index < self.num_shards:
             raise DataError(
                 f"--shard_index {self.shard_index}: 0 to {self.num_shards - 1} is allowed with "
                 f"--num_shards {self.num_shards}"
             )
-        self._check_depth()
-        for setting in (labels.directory_setting for labels in labelled().values()):
-            name = getattr(self, setting)
-            if not name or Path(name).name != name or name.startswith(".") or name in (OWN_TAR, "progress"):
-                raise DataError(f"--{setting} {name!r}: a plain name other than {OWN_TAR} and progress is allowed")
-        if self.depth_directory == self.segmentation_directory:
-            raise DataError(f"--segmentation_directory {self.segmentation_directory}: --depth_directory is the same")
+        check_sections(self)
+        self._check_labelling()
 
-    def _check_depth(self) -> None:
-        if self.depth_scale is None:
-            return
-        if not self.depth_model:
-            raise DataError(f"--depth_scale {self.depth_scale}: goes with --depth_model")
-        if not 0 < self.depth_scale < float("inf"):
-            raise DataError(f"--depth_scale {self.depth_scale}: metres above 0 are allowed, such as 0.001")
-        if self.larger_is == "nearer":
-            raise DataError("--larger_is nearer: not with --depth_scale, whose metres grow with distance")
+    def _check_labelling(self) -> None:
+        directories: dict[str, str] = {}
+        for modality, settings in self.labelling().items():
+            said = [(setting, value) for setting, value in given(settings).items() if setting != "directory"]
+            if said and not settings.model:
+                raise DataError(f"--{modality}.{said[0][0]} {said[0][1]}: goes with --{modality}.model")
+            name, flag = self.directory(modality), f"--{modality}.directory"
+            if Path(name).name != name or name.startswith(".") or name in (OWN_TAR, "progress"):
+                raise DataError(f"{flag} {name!r}: a plain name other than {OWN_TAR} and progress is allowed")
+            if name in directories:
+                raise DataError(f"{flag} {name}: {directories[name]} is the same")
+            directories[name] = flag
+
+    def labelling(self) -> dict[str, LabelSettings]:
+        """The settings of each modality that models label images with, by its name.
+
+        Raises:
+            RefusedError: one of another kind.
+        """
+        found: dict[str, LabelSettings] = {}
+        for name in preparation_sections(self.part):
+            section = self.section(name)
+            if not isinstance(section, LabelSettings):
+                raise RefusedError(
+                    f"LabelSettings of the modality {name} is {type(section)!r}; allowed: a class derived from "
+                    "trp_scale.modalities.settings.LabelSettings"
+                )
+            found[name] = section
+        return found
 
     def models(self) -> dict[str, str]:
         """The models asked for, by modality."""
-        given = {name: str(getattr(self, labels.model_setting)) for name, labels in labelled().items()}
-        return {name: model for name, model in given.items() if model}
+        return {name: settings.model for name, settings in self.labelling().items() if settings.model}
 
     def directory(self, modality: str) -> str:
         """Where the maps of a modality go, in the data set."""
-        return str(getattr(self, labelled()[modality].directory_setting))
+        return self.labelling()[modality].directory or modality
 
 
 def labelled() -> dict[str, PseudoLabels]:

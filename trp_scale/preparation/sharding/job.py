@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+from trp_scale.config.settings import Section, range_problems, sections
 from trp_scale.data.index import DataError, index_path, read_index, read_json, write_json
 from trp_scale.preparation.sharding.lock import only_run
 from trp_scale.preparation.sharding.workers import Advance, PortionT, Progressed, run_portions
@@ -55,6 +56,13 @@ def check_ranges(settings: object, **ranges: tuple[float, float]) -> None:
         value = getattr(settings, name)
         if not smallest <= value <= largest:
             raise DataError(f"--{name} {value}: {smallest} to {largest} is allowed")
+
+
+def check_sections(settings: object) -> None:
+    """Raise DataError for what a section of a command says that no run of it can have, naming its flag."""
+    own = [each.problems(settings) for each in sections(settings).values() if isinstance(each, Section)]
+    if problem := next((line for lines in (range_problems(settings), *own) for line in lines), None):
+        raise DataError(problem)
 
 
 @dataclass(kw_only=True)

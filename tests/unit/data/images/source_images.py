@@ -13,6 +13,7 @@ from PIL import Image
 from trp_scale.data.index import read_index, read_json
 from trp_scale.preparation.images.shard import ShardImagesConfig, shard_images
 from trp_scale.preparation.verify import verify_dataset
+from trp_scale.recipes.loader import read_section
 
 WIDTH, HEIGHT = 40, 28
 
@@ -84,14 +85,8 @@ def class_folder(folder: Path, classes: int = 3, each: int = 6) -> Path:
 
 def shard(output: Path, *inputs: object, **settings: object) -> dict[str, dict[str, bytes]]:
     """Shard, verify, and read back."""
-    config = ShardImagesConfig(
-        inputs=[str(item) for item in inputs],
-        output=output,
-        processes=1,
-        progress=False,
-        **settings,  # type: ignore[arg-type]
-    )
-    shard_images(config)
+    given = {"inputs": [str(item) for item in inputs], "output": str(output), "processes": 1, "progress": False}
+    shard_images(read_section(ShardImagesConfig.completed(), {**given, **settings}, "the test"))
     verify_dataset(output)
     return stored(output)
 

@@ -82,7 +82,7 @@ def test_what_the_data_lacks_is_refused_at_opening(tmp_path: Path) -> None:
     config = multimodal_config(plain, modalities={"inputs": ["rgb"], "outputs": ["depth"]})
     assert open_sources(config, rank=0, world=1).meta.maps.keys() == {"depth"}
     nameless = write_multimodal(tmp_path / "nameless", [samples(3)], modalities={"depth": {}})
-    with pytest.raises(RefusedError, match=r"nameless/dataset\.json has no list of its classes; .* --semseg_classes"):
+    with pytest.raises(RefusedError, match=r"nameless/dataset\.json has no list of its classes; .* --semseg\.classes"):
         open_sources(multimodal_config(nameless), rank=0, world=1)
 
 

@@ -203,5 +203,5 @@ def test_what_is_no_such_data_is_refused_with_the_command_that_makes_it(image_da
         opened(copy, DepthMaps)
     document["modalities"]["semseg"]["classes"] = None
     (copy / "dataset.json").write_text(json.dumps(document))
-    with pytest.raises(RefusedError, match=r"copy/dataset\.json has no list of its classes; .* --semseg_classes"):
+    with pytest.raises(RefusedError, match=r"copy/dataset\.json has no list of its classes; .* --semseg\.classes"):
         opened(copy, SegmentationMaps)

@@ -107,8 +107,8 @@ def test_maps_are_found_by_relative_path_and_stored_as_they_are(tmp_path: Path) 
     (depth / "c0" / "image3.png").unlink()
     (semseg / "c2" / "image1.png").write_bytes(png(class_map(width=5)))
     with pytest.raises(DataError, match="2 of 30 images were skipped"):
-        shard(tmp_path / "out", images, modality=modality, semseg_classes=names)
-    found = shard(tmp_path / "out", images, modality=modality, semseg_classes=names, max_skipped=0.1)
+        shard(tmp_path / "out", images, modality=modality, semseg={"classes": names})
+    found = shard(tmp_path / "out", images, modality=modality, semseg={"classes": names}, max_skipped=0.1)
     dataset = read_json(tmp_path / "out" / "dataset.json")
     assert dataset["suffixes"] == ["jpg", "cls", "depth.png", "semseg.png"]
     assert dataset["skipped"] == {"no_map": 1, "map_size": 1}
@@ -226,7 +226,7 @@ def test_the_command_takes_a_modality_twice(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "trp_scale", "shard-images", "--inputs", str(images)]
     command += ["--output", str(tmp_path / "out")]
     command += ["--modality", f"depth={depth}", "--modality", f"semseg={semseg}", "--processes", "1"]
-    command += ["--semseg_classes", class_names(tmp_path)]
+    command += ["--semseg.classes", class_names(tmp_path)]
     result = subprocess.run(
         command, cwd=root, env={**os.environ, "PYTHONPATH": str(root)}, capture_output=True, text=True, check=False
     )

@@ -34,7 +34,7 @@ def modality(folder: Path, *names: str) -> list[str]:
 def test_scale_and_classes_are_written_down(folder: Path) -> None:
     names = str(folder / "names.txt")
     maps = modality(folder, "depth", "semseg")
-    shard(folder / "out", folder / "images", modality=maps, semseg_classes=names, depth_scale=0.001)
+    shard(folder / "out", folder / "images", modality=maps, semseg={"classes": names}, depth={"scale": 0.001})
     described = read_json(folder / "out" / "dataset.json")["modalities"]
     assert described == {
         "depth": {"scale": 0.001, "unit": "0.001 metres", "exact": False},
@@ -43,15 +43,16 @@ def test_scale_and_classes_are_written_down(folder: Path) -> None:
     shard(folder / "relative", folder / "images", modality=maps[:1])
     assert read_json(folder / "relative" / "dataset.json")["modalities"]["depth"]["scale"] is None
     for changes, message in (
-        ({"depth_scale": 0.01}, r"depth_scale 0\.001 there, 0\.01 asked for"),
-        ({"void_label": 3}, "void_label 255 there, 3 asked for"),
+        ({"depth": {"scale": 0.01}}, r"maps {'depth\.scale': 0\.001} there, {'depth\.scale': 0\.01} asked for"),
+        ({"semseg": {"classes": names, "void_label": 3}}, r"maps .* there, {.*'semseg\.void_label': 3} asked for"),
+        ({"depth": {}}, r"maps {'depth\.scale': 0\.001} there, {} asked for"),
     ):
-        settings = {"modality": maps, "semseg_classes": names, "depth_scale": 0.001, **changes}
+        settings = {"modality": maps, "semseg": {"classes": names}, "depth": {"scale": 0.001}, **changes}
         with pytest.raises(DataError, match=message):
             shard(folder / "out", folder / "images", **settings)
     (folder / "names.txt").write_text("".join(f"sort {number}\n" for number in range(20)))
     with pytest.raises(DataError, match="input"):
-        shard(folder / "out", folder / "images", modality=maps, semseg_classes=names, depth_scale=0.001)
+        shard(folder / "out", folder / "images", modality=maps, semseg={"classes": names}, depth={"scale": 0.001})
 
 
 def test_rendered_scenes_know_their_scale_and_classes(tmp_path: Path) -> None:
@@ -64,13 +65,17 @@ def test_rendered_scenes_know_their_scale_and_classes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("maps", "settings", "message"),
     [
-        (("semseg",), {}, "nothing says what their numbers mean: give --semseg_classes FILE"),
-        (("depth",), {"semseg_classes": "names.txt"}, r"--semseg_classes names\.txt: goes with semseg maps"),
-        (("depth",), {"void_label": 11}, "--void_label 11: goes with semseg maps from files, --modality semseg=FOLDER"),
-        (("semseg",), {"depth_scale": 0.1}, r"--depth_scale 0\.1: goes with depth maps .* or \.depth\.png members"),
-        (("depth",), {"depth_scale": 0.0}, r"--depth_scale 0\.0: metres per unit, more than 0"),
-        (("semseg",), {"void_label": 256}, "--void_label 256: 0 to 255 is allowed"),
-        (("semseg",), {"semseg_classes": "nowhere.txt"}, r"--semseg_classes nowhere\.txt: not a text file"),
+        (("semseg",), {}, "nothing says what their numbers mean: give --semseg.classes FILE"),
+        (("depth",), {"semseg": {"classes": "names.txt"}}, r"--semseg\.classes names\.txt: goes with semseg maps"),
+        (
+            ("depth",),
+            {"semseg": {"void_label": 11}},
+            "void_label 11: goes with semseg maps from files, --modality semseg=",
+        ),
+        (("semseg",), {"depth": {"scale": 0.1}}, r"scale 0\.1: goes with depth maps .* or \.depth\.png members"),
+        (("depth",), {"depth": {"scale": 0.0}}, r"--depth\.scale is 0\.0, allowed: more than 0"),
+        (("semseg",), {"semseg": {"void_label": 256}}, "--semseg.void_label is 256, allowed: from 0 to at most 255"),
+        (("semseg",), {"semseg": {"classes": "nowhere.txt"}}, r"--semseg\.classes nowhere\.txt: not a text file"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(
@@ -82,9 +87,8 @@ def test_settings_that_do_not_fit_are_refused(
 
 
 def test_rendered_scenes_refuse_descriptions(tmp_path: Path) -> None:
-    config = ShardImagesConfig(output=tmp_path / "out", embedded=True, count=1, size=16, depth_scale=0.5)
-    with pytest.raises(DataError, match=r"--depth_scale 0\.5: goes with depth maps from files"):
-        shard_images(config)
+    with pytest.raises(DataError, match=r"--depth\.scale 0\.5: goes with depth maps from files"):
+        shard(tmp_path / "out", embedded=True, count=1, size=16, depth={"scale": 0.5})
 
 
 @pytest.mark.parametrize(
@@ -102,7 +106,7 @@ def test_lists_of_classes_that_cannot_be_are_refused(folder: Path, content: str,
             folder / "out",
             folder / "images",
             modality=modality(folder, "semseg"),
-            semseg_classes=str(folder / "names.txt"),
+            semseg={"classes": str(folder / "names.txt")},
         )
 
 
@@ -115,14 +119,11 @@ def test_unnamed_classes_are_skipped_and_void_is_stored_as_255(folder: Path) -> 
     coloured = Image.frombytes("P", (WIDTH, HEIGHT), class_map(2).tobytes())
     coloured.putpalette([value for number in range(256) for value in (number, 255 - number, 7)])
     coloured.save(folder / "semseg" / "c0" / "image2.png")
-    settings = {
-        "modality": modality(folder, "semseg"),
-        "semseg_classes": str(folder / "names.txt"),
-        "max_skipped": 0.5,
-    }
-    plain = shard(folder / "plain", folder / "images", **settings)
+    names = {"classes": str(folder / "names.txt")}
+    settings = {"modality": modality(folder, "semseg"), "max_skipped": 0.5}
+    plain = shard(folder / "plain", folder / "images", semseg=names, **settings)
     assert plain["c0/image0"]["semseg.png"] == (folder / "semseg" / "c0" / "image0.png").read_bytes()
-    found = shard(folder / "out", folder / "images", void_label=11, **settings)
+    found = shard(folder / "out", folder / "images", semseg={**names, "void_label": 11}, **settings)
     for output in ("plain", "out"):
         dataset = read_json(folder / output / "dataset.json")
         assert dataset["skipped"] == {"bad_map_number": 1} and dataset["rows"] == 5
@@ -142,12 +143,12 @@ def test_numbers_above_the_void_label_may_have_no_name(tmp_path: Path) -> None:
     (tmp_path / "images" / "a.jpg").write_bytes(jpeg())
     (tmp_path / "semseg" / "a.png").write_bytes(png(class_map() % 12))
     (tmp_path / "names.txt").write_text("\n".join("abcdefghijk"))
-    settings = {"modality": modality(tmp_path, "semseg"), "semseg_classes": str(tmp_path / "names.txt")}
+    maps, names = modality(tmp_path, "semseg"), {"classes": str(tmp_path / "names.txt")}
     with pytest.raises(
         DataError,
         match=r"1 bad_map_number \(a number that a map cannot have, such as a class that has no name in --s",
     ):
-        shard(tmp_path / "refused", tmp_path / "images", **settings)
-    found = shard(tmp_path / "out", tmp_path / "images", void_label=11, **settings)
+        shard(tmp_path / "refused", tmp_path / "images", modality=maps, semseg=names)
+    found = shard(tmp_path / "out", tmp_path / "images", modality=maps, semseg={**names, "void_label": 11})
     stored = np.asarray(Image.open(io.BytesIO(found["a"]["semseg.png"])))
     assert set(np.unique(stored).tolist()) == {*range(11), 255}

@@ -249,7 +249,7 @@ def test_members_of_a_mixture_have_depth_of_one_direction(tmp_path: Path) -> Non
         return config
 
     open_sources(mixture("silent", "metres"), rank=0, world=1)
-    message = r"larger is farther in silent, nearer in labelled\. Label one .* --larger_is .* one data set at a time"
+    message = r"larger is farther in silent, nearer in labelled\. Label .* --depth\.larger_is .* one data set at a time"
     with pytest.raises(DataError, match=message):
         open_sources(mixture("silent", "metres", "labelled"), rank=0, world=1)
     with pytest.raises(DataError, match="larger is nearer in labelled, farther in metres"):

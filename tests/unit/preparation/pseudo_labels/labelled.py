@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from PIL import Image
@@ -12,6 +12,7 @@ from PIL import Image
 from tests.unit.data.images.stored import sample, write_images
 from trp_scale.data.index import read_index, read_json
 from trp_scale.preparation.pseudo_labels.label import PseudoLabelConfig, pseudo_label
+from trp_scale.recipes.loader import read_section
 
 SIZES = [(40, 60), (64, 48), (33, 33), (48, 64), (40, 60), (60, 40), (36, 48), (1, 1), (40, 60)]
 
@@ -30,9 +31,11 @@ def nine_images(directory: Path, **changes: bytes) -> Path:
 
 
 def config_of(data: Path, models: Models, **settings: object) -> PseudoLabelConfig:
-    """Both models on a data set, in batches of 2."""
-    given = {"depth_model": str(models.depth), "segmentation_model": str(models.semseg), "batch": 2, **settings}
-    return PseudoLabelConfig(data=data, device="cpu", progress=False, **given)  # type: ignore[arg-type]
+    """Both models on a data set, in batches of 2; of a modality's section what differs."""
+    given: dict[str, Any] = {"data": str(data), "device": "cpu", "progress": False, "batch": 2, **settings}
+    for name, model in models._asdict().items():
+        given[name] = {"model": str(model), **given.get(name, {})}
+    return read_section(PseudoLabelConfig.completed(), given, "the test")
 
 
 def label(data: Path, models: Models, **settings: object) -> bool:

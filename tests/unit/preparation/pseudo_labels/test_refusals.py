@@ -33,29 +33,27 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"depth_model": "", "segmentation_model": ""}, "give --depth_model, --segmentation_model, or both"),
+        ({"depth": {"model": ""}, "semseg": {"model": ""}}, "give one model or more: --depth.model, --semseg.model"),
         ({"batch": 0}, "--batch 0: 1 to 4096"),
         ({"processes": -1}, "--processes -1"),
         ({"shard_index": 2, "num_shards": 2}, "--shard_index 2: 0 to 1 is allowed with --num_shards 2"),
         ({"shard_index": -1}, "--shard_index -1"),
         ({"max_skipped": 2.0}, "--max_skipped 2.0"),
-        ({"depth_directory": "shards"}, "--depth_directory 'shards': a plain name other than"),
-        ({"segmentation_directory": "../labels"}, "--segmentation_directory '../labels'"),
-        ({"depth_directory": "maps", "segmentation_directory": "maps"}, "--depth_directory is the same"),
-        ({"depth_scale": 0.0}, "--depth_scale 0.0: metres above 0"),
-        ({"depth_scale": 0.001, "depth_model": ""}, "goes with --depth_model"),
-        ({"depth_scale": 0.001, "larger_is": "nearer"}, "--larger_is nearer: not with --depth_scale"),
-        ({"depth_scale": 0.001}, "its depth is relative, not in metres"),
+        ({"depth": {"directory": "shards"}}, "--depth.directory 'shards': a plain name other than"),
+        ({"semseg": {"directory": "../labels"}}, "--semseg.directory '../labels'"),
+        ({"depth": {"directory": "maps"}, "semseg": {"directory": "maps"}}, "maps: --depth.directory is the same"),
+        ({"depth": {"directory": "semseg"}}, "--semseg.directory semseg: --depth.directory is the same"),
+        ({"depth": {"scale": 0.0}}, "--depth.scale is 0.0, allowed: more than 0"),
+        ({"depth": {"scale": 0.001, "model": ""}}, "--depth.scale 0.001: goes with --depth.model"),
+        ({"depth": {"scale": 0.001, "larger_is": "nearer"}}, "--depth.larger_is nearer: not with --depth.scale"),
+        ({"depth": {"scale": 0.001}}, "its depth is relative, not in metres"),
         ({"device": "cuda"}, "--device cuda: no GPU is there"),
-        ({"depth_model": "/no/such/model"}, "--depth_model /no/such/model: no such directory"),
-        ({"segmentation_model": "nobody/has-this"}, "the Hugging Face hub gives no model of that name .*HF_HOME"),
+        ({"depth": {"model": "/no/such/model"}}, "--depth.model /no/such/model: no such directory"),
+        ({"semseg": {"model": "nobody/has-this"}}, "the Hugging Face hub gives no model of that name .*HF_HOME"),
     ],
 )
 def test_settings_that_cannot_work(data: Path, models: Models, changes: dict[str, object], message: str) -> None:
-    config = config_of(data, models)
-    for name, value in changes.items():
-        assert hasattr(config, name)
-        setattr(config, name, value)
+    config = config_of(data, models, **changes)
     with pytest.raises(DataError, match=message):
         pseudo_label(config)
     assert sorted(path.name for path in data.iterdir()) == ["dataset.json", "shards"]
@@ -142,7 +140,7 @@ def test_a_model_without_all_its_weights(tmp_path: Path, models: Models) -> None
     (model / "config.json").write_text(json.dumps(config))
     data = nine_images(tmp_path / "data")
     with pytest.raises(DataError, match=r"weights are not in its safetensors \(.* the whole model, not its backbone"):
-        label(data, models, segmentation_model=str(model), depth_model="")
+        label(data, models, semseg={"model": str(model)}, depth={"model": ""})
     assert "modalities" not in read_json(data / "dataset.json")
     assert not list((data / "semseg").glob("image-*.tar"))
 
@@ -160,9 +158,9 @@ def test_a_dpt_without_the_weights_that_it_never_uses(tmp_path: Path, models: Mo
     """As Intel/dpt-large is: the first fusion layer has no second input, its unit for it no weights."""
     model = dpt_depth(tmp_path / "dpt")
     whole, without = (nine_images(tmp_path / name) for name in ("whole", "without"))
-    assert label(whole, models._replace(depth=model), segmentation_model="")
+    assert label(whole, models._replace(depth=model), semseg={"model": ""})
     assert forget_weights(model, "neck.fusion_stage.layers.0.residual_layer1.") == 4
-    assert label(without, models._replace(depth=model), segmentation_model="")
+    assert label(without, models._replace(depth=model), semseg={"model": ""})
     labels = [files(each / "depth") for each in (whole, without)]
     assert labels[0] == labels[1] and len(labels[0]) == 6
     found = find_model("depth", str(model))
@@ -177,20 +175,23 @@ def test_metres_of_a_model_that_does_not_speak_of_metres(
 ) -> None:
     """DPT may be MiDaS, whose output is inverse depth, or trained on metres: only who asks knows."""
     unknown, metric = dpt_depth(tmp_path / "dpt"), depth_anything(tmp_path / "m", depth_estimation_type="metric")
-    silent: dict[str, object] = {"depth_scale": 0.001, "larger_is": "farther"}
+    silent: dict[str, object] = {"depth": {"scale": 0.001, "larger_is": "farther"}}
     for number, (model, settings, warned) in enumerate(
         (
-            (unknown, {"depth_scale": 0.001}, True),
+            (unknown, {"depth": {"scale": 0.001}}, True),
             (unknown, silent, False),
             (unknown, {}, False),
-            (metric, {"depth_scale": 0.001}, False),
+            (metric, {"depth": {"scale": 0.001}}, False),
         )
     ):
         caplog.clear()
         data = nine_images(tmp_path / f"data{number}")
-        assert label(data, models._replace(depth=model), segmentation_model="", **settings)
+        assert label(data, models._replace(depth=model), semseg={"model": ""}, **settings)
         said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
-        assert any(f"--depth_model {model} does not say" in each and "--larger_is" in each for each in said) == warned
+        assert (
+            any(f"--depth.model {model} does not say" in each and "--depth.larger_is" in each for each in said)
+            == warned
+        )
 
 
 def test_weights_that_are_no_safetensors_are_not_opened(tmp_path: Path, models: Models) -> None:
@@ -250,15 +251,17 @@ def test_the_command_labels_refuses_and_explains_itself(
     tmp_path: Path, models: Models, capsys: pytest.CaptureFixture[str]
 ) -> None:
     data = nine_images(tmp_path / "data")
-    arguments = ["--data", str(data), "--segmentation_model", str(models.semseg), "--no_progress", "--device", "cpu"]
+    arguments = ["--data", str(data), "--semseg.model", str(models.semseg), "--no_progress", "--device", "cpu"]
     assert cli.main(["pseudo-label", *arguments]) == 0
     assert "semseg" in read_json(data / "dataset.json")["modalities"]
     capsys.readouterr()
-    assert cli.main(["pseudo-label", *arguments, "--segmentation_model", "/no/model"]) == 2
-    assert capsys.readouterr().err == "error: --segmentation_model /no/model: no such directory\n"
+    assert cli.main(["pseudo-label", *arguments, "--semseg.model", "/no/model"]) == 2
+    assert capsys.readouterr().err == "error: --semseg.model /no/model: no such directory\n"
+    assert cli.main(["pseudo-label", *arguments, "--depth_model", "/no/model"]) == 2
+    assert capsys.readouterr().err == "error: --depth_model: this setting is now --depth.model\n"
     with pytest.raises(SystemExit):
         cli.main(["pseudo-label", "--help-all"])
     shown = capsys.readouterr().out
-    for flag in ("--depth_model", "--shard_index", "--num_shards", "--depth_scale", "--precision", "--max_skipped"):
+    for flag in ("--depth.model", "--shard_index", "--num_shards", "--depth.scale", "--precision", "--max_skipped"):
         assert flag in shown
     assert "panoptic" in shown and "coco-instance" in shown

@@ -210,20 +210,20 @@ def test_a_model_that_gives_no_number_is_seen(tmp_path: Path, models: Models, mo
     monkeypatch.setattr(depth, "_estimates", lambda *given: [one * np.nan for one in measured(*given)])
     data = nine_images(tmp_path / "data")
     with pytest.raises(DataError, match="9 of 9 images"):
-        label(data, models, segmentation_model="")
+        label(data, models, semseg={"model": ""})
 
 
 def test_labels_of_another_making_need_another_directory(tmp_path: Path, whole: Path, models: Models) -> None:
     data = shutil.copytree(whole, tmp_path / "data")
     other = models._replace(depth=depth_anything(tmp_path / "other", seed=5))
-    with pytest.raises(DataError, match=r"depth/ holds labels of another making: model .*--depth_directory"):
+    with pytest.raises(DataError, match=r"depth/ holds labels of another making: model .*--depth\.directory"):
         label(data, other)
     with pytest.raises(DataError, match="precision 'fp32' there, 'bf16' asked for"):
         label(data, models, precision="bf16")
     with pytest.raises(DataError, match=r"depth is there already, in depth/; ask for --replace"):
-        label(data, other, depth_directory="depth-other", segmentation_model="")
+        label(data, other, depth={"directory": "depth-other"}, semseg={"model": ""})
     assert files(data) == files(whole)
-    assert label(data, other, depth_directory="depth-other", segmentation_model="", replace=True)
+    assert label(data, other, depth={"directory": "depth-other"}, semseg={"model": ""}, replace=True)
     entry = read_json(data / "dataset.json")["modalities"]["depth"]
     assert entry["directory"] == "depth-other" and entry["replaced"]["directory"] == "depth"
     ours, theirs = (maps(data, directory, "depth.png") for directory in ("depth-other", "depth"))
@@ -232,20 +232,20 @@ def test_labels_of_another_making_need_another_directory(tmp_path: Path, whole: 
     assert label(
         data,
         other._replace(depth=shutil.copytree(other.depth, tmp_path / "moved")),
-        segmentation_model="",
-        depth_directory="depth-other",
+        semseg={"model": ""},
+        depth={"directory": "depth-other"},
     )
 
 
 def test_another_making_is_refused_half_way_too(tmp_path: Path, models: Models) -> None:
     data = nine_images(tmp_path / "data")
-    label(data, models, num_shards=3, segmentation_model="")
+    label(data, models, num_shards=3, semseg={"model": ""})
     with pytest.raises(DataError, match=r"settings.json: depth/ holds labels of another making: larger_is 'nearer'"):
-        label(data, models, larger_is="farther", segmentation_model="")
+        label(data, models, depth={"larger_is": "farther"}, semseg={"model": ""})
     (data / "semseg").mkdir()
     (data / "semseg" / "image-000000.tar").write_bytes(b"")
     with pytest.raises(DataError, match=r"semseg: tars of unknown making"):
-        label(data, models, depth_model="")
+        label(data, models, depth={"model": ""})
 
 
 def test_exact_maps_are_kept_unless_they_are_to_be_replaced(tmp_path: Path, models: Models) -> None:
@@ -265,13 +265,13 @@ def test_a_model_that_was_refused_leaves_the_directory_to_another(tmp_path: Path
     bad = depth_anything(tmp_path / "bad")
     (bad / "model.safetensors").write_bytes(b"cut short")
     with pytest.raises(DataError, match="weights cannot be loaded"):
-        label(data, models._replace(depth=bad), segmentation_model="")
+        label(data, models._replace(depth=bad), semseg={"model": ""})
     with (
         only_run(data / "depth", "image-000001.tar.lock"),
         pytest.raises(DataError, match="another making: model"),
     ):
-        label(data, models, segmentation_model="")
-    assert label(data, models, segmentation_model="")
+        label(data, models, semseg={"model": ""})
+    assert label(data, models, semseg={"model": ""})
 
 
 def test_two_makings_begun_at_once_do_not_mix(tmp_path: Path, models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,5 +283,5 @@ def test_two_makings_begun_at_once_do_not_mix(tmp_path: Path, models: Models, mo
 
     monkeypatch.setattr(labelling, "_run", after_another_began)
     with pytest.raises(DataError, match="another making: model 'another' there"):
-        label(data, models, segmentation_model="")
+        label(data, models, semseg={"model": ""})
     assert not list((data / "depth").glob("*.tar"))

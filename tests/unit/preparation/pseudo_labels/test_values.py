@@ -73,7 +73,7 @@ def test_classes_are_the_models_own(whole: Path, models: Models) -> None:
 def test_a_model_for_semantic_segmentation_is_told_by_its_configuration(tmp_path: Path, models: Models) -> None:
     model = segformer(tmp_path / "segformer")
     data = nine_images(tmp_path / "data")
-    assert label(data, models._replace(semseg=model), depth_model="")
+    assert label(data, models._replace(semseg=model), depth={"model": ""})
     stored = maps(data, "semseg", "semseg.png")
     for key, image in images(data).items():
         expected = estimated_classes(AutoModelForSemanticSegmentation, model, image)
@@ -88,7 +88,7 @@ def test_metres_are_stored_in_units_of_the_scale_and_clipped(tmp_path: Path, mod
     data = nine_images(tmp_path / "data")
     depths = {key: estimated_depth(model, image) for key, image in images(data).items()}
     scale = float(np.median(np.concatenate([depth.ravel() for depth in depths.values()]))) / 65535  # half are beyond
-    assert label(data, models._replace(depth=model), segmentation_model="", depth_scale=scale)
+    assert label(data, models._replace(depth=model), semseg={"model": ""}, depth={"scale": scale})
     stored = maps(data, "depth", "depth.png")
     for key, depth in depths.items():
         assert np.abs(stored[key] - np.clip(depth / scale, 1, 65535)).max() <= 1
@@ -111,7 +111,7 @@ def test_the_batch_changes_labels_by_rounding_alone(tmp_path: Path, whole: Path,
 
 def test_bf16_labels_are_near_those_of_fp32(tmp_path: Path, whole: Path, models: Models) -> None:
     data = nine_images(tmp_path / "data")
-    assert label(data, models, precision="bf16", segmentation_model="")
+    assert label(data, models, precision="bf16", semseg={"model": ""})
     ours, theirs = (maps(path, "depth", "depth.png") for path in (data, whole))
     # About three digits of an image's range; a single pixel has none.
     shares = [np.abs(ours[key] - theirs[key]).mean() / 65535 for key in ours if ours[key].size > 1]
