@@ -19,7 +19,6 @@ from benchmarks.rounds import Measured, alternate
 from benchmarks.step_time import our_step, peer_step
 from benchmarks.steps import trainer_of
 from benchmarks.text_steps import VOCABULARY, random_batch, text_workload
-from trp_scale.config import TextModelConfig
 from trp_scale.observe.throughput import bert_step_flops
 from trp_scale.training.loop import Trainer
 from trp_scale.upstreams.pos_bert.settings import PosBertObjectiveConfig
@@ -33,30 +32,16 @@ def rows_tried(setting: Setting, length: int) -> list[int]:
     return [2, 4] if setting.small else [tokens // length for tokens in TOKENS_TRIED]
 
 
-def computed_flops(model: TextModelConfig, *, rows: int, length: int, predicted: int) -> float:
-    """Like bert_step_flops, less what our last layer leaves out: it is computed at 1 + `predicted` positions only.
-
-    Left out at each other position: query and output 4 d^2, feed-forward 4 d i, attention 4 N d; x 3 for training.
-    """
-    width = model.hidden_size
-    spared = 4 * width**2 + 4 * width * model.intermediate_size + 4 * length * width
-    whole = bert_step_flops(model, rows=rows, length=length, predicted=predicted, vocabulary=VOCABULARY)
-    return whole - 3.0 * rows * (length - 1 - predicted) * spared
-
-
 def speed(setting: Setting, length: int, rows: int, seconds: float, *, ours: bool) -> dict[str, Value | Missing]:
     """Step time, rate, and use of the device's peak.
 
     `utilisation` has the same numerator on both sides: the arithmetic of BERT with only the masked positions in the
-    head, as in metrics.jsonl. `computed_utilisation` counts what the side computes: our last layer is cut, the peer's
+    head. `computed_utilisation` counts what the side computes: our last layer is cut, as in metrics.jsonl, the peer's
     head sees all positions.
     """
     masked = setting.lengths[length]
     needed = partial(bert_step_flops, setting.base, rows=rows, length=length, vocabulary=VOCABULARY)
-    if ours:
-        computed = computed_flops(setting.base, rows=rows, length=length, predicted=masked)
-    else:
-        computed = needed(predicted=length)
+    computed = needed(predicted=masked, read=1 + masked) if ours else needed(predicted=length)
     return {
         "step_ms": seconds * 1e3,
         "rows_per_second": rows / seconds,

@@ -162,7 +162,7 @@ class CheckpointConfig:
 
 
 @dataclass(kw_only=True)
-class LoggingConfig:
+class LoggingConfig(Section):
     """What is reported while the run goes on."""
 
     every: int = setting(10, at_least=1)
@@ -175,6 +175,35 @@ class LoggingConfig:
     """Project name on Weights & Biases."""
     tensorboard: bool = False
     """Log to TensorBoard (needs the extra `tensorboard`)."""
+    profile: Annotated[str, tyro.conf.arg(metavar="START:STOP")] = ""
+    """Trace the steps from START to STOP on rank 0, as metrics.jsonl counts them: a Chrome trace and a table of the ten
+    costliest operations in profile/ of the run directory. Empty = none."""
+    memory_snapshot: bool = False
+    """With the trace, what the GPU's allocator did, for pytorch.org/memory_viz."""
+
+    def profiled_steps(self) -> range:
+        """The steps to trace; empty if there are none.
+
+        Raises:
+            ValueError: `profile` is not START:STOP with 1 <= START <= STOP.
+        """
+        if not self.profile:
+            return range(0)
+        first, last = (int(part) for part in self.profile.split(":"))
+        if not 1 <= first <= last:
+            raise ValueError(self.profile)
+        return range(first, last + 1)
+
+    def problems(self, config: Any) -> Iterator[str]:
+        try:
+            steps = self.profiled_steps()
+        except ValueError:
+            yield f"--logging.profile is {self.profile}, allowed: START:STOP, such as 20:22; the first step is 1"
+            return
+        if steps and steps.start > config.training.steps:
+            yield f"--logging.profile is {self.profile}, allowed: up to --training.steps {config.training.steps}"
+        if self.memory_snapshot and not steps:
+            yield "--logging.memory_snapshot is of the steps that are traced; allowed: with --logging.profile 20:22"
 
 
 @dataclass(kw_only=True)

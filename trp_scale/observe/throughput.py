@@ -37,7 +37,14 @@ PEAK_FLOPS: tuple[tuple[str, float], ...] = (
 
 
 def bert_step_flops(
-    model: ModelConfig, *, rows: int, length: int, predicted: int, vocabulary: int, next_sentence: bool = True
+    model: ModelConfig,
+    *,
+    rows: int,
+    length: int,
+    predicted: int,
+    vocabulary: int,
+    next_sentence: bool = True,
+    read: int | None = None,
 ) -> float:
     """Model FLOPs of one training step of BERT; one multiply-add is 2 FLOPs.
 
@@ -52,12 +59,20 @@ def bert_step_flops(
         predicted: positions of a sequence that go through the transform and the vocabulary.
         vocabulary: columns of the output matrix.
         next_sentence: pooler and two-way head on the first position.
+        read: positions of a sequence that the last layer is computed at, keys and values left out, which are of all;
+            None = all.
     """
     width = model.hidden_size
-    layer = 8 * length * width**2 + 4 * length * width * model.intermediate_size + 4 * length**2 * width
+    read = length if read is None else read
+
+    def layer(queries: int) -> int:
+        at_queries = 4 * width**2 + 4 * width * model.intermediate_size + 4 * length * width
+        return 4 * length * width**2 + queries * at_queries
+
     head = 2 * predicted * width**2 + 2 * predicted * width * vocabulary
     pooler = (2 * width**2 + 4 * width) if next_sentence else 0
-    return float(TRAINING_OVER_FORWARD * rows * (model.layers * layer + head + pooler))
+    layers = (model.layers - 1) * layer(length) + layer(read)
+    return float(TRAINING_OVER_FORWARD * rows * (layers + head + pooler))
 
 
 def mae_step_flops(config: MaskedAutoencoderConfig, *, rows: int, computed: bool = False) -> float:

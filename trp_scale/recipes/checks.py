@@ -45,11 +45,13 @@ def cautions(config: Config, steps_per_epoch: int = 0) -> list[str]:
 
 
 def check_engine(config: Config, engine: str, *, gpu: bool) -> None:
-    """Refuse a precision that the chosen engine or machine does not have.
+    """Refuse what the chosen engine or machine does not have.
 
     Raises:
-        RefusedError: fp16 without DeepSpeed or without a GPU.
+        RefusedError: fp16 without DeepSpeed or without a GPU, a snapshot of a GPU's memory without a GPU.
     """
+    if config.logging.memory_snapshot and not gpu:
+        raise RefusedError("--logging.memory_snapshot needs a GPU, this machine shows none; allowed: without it")
     if config.training.precision != "fp16":
         return
     if engine != "deepspeed":

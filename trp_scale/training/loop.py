@@ -48,6 +48,7 @@ class Trainer:
         save: writes a checkpoint of the present state.
         validate: losses over the held-out rows, reported to the observer.
         stop_requested: reason this rank was asked to stop, or None.
+        watch: told the number of each step when it begins; the first is 1.
     """
 
     run_context: RunContext
@@ -58,6 +59,7 @@ class Trainer:
     save: Callable[[], None]
     validate: Callable[[], None]
     stop_requested: Callable[[], str | None]
+    watch: Callable[[int], None] = lambda step: None
     state: TrainingState = field(default_factory=TrainingState)
 
     @property
@@ -87,6 +89,7 @@ class Trainer:
 
     def train_step(self) -> str | None:
         """One optimizer step; returns why it must be the last, or None."""
+        self.watch(self.state.step + 1)
         started = time.perf_counter()
         window = self.source.next_window()
         waited = time.perf_counter() - started

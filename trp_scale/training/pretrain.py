@@ -24,6 +24,7 @@ from trp_scale.distributed.stop import StopRequests
 from trp_scale.engines import ds_config
 from trp_scale.engines.build import build_engine, build_second_engine
 from trp_scale.observe.observer import Observer
+from trp_scale.observe.profile import StepProfile
 from trp_scale.observe.records import RunInfo
 from trp_scale.recipes.arguments import Arguments
 from trp_scale.recipes.checks import cautions, check_engine
@@ -142,6 +143,7 @@ class Run:
         self.observer = self._observer()
         for notice in [*notices, *self.sources.notices, *cautions(config, steps_per_epoch)]:
             self.observer.message(notice)
+        self.profile = StepProfile(run_dir, config.logging, environment.device, self.observer.message)
         self.trainer = self._trainer(stop_requested)
 
     def train(self, then: Callable[[], None] = lambda: None) -> int:
@@ -153,7 +155,10 @@ class Run:
         """
         try:
             try:
-                self.ended = self.trainer.run()
+                try:
+                    self.ended = self.trainer.run()
+                finally:
+                    self.profile.close()
             except BaseException as error:
                 # Only what cannot wait for another rank: the display gives the terminal back, the report says what was.
                 self.observer.close(f"{type(error).__name__}: {error}")
@@ -178,6 +183,7 @@ class Run:
             save=self.save,
             validate=self.validate,
             stop_requested=stop_requested,
+            watch=self.profile if self.world.rank == 0 else lambda step: None,
             state=self.state,
         )
 

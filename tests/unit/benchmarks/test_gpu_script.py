@@ -15,16 +15,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
-from benchmarks import gpu, gpu_images, gpu_memory, gpu_modalities, gpu_parity, gpu_speed
+from benchmarks import gpu, gpu_images, gpu_memory, gpu_modalities, gpu_parity
 from benchmarks.gpu_items import Figures, Item, Missing, measured
 from benchmarks.gpu_setting import ENGINES, Setting
-from benchmarks.text_steps import VOCABULARY, random_batch
 from trp_scale.config import RefusedError
 from trp_scale.distributed.environment import Environment
-from trp_scale.upstreams.pos_bert.model import BertForMaskedPositions, padded_vocabulary
 
 ROOT = Path(__file__).parents[3]
 GPU_ONLY = {"waits", "memory"}
@@ -162,16 +158,3 @@ def test_memory_is_the_peak_above_what_was_there(setting: Setting, monkeypatch: 
     assert figures["peak_mb"] == 7
     assert figures["between_steps_mb"] == 4
     assert figures["states_alone_mb"] == pytest.approx(16 * figures["parameters"] / 2**20)  # type: ignore[operator]
-
-
-def test_the_arithmetic_computed_is_what_torch_counts(setting: Setting) -> None:
-    rows, length, predicted = 2, 32, 5
-    model = BertForMaskedPositions(setting.base, vocab_size=VOCABULARY, seed=0)
-    batch = random_batch(rows, length, predicted)
-    inputs = [batch[name] for name in ("tokens", "token_types", "attention_mask", "masked_positions")]
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH), torch.no_grad():
-        model(*inputs)
-    head = rows * predicted * 2 * setting.base.hidden_size
-    ours = gpu_speed.computed_flops(setting.base, rows=rows, length=length, predicted=predicted)
-    padding = 3 * head * (padded_vocabulary(VOCABULARY) - VOCABULARY)
-    assert ours + padding == pytest.approx(3 * counter.get_total_flops(), rel=1e-6)

@@ -7,8 +7,13 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import BertConfig, BertForPreTraining
 
+from benchmarks.text_steps import random_batch
 from trp_scale.config import TextModelConfig
+from trp_scale.data.text.groups import GROUPS
 from trp_scale.observe.throughput import StepTimer, bert_step_flops, peak_flops, peak_memory_bytes
+from trp_scale.upstreams.pos_bert.model import BertForMaskedPositions
+from trp_scale.upstreams.pos_bert.objective import PosMaskedLanguageModelling
+from trp_scale.upstreams.pos_bert.settings import PosBertObjectiveConfig
 
 
 @pytest.mark.parametrize(
@@ -40,6 +45,22 @@ def test_forward_agrees_with_what_torch_counts() -> None:
         peer(torch.ones(3, 48, dtype=torch.long))
     ours = bert_step_flops(model, rows=3, length=48, predicted=48, vocabulary=320)
     assert ours / 3 == pytest.approx(counter.get_total_flops(), rel=1e-3)
+
+
+def test_forward_of_our_model_is_counted_as_it_is_computed() -> None:
+    """The last layer at the first and the masked positions alone, which a whole one would overstate."""
+    model = TextModelConfig(layers=2, hidden_size=64, heads=4, intermediate_size=160, max_positions=48, dropout=0.0)
+    module = BertForMaskedPositions(model, vocab_size=320, seed=0).eval()
+    batch = random_batch(3, 48, 7)
+    batch.fields["tokens"] %= 320
+    batch.fields["labels"] %= 320
+    objective = PosMaskedLanguageModelling(PosBertObjectiveConfig(), GROUPS, 64)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        objective(module, batch)
+    sizes = {"rows": 3, "length": 48, "predicted": 7, "vocabulary": 320}
+    counted = 3 * counter.get_total_flops()
+    assert bert_step_flops(model, **sizes, read=1 + 7) == pytest.approx(counted, rel=1e-3)
+    assert bert_step_flops(model, **sizes) > 1.2 * counted
 
 
 @pytest.mark.parametrize(

@@ -86,6 +86,6 @@ def test_what_the_run_is_told(config: Config) -> None:
     assert model.tokenisers["semseg"].classes == len(SEMSEG_CLASSES) == 3
     rows = config.batch.global_size
     assert found.positions_per_step == rows * 3 * (config.crops.size // config.vision.patch_size) ** 2
-    assert found.step_flops == mm_mae_step_flops(config, rows=rows, classes={"semseg": 3})
+    assert found.step_flops == mm_mae_step_flops(config, rows=rows, classes={"semseg": 3}, computed=True)
     assert found.checkpoint_extra() == {"map_classes": {"semseg": 3}}
     assert found.hooks(RunContext(config=config, objective=found.objective, engine=None)) == []  # type: ignore[arg-type]

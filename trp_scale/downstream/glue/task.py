@@ -73,7 +73,7 @@ class GlueTask(TaskParts[GlueTaskConfig]):
         length = downstream.max_length if downstream.padding == "length" else round(float(train.lengths.mean()))
         self.positions_per_step = config.batch.global_size * length
         self.step_flops = bert_step_flops(
-            config.model, rows=config.batch.global_size, length=length, predicted=0, vocabulary=0
+            config.model, rows=config.batch.global_size, length=length, predicted=0, vocabulary=0, read=1
         )
 
     def model(self) -> nn.Module:

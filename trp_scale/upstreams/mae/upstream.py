@@ -52,7 +52,7 @@ class ImageUpstream(UpstreamParts):
             self.source = JoinedWindows(self.sources.train, labelled.train)
         crops = config.batch.global_size * config.crops.count
         self.positions_per_step = crops * (config.crops.size // config.vision.patch_size) ** 2
-        self.step_flops = multilevel_step_flops(config, ranks=data.size)
+        self.step_flops = multilevel_step_flops(config, ranks=data.size, computed=True)
 
     @staticmethod
     def labelled(config: MaeConfig, *, rank: int, world: int, pin: bool) -> OpenLabelled | None:

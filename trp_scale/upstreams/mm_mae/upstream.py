@@ -40,7 +40,7 @@ class MultimodalUpstream(UpstreamParts):
         }
         rows, inputs = config.batch.global_size, len(config.modalities.inputs)
         self.positions_per_step = rows * inputs * self.objective.patches_per_row
-        self.step_flops = mm_mae_step_flops(config, rows=rows, classes=self.classes)
+        self.step_flops = mm_mae_step_flops(config, rows=rows, classes=self.classes, computed=True)
 
     def model(self) -> nn.Module:
         model = MultimodalMaskedAutoencoder(self.config, self.classes)

@@ -60,6 +60,7 @@ class TextUpstream(UpstreamParts):
             predicted=self.sources.limit,
             vocabulary=self.meta.vocab_size,
             next_sentence=config.objective.next_sentence != "off",
+            read=1 + self.sources.limit,
         )
 
     def model(self) -> nn.Module:
