@@ -40,8 +40,8 @@ def test_every_field_can_be_given_as_section_field_value() -> None:
             else:
                 words = default if isinstance(default, list) else [values.get(of, str(default))]
             argv += [f"--{section}.{setting_name(field)}", *words]
-    # Sevens everywhere agree with each other (7 heads of width 1, one micro-batch of 7) but for these two.
-    argv += ["--optimizer.min_lr", "0.1", "--model.max_positions", "64"]
+    # Sevens everywhere agree with each other (7 heads of width 1, one micro-batch of 7) but for these three.
+    argv += ["--optimizer.min_lr", "0.1", "--model.max_positions", "64", "--logging.profile", "7:7"]
     config = parse(argv).config
     assert config.balancer.reference == {"verb": 0.5}
     assert (config.logging.wandb_project, config.training.compile, config.optimizer.lr) == ("words", True, 0.25)
