@@ -1,4 +1,4 @@
-"""Sections of benchmarks/gpu.py on correctness: the engines agree, and a step waits for the GPU once."""
+"""Sections of benchmarks/gpu.py on correctness: the engines agree, and no step waits for the GPU."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from trp_scale.config.components import settings_of
 STEPS, FEW_STEPS, LR = 5, 2, 1e-3
 EXACT = settings_of("balancer", "minimax", estimate="exact")
 WAITED = "called a synchronizing CUDA operation"
-EXPECTED_WAITS = 1
-"""The .tolist() of Trainer.finish, which reads gradient norm, loss and weights together."""
-OWN_WAITS = ("plain", "fsdp")
+EXPECTED_WAITS = 0
+"""A step's numbers are copied behind its work and read a step later, by an event that torch does not warn about."""
+OWN_WAITS = ("plain", "ddp", "fsdp")
 """Layouts that are expected to wait no more than that; DeepSpeed's own waits are counted and shown."""
 
 
@@ -50,6 +50,7 @@ def train(setting: Setting, layout: str, work: Workload, device: torch.device | 
         initial = without_key_biases(trainer.engine.full_weights())
         for _ in range(FEW_STEPS if setting.small else STEPS):
             trainer.train_step()
+        trainer.read_stats()
         assert isinstance(trainer.observer, Notes)
         adversaries = [each for each in trainer.hooks.all if isinstance(each, PositionAdversary)]
         return Trained(

@@ -156,12 +156,16 @@ class Result:
 
 
 class RecordingTrainer(Trainer):
-    """Keeps the stats of every step."""
+    """Keeps the stats of every step; whoever asks for them waits."""
 
-    def finish(self, ctx: StepContext) -> StepStats:
-        stats = super().finish(ctx)
-        self.__dict__.setdefault("history", []).append(stats)
-        return stats
+    @property
+    def history(self) -> list[StepStats]:
+        return [late.read() for late in self.__dict__.get("steps_made", [])]
+
+    def finish(self, ctx: StepContext) -> bool:
+        searched = super().finish(ctx)
+        self.__dict__.setdefault("steps_made", []).append(ctx.late)
+        return searched
 
 
 def trainer_for(layout: Layout, config: Config, **source: Any) -> RecordingTrainer:
@@ -190,4 +194,4 @@ def run(layout: Layout, changes: dict[str, Any], absent: Callable[[int], tuple[i
     weights = trainer.engine.full_weights()
     trainer.engine.close()
     moved = any(not torch.equal(weights[name], initial[name]) for name in weights)
-    return Result(weights=weights, initial=initial, steps=trainer.__dict__.get("history", []), moved=moved)
+    return Result(weights=weights, initial=initial, steps=trainer.history, moved=moved)

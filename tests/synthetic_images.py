@@ -193,7 +193,7 @@ def run_images(layout: Layout, changes: dict[str, Any], *, halves: bool = False)
     return AdversarialResult(
         weights=by_projection(weights),
         initial=by_projection(initial),
-        steps=trainer.__dict__.get("history", []),
+        steps=trainer.history,
         moved=any(not torch.equal(weights[name], initial[name]) for name in weights),
         vector=None if vector is None else vector.detach().clone(),
         travelled=travelled,

@@ -220,7 +220,7 @@ def run_masks(layout: Layout, changes: dict[str, Any], *, halves: bool = False) 
     return MasksResult(
         weights=by_projection(weights),
         initial=by_projection(initial),
-        steps=run.trainer.__dict__.get("history", []),
+        steps=run.trainer.history,
         moved=any(not torch.equal(weights[name], initial[name]) for name in weights),
         network=own,
         network_initial=network_initial,

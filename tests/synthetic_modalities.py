@@ -172,7 +172,7 @@ def run_modalities(
     return Result(
         weights=by_parts(weights),
         initial=by_parts(initial),
-        steps=trainer.__dict__.get("history", []),
+        steps=trainer.history,
         moved=any(not torch.equal(weights[name], initial[name]) for name in weights),
     )
 

@@ -41,7 +41,7 @@ def searching_run(stage: int, update: dict[str, Any], power: int) -> dict[str, A
             vectors.append(adversary.vector.detach().clone())
             scales.append(trainer.engine.extra_state()["cur_scale"])
         trainer.engine.close()
-        applied = [stats.applied for stats in trainer.__dict__["history"]]
+        applied = [stats.applied for stats in trainer.history]
         return {"vectors": vectors, "scales": scales, "applied": applied}
     finally:
         DeepSpeedEngine.fp16_devices = before

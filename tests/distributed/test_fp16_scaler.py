@@ -32,7 +32,7 @@ def searching_run(stage: int) -> dict[str, object]:
         trainer.engine.load_extra_state({**dict.fromkeys(NAMES, 1.0), "cur_scale": 512.0})
         restored = dict(trainer.engine.extra_state())
         result = {
-            "applied": [stats.applied for stats in trainer.__dict__["history"]],
+            "applied": [stats.applied for stats in trainer.history],
             "moved": moved,
             "scales": scales,
             "faults": trainer.state.skipped,

@@ -124,7 +124,7 @@ def fp16_squares(layout: Layout) -> tuple[float, float]:
     with fp16_on_a_cpu():
         trainer, _ = hooked(layout, training={"precision": "fp16"})
         trainer.train_step()
-        (stats,) = trainer.__dict__["history"]
+        (stats,) = trainer.history
         noise = trainer.hooks.metrics()["gradient_noise_scale"]
         trainer.engine.close()
         return noise["trace"], stats.grad_norm
@@ -136,5 +136,5 @@ def test_a_loss_scale_is_divided_out(two_ranks: Ranks, stage: int) -> None:
     reference.train_step()
     expected = reference.hooks.metrics()["gradient_noise_scale"]["trace"]
     for trace, norm in two_ranks(fp16_squares, fp16_layout(stage, initial_scale_power=8)):
-        assert norm == pytest.approx(reference.__dict__["history"][0].grad_norm, rel=1e-2)
+        assert norm == pytest.approx(reference.history[0].grad_norm, rel=1e-2)
         assert trace == pytest.approx(expected, rel=5e-2)

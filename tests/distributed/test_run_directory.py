@@ -67,8 +67,8 @@ def run_dir(two_ranks: Ranks, arguments: list[str]) -> Path:
     assert directory is not None
     answers = two_ranks(watched_run, arguments, directory)
     assert [status for status, _ in answers] == [0, 0]
-    # A line is there when its step is over; that of a validated step comes with its validation, just after.
-    assert answers[0][1] == [1, 2, 3, 3, 5, 5]
+    # A line is there when the next step is queued; that of a validated step comes with its validation, just after.
+    assert answers[0][1] == [0, 1, 2, 3, 4, 5]
     return directory
 
 

@@ -72,7 +72,7 @@ def run_all(layout: Layout, settings: dict[str, Any], stop_at: int = 0, place: s
         Result(weights=weights, initial=first, steps=[], moved=True)
         for weights, first in zip(ended, initial, strict=True)
     ]
-    history = run.trainer.__dict__.get("history", [])
+    history = run.trainer.history
     return Everything(weights=results[0], network=results[1], vector=vector, head=head, steps=history)
 
 

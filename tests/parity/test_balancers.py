@@ -41,7 +41,7 @@ def run(layout: Layout, balancing: str) -> tuple[Result, dict[str, Any]]:
     trainer.run()
     weights = trainer.engine.full_weights()
     trainer.engine.close()
-    result = Result(weights=weights, initial=initial, steps=trainer.__dict__["history"], moved=True)
+    result = Result(weights=weights, initial=initial, steps=trainer.history, moved=True)
     return result, trainer.hooks.balancer.state_dict()
 
 

@@ -75,7 +75,7 @@ def tuned(layout: Layout, optimizer: dict[str, Any], **downstream: Any) -> Resul
     weights = by_projection(engine.full_weights())
     engine.close()
     moved = any(not torch.equal(weights[name], initial[name]) for name in weights)
-    return Result(weights=weights, initial=initial, steps=trainer.__dict__.get("history", []), moved=moved)
+    return Result(weights=weights, initial=initial, steps=trainer.history, moved=moved)
 
 
 ADAMW = {"lr": 1e-3, "layer_decay": 0.5}

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from trp_scale.adversary.settings import AdversarySettings
+from trp_scale.core.hooks import StepContext
 
 logger = logging.getLogger(__name__)
 
@@ -31,9 +32,9 @@ class EffectWatch:
         self.idle = torch.zeros((), dtype=torch.int64, device=device)
         self._warned = False
 
-    def note(self, effective: Tensor) -> None:
-        """Take note of an applied step. effective: 0-dimensional bool, on the device."""
-        self.idle = torch.where(effective, 0, self.idle + 1)
+    def note(self, ctx: StepContext, effective: Tensor) -> None:
+        """Take note of a step, where it was applied. effective: 0-dimensional bool, on the device."""
+        self.idle = ctx.commit(torch.where(effective, 0, self.idle + 1), self.idle)
 
     def warn(self, idle: int, kind: str) -> None:
         """Say so once when the count, as read from the device, is too high; again after it has been back at work."""

@@ -11,7 +11,7 @@ from torch import Tensor
 from trp_scale.adversary.ascent import run_own_pass, size, steepest
 from trp_scale.adversary.effect import EffectWatch, log_line
 from trp_scale.adversary.settings import PixelAdversarySettings
-from trp_scale.core.batch import Batch, StepStats
+from trp_scale.core.batch import Batch
 from trp_scale.core.hooks import Hook, StepContext
 from trp_scale.core.run import RunContext
 from trp_scale.models.perturbation import PIXEL_SHIFT
@@ -66,10 +66,9 @@ class PixelAdversary(Hook):
             return micro
         return micro.adding({PIXEL_SHIFT: self.shifts[micro.start]})
 
-    def after_step(self, ctx: StepContext, stats: StepStats) -> None:
+    def after_step(self, ctx: StepContext) -> None:
         self.shifts = {}
-        if stats.applied:
-            self.effect.note(self._sensitivity > 0)
+        self.effect.note(ctx, self._sensitivity > 0)
 
     def metrics(self) -> Mapping[str, Any]:
         """norm: of the crops' perturbations on this rank, mean and largest; sensitivity: |dL/d pixels| of the global

@@ -17,7 +17,7 @@ from trp_scale.adversary.settings import (
 )
 from trp_scale.config import RefusedError
 from trp_scale.config.images import ImagePretrainConfig
-from trp_scale.core.batch import Batch, StepStats
+from trp_scale.core.batch import Batch
 from trp_scale.core.hooks import Hook, StepContext
 from trp_scale.core.run import RunContext
 from trp_scale.models.perturbation import PERTURBATION, PerturbationShape, perturbation_shape
@@ -74,32 +74,34 @@ class PositionAdversary(Hook):
         self.gradient = ctx.reduced_gradient(self.vector)
         self.agreement.start(ctx, (self.vector, *self.state.values()))
 
-    def after_step(self, ctx: StepContext, stats: StepStats) -> None:
+    def after_step(self, ctx: StepContext) -> None:
         self.agreement.finish(ctx)
-        if stats.applied:
-            self.ascend(stats.lr)
-            self.note_effect(stats.loss)
+        self.ascend(ctx.lr, ctx.applied)
+        self.note_effect(ctx)
 
     @torch.no_grad()
-    def ascend(self, lr: float) -> None:
-        """Climb along the last gradient and project; where anything is not finite, nothing changes at all."""
+    def ascend(self, lr: float, applied: Tensor | None = None) -> None:
+        """Climb along the last gradient and project; where anything is not finite, or the step was not applied,
+        nothing changes at all."""
         candidate, state = self.ascent.step(self.vector, self.gradient, self.state, lr)
         candidate = self.balls.project(candidate)
         if self.saturation is not None and self.resets:
             candidate, state = self.saturation.restarted(candidate, state)
         # Decided on the device: the host would have to wait to know.
         finite = torch.stack([each.isfinite().all() for each in (self.gradient, candidate, *state.values())]).all()
+        finite = finite if applied is None else finite & applied
         self._moved = finite & (candidate != self.vector).any()
         self.vector.copy_(torch.where(finite, candidate, self.vector))
         self.state = {name: torch.where(finite, value, self.state[name]) for name, value in state.items()}
 
     @torch.no_grad()
-    def note_effect(self, loss: float) -> None:
+    def note_effect(self, ctx: StepContext) -> None:
         """Whether this step's gradient could change the loss, and the vector moved or stands at its ball's edge."""
         reach = self.balls.reach(self.gradient)
         at_edge = self.balls.sizes(self.vector).max() >= self.settings.eps * (1 - 1e-6)
-        matters = reach.isfinite() & (reach > NEGLIGIBLE * abs(loss))
-        self.effect.note(matters & (self._moved | at_edge))
+        assert ctx.loss is not None, "decided before the hooks' after_step"
+        matters = reach.isfinite() & (reach > NEGLIGIBLE * ctx.loss.abs())
+        self.effect.note(ctx, matters & (self._moved | at_edge))
 
     @torch.no_grad()
     def metrics(self) -> Mapping[str, Any]:
@@ -148,13 +150,12 @@ class SequentialPositionAdversary(PositionAdversary):
         self.agreement.start(ctx, (self.vector, *self.state.values()))
 
     @torch.no_grad()
-    def after_step(self, ctx: StepContext, stats: StepStats) -> None:
+    def after_step(self, ctx: StepContext) -> None:
         self.agreement.finish(ctx)
-        if stats.applied:
-            self.note_effect(stats.loss)
-        else:
-            vector, self.state = self._before
-            self.vector.copy_(vector)
+        self.note_effect(ctx)
+        vector, state = self._before
+        self.vector.copy_(ctx.commit(self.vector, vector))
+        self.state = {name: ctx.commit(value, state[name]) for name, value in self.state.items()}
 
 
 POSITIONS: dict[str, type[PositionAdversary]] = {
@@ -250,7 +251,7 @@ def fingerprint(tensors: Iterable[Tensor]) -> Tensor:
 class AgreementCheck:
     """Compares the ranks each `every` steps with one all-reduce of two numbers.
 
-    It is started before the loop reads the step's loss and read after, when nothing is left to wait for.
+    It is started before the update and read after; on the steps that are due the host waits for it.
 
     Args:
         every: steps between checks; 0 = never.

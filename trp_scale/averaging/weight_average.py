@@ -18,12 +18,15 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from trp_scale.averaging import WeightAverageSettings
-from trp_scale.core.batch import StepStats
 from trp_scale.core.hooks import Hook, StepContext
 from trp_scale.core.pieces import WEIGHT_AVERAGE, Shards
 from trp_scale.core.run import RunContext
+
+TOGETHER = 64
+"""Pieces that are averaged in one kernel: a step holds the way that these go, not that of the whole model."""
 
 
 class WeightAverage(Hook):
@@ -34,7 +37,7 @@ class WeightAverage(Hook):
         run: of the run.
     Attributes:
         average: the average, laid out like the weights.
-        updates: t.
+        updates: t, on the device.
     """
 
     name = "weight_average"
@@ -43,35 +46,39 @@ class WeightAverage(Hook):
         self.settings = settings
         self.engine = run.engine
         self.average: Shards = run.engine.weights()
-        self.updates = 0
+        self.updates = torch.zeros((), dtype=torch.float64, device=run.device)
 
-    def decay(self) -> float:
-        """d_t of the next update."""
-        if not self.settings.warmup:
-            return self.settings.decay
-        return min(self.settings.decay, (1 + self.updates) / (10 + self.updates))
+    def decay(self) -> Tensor:
+        """d_t of the next update, 0-dimensional."""
+        most = torch.full_like(self.updates, self.settings.decay)
+        return most.minimum((1 + self.updates) / (10 + self.updates)) if self.settings.warmup else most
 
     @torch.no_grad()
-    def after_step(self, ctx: StepContext, stats: StepStats) -> None:
-        if not stats.applied:
-            return
-        averaging = ctx.step >= self.settings.start_step
+    def after_step(self, ctx: StepContext) -> None:
         weights = [piece.tensors["weight"] for piece in self.engine.pieces()]
-        torch._foreach_lerp_(self.average.parts, weights, 1.0 - self.decay() if averaging else 1.0)
-        self.updates += averaging
+        if ctx.step < self.settings.start_step:
+            torch._foreach_copy_(self.average.parts, weights)  # a skipped step has left the weights as they were
+            return
+        share = ctx.commit(1.0 - self.decay(), torch.zeros_like(self.updates))
+        for first in range(0, len(weights), TOGETHER):
+            average = self.average.parts[first : first + TOGETHER]
+            way = torch._foreach_sub(weights[first : first + TOGETHER], average)
+            torch._foreach_mul_(way, share.to(way[0]))
+            torch._foreach_add_(average, way)
+        self.updates = ctx.commit(self.updates + 1, self.updates)
 
     def validation(self) -> AbstractContextManager[None]:
         return self.engine.exchanged(self.average) if self.settings.validate else nullcontext()
 
     def metrics(self) -> Mapping[str, Any]:
         """decay: of the next update; updates: made so far."""
-        return {"decay": self.decay(), "updates": self.updates}
+        return {"decay": float(self.decay()), "updates": int(self.updates)}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"updates": self.updates}
+        return {"updates": int(self.updates)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.updates = int(state["updates"])
+        self.updates.fill_(state["updates"])
 
     def sharded_state(self) -> Mapping[str, Shards]:
         return {WEIGHT_AVERAGE: self.average}

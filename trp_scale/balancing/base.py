@@ -12,7 +12,7 @@ from torch import Tensor
 from trp_scale.balancing.settings import FixedSumSettings, LossReadingSettings
 from trp_scale.config import RefusedError
 from trp_scale.config.settings import Settings
-from trp_scale.core.batch import StepStats, TaskLosses
+from trp_scale.core.batch import TaskLosses
 from trp_scale.core.hooks import Balancer, StepContext
 from trp_scale.core.run import RunContext
 
@@ -138,11 +138,9 @@ class LossReadingBalancer(TaskBalancer):
         smallest = SMALLEST_EXCESS if self.settings.scale == "reference" else SMALLEST_LOSS
         return self.scaled(losses).clamp(min=smallest)
 
-    def after_step(self, ctx: StepContext, stats: StepStats) -> None:
-        if not stats.applied or ctx.sums is None:
-            return
-        first = self.first_losses.isnan() & (ctx.counts > 0)
-        self.first_losses = torch.where(first, ctx.means(ctx.sums), self.first_losses)
+    def after_step(self, ctx: StepContext) -> None:
+        first = torch.where(self.first_losses.isnan() & (ctx.counts > 0), ctx.losses, self.first_losses)
+        self.first_losses = ctx.commit(first, self.first_losses)
 
     def losses_read(self) -> Tensor | None:
         """[T] losses that the last weights or state were made of, NaN where there are none; None before any step."""

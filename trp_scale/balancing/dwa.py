@@ -12,7 +12,6 @@ from torch import Tensor
 from trp_scale.balancing.base import LossReadingBalancer
 from trp_scale.balancing.settings import DwaSettings
 from trp_scale.config import RefusedError
-from trp_scale.core.batch import StepStats
 from trp_scale.core.hooks import StepContext
 from trp_scale.core.run import RunContext
 
@@ -89,12 +88,14 @@ class Dwa(LossReadingBalancer):
         scores = torch.where(self.balanced, self.ratios(ctx.step) / self.settings.temperature, -torch.inf)
         return self.totalled(len(self.objective.balanced) * torch.softmax(scores, dim=0), ctx.counts)
 
-    def after_step(self, ctx: StepContext, stats: StepStats) -> None:
-        super().after_step(ctx, stats)
-        if not stats.applied or ctx.sums is None:
-            return
+    def after_step(self, ctx: StepContext) -> None:
+        super().after_step(ctx)
         means = self.means_at(ctx.step)
-        self.means = replace(means, sums=means.sums + ctx.means(ctx.sums), steps=means.steps + (ctx.counts > 0))
+        self.means = replace(
+            means,
+            sums=ctx.commit(means.sums + ctx.losses, means.sums),
+            steps=ctx.commit(means.steps + (ctx.counts > 0), means.steps),
+        )
 
     def metrics(self) -> Mapping[str, Any]:
         """interval: its number, from 0; interval_steps; ratios: of the losses of the two before."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trp_scale.balancing.base import LossReadingBalancer
 from trp_scale.balancing.settings import GlobalLossSettings
-from trp_scale.core.batch import StepStats, TaskLosses
+from trp_scale.core.batch import TaskLosses
 from trp_scale.core.hooks import StepContext
 from trp_scale.core.run import RunContext
 
@@ -109,11 +109,10 @@ class GlobalLossBalancer(LossReadingBalancer):
         if self.settings.estimate == "micro":
             ctx.weigh(ctx.data_group.sum(self._micro_weights))  # what each task's loss counted on average
 
-    def after_step(self, ctx: StepContext, stats: StepStats) -> None:
-        super().after_step(ctx, stats)
-        if not stats.applied or ctx.sums is None:
-            return
-        self.last_losses = torch.where(ctx.counts > 0, self.smoothed(ctx.means(ctx.sums)), self.last_losses)
+    def after_step(self, ctx: StepContext) -> None:
+        super().after_step(ctx)
+        last = torch.where(ctx.counts > 0, self.smoothed(ctx.losses), self.last_losses)
+        self.last_losses = ctx.commit(last, self.last_losses)
 
     def losses_read(self) -> Tensor | None:
         return self.last_losses

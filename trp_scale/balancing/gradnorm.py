@@ -16,7 +16,7 @@ from trp_scale.balancing.base import LossReadingBalancer
 from trp_scale.balancing.settings import GradNormSettings
 from trp_scale.balancing.task_adam import TaskAdam
 from trp_scale.config import RefusedError
-from trp_scale.core.batch import Batch, StepStats, TaskLosses
+from trp_scale.core.batch import Batch, TaskLosses
 from trp_scale.core.engine import Trains
 from trp_scale.core.hooks import StepContext
 from trp_scale.core.objective import Objective, TappedObjective, TapPlace
@@ -181,10 +181,10 @@ class GradNorm(LossReadingBalancer):
         return torch.where(present, shares / mean, 0.0)
 
     @torch.no_grad()
-    def after_step(self, ctx: StepContext, stats: StepStats) -> None:
-        super().after_step(ctx, stats)
-        if stats.applied:
-            self._descend(self.present(ctx.counts))
+    def after_step(self, ctx: StepContext) -> None:
+        super().after_step(ctx)
+        assert ctx.applied is not None, "decided before the hooks' after_step"
+        self._descend(self.present(ctx.counts) & ctx.applied)
 
     def _descend(self, present: Tensor) -> None:
         """A step of Adam, then the moved weights back to the sum that they had: T over all."""

@@ -12,7 +12,6 @@ from torch import Tensor
 from trp_scale.balancing.global_losses import GlobalLossBalancer
 from trp_scale.balancing.minimax import softmax_weights
 from trp_scale.balancing.settings import GroupDroSettings
-from trp_scale.core.batch import StepStats
 from trp_scale.core.hooks import StepContext
 from trp_scale.core.run import RunContext
 
@@ -47,14 +46,14 @@ class GroupDro(GlobalLossBalancer):
     def lagged_weights(self, ctx: StepContext, eligible: Tensor) -> Tensor:
         return softmax_weights(self.log_shares, 1.0, eligible)
 
-    def after_step(self, ctx: StepContext, stats: StepStats) -> None:
-        if stats.applied and ctx.sums is not None:
-            eligible = self.eligible(ctx.counts)
-            raised = self.raised(self.smoothed(ctx.means(ctx.sums)), ctx.counts)
-            held = torch.where(eligible, self.log_shares, -torch.inf).logsumexp(0)
-            total = torch.where(eligible, raised, -torch.inf).logsumexp(0)
-            self.log_shares = torch.where(eligible, raised - total + held, self.log_shares)
-        super().after_step(ctx, stats)  # now: what was read above is smoothed with, and scaled by, what came before
+    def after_step(self, ctx: StepContext) -> None:
+        eligible = self.eligible(ctx.counts)
+        raised = self.raised(self.smoothed(ctx.losses), ctx.counts)
+        held = torch.where(eligible, self.log_shares, -torch.inf).logsumexp(0)
+        total = torch.where(eligible, raised, -torch.inf).logsumexp(0)
+        shares = torch.where(eligible, raised - total + held, self.log_shares)
+        self.log_shares = ctx.commit(shares, self.log_shares)
+        super().after_step(ctx)  # now: what was read above is smoothed with, and scaled by, what came before
 
     def metrics(self) -> Mapping[str, Any]:
         """shares: q, whose present entries, normalised, are the weights."""

@@ -11,7 +11,6 @@ from torch import Tensor
 from trp_scale.balancing.base import LossReadingBalancer
 from trp_scale.balancing.settings import UncertaintySettings
 from trp_scale.balancing.task_adam import TaskAdam
-from trp_scale.core.batch import StepStats
 from trp_scale.core.hooks import StepContext
 from trp_scale.core.run import RunContext
 
@@ -43,11 +42,11 @@ class Uncertainty(LossReadingBalancer):
     def balanced_weights(self, ctx: StepContext, losses: Tensor | None) -> Tensor:
         return torch.where(self.present(ctx.counts), self.task_weights(), 0.0)
 
-    def after_step(self, ctx: StepContext, stats: StepStats) -> None:
-        if stats.applied and ctx.sums is not None:
-            gradient = self.slope - self.task_weights() * self.left(ctx.means(ctx.sums))
-            self.log_variances = self.adam.step(self.log_variances, gradient, self.present(ctx.counts))
-        super().after_step(ctx, stats)
+    def after_step(self, ctx: StepContext) -> None:
+        assert ctx.applied is not None, "decided before the hooks' after_step"
+        gradient = self.slope - self.task_weights() * self.left(ctx.losses)
+        self.log_variances = self.adam.step(self.log_variances, gradient, self.present(ctx.counts) & ctx.applied)
+        super().after_step(ctx)
 
     def metrics(self) -> Mapping[str, Any]:
         """log_variances: the s after this step; regulariser: the sum of b s, which is no part of the logged loss."""

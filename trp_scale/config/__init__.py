@@ -88,7 +88,7 @@ class TrainingConfig:
     """Stop with a checkpoint after this many hours of this process; 0 = no limit."""
     max_skipped_steps: int = setting(10, at_least=0)
     """Stop with a checkpoint after more skipped steps than this. A step is skipped when its loss or gradient is not
-    finite."""
+    finite; the host knows of it one step later."""
     deterministic: bool = False
     """Deterministic kernels on the GPU (slower); needed for a bit-exact resume there."""
     compile: bool = False

@@ -79,7 +79,7 @@ class TaskLosses:
 
 @dataclass(kw_only=True)
 class StepStats:
-    """What the engine did at the end of a step.
+    """What the engine did at the end of a step, as numbers on the host.
 
     Attributes:
         applied: False when the step was skipped on all ranks because of a loss or gradient that is not finite.
@@ -98,6 +98,60 @@ class StepStats:
     task_losses: tuple[float, ...] = ()
     task_weights: tuple[float, ...] = ()
     task_counts: tuple[float, ...] = ()
+
+
+class LateStats:
+    """A step's StepStats on their way to the host. The copy is queued behind the step's work; only `read` waits.
+
+    Args:
+        applied, grad_norm, loss: 0-dimensional, on the device.
+        means, weights, counts: [T] of the tasks, on the device.
+        lr: learning rate of the step.
+    """
+
+    def __init__(
+        self,
+        *,
+        applied: Tensor,
+        grad_norm: Tensor,
+        loss: Tensor,
+        means: Tensor,
+        weights: Tensor,
+        counts: Tensor,
+        lr: float,
+    ) -> None:
+        self.lr, self.tasks = lr, len(means)
+        head = torch.stack([each.to(torch.float64) for each in (applied, grad_norm, loss)])
+        self._values = torch.cat([head, means, weights, counts])
+        self._arrived: torch.cuda.Event | None = None
+        self._read: StepStats | None = None
+        if self._values.is_cuda:
+            on_device = self._values
+            self._values = torch.empty_like(on_device, device="cpu", pin_memory=True)
+            self._values.copy_(on_device, non_blocking=True)
+            self._arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._arrived.record()
+
+    def arrived(self) -> bool:
+        """Whether `read` would not wait."""
+        return self._arrived is None or bool(self._arrived.query())  # type: ignore[no-untyped-call]
+
+    def read(self) -> StepStats:
+        """The numbers, once the device has made them."""
+        if self._read is None:
+            if self._arrived is not None:
+                self._arrived.synchronize()
+            (applied, grad_norm, loss, *rest), tasks = self._values.tolist(), self.tasks
+            self._read = StepStats(
+                applied=bool(applied),
+                grad_norm=grad_norm,
+                loss=loss,
+                lr=self.lr,
+                task_losses=tuple(rest[:tasks]),
+                task_weights=tuple(rest[tasks : 2 * tasks]),
+                task_counts=tuple(rest[2 * tasks :]),
+            )
+        return self._read
 
 
 class WindowSource(Protocol):

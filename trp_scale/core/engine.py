@@ -37,10 +37,12 @@ class Trains(Protocol):
     Attributes:
         device: where it computes.
         data_group: ranks that split the batch.
+        decides_on_host: `step` cannot leave a step out by itself: the loop waits for the decision, and calls `skip`.
     """
 
     device: torch.device
     data_group: Group
+    decides_on_host: bool
 
     @property
     def module(self) -> nn.Module:
@@ -62,13 +64,17 @@ class Trains(Protocol):
     def check_gradients(self) -> Tensor:
         """Norm of the global gradient, reduced and unscaled, 0-dimensional, the same on all ranks.
 
-        Called after the last backward. Not finite: the step must be skipped. It stays on the device; the loop reads it
-        together with the loss.
+        Called after the last backward. Not finite: the step must be skipped. It stays on the device.
         """
         ...
 
-    def step(self, lr: float) -> None:
-        """Clip, update with learning rate `lr`, clear gradients."""
+    def step(self, lr: float, applied: Tensor | None = None) -> None:
+        """Clip, update with learning rate `lr`, clear gradients.
+
+        Args:
+            applied: 0-dimensional bool on the device. Where it is False, weights, moments and the number of steps stay.
+                None = True; with `decides_on_host` it is not asked.
+        """
         ...
 
     def skip(self) -> bool:

@@ -6,8 +6,9 @@
   losses = objective(engine, batch);
   engine.backward(hooks.total(ctx, losses))
 - hooks.gradients(ctx): reduced, unscaled, unclipped; hooks only read
-- engine.step or engine.skip
-- hooks.after_step(ctx, stats): hooks commit here, only if stats.applied
+- ctx.decide(norm): whether the step is applied, on the device
+- engine.step: the update, or none
+- hooks.after_step(ctx): hooks commit here, by ctx.commit, only if ctx.applied
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from torch import Tensor
 
 from trp_scale.config.components import find
 from trp_scale.config.settings import Settings
-from trp_scale.core.batch import Batch, StepStats, TaskLosses
+from trp_scale.core.batch import Batch, LateStats, StepStats, TaskLosses
 from trp_scale.core.engine import Engine
 from trp_scale.core.pieces import STATE_NAMES, Shards
 from trp_scale.core.run import RunContext
@@ -44,6 +45,11 @@ class StepContext:
         trains: these passes train the weights; False for a pass that a hook makes of its own.
         weights: [T] float64, weight of each task's mean loss in this step; None until the balancer weighs.
         sums: [T] float64, loss sums of the global batch; None until they are gathered.
+        applied: 0-dimensional bool, on the device, the same on all ranks: False where the step is skipped because its
+            loss or gradient is not finite. None until that is decided, which is after the last backward; so are
+        grad_norm: 0-dimensional, norm of the gradient of the whole model before clipping, and
+        loss: 0-dimensional float64, total loss of the global batch.
+        late: the same on their way to the host.
     """
 
     run: RunContext
@@ -55,6 +61,10 @@ class StepContext:
     trains: bool = True
     weights: Tensor | None = None
     sums: Tensor | None = None
+    applied: Tensor | None = None
+    grad_norm: Tensor | None = None
+    loss: Tensor | None = None
+    late: LateStats | None = None
 
     @property
     def engine(self) -> Engine:
@@ -94,6 +104,12 @@ class StepContext:
         """[T] loss of each task over the global batch; 0 where the task is absent (never used there)."""
         return torch.where(self.counts > 0, sums / self.counts.clamp(min=1), torch.zeros_like(sums))
 
+    @property
+    def losses(self) -> Tensor:
+        """[T] the step's loss of each task over the global batch, once the loss sums are gathered."""
+        assert self.sums is not None, "gathered when the last micro-batch is through"
+        return self.means(self.sums)
+
     def gather_sums(self, sums: Tensor) -> Tensor:
         """[T] loss sums of the global batch, from those of this rank; a step gathers them once, and the first to call
         this does it."""
@@ -114,6 +130,37 @@ class StepContext:
         """Fix the [T] float64 weights of this step; only the balancer calls it."""
         self.weights = weights
 
+    def decide(self, grad_norm: Tensor) -> None:
+        """Apply the step where its loss and its gradient are finite, and skip it otherwise, on all ranks alike: both
+        are of the global batch. Only the loop calls it; the device decides and no one waits.
+
+        Args:
+            grad_norm: 0-dimensional, of the engine.
+        """
+        assert self.weights is not None, "the balancer sets the weights of every step"
+        means = self.losses
+        self.grad_norm, self.loss = grad_norm, (self.weights * means).sum()
+        self.applied = self.grad_norm.isfinite() & self.loss.isfinite()
+        self.late = LateStats(
+            applied=self.applied,
+            grad_norm=self.grad_norm,
+            loss=self.loss,
+            means=means,
+            weights=self.weights,
+            counts=self.counts,
+            lr=self.lr,
+        )
+
+    def commit(self, new: Tensor, old: Tensor) -> Tensor:
+        """`new` where the step is applied, `old` where it is skipped: the device chooses, and no one waits for it."""
+        assert self.applied is not None, "decided before the hooks' after_step"
+        return torch.where(self.applied, new, old)
+
+    def stats(self) -> StepStats:
+        """What the step did, on the host. It waits for the device: for hooks that the host must decide in."""
+        assert self.late is not None, "decided before the hooks' after_step"
+        return self.late.read()
+
     def apart(self, window: Sequence[Batch], counts: Tensor | None = None) -> StepContext:
         """A context of the same step for a pass of a hook's own: what the balancer writes there is not the step's.
 
@@ -122,7 +169,9 @@ class StepContext:
             counts: [T] of it over all ranks; None = those of the step.
         """
         counts = self.counts if counts is None else counts
-        return replace(self, window=window, counts=counts, trains=False, weights=None, sums=None)
+        return replace(
+            self, window=window, counts=counts, trains=False, weights=None, sums=None, applied=None, late=None
+        )
 
     def release(self) -> None:
         """Let go of the batches: the step is over. Those of past steps would hold open files and device memory."""
@@ -145,8 +194,8 @@ class Hook:
     def gradients(self, ctx: StepContext) -> None:
         """After the last backward: gradients may be read, not changed."""
 
-    def after_step(self, ctx: StepContext, stats: StepStats) -> None:
-        """After the update or the skip; commit the hook's own state only if stats.applied."""
+    def after_step(self, ctx: StepContext) -> None:
+        """After the update or the skip; commit the hook's own state only where ctx.applied: see ctx.commit."""
 
     def engines(self) -> Mapping[str, Engine]:
         """Engines that the hook trains beside the run's own, by name; the checkpoint holds them too."""
@@ -251,9 +300,9 @@ class Hooks:
         for hook in self.all:
             hook.gradients(ctx)
 
-    def after_step(self, ctx: StepContext, stats: StepStats) -> None:
+    def after_step(self, ctx: StepContext) -> None:
         for hook in self.all:
-            hook.after_step(ctx, stats)
+            hook.after_step(ctx)
 
     def engines(self) -> dict[str, Engine]:
         return {name: engine for hook in self.all for name, engine in hook.engines().items()}

@@ -65,6 +65,7 @@ class DeepSpeedEngine(ShardOperations):
     """
 
     name = "deepspeed"
+    decides_on_host = True
     fp16_devices: tuple[str, ...] = ("cuda",)
     """Kinds of device that fp16 is meant for; on others it runs without any gain."""
     _stage_3: ClassVar[WeakSet[DeepSpeedEngine]] = WeakSet()
@@ -131,7 +132,7 @@ class DeepSpeedEngine(ShardOperations):
         squares = sum_of_squares(self.layout.gradients(), self.device)
         return self.data_group.sum(squares).sqrt() / self._loss_scale()
 
-    def step(self, lr: float) -> None:
+    def step(self, lr: float, applied: Tensor | None = None) -> None:
         set_learning_rate(self.layout.torch_optimizer, lr)
         self.engine.step()
         self.forget_micro_batches()

@@ -29,6 +29,7 @@ class PlainEngine(ShardOperations):
 
     name = "plain"
     zero_stage: int | None = None
+    decides_on_host = False
 
     def __init__(self, module: nn.Module, config: Config, *, device: torch.device, data_group: Group = ALONE) -> None:
         if config.training.precision == "fp16":
@@ -40,7 +41,7 @@ class PlainEngine(ShardOperations):
         self.optimizer = build_optimizer(self.module, config.optimizer)
         self.forward_module: Any = torch.compile(self.module) if config.training.compile else self.module
         self._norm = torch.zeros(())
-        self._steps = 0
+        self._steps = torch.zeros((), dtype=torch.int64, device=device)  # the device counts: it decides what is applied
         self._exact = False
 
     def place(self, module: nn.Module) -> nn.Module:
@@ -74,14 +75,23 @@ class PlainEngine(ShardOperations):
         self._norm = self.data_group.sum(sum_of_squares(self._gradients(), self.device)).sqrt()
         return self._norm
 
-    def step(self, lr: float) -> None:
+    def step(self, lr: float, applied: Tensor | None = None) -> None:
         if self.config.optimizer.clipping > 0:
             factor = (self.config.optimizer.clipping / (self._norm + 1e-6)).clamp(max=1.0)
             torch._foreach_mul_(self._gradients(), factor.float())
         set_learning_rate(self.optimizer, lr)
+        self._leave_out(None if applied is None else ~applied)
         self.optimizer.step()
         self.discard_gradients()
-        self._steps += 1
+        self._steps += 1 if applied is None else applied
+
+    def _leave_out(self, skipped: Tensor | None) -> None:
+        """Have the next step of the optimizer change nothing where `skipped`, 0-dimensional bool; no one waits."""
+        if isinstance(self.optimizer, torch.optim.AdamW):  # its fused kernel reads found_inf
+            self.optimizer.found_inf = None if skipped is None else skipped.float()  # type: ignore[attr-defined]
+        elif skipped is not None:  # SGD without momentum or decay, whose fused form FSDP2's tensors do not have
+            for gradient in self._gradients():
+                gradient.masked_fill_(skipped, 0.0)
 
     def leaves(self) -> Iterator[Tensor]:
         return self.module.parameters()
@@ -149,12 +159,12 @@ class PlainEngine(ShardOperations):
                 self.optimizer.state[parameter] = empty_adamw_state(parameter)
 
     def after_load(self, optimizer_steps: int) -> None:
-        self._steps = optimizer_steps
+        self._steps.fill_(optimizer_steps)
         for state in self.optimizer.state.values():
             state["step"].fill_(optimizer_steps)
 
     def optimizer_steps(self) -> int:
-        return self._steps
+        return int(self._steps)
 
     def extra_state(self) -> Mapping[str, float]:
         return {}

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from trp_scale.config.images import MaskedAutoencoderConfig
-from trp_scale.core.batch import Batch, StepStats
+from trp_scale.core.batch import Batch
 from trp_scale.core.engine import Engine
 from trp_scale.core.hooks import Hook, StepContext
 from trp_scale.core.objective import PatchObjective
@@ -114,7 +114,8 @@ class LearnedMasks(Hook):
     def gradients(self, ctx: StepContext) -> None:
         self.outer.gradients(ctx)
 
-    def after_step(self, ctx: StepContext, stats: StepStats) -> None:
+    def after_step(self, ctx: StepContext) -> None:
+        stats = ctx.stats()  # cycles are counted on the host, which waits for the step here
         if not stats.applied:
             return
         assert self.window is not None, "masks are chosen before the step"

@@ -135,8 +135,7 @@ class JointValidationLoss(ValidationLoss):
         self.gradient = ctx.reduced_gradient(self.leaf)
 
     def after_step(self, ctx: StepContext) -> None:
-        assert ctx.sums is not None, "the step is through"
-        self.level.train_loss = ctx.means(ctx.sums)[-1]
+        self.level.train_loss = ctx.losses[-1]
         self.level.head.adamw_step(self.gradient, self.scale(ctx))
         self.leaf = leaf(self.level.head.parameters.flat())
 

@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trp_scale.core.batch import StepStats
 from trp_scale.core.hooks import Hook, StepContext
 from trp_scale.core.run import RunContext
 from trp_scale.monitoring import GradientNoiseScaleSettings
@@ -49,7 +48,7 @@ class GradientNoiseScale(Hook):
         run: of the run.
     Attributes:
         averages: [2] float64 on the device, of tr(Sigma) and |G|^2, weighted by 1 - smoothing^steps in all.
-        steps: that they are of.
+        steps: that they are of, on the device.
     """
 
     name = "gradient_noise_scale"
@@ -59,7 +58,7 @@ class GradientNoiseScale(Hook):
         self.settings, self.engine = settings, run.engine
         self.rows, self.count = batch.micro_size, batch.global_size // batch.micro_size
         self.averages = torch.zeros(2, dtype=torch.float64, device=run.device)
-        self.steps = 0
+        self.steps = torch.zeros((), dtype=torch.int64, device=run.device)
         self._squares: Tensor | None = None
         run.engine.watch_micro_batches()
 
@@ -67,24 +66,25 @@ class GradientNoiseScale(Hook):
         self._squares = self.engine.micro_batch_squares()
 
     @torch.no_grad()
-    def after_step(self, ctx: StepContext, stats: StepStats) -> None:
+    def after_step(self, ctx: StepContext) -> None:
         squares, self._squares = self._squares, None
-        if not stats.applied or squares is None:
+        if squares is None:
             return
-        found = estimates(self.count * squares, stats.grad_norm**2, rows=self.rows, count=self.count)
-        self.averages.lerp_(found, 1.0 - self.settings.smoothing)
-        self.steps += 1
+        assert ctx.grad_norm is not None, "decided before the hooks' after_step"
+        found = estimates(self.count * squares, ctx.grad_norm.double() ** 2, rows=self.rows, count=self.count)
+        self.averages = ctx.commit(self.averages.lerp(found, 1.0 - self.settings.smoothing), self.averages)
+        self.steps = ctx.commit(self.steps + 1, self.steps)
 
     def metrics(self) -> Mapping[str, Any]:
         """noise_scale: B_simple, in rows; trace: tr(Sigma), squared_norm: |G|^2, both averaged."""
-        if not self.steps:
+        if not (steps := int(self.steps)):
             return {}
-        trace, squared_norm = (self.averages / (1.0 - self.settings.smoothing**self.steps)).tolist()
+        trace, squared_norm = (self.averages / (1.0 - self.settings.smoothing**steps)).tolist()
         return {"noise_scale": trace / squared_norm, "trace": trace, "squared_norm": squared_norm}
 
     def state_dict(self) -> dict[str, Any]:
-        return {"averages": self.averages, "steps": self.steps}
+        return {"averages": self.averages, "steps": int(self.steps)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.averages.copy_(state["averages"])
-        self.steps = int(state["steps"])
+        self.steps.fill_(state["steps"])

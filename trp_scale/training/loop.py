@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from trp_scale.config import Config, OptimizerConfig, RefusedError
-from trp_scale.core.batch import Batch, StepStats, WindowSource
+from trp_scale.core.batch import Batch, LateStats, WindowSource
 from trp_scale.core.engine import Engine, Trains
 from trp_scale.core.hooks import Hooks, StepContext
 from trp_scale.core.objective import Objective
@@ -29,6 +29,9 @@ from trp_scale.observe.observer import Observer
 from trp_scale.observe.records import StepRecord, TaskRecord
 from trp_scale.recipes.loader import flat, to_dict
 
+SECONDS_AFTER_AN_ERROR = 5.0
+"""How long the numbers of the last step are waited for when an error ends the run."""
+
 
 @dataclass(kw_only=True)
 class TrainingState:
@@ -37,6 +40,25 @@ class TrainingState:
 
     step: int = 0
     skipped: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class UnreadStep:
+    """A step whose work is queued, and whose numbers nobody has looked at yet.
+
+    Attributes:
+        step: its number, from 1.
+        late: its numbers, on their way to the host.
+        searched: a loss scaler's ordinary search left it out; it does not count as skipped.
+        step_seconds, data_wait_seconds, hooks: as in StepRecord.
+    """
+
+    step: int
+    late: LateStats
+    searched: bool
+    step_seconds: float
+    data_wait_seconds: float
+    hooks: Mapping[str, Any]
 
 
 @dataclass(kw_only=True)
@@ -61,6 +83,7 @@ class Trainer:
     stop_requested: Callable[[], str | None]
     watch: Callable[[int], None] = lambda step: None
     state: TrainingState = field(default_factory=TrainingState)
+    unread: UnreadStep | None = None
 
     @property
     def config(self) -> Config:
@@ -77,18 +100,26 @@ class Trainer:
     def run(self) -> str:
         """Train up to `training.steps`; returns why the loop ended. The last step always has a checkpoint."""
         self.engine.train(True)
-        while self.state.step < self.config.training.steps:
-            stop = self.train_step()
-            if self._due(self.config.validation.every):
-                self.validate()
-            if stop or self._due(self.config.checkpoint.every):
-                self.save()
-            if stop:
-                return stop
+        try:
+            while self.state.step < self.config.training.steps:
+                stop = self.train_step()
+                if self._due(self.config.validation.every):
+                    self.validate()
+                if stop or self._due(self.config.checkpoint.every):
+                    self.save()
+                if stop:
+                    return stop
+        except BaseException:
+            self._read_what_has_arrived()
+            raise
         return "finished"
 
     def train_step(self) -> str | None:
-        """One optimizer step; returns why it must be the last, or None."""
+        """One optimizer step; returns why it must be the last, or None.
+
+        Nothing in it waits for the device. The numbers of the step before are read and reported once this one is
+        queued; those of this step at once where something needs them.
+        """
         self.watch(self.state.step + 1)
         started = time.perf_counter()
         window = self.source.next_window()
@@ -103,12 +134,24 @@ class Trainer:
             self.engine.backward(self.hooks.total(ctx, losses), last=number == len(window) - 1)
             sums += losses.sums.detach()
         ctx.gather_sums(sums)
-        stats = self.finish(ctx)
+        searched = self.finish(ctx)
         ctx.release()
         self.state.step += 1
         for key in agreed.new_corrupt:
             self.observer.message(f"step {self.state.step}: block {key} could not be read and is left out")
-        self.report(stats, step_seconds=time.perf_counter() - started, data_wait_seconds=waited)
+        self.read_stats()
+        assert ctx.late is not None, "the step is decided"
+        self.unread = UnreadStep(
+            step=self.state.step,
+            late=ctx.late,
+            searched=searched,
+            step_seconds=time.perf_counter() - started,
+            data_wait_seconds=waited,
+            hooks=self.hooks.metrics() if self.observer.enabled and self.observer.wants(self.state.step) else {},
+        )
+        rests = self._due(self.config.validation.every) or self._due(self.config.checkpoint.every)
+        if rests or agreed.stop or self._too_many_skipped() or self.state.step >= self.config.training.steps:
+            self.read_stats()
         return self._reason_to_stop(agreed.stop)
 
     def context(self, window: list[Batch], counts: Tensor) -> StepContext:
@@ -123,38 +166,45 @@ class Trainer:
             lr=learning_rate(self.state.step, self.config.training.steps, self.config.optimizer),
         )
 
-    def finish(self, ctx: StepContext) -> StepStats:
-        """Update, or skip on all ranks together when the loss or the gradient is not finite."""
-        self.hooks.gradients(ctx)
-        assert ctx.sums is not None and ctx.weights is not None, "the balancer sets the weights of every step"
-        means = ctx.means(ctx.sums)
-        head = torch.stack([self.engine.check_gradients(), (ctx.weights * means).sum()])
-        # The only wait for the device in a step.
-        norm, loss, *rest = torch.cat([head, means, ctx.weights, ctx.counts]).tolist()
-        tasks = len(means)
-        stats = StepStats(
-            applied=math.isfinite(norm) and math.isfinite(loss),
-            grad_norm=norm,
-            loss=loss,
-            lr=ctx.lr,
-            task_losses=tuple(rest[:tasks]),
-            task_weights=tuple(rest[tasks : 2 * tasks]),
-            task_counts=tuple(rest[2 * tasks :]),
-        )
-        if stats.applied:
-            self.engine.step(stats.lr)
-        else:
-            self.state.skipped += not self.engine.skip()
-        self.hooks.after_step(ctx, stats)
-        return stats
+    def finish(self, ctx: StepContext) -> bool:
+        """Update, or skip on all ranks together when the loss or the gradient is not finite.
 
-    def report(self, stats: StepStats, *, step_seconds: float, data_wait_seconds: float) -> None:
+        Returns:
+            whether a loss scaler's ordinary search left the step out.
+        """
+        self.hooks.gradients(ctx)
+        ctx.decide(self.engine.check_gradients())
+        searched = False
+        if self.engine.decides_on_host and not ctx.stats().applied:
+            searched = self.engine.skip()
+        else:
+            self.engine.step(ctx.lr, ctx.applied)
+        self.hooks.after_step(ctx)
+        return searched
+
+    def read_stats(self) -> None:
+        """Read and report the step that is unread, if one is; waits until the device has made it."""
+        if self.unread is not None:
+            unread, self.unread = self.unread, None
+            self.state.skipped += not (unread.late.read().applied or unread.searched)
+            self.report(unread)
+
+    def _read_what_has_arrived(self) -> None:
+        """Before an error is passed on. A device may wait for a rank that is gone: give it a few seconds."""
+        until = time.monotonic() + SECONDS_AFTER_AN_ERROR
+        while self.unread is not None and not self.unread.late.arrived() and time.monotonic() < until:
+            time.sleep(0.01)
+        if self.unread is not None and self.unread.late.arrived():
+            self.read_stats()
+
+    def report(self, unread: UnreadStep) -> None:
         """Hand the step to the observer; an absent task has count 0 and no loss."""
         if not self.observer.enabled:
             return
+        stats = unread.late.read()
         columns = zip(self.objective.tasks, stats.task_losses, stats.task_weights, stats.task_counts, strict=True)
         record = StepRecord(
-            step=self.state.step,
+            step=unread.step,
             loss=stats.loss,
             lr=stats.lr,
             grad_norm=stats.grad_norm,
@@ -162,15 +212,18 @@ class Trainer:
                 task: TaskRecord(loss=loss if count else None, weight=weight if count else 0.0, count=int(count))
                 for task, loss, weight, count in columns
             },
-            step_seconds=step_seconds,
-            data_wait_seconds=data_wait_seconds,
+            step_seconds=unread.step_seconds,
+            data_wait_seconds=unread.data_wait_seconds,
             applied=stats.applied,
-            hooks=self.hooks.metrics() if self.observer.wants(self.state.step) else {},
+            hooks=unread.hooks,
         )
         self.observer.step(record)
 
+    def _too_many_skipped(self) -> bool:
+        return self.state.skipped > self.config.training.max_skipped_steps
+
     def _reason_to_stop(self, asked: bool) -> str | None:
-        if self.state.skipped > self.config.training.max_skipped_steps:
+        if self._too_many_skipped():
             allowed = self.config.training.max_skipped_steps
             return f"{self.state.skipped} steps skipped, --training.max_skipped_steps allows {allowed}"
         if asked:

@@ -138,7 +138,7 @@ def test_the_micro_estimate_counts_the_weights_of_the_last_pass_only() -> None:
     )
     trainer = toy_trainer(micro)
     trainer.train_step()
-    (stats,) = trainer.__dict__["history"]
+    (stats,) = trainer.history
     assert sum(stats.task_weights) == pytest.approx(1.0)
 
 
@@ -165,7 +165,7 @@ def test_a_skipped_step_changes_nothing(ascent: str, update: str, reason: str) -
     before = hook.state_dict()["tensors"]
     spoiler.on, module.factor = reason == "gradient", math.nan if reason == "loss" else 1.0  # type: ignore[assignment]
     trainer.train_step()
-    assert [stats.applied for stats in trainer.__dict__["history"]] == [True, False]
+    assert [stats.applied for stats in trainer.history] == [True, False]
     now = hook.state_dict()["tensors"]
     assert {name: value.tolist() for name, value in now.items()} == {k: v.tolist() for k, v in before.items()}
     spoiler.on, module.factor = False, 1.0  # type: ignore[assignment]
@@ -227,7 +227,7 @@ def test_the_engine_s_norm_and_clipping_are_the_weights_alone() -> None:
     trainer = toy_trainer(setting, hook := toy_hook(setting))
     below, above, _ = gradient(setting, Toy(6).weight, torch.zeros(6), 0)
     trainer.train_step()
-    (stats,) = trainer.__dict__["history"]
+    (stats,) = trainer.history
     assert stats.grad_norm == pytest.approx(float(below.norm()), rel=1e-5)
     assert hook.vector.tolist() == pytest.approx(clipped(0.3 * above, "linf", 0.4).tolist(), rel=1e-5)
 

@@ -6,9 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 import pytest
+import torch
 
 from tests.unit.balancing.toy import ToyObjective, balancer, batch, given, take_step
-from trp_scale.core.batch import Batch, StepStats
+from trp_scale.core.batch import Batch
 from trp_scale.core.hooks import Hook, Hooks, StepContext
 
 THREE = ToyObjective(tasks=("a", "b", "c"))
@@ -84,8 +85,8 @@ class Recorder(Hook):
     def gradients(self, ctx: StepContext) -> None:
         self.calls.append(f"{self.name} gradients")
 
-    def after_step(self, ctx: StepContext, stats: StepStats) -> None:
-        self.calls.append(f"{self.name} after_step {stats.applied}")
+    def after_step(self, ctx: StepContext) -> None:
+        self.calls.append(f"{self.name} after_step {ctx.stats().applied}")
 
     def metrics(self) -> Mapping[str, Any]:
         return {"calls": len(self.calls)} if self.name == "loud" else {}
@@ -109,7 +110,8 @@ def test_every_hook_is_called_in_order_and_each_sees_what_the_one_before_made_of
     hooks.before_step(ctx)
     assert float(hooks.batch(ctx, batch({0: [1.0]}))["inputs"]) == (1 * 10 + 4) * 10 + 6
     hooks.gradients(ctx)
-    hooks.after_step(ctx, StepStats(applied=False, grad_norm=1.0, loss=1.0, lr=1.0))
+    ctx.decide(torch.tensor(torch.nan))
+    hooks.after_step(ctx)
     assert calls == [
         *("loud before_step", "silent before_step", "loud batch", "silent batch"),
         *("loud gradients", "silent gradients", "loud after_step False", "silent after_step False"),

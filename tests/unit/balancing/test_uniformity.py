@@ -41,7 +41,7 @@ def test_a_batch_carries_the_moment_or_the_rows_between_before_step_and_after_st
         assert list(extras) == [MOMENT] and moment.shape == (32, 32) and not moment.requires_grad
         # Unit rows: the trace of their second moment is one.
         assert float(moment.trace()) == pytest.approx(1.0, rel=1e-12)
-    hook.after_step(ctx, None)  # type: ignore[arg-type]
+    hook.after_step(ctx)
     assert hook.batch(ctx, micro).extras == {}
 
 

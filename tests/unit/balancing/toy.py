@@ -12,7 +12,7 @@ from torch import Tensor
 from trp_scale.balancing.base import TaskBalancer
 from trp_scale.config.components import settings_of
 from trp_scale.config.settings import Settings
-from trp_scale.core.batch import Batch, StepStats, TaskLosses
+from trp_scale.core.batch import Batch, TaskLosses
 from trp_scale.core.engine import Engine
 from trp_scale.core.hooks import Hooks, StepContext, build_hooks
 from trp_scale.core.run import RunContext
@@ -152,7 +152,9 @@ def take_step(
         sums += losses.sums.detach()
     ctx.gather_sums(sums)
     hooks.gradients(ctx)
-    hooks.after_step(ctx, StepStats(applied=applied, grad_norm=1.0, loss=sum(totals), lr=1.0))
+    assert ctx.weights is not None
+    ctx.decide(torch.tensor(1.0 if applied else torch.nan))
+    hooks.after_step(ctx)
     return Step(ctx=ctx, totals=totals, passes=passes)
 
 

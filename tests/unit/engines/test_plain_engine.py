@@ -141,6 +141,34 @@ def test_a_skip_leaves_weights_and_moments_and_drops_the_gradient() -> None:
     assert_same_state(state_of(skipping), state_of(other))
 
 
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+@pytest.mark.parametrize("first", [True, False])
+def test_a_step_that_the_device_leaves_out_is_a_skip(kind: str, first: bool) -> None:
+    """Also as the very first step, which makes the moments; and the count of steps goes on from a checkpoint's."""
+    deciding, skipping = (engine_of(**{**SETTINGS, "kind": kind}) for _ in range(2))
+    for engine in (deciding, skipping):
+        engine.create_optimizer_state()
+        engine.after_load(0 if first else 7)
+        if not first:
+            push(engine, gradients(0, engine.module))
+            engine.step(0.1, torch.tensor(True))
+    wanted = gradients(1, skipping.module)
+    wanted["dense.weight"][0, 0] = math.nan
+    for engine in (deciding, skipping):
+        push(engine, wanted)
+    deciding.step(0.1, torch.tensor(False))
+    skipping.skip()
+    assert_same_state(state_of(deciding), state_of(skipping))
+    assert deciding.optimizer_steps() == skipping.optimizer_steps() == (0 if first else 8)
+    for engine in (deciding, skipping):
+        push(engine, gradients(2, engine.module))
+        engine.step(0.1)
+    assert_same_state(state_of(deciding), state_of(skipping))
+    assert [float(state["step"]) for state in deciding.optimizer.state.values() if "step" in state] == [
+        float(state["step"]) for state in skipping.optimizer.state.values() if "step" in state
+    ]
+
+
 def test_a_step_drops_the_gradient() -> None:
     engine = engine_of()
     push(engine, gradients(0, engine.module))

@@ -35,10 +35,12 @@ def test_averages_and_state_over_steps() -> None:
     assert hook.metrics() == {}
     found, step = [], hook.after_step
 
-    def noting(ctx, stats):  # type: ignore[no-untyped-def]
+    def noting(ctx):  # type: ignore[no-untyped-def]
         assert hook._squares is not None
-        found.append(estimates(4 * hook._squares, stats.grad_norm**2, rows=2, count=4))  # four micro-batches of two
-        step(ctx, stats)
+        found.append(
+            estimates(4 * hook._squares, ctx.stats().grad_norm ** 2, rows=2, count=4)
+        )  # four micro-batches of two
+        step(ctx)
 
     hook.after_step = noting  # type: ignore[method-assign]
     for _ in range(3):

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from trp_scale.config import RefusedError
-from trp_scale.core.batch import Batch, Extra, StepStats, TaskLosses
+from trp_scale.core.batch import Batch, Extra, TaskLosses
 from trp_scale.core.hooks import Hook, StepContext
 from trp_scale.core.run import RunContext
 from trp_scale.data.mixture import parse_paths
@@ -228,7 +228,7 @@ class LargestError(Hook):
     def batch(self, ctx: StepContext, micro: Batch) -> Batch:
         return micro.adding(self._added)
 
-    def after_step(self, ctx: StepContext, stats: StepStats) -> None:
+    def after_step(self, ctx: StepContext) -> None:
         self._added = {}
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from trp_scale.core.batch import Batch, Extra, StepStats, TaskLosses
+from trp_scale.core.batch import Batch, Extra, TaskLosses
 from trp_scale.core.hooks import Hook, StepContext
 from trp_scale.distributed.groups import Group
 from trp_scale.upstreams.mae.objective import RECONSTRUCTION, MaskedPatchReconstruction
@@ -124,5 +124,5 @@ class Uniformity(Hook):
     def batch(self, ctx: StepContext, micro: Batch) -> Batch:
         return micro.adding(self._added)
 
-    def after_step(self, ctx: StepContext, stats: StepStats) -> None:
+    def after_step(self, ctx: StepContext) -> None:
         self._added = {}
