@@ -11,6 +11,7 @@ import inspect
 import os
 import re
 from collections.abc import Collection, Iterator, Sequence
+from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
@@ -134,7 +135,7 @@ def read(
 
 def _modules(argv: Sequence[str]) -> list[str]:
     """The modules that --module gives: what they register may have flags of its own."""
-    words = zip(argv, [*argv[1:], ""], strict=True)
+    words = pairwise([*argv, ""])
     given = [following if word == "--module" else word.partition("--module=")[2] for word, following in words]
     return [module for module in given if module]
 

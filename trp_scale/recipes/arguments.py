@@ -8,6 +8,7 @@ import difflib
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_type_hints
 
@@ -324,7 +325,7 @@ def require_modules(run_dir: str, given: Sequence[str]) -> None:
 
 def refuse_settings_of_others(argv: Sequence[str], config: Config) -> None:
     """Refuse a flag of another kind's setting, or of a setting that has a new name, and say whose it is."""
-    for argument, following in zip(argv, [*argv[1:], ""], strict=True):
+    for argument, following in pairwise([*argv, ""]):
         flag, _, value = argument.removeprefix("--").partition("=")
         section, _, name = flag.replace("-", "_").partition(".")
         own = getattr(config, section, None)

@@ -63,6 +63,22 @@ def test_each_command_explains_its_flags(command: str, capsys: pytest.CaptureFix
     assert (f"trp-scale {command} --help-all explains every flag." in screens[0]) == (first < every)
 
 
+@pytest.mark.parametrize("command", sorted({*COMMANDS} - {"theory"}))
+def test_a_command_without_a_word_behind_it_says_what_it_needs(
+    command: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But `recipes`, which lists them, and `theory`, which needs nothing."""
+    monkeypatch.chdir(tmp_path)
+    try:
+        status = cli.main([command])
+    except SystemExit as left:
+        status = int(str(left.code))
+    said = capsys.readouterr()
+    assert status == (0 if command == "recipes" else 2)
+    assert ("pos_bert_tiny" in said.out) if command == "recipes" else said.err
+    assert not [*tmp_path.iterdir()]
+
+
 def test_the_first_screen_names_the_sections_and_leaves_their_flags_to_help_all(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
