@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,39 @@ def wrong_imports(source: str, path: Path) -> list[str]:
     return found
 
 
+def imported_at_once(source: str, path: Path, known: set[str]) -> set[str]:
+    """The modules of `known` that a file (`path` relative to the root) imports when it is imported itself: not within
+    functions, nor for types alone."""
+
+    def statements(nodes: Iterable[ast.AST]) -> Iterator[ast.Import | ast.ImportFrom]:
+        for node in nodes:
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                yield node
+            elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and not (
+                isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
+            ):
+                yield from statements(ast.iter_child_nodes(node))
+
+    package, found = path.with_suffix("").parts[:-1], set[str]()
+    for node in statements(ast.parse(source).body):
+        named = [name for _, name in modules(ast.Module(body=[node], type_ignores=[]), package)]
+        # What is imported from a package may be a module in it.
+        within = {f"{named[0]}.{alias.name}" for alias in node.names} if isinstance(node, ast.ImportFrom) else set()
+        found |= (within & known) or ({*named} & known)
+    return found
+
+
+def circle(files: Iterable[tuple[str, Path]]) -> list[str]:
+    """Modules of which each imports the next, the last being the first; empty where there are none."""
+    named = {".".join(path.with_suffix("").parts).removesuffix(".__init__"): (text, path) for text, path in files}
+    graph = {name: imported_at_once(*file, {*named}) - {name} for name, file in named.items()}
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return list(reversed(error.args[1]))
+    return []
+
+
 def unpickling(source: str, path: Path) -> list[str]:
     """The places of one file that could run what a file on disk says."""
     tree = ast.parse(source)
@@ -106,6 +140,36 @@ def sources(*folders: Path) -> list[tuple[str, Path]]:
 def test_imports_go_one_way() -> None:
     found = [wrong for source, path in sources(PACKAGE) for wrong in wrong_imports(source, path)]
     assert not found, "\n".join(found)
+
+
+def test_no_module_is_imported_by_what_it_imports() -> None:
+    """Also within a part, where the layers say nothing."""
+    assert not (found := circle(sources(PACKAGE))), " imports ".join(found)
+
+
+@pytest.mark.parametrize(
+    ("first", "found"),
+    [
+        ("from trp_scale.data import plan", True),
+        ("from trp_scale.data.plan import Plan", True),
+        ("import trp_scale.data.plan", True),
+        ("from .plan import Plan", True),
+        ("class Reader:\n    from trp_scale.data.plan import Plan", True),
+        ("def read():\n    from trp_scale.data.plan import Plan", False),
+        ("if TYPE_CHECKING:\n    from trp_scale.data.plan import Plan", False),
+        ("from trp_scale.data.index import Index", False),
+    ],
+)
+def test_a_circle_is_seen(first: str, found: bool) -> None:
+    folder = Path("trp_scale/data")
+    plan = "from trp_scale.data.reader import Reader"
+    files = [
+        (first, folder / "reader.py"),
+        (plan, folder / "plan.py"),
+        ("", folder / "index.py"),
+        ("", folder / "__init__.py"),
+    ]
+    assert bool(circle(files)) == found
 
 
 def test_every_part_has_its_layer() -> None:
