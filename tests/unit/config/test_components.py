@@ -172,6 +172,20 @@ def test_settings_with_a_hooks_section_reach_a_process_of_their_own(tmp_path: Pa
     assert pickle.loads(sent) == config
 
 
+def test_the_order_of_hooks_is_checked(tmp_path: Path) -> None:
+    late = HOOK.replace('"nowhere:Class"', '"nowhere:Class", after=("early",)')
+    modules = [hook(tmp_path, "one", "early"), written(tmp_path, "two", late.format(name="late"))]
+    given = [*TINY, *(word for module in modules for word in ("--module", module)), "--hooks"]
+    assert parse([*given, "early", "late"]).config.hooks == ["early", "late"]
+    assert parse([*given, "late"]).config.hooks == ["late"]
+    for wrong, said in (
+        (["late", "early"], "--hooks has late before early; allowed: late after early"),
+        (["early", "early"], "--hooks has early more than once; allowed: each once"),
+    ):
+        with pytest.raises(RefusedError, match=said):
+            parse([*given, *wrong])
+
+
 def test_a_hook_that_is_registered_again_has_its_new_settings(tmp_path: Path) -> None:
     """As in a notebook, whose cell is run twice."""
     for default in (1, 2):
