@@ -47,7 +47,7 @@ COMMANDS: dict[str, dict[str, Command]] = {
     "train": {
         "recipes": Command("trp_scale.recipes.listing:recipes", "list the recipes, or print all settings of one"),
         "pretrain": Command(
-            "trp_scale.commands.training:pretrain", "pre-train from a recipe, on one process, FSDP2 or DeepSpeed"
+            "trp_scale.commands.training:pretrain", "pre-train from a recipe, in one process or on many ranks"
         ),
         "finetune": Command(
             "trp_scale.commands.training:finetune",

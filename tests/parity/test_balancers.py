@@ -22,6 +22,7 @@ STEPS = 5
 """Adverbs are absent from the first two; with intervals of two steps DWA's weights follow losses in the last."""
 
 BALANCING: dict[str, dict[str, Any]] = {
+    "random": {"kind": "random"},
     "group_dro": {"kind": "group_dro", "rate": 0.3, "adjustment": 1.0},
     "multimae": {"kind": "uncertainty", "lr": 0.05},
     "kendall": {"kind": "uncertainty", "lr": 0.05, "form": "kendall"},
