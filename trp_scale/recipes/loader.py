@@ -37,6 +37,9 @@ from trp_scale.recipes.registered import RECIPES, mapping_at, registered_recipes
 
 Section = TypeVar("Section")
 
+TRAINING = {"upstream": "trp-scale pretrain", "task": "trp-scale finetune"}
+"""Roles whose settings are those of a whole run, and the command that makes such runs."""
+
 
 class _Yaml12Loader(yaml.SafeLoader):
     """PyYAML reads YAML 1.1: `2e-4` would be text, `off` would be False, and of two equal keys the last would win."""
@@ -404,13 +407,15 @@ def _of_another_run(run: type[Any], section: str, key: str) -> str:
     # The last that fits: what a module registers may derive from one of the package's.
     fitting = [(role, name) for role, name, settings in runs() if issubclass(run, settings)]
     role, own = fitting[-1] if fitting else ("", "")
-    having = sorted(
-        name
-        for other, name, settings in runs()
-        if other == role and any(key in each for each in _keys(settings, section))
-    )
+    having: dict[str, list[str]] = {}
+    for other, name, settings in sorted(runs(), key=lambda each: each[1]):
+        if any(key in each for each in _keys(settings, section)):
+            having.setdefault(other, []).append(name)
     what = "setting" if section else "section"
-    return f"a {what} of {RUNS[role]} {', '.join(having)}; this run's is {own}" if having else ""
+    if role in having:
+        return f"a {what} of {RUNS[role]} {', '.join(having[role])}; this run's is {own}"
+    others = [f"{TRAINING[other]} ({RUNS[other]} {', '.join(names)})" for other, names in having.items()]
+    return f"a {what} of runs of {' or '.join(others)} alone" if role and others else ""
 
 
 def _keys(run: type[Any], section: str) -> list[set[str]]:

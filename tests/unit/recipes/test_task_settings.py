@@ -11,7 +11,7 @@ from trp_scale.config.components import component, names
 from trp_scale.config.finetuning import DownstreamConfig, FinetuneConfig
 from trp_scale.downstream.arguments import FinetuneArguments
 from trp_scale.downstream.dense.settings import DepthTaskConfig
-from trp_scale.recipes.arguments import parse_run
+from trp_scale.recipes.arguments import parse_run, refuse_settings_of_others
 from trp_scale.recipes.loader import from_dict, known_recipes, load_recipe, task_settings, to_dict
 
 
@@ -61,6 +61,17 @@ def test_a_setting_of_another_task_is_refused(recipe: str, flag: str, words: str
     document[section] = {**document.get(section, {}), name: 1}
     with pytest.raises(RefusedError, match=r"a (setting|section) of downstream\.kind"):
         from_dict(document)
+
+
+def test_a_setting_of_pre_training_is_refused_with_the_upstreams_that_have_it_and_a_task_s_with_the_tasks() -> None:
+    for recipe, flag, words in (
+        ("glue_tiny", "--masking.ratio", "a setting of runs of trp-scale pretrain (upstream mae, pos_bert) alone"),
+        ("glue_tiny", "--multilevel.unroll", "a setting of runs of trp-scale pretrain (upstream mae) alone"),
+        ("pos_bert_tiny", "--dense.region", "a setting of runs of trp-scale finetune (downstream.kind depth"),
+    ):
+        with pytest.raises(RefusedError) as caught:
+            refuse_settings_of_others([flag, "1"], load_recipe(recipe))
+        assert str(caught.value).startswith(f"{flag}: {words}")
 
 
 def test_an_unknown_task_is_refused() -> None:
