@@ -181,5 +181,5 @@ def test_ranks_started_with_other_settings_are_refused_on_all(two_ranks: Ranks) 
     first, second = two_ranks(compare_settings, True)
     assert first == second
     assert "training.seed: rank 0 has 0, rank 1 has 5" in first
-    assert "batch.micro_size: rank 0 has 32, rank 1 has 16" in first
+    assert "batch.micro_size: rank 0 has auto, rank 1 has 16" in first
     assert "optimizer" not in first

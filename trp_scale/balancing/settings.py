@@ -52,6 +52,14 @@ class GlobalLossSettings(LossReadingSettings):
     min_count: int = setting(0, at_least=0)
     """A task with fewer elements than this in the global batch takes no part in the maximum of this step."""
 
+    def problems(self, config: Any) -> Iterator[str]:
+        yield from super().problems(config)
+        if self.estimate == "micro" and config.batch.micro_size == "auto":
+            yield (
+                "--batch.micro_size is auto, but with --balancer.estimate micro the result depends on it; allowed: a "
+                "number, or --balancer.estimate exact or lagged"
+            )
+
     def cautions(self, config: Any, steps_per_epoch: int) -> Iterator[str]:
         yield from super().cautions(config, steps_per_epoch)
         if self.estimate == "micro":

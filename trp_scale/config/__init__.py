@@ -63,11 +63,19 @@ class BatchConfig(Section):
 
     global_size: int = setting(256, at_least=1)
     """Rows per optimizer step over all ranks."""
-    micro_size: int = setting(32, at_least=1)
-    """Rows per forward pass on one rank."""
+    micro_size: int | Literal["auto"] = setting("auto", at_least=1)
+    """Rows per forward pass on one rank; the result does not depend on it. auto: the largest that divides a rank's
+    share of the global batch and fits; on a CPU one that keeps the cores busy (training/micro_size.py)."""
+
+    @property
+    def micro_rows(self) -> int:
+        """`micro_size` as the number that a run has made of it."""
+        if self.micro_size == "auto":
+            raise ValueError("batch.micro_size is auto: no run has chosen a number yet")
+        return self.micro_size
 
     def problems(self, config: Any) -> Iterator[str]:
-        if self.micro_size > 0 and self.global_size % self.micro_size:
+        if self.micro_size != "auto" and self.micro_size > 0 and self.global_size % self.micro_size:
             yield (
                 f"--batch.micro_size is {self.micro_size} and does not divide --batch.global_size {self.global_size}; "
                 f"allowed, for example: {near_divisors(self.global_size, self.micro_size)}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,7 +111,15 @@ def range_problems(config: Any) -> Iterator[str]:
     """Every number of a section outside its range."""
     for name, section in sections(config).items():
         for each in dataclasses.fields(section):
-            allowed = each.metadata.get("range")
-            value = getattr(section, each.name)
-            if allowed is not None and value is not None and value not in allowed:
-                yield f"--{name}.{each.name.rstrip('_')} is {value}, allowed: {allowed}"
+            allowed, value = each.metadata.get("range"), getattr(section, each.name)
+            if allowed is None or value is None or isinstance(value, str):  # a word such as auto, in place of a number
+                continue
+            if value not in allowed:
+                yield f"--{name}.{each.name.rstrip('_')} is {value}, allowed: {allowed}{_or_words(section, each)}"
+
+
+def _or_words(section: Any, setting: dataclasses.Field[Any]) -> str:
+    """The words that a setting may have in place of a number."""
+    kinds = get_args(get_type_hints(type(section))[setting.name])
+    words = [word for kind in kinds if get_origin(kind) is Literal for word in get_args(kind)]
+    return "".join(f", or {word}" for word in words)

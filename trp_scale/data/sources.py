@@ -58,7 +58,7 @@ class ValidationSource:
     def __init__(
         self, plan: Plan | None, builder: BatchBuilder, config: Config, *, rank: int, world: int, pin_memory: bool
     ) -> None:
-        micro = config.batch.micro_size
+        micro = config.batch.micro_rows
         self.rows = 0 if plan is None else plan.rows
         self.micro_batches = -(-self.rows // (micro * world))
         self._positions = [

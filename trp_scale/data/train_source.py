@@ -87,9 +87,9 @@ class TrainSource:
         self.wait_seconds = 0.0
         self.reports_to: TrainSource | None = None
         self._reported: set[str] = set()
-        self.accumulation = check_partition(config.batch.global_size, config.batch.micro_size, world, flags=flags)
+        self.accumulation = check_partition(config.batch.global_size, config.batch.micro_rows, world, flags=flags)
         self._fetcher = Fetcher(plan, builder)
-        self._global_size, self._micro_size = config.batch.global_size, config.batch.micro_size
+        self._global_size, self._micro_size = config.batch.global_size, config.batch.micro_rows
         self._rank_size = config.batch.global_size // world
         self._rank = rank
         self._workers, self._prefetch, self._pin_memory = config.data.workers, config.data.prefetch, pin_memory

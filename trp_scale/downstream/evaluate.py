@@ -110,8 +110,8 @@ def measure_run(run: FinetunedRun, arguments: EvaluateArguments, environment: En
 def measured_config(run: FinetunedRun, arguments: EvaluateArguments, world: int) -> FinetuneConfig:
     """The run's settings with the data that is to be measured, and a global batch that any number of ranks divides."""
     config = copy.deepcopy(run.config)
-    config.batch.micro_size = arguments.micro_size or config.batch.micro_size
-    config.batch.global_size = config.batch.micro_size * world
+    config.batch.micro_size = arguments.micro_size or config.batch.micro_rows
+    config.batch.global_size = config.batch.micro_rows * world
     task_class(config).measure_on(config, run.checkpoint, arguments.data, arguments.images)
     config.downstream.split = arguments.split or config.downstream.split
     return config

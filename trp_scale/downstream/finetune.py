@@ -145,13 +145,13 @@ def run_seed(
     def build(config: Config, where: Environment) -> DownstreamTask:
         assert isinstance(config, FinetuneConfig)
         tasks.append(build_task(config, where))
-        check_same_data(run_dir, tasks[0].sources.digest(), earlier)
-        return tasks[0]
+        check_same_data(run_dir, tasks[-1].sources.digest(), earlier)
+        return tasks[-1]
 
     run = Run(arguments, environment, run_dir, engine_name, stop_requested, build)
 
     def measured() -> None:
-        task = tasks[0]
+        task = tasks[-1]  # the first ones only told of the sizes
         with run.hooks.validation():
             metrics = measure(run.engine, task, run.sources.validation.windows())
         detail = metrics.pop("detail", {})

@@ -136,8 +136,8 @@ class RobustClassifier:
                 f"--run {run.directory}: fine-tuned on {config.downstream.kind}; --robustness measures classifiers"
             )
         self.config = copy.deepcopy(config)
-        self.config.batch.micro_size = micro_size or self.config.batch.micro_size
-        self.config.batch.global_size = self.config.batch.micro_size * environment.data.size
+        self.config.batch.micro_size = micro_size or self.config.batch.micro_rows
+        self.config.batch.global_size = self.config.batch.micro_rows * environment.data.size
         self.environment, self.seed = environment, run.config.training.seed
         self.classes = self._names(run, classes_of)
         self.engine: PredictingEngine = predicting_engine(ImageClassifier(config), run, environment)

@@ -54,7 +54,7 @@ def build_engine(
 
         if ds_document is None:
             raise EngineError("--engine deepspeed needs --ds_config FILE, such as ds_configs/zero2.json")
-        accumulation = check_partition(config.batch.global_size, config.batch.micro_size, data_group.size)
+        accumulation = check_partition(config.batch.global_size, config.batch.micro_rows, data_group.size)
         document = resolve(
             ds_document, config, world=data_group.size, accumulation=accumulation, path=ds_path or "--ds_config"
         )

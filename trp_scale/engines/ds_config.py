@@ -228,11 +228,11 @@ def _without_kind(block: Mapping[str, Any]) -> Document:
 def _stated_once(document: Document, config: Config, world: int, accumulation: int) -> Iterator[str]:
     batch = config.batch
     derived = (
-        f"{batch.global_size} / ({batch.micro_size} x {world} ranks), from --batch.global_size and --batch.micro_size"
+        f"{batch.global_size} / ({batch.micro_rows} x {world} ranks), from --batch.global_size and --batch.micro_size"
     )
     stated: dict[str, tuple[object, str]] = {
         "train_batch_size": (batch.global_size, "--batch.global_size"),
-        "train_micro_batch_size_per_gpu": (batch.micro_size, "--batch.micro_size"),
+        "train_micro_batch_size_per_gpu": (batch.micro_rows, "--batch.micro_size"),
         "gradient_accumulation_steps": (accumulation, derived),
         # Written even when it is off: DeepSpeed clips at 1.0 when the file says nothing.
         "gradient_clipping": (config.optimizer.clipping, "--optimizer.clipping"),

@@ -102,7 +102,7 @@ def _(settings: FineTuningSettings, config: MaskedAutoencoderConfig, passes: Pas
 
 @_cycle.register
 def _(settings: HeadSettings, config: MaskedAutoencoderConfig, passes: Passes, ranks: int) -> Cycle:
-    images, micro = settings.batches(config)
+    images, micro = settings.batches(config, ranks)
     first = 0.0 if images == ranks * micro else passes.whole
     outer = first + 2 * TRAINING_OVER_FORWARD * passes.whole + _by_difference(settings, passes)
     if settings.mode == "look_ahead":
@@ -147,7 +147,7 @@ def _passes(config: MaskedAutoencoderConfig, computed: bool) -> Passes:
     embedding = patches * 3 * config.vision.patch_size**2 * width
     whole = 0.0
     if settings.reads_labels:
-        images, _ = settings.batches(config)
+        images = settings.batch_size or config.batch.global_size
         whole = images * crops.count * encoder_forward_flops(config)
     return Passes(
         masked=mae_step_flops(config, rows=rows, computed=computed) / TRAINING_OVER_FORWARD,

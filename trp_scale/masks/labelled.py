@@ -60,7 +60,7 @@ def open_downstream(
         members = rows.members(paths, chosen)
         seed, blocks_per_group = stream(config.training.seed, name), config.data.blocks_per_group
         plan = TrainPlan(seed=seed, members=members, blocks_per_group=blocks_per_group)
-        sized = _sized(config, steps)
+        sized = _sized(config, steps, world)
         notices.extend(_notices(config, shown, plan.rows, members, labels, rows, classes))
         return TrainSource(plan, rows.builder, sized, rank=rank, world=world, pin_memory=pin, flags=FLAGS)
 
@@ -73,11 +73,11 @@ def open_downstream(
     return downstream, training if config.multilevel.unlabelled == "all" else train
 
 
-def _sized(config: MaskedAutoencoderConfig, steps: int) -> MaskedAutoencoderConfig:
+def _sized(config: MaskedAutoencoderConfig, steps: int, world: int) -> MaskedAutoencoderConfig:
     """Settings with the batches of D_tr and D_val. One of their windows is fetched every `steps` steps: that takes so
     many times fewer workers."""
     sized = copy.deepcopy(config)
-    sized.batch.global_size, sized.batch.micro_size = config.multilevel.batches(config)
+    sized.batch.global_size, sized.batch.micro_size = config.multilevel.batches(config, world)
     sized.data.workers = -(-config.data.workers // steps)
     return sized
 
@@ -114,7 +114,7 @@ def _notices(
 ) -> list[str]:
     """Notices of a source that is smaller than a batch, or that lacks some classes altogether."""
     found = []
-    size, _ = config.multilevel.batches(config)
+    size = config.multilevel.batch_size or config.batch.global_size
     split = f"{shown} (--multilevel.validation_share {config.multilevel.validation_share:g})"
     if images < size:
         found.append(

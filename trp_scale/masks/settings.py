@@ -6,6 +6,7 @@ network on D_val. Defaults are the paper's Table 11 and section 3.3.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -133,8 +134,8 @@ class LabelledSettings(LearnedMasksSettings):
     batch_size: int = setting(0, at_least=0)
     """Images of D_tr in a head step, and of D_val in an outer step, over all ranks; 0 = batch.global_size."""
     micro_size: int = setting(0, at_least=0)
-    """Images of D_tr, and of D_val, in a forward pass on one rank; 0 = batch.micro_size. An outer step costs a seventh
-    less if one pass holds them all."""
+    """Images of D_tr, and of D_val, in a forward pass on one rank; 0 = batch.micro_size, or the largest divisor of it
+    that divides a rank's share of batch_size. An outer step costs a seventh less if one pass holds them all."""
     pooling: Literal["mean", "class"] = "mean"
     """The head's input: the mean of the encoder's patch tokens, or its class token; of the whole image, unmasked. The
     paper's head reads "the representation", the authors' code the class token, as the paper's recipes do."""
@@ -158,14 +159,18 @@ class LabelledSettings(LearnedMasksSettings):
     def _levels(self, config: MaskedAutoencoderConfig) -> Iterator[str]:
         yield from self._batches(config)
 
-    def batches(self, config: MaskedAutoencoderConfig) -> tuple[int, int]:
+    def batches(self, config: MaskedAutoencoderConfig, ranks: int = 1) -> tuple[int, int]:
         """Images of a window of D_tr or D_val over all ranks, and of a forward pass on one."""
-        return self.batch_size or config.batch.global_size, self.micro_size or config.batch.micro_size
+        size = self.batch_size or config.batch.global_size
+        share, rest = divmod(size, ranks)
+        return size, self.micro_size or math.gcd(config.batch.micro_rows, 0 if rest else share)
 
     def _batches(self, config: MaskedAutoencoderConfig) -> Iterator[str]:
         if not (self.batch_size or self.micro_size):
             return  # those of the weights, which are checked
-        size, micro = self.batches(config)
+        if not self.micro_size and config.batch.micro_size == "auto":
+            return  # the run takes one that divides both
+        size, micro = self.batch_size or config.batch.global_size, self.micro_size or config.batch.micro_rows
         if size > 0 and micro > 0 and size % micro:
             allowed = [one for one in range(1, size + 1) if size % one == 0]
             near = sorted(sorted(allowed, key=lambda one: abs(one - micro))[:4])

@@ -20,7 +20,7 @@ class GradientNoiseScaleSettings(Settings):
 
     def problems(self, config: Config) -> Iterator[str]:
         batch = config.batch
-        if batch.global_size < 2 * batch.micro_size:
+        if batch.micro_size != "auto" and batch.global_size < 2 * batch.micro_size:
             yield (
                 f"--batch.micro_size is {batch.micro_size} and --batch.global_size {batch.global_size}, but the hook "
                 "gradient_noise_scale compares micro-batches with the global batch; allowed: half of it or less"

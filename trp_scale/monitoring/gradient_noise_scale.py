@@ -56,7 +56,7 @@ class GradientNoiseScale(Hook):
     def __init__(self, settings: GradientNoiseScaleSettings, run: RunContext) -> None:
         batch = run.config.batch
         self.settings, self.engine = settings, run.engine
-        self.rows, self.count = batch.micro_size, batch.global_size // batch.micro_size
+        self.rows, self.count = batch.micro_rows, batch.global_size // batch.micro_rows
         self.averages = torch.zeros(2, dtype=torch.float64, device=run.device)
         self.steps = torch.zeros((), dtype=torch.int64, device=run.device)
         self._squares: Tensor | None = None

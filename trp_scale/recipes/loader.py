@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -468,8 +468,8 @@ def _value(kind: Any, value: object) -> object:
         if not isinstance(value, list):
             raise TypeError(f"a list, each {_allowed(get_args(kind)[0])}")
         return [_value(get_args(kind)[0], item) for item in value]
-    if get_origin(kind) is UnionType:  # float | None
-        return None if value is None else _value(next(one for one in get_args(kind) if one is not NoneType), value)
+    if get_origin(kind) in (UnionType, Union):  # float | None, int | Literal["auto"]
+        return _value_of_any(get_args(kind), value)
     if kind is Path and isinstance(value, str):
         return Path(value)
     if kind is float and number:
@@ -479,6 +479,22 @@ def _value(kind: Any, value: object) -> object:
     if kind in (bool, str) and isinstance(value, kind):
         return value
     raise TypeError(_allowed(kind))
+
+
+def _value_of_any(kinds: Sequence[Any], value: object) -> object:
+    """`value` as the first of these types that it can be."""
+    if value is None and NoneType in kinds:
+        return None
+    first, *others = (one for one in kinds if one is not NoneType)
+    try:
+        return _value(first, value)
+    except TypeError as error:
+        if not others:
+            raise
+        try:
+            return _value_of_any(others, value)
+        except TypeError as other:
+            raise TypeError(f"{error} or {other}") from None
 
 
 def _allowed(kind: Any) -> str:

@@ -13,7 +13,7 @@ import torch
 
 from trp_scale.checkpoint import manager
 from trp_scale.checkpoint.agreement import check_shared_directory, on_rank_zero, together
-from trp_scale.checkpoint.document import read_document
+from trp_scale.checkpoint.document import CheckpointDocument, read_document
 from trp_scale.checkpoint.engine_group import EngineGroup
 from trp_scale.checkpoint.resume import check_settings, select, take_back
 from trp_scale.config import Config
@@ -29,7 +29,7 @@ from trp_scale.observe.records import RunInfo
 from trp_scale.recipes.arguments import Arguments
 from trp_scale.recipes.checks import cautions, check_engine
 from trp_scale.recipes.loader import to_dict
-from trp_scale.training import rundir
+from trp_scale.training import micro_size, rundir
 from trp_scale.training.loop import StepAgreement, Trainer, TrainingState, require_same_settings, validate
 from trp_scale.upstreams.base import Upstream, build_upstream
 
@@ -106,12 +106,25 @@ class Run:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses to be deterministic
             torch.use_deterministic_algorithms(True)
         selection = select(run_dir, arguments.resume, self.world)
+        stored = self._stored(selection.checkpoint)
+        document = ds_config.read(arguments.ds_config) if arguments.ds_config else None
+        chosen: list[str] = []
+        if config.batch.micro_size == "auto":
+            choice = micro_size.choose(
+                config,
+                environment,
+                build=build,
+                engine_name=engine_name,
+                ds_document=document,
+                stored=None if stored is None else stored.config,
+            )
+            config.batch.micro_size = choice.rows
+            chosen.append(str(choice))
         self.upstream = build(config, environment)
         self.sources, self.objective = self.upstream.sources, self.upstream.objective
         self.world.require_equal(self.sources.digest(), f"the data set {config.data.path}")
-        notices = [*selection.notices, *self._check_checkpoint(selection.checkpoint)]
+        notices = [*selection.notices, *chosen, *self._check_checkpoint(stored)]
         steps_per_epoch = -(-self.sources.train.rows // config.batch.global_size)
-        document = ds_config.read(arguments.ds_config) if arguments.ds_config else None
         if document is not None:
             notices += ds_config.notices(document, config, path=str(arguments.ds_config))
         settings: dict[str, Any] = {
@@ -187,11 +200,14 @@ class Run:
             state=self.state,
         )
 
-    def _check_checkpoint(self, path: Path | None) -> list[str]:
+    def _stored(self, path: Path | None) -> CheckpointDocument | None:
+        """What the checkpoint says of itself; None where the run starts anew."""
+        return None if path is None else on_rank_zero(self.world, f"reading {path}", lambda: read_document(path))
+
+    def _check_checkpoint(self, stored: CheckpointDocument | None) -> list[str]:
         """Refuse settings that may not change on resume, before anything is built; returns what does change."""
-        if path is None:
+        if stored is None:
             return []
-        stored = on_rank_zero(self.world, f"reading {path}", lambda: read_document(path))
         return check_settings(
             stored.config,
             to_dict(self.config),
@@ -248,6 +264,7 @@ class Run:
             device=self.environment.device,
             engine=self.engine.name,
             zero_stage=self.engine.zero_stage,
+            micro_size=self.config.batch.micro_rows,
         )
 
     def _observer(self) -> Observer:

@@ -79,7 +79,14 @@ def write_config(run_dir: Path, config: Config, world: Group) -> None:
 
 
 def write_environment(
-    run_dir: Path, info: RankInfo, world: Group, *, device: torch.device, engine: str, zero_stage: int | None
+    run_dir: Path,
+    info: RankInfo,
+    world: Group,
+    *,
+    device: torch.device,
+    engine: str,
+    zero_stage: int | None,
+    micro_size: int,
 ) -> dict[str, Any]:
     """Write environment.json: how this start was made, and under `earlier` the starts before it.
 
@@ -97,6 +104,7 @@ def write_environment(
             "directory": str(Path.cwd()),
             "engine": engine,
             "zero_stage": zero_stage,
+            "micro_size": micro_size,
             "world_size": info.world,
             "launcher": info.launcher,
             "hosts": list(dict.fromkeys(host for host, _ in machines)),

@@ -18,6 +18,7 @@ SHIPPED = sorted((Path(__file__).parents[3] / "ds_configs").glob("*.json"))
 
 def config(precision: str = "fp32", **optimizer: object) -> Config:
     made = load_recipe("pos_bert_base")
+    made.batch.micro_size = 32
     setattr(made.training, "precision", precision)  # noqa: B010 - any text, not only the allowed ones
     for name, value in optimizer.items():
         setattr(made.optimizer, name, value)

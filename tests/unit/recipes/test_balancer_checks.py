@@ -16,7 +16,7 @@ from trp_scale.upstreams.pos_bert.settings import PosBertConfig
 
 def config(kind: str = "minimax", **balancer: Any) -> Config:
     made = PosBertConfig(balancer=settings_of("balancer", kind, **balancer))
-    made.data.path = "data"
+    made.data.path, made.batch.micro_size = "data", 32
     return made
 
 

@@ -50,7 +50,7 @@ def test_sections_are_merged_lists_replaced_and_null_takes_away(tmp_path: Path) 
     )
     assert (config.optimizer.lr, config.optimizer.beta1, config.training.steps) == (1e-3, 0.7, 9)
     assert config.modalities.inputs == ["semseg"]
-    assert (config.validation.every, config.batch.micro_size, config.batch.global_size) == (0, 32, 64)
+    assert (config.validation.every, config.batch.micro_size, config.batch.global_size) == (0, "auto", 64)
 
 
 def test_a_section_of_another_kind_takes_nothing_of_the_extended_one(tmp_path: Path) -> None:

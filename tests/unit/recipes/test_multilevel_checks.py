@@ -111,7 +111,12 @@ def test_every_number_has_a_range() -> None:
             "a proximity below 208.333",
         ),
         (
-            {"multilevel__mode": "look_ahead", "balancer__kind": "minimax", "balancer__estimate": "micro"},
+            {
+                "multilevel__mode": "look_ahead",
+                "balancer__kind": "minimax",
+                "balancer__estimate": "micro",
+                "batch__micro_size": 64,
+            },
             "--multilevel.mode is look_ahead but --balancer.estimate is micro",
         ),
         (
@@ -153,7 +158,7 @@ def test_every_number_has_a_range() -> None:
             "--batch.global_size); allowed, for example: 8, 16, 32, 64",
         ),
         (
-            {"multilevel__batch_size": 96},
+            {"multilevel__batch_size": 96, "batch__micro_size": 64},
             "--multilevel.micro_size is 64 (that of --batch.micro_size) and does not divide --multilevel.batch_size 96",
         ),
     ],

@@ -56,7 +56,9 @@ def test_config_yaml_is_a_recipe_with_every_setting(tmp_path: Path) -> None:
 def test_environment_json_says_how_each_start_was_made(tmp_path: Path) -> None:
     for engine, stage in (("plain", None), ("deepspeed", 3), ("fsdp", None)):
         info = RankInfo(launcher="torchrun")
-        returned = rundir.write_environment(tmp_path, info, ALONE, device=CPU, engine=engine, zero_stage=stage)
+        returned = rundir.write_environment(
+            tmp_path, info, ALONE, device=CPU, engine=engine, zero_stage=stage, micro_size=4
+        )
         written = json.loads((tmp_path / "environment.json").read_text(encoding="utf-8"))
         assert written == returned
     assert (written["engine"], written["zero_stage"], written["world_size"]) == ("fsdp", None, 1)
@@ -72,7 +74,7 @@ def test_environment_json_says_how_each_start_was_made(tmp_path: Path) -> None:
 def test_a_damaged_environment_json_is_refused(tmp_path: Path) -> None:
     (tmp_path / "environment.json").write_text("{", encoding="utf-8")
     with pytest.raises(RefusedError, match=r"environment\.json is not JSON"):
-        rundir.write_environment(tmp_path, RankInfo(), ALONE, device=CPU, engine="plain", zero_stage=None)
+        rundir.write_environment(tmp_path, RankInfo(), ALONE, device=CPU, engine="plain", zero_stage=None, micro_size=4)
 
 
 def test_git_state_is_that_of_a_checkout_that_tracks_the_package(tmp_path: Path) -> None:

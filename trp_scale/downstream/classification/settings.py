@@ -54,7 +54,7 @@ class AugmentationConfig(Section):
 
     def problems(self, config: Any) -> Iterator[str]:
         micro_size = config.batch.micro_size
-        if (self.mixup > 0 or self.cutmix > 0) and micro_size % 2:
+        if micro_size != "auto" and (self.mixup > 0 or self.cutmix > 0) and micro_size % 2:
             yield (
                 f"--batch.micro_size is {micro_size}, and mixup and cutmix mix neighbours, two by two; allowed: even "
                 f"numbers, for example {micro_size + 1}, or --augmentation.mixup 0 --augmentation.cutmix 0"

@@ -71,6 +71,8 @@ class DetectionConfig(Section):
     """Training images without an object that counts are left out, or kept. Measured images are always kept."""
 
     def problems(self, config: Any) -> Iterator[str]:
+        if config.batch.micro_size == "auto":
+            yield "--batch.micro_size is auto, but the figures of detection depend on it; allowed: a number"
         patch_size, blocks, size = config.vision.patch_size, config.model.layers, config.crops.size
         if not 0 < self.min_scale <= self.max_scale <= 4:
             yield (

@@ -240,7 +240,7 @@ def fit_fresh(
         features: measured.
         fraction: share that is held out.
     """
-    micro, world = images.config.batch.micro_size, group.size
+    micro, world = images.config.batch.micro_rows, group.size
     rows = int((~images.held_out(fraction)).sum())
     size, _, _ = step_counts(rows, settings)
     size = max(micro * world, size - size % (micro * world))

@@ -21,7 +21,7 @@ def small_scenes(directory: Path, count: int = 16, size: int = 48) -> Path:
 def detection_config(side: int = 64, **detection: Any) -> DetectionTaskConfig:
     """Settings of a small detector on patches of 8 pixels."""
     config = DetectionTaskConfig()
-    config.downstream.classes = 8
+    config.downstream.classes, config.batch.micro_size = 8, 32
     config.model.layers, config.model.hidden_size = 4, 32
     config.model.heads, config.model.intermediate_size = 2, 64
     config.vision.patch_size, config.crops.size, config.crops.interpolation = 8, side, "bilinear"

@@ -1,0 +1,323 @@
+"""`batch.micro_size: auto`: how many rows a forward pass takes, chosen once at the start of a run.
+
+The result of a step does not depend on it (docs/decisions.md, "Losses are sums and counts"), its speed does: small
+micro-batches leave a GPU to launching kernels, and a window of one micro-batch spares exact minimax its own pass.
+
+On a GPU it is the largest divisor of a rank's share of the global batch that fits beside weights, gradients and
+moments. What a row takes is counted: the forward pass runs on fake tensors, which have shapes and no content, for two
+numbers of rows, and what it saves for the backward pass is fitted by a line. Passes that hooks add are not counted: the
+recipes of learned masks state a number. On a CPU it is the largest divisor of at most `POSITIONS_A_CORE` positions for
+each thread.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.func import functional_call
+
+from trp_scale.config import Config, RefusedError
+from trp_scale.core.batch import Batch
+from trp_scale.core.engine import Engine
+from trp_scale.core.objective import Objective
+from trp_scale.data.train_source import check_partition
+from trp_scale.distributed.environment import Environment
+from trp_scale.distributed.groups import Group
+from trp_scale.engines.build import build_engine
+from trp_scale.recipes.checks import general_problems
+from trp_scale.upstreams.base import Upstream
+
+POSITIONS_A_CORE, POSITIONS = 6144, 16384
+"""Largest micro-batch on a CPU in positions, for each thread and for all: the tiny recipes are fastest a row at 3,100
+to 6,100 on one thread, and 4 to 7 % slower at twice that (docs/experiments.md). 16,384 of BERT-base keep 14 GiB."""
+
+SURE = 0.8
+"""Share of the free memory up to which the count is believed; above it a size is tried."""
+
+WORKSPACE = 2 << 30
+"""Bytes left to libraries (matrix products, collectives) and to gaps between tensors."""
+
+METHODS = 12
+"""Bytes a parameter left to what methods keep: an average, a copy of the weights, a direction."""
+
+FITTED = (2, 4)
+"""Rows that are counted; even, because mixup mixes rows two by two."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Need:
+    """Bytes that training takes: `fixed` whatever the rows, and `row` for each row of a micro-batch."""
+
+    fixed: int
+    row: int
+
+    def of(self, rows: int) -> int:
+        """Bytes with micro-batches of `rows` rows."""
+        return self.fixed + self.row * rows
+
+
+@dataclass(frozen=True, kw_only=True)
+class Choice:
+    """A size, and why in a few words."""
+
+    rows: int
+    why: str
+
+    def __str__(self) -> str:
+        return f"micro-batches of {self.rows} row{'s' if self.rows > 1 else ''}: {self.why}"
+
+
+def choose(
+    config: Config,
+    environment: Environment,
+    *,
+    build: Callable[[Config, Environment], Upstream],
+    engine_name: str,
+    ds_document: Mapping[str, Any] | None = None,
+    stored: Mapping[str, Any] | None = None,
+    free: int | None = None,
+) -> Choice:
+    """The number for `batch.micro_size: auto`, the same on all ranks, which all call this.
+
+    Args:
+        build: opens what the run learns from, with micro-batches of one row; it is closed again.
+        engine_name, ds_document: as in build_engine.
+        stored: settings of the checkpoint that the run goes on from; its number is kept where it still divides.
+        free: bytes that this rank's device has left; None = asked of it. On a CPU nothing is counted without it.
+
+    Raises:
+        RefusedError: no size goes with the other settings, or what a row takes cannot be counted.
+    """
+    group = environment.data
+    sizes = candidates(config, group.size)
+    before = (stored or {}).get("batch", {}).get("micro_size")
+    if before in sizes:
+        return Choice(rows=before, why="those of the checkpoint")
+    probed = copy.deepcopy(config)
+    probed.batch.micro_size = sizes[0]
+    upstream = build(probed, environment)
+    try:
+        if free is None and environment.device.type == "cpu":
+            positions = upstream.positions_per_step / probed.batch.global_size
+            return for_cores(sizes, positions, least(torch.get_num_threads(), group))
+        need = counted(upstream, probed, environment, engine_name, ds_document)
+        free = least(free_bytes(environment.device) if free is None else free, group)
+
+        def make_engine(rows: int) -> Engine:
+            sized = copy.deepcopy(probed)
+            sized.batch.micro_size = rows
+            document = None if ds_document is None else dict(ds_document)
+            return build_engine(
+                engine_name,
+                upstream.model(),
+                sized,
+                device=environment.device,
+                data_group=group,
+                ds_document=document,
+            )
+
+        def attempt(rows: int) -> bool:
+            return fits(rows, make_engine, upstream.objective, upstream.sources.train.first_rows)
+
+        return that_fits(sizes, need, free, attempt if group.size == 1 else None)
+    finally:
+        upstream.sources.close()
+
+
+def candidates(config: Config, ranks: int) -> list[int]:
+    """Divisors of a rank's share of the global batch that go with the other settings, ascending.
+
+    Raises:
+        RefusedError: there is none; the message is that of the settings, or of the partition.
+    """
+    share = check_partition(config.batch.global_size, 1, ranks)
+    problems: list[str] = []
+    sizes = []
+    for rows in (size for size in range(1, share + 1) if share % size == 0):
+        sized = copy.copy(config)
+        sized.batch = replace(config.batch, micro_size=rows)
+        found = list(general_problems(sized))
+        problems += found
+        if not found:
+            sizes.append(rows)
+    if not sizes:
+        listed = "\n".join(f"  {problem}" for problem in dict.fromkeys(problems))
+        raise RefusedError(f"--batch.micro_size auto: no divisor of a rank's {share} rows can be used:\n{listed}")
+    return sizes
+
+
+def least(number: int, group: Group) -> int:
+    """The smallest of the ranks' numbers."""
+    return min(group.gather_objects(number))
+
+
+def for_cores(sizes: Sequence[int], positions: float, threads: int) -> Choice:
+    """The largest of `sizes` with at most POSITIONS_A_CORE positions for each thread and POSITIONS in all, or the
+    smallest of all.
+
+    Args:
+        positions: of a row.
+    """
+    allowed = min(POSITIONS_A_CORE * threads, POSITIONS)
+    rows = max([size for size in sizes if size * positions <= allowed], default=sizes[0])
+    cores = f"{threads} core{'s' if threads > 1 else ''}"
+    whole = ", a rank's whole share" if rows == sizes[-1] else ""
+    return Choice(rows=rows, why=f"{rows * positions:,.0f} of at most {allowed:,} positions for {cores}{whole}")
+
+
+def that_fits(sizes: Sequence[int], need: Need, free: int, attempt: Callable[[int], bool] | None) -> Choice:
+    """The largest of `sizes` that the memory holds.
+
+    Args:
+        sizes: ascending.
+        need: as counted.
+        free: bytes, the same on all ranks.
+        attempt: whether a step with so many rows runs; asked where the count is close to `free`. None: nothing can be
+            tried, because a rank that is out of memory would leave the others in a collective.
+    """
+    for rows in reversed(sizes):
+        taken = need.of(rows)
+        words = f"{taken / 2**30:.1f} GiB counted of {free / 2**30:.1f} GiB free"
+        if taken <= SURE * free:
+            whole = ", a rank's whole share" if rows == sizes[-1] else ""
+            return Choice(rows=rows, why=f"{words}{whole}")
+        if attempt is not None and taken <= free and attempt(rows):
+            return Choice(rows=rows, why=f"{words}, tried by one step")
+    return Choice(rows=sizes[0], why=f"{words}; there is no smaller size, and it may not fit")
+
+
+def fits(
+    rows: int,
+    make_engine: Callable[[int], Engine],
+    objective: Objective,
+    first_rows: Callable[[int], Batch],
+) -> bool:
+    """Whether a step with micro-batches of `rows` rows runs, moments in place; its gradients are dropped, and with them
+    the engine."""
+    engine: Engine | None = None
+    ran = False
+    with suppress(torch.OutOfMemoryError):
+        engine = make_engine(rows)
+        engine.create_optimizer_state()
+        engine.train(True)
+        losses = objective(engine, first_rows(rows).to(engine.device))
+        engine.backward((losses.sums / losses.counts.clamp(min=1)).sum(), last=True)
+        engine.discard_gradients()
+        ran = True
+    if engine is not None:
+        engine.close()
+    del engine
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+    return ran
+
+
+def free_bytes(device: torch.device) -> int:
+    """What the device has left, with what torch holds of it and does not use."""
+    torch.cuda.empty_cache()
+    return torch.cuda.mem_get_info(device)[0]
+
+
+def counted(
+    upstream: Upstream,
+    config: Config,
+    environment: Environment,
+    engine_name: str,
+    ds_document: Mapping[str, Any] | None,
+) -> Need:
+    """What a step of this run takes of the device.
+
+    Raises:
+        RefusedError: the forward pass needs the content of its tensors.
+    """
+    model = upstream.model()
+    saved = []
+    for rows in FITTED:
+        batch = upstream.sources.train.first_rows(rows)
+        try:
+            saved.append(
+                saved_bytes(
+                    model,
+                    upstream.objective,
+                    batch,
+                    device=environment.device,
+                    half=config.training.precision != "fp32",
+                )
+            )
+        except RuntimeError as error:
+            first = str(error).partition("\n")[0]
+            raise RefusedError(
+                f"--batch.micro_size auto: what a row takes cannot be counted, the forward pass does not run on fake "
+                f"tensors ({type(error).__name__}: {first}); allowed: a number"
+            ) from error
+    row = (saved[1] - saved[0]) // (FITTED[1] - FITTED[0])
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    stage = None if ds_document is None else int(ds_document.get("zero_optimization", {}).get("stage", 0))
+    states = state_bytes(engine_name, stage, environment.data.size) + METHODS
+    fixed = max(0, saved[0] - row * FITTED[0]) + round(states * parameters) + WORKSPACE
+    return Need(fixed=fixed, row=max(1, row))
+
+
+def state_bytes(engine_name: str, stage: int | None, ranks: int) -> float:
+    """Bytes a parameter of fp32 weights, gradients and two moments on one rank (benchmarks/memory.py): 16 whole; by
+    FSDP2 shared by the ranks; ZeRO-1 and 2 keep weights and gradients whole, and beside them a third of the rest a
+    second time; ZeRO-3 keeps the weights twice."""
+    if engine_name == "fsdp":
+        return 16 / ranks
+    if stage in (1, 2):
+        return 8 + 12 / ranks
+    if stage == 3:
+        return 20 / ranks
+    return 16
+
+
+def saved_bytes(model: nn.Module, objective: Objective, batch: Batch, *, device: torch.device, half: bool) -> int:
+    """Bytes that a forward pass keeps for its backward pass, parameters left out, and twice the largest tensor among
+    them, for the gradients at work. Nothing is computed: the tensors are fake.
+
+    Args:
+        half: under autocast.
+    """
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+
+        def fake(tensor: Tensor) -> Tensor:
+            return mode.from_tensor(tensor, static_shapes=True).to(device)
+
+        state = {name: fake(tensor) for name, tensor in tensors_of(model)}
+        own = {storage(tensor) for tensor in state.values()}
+        kept: dict[int, Tensor] = {}  # the tensors too, so that no number of a storage comes twice
+
+        def keep(tensor: Tensor) -> Tensor:
+            if storage(tensor) not in own:
+                kept[storage(tensor)] = tensor
+            return tensor
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            with torch.autocast(device.type, torch.bfloat16, enabled=half):
+                return functional_call(model, state, args, kwargs)
+
+        faked = replace(batch, fields={name: fake(tensor) for name, tensor in batch.fields.items()})
+        with saved_tensors_hooks(keep, lambda tensor: tensor):
+            losses = objective(forward, faked)
+        sizes = [tensor.untyped_storage().nbytes() for tensor in kept.values()]
+        del losses
+    return sum(sizes) + 2 * max(sizes, default=0)
+
+
+def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and buffers."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def storage(tensor: Tensor) -> int:
+    """What tensors that share their content have in common."""
+    return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]
