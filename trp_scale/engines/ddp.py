@@ -41,15 +41,13 @@ class Bucket:
 
     @torch.no_grad()
     def pack(self) -> None:
-        """Copy the gradients into `flat`, zeros where a parameter took no part in the window."""
+        """Copy the gradients into `flat`, zeros where a parameter took no part in the window, and let them be views of
+        it from here on: those that the backward pass made are let go of while it runs."""
         present = [(view, p.grad) for view, p in zip(self.views, self.parameters, strict=True) if p.grad is not None]
         if len(present) < len(self.parameters):
             self.flat.zero_()
         if present:
             torch._foreach_copy_([view for view, _ in present], [gradient for _, gradient in present])
-
-    def hand_out(self) -> None:
-        """Let the parameters' gradients be the sums."""
         for parameter, view in zip(self.parameters, self.views, strict=True):
             parameter.grad = view
 
@@ -116,8 +114,6 @@ class GradientReduction:
             self._send(bucket)
         for work in self._under_way:
             work.wait()
-        for bucket in self.buckets:
-            bucket.hand_out()
         self.drop()
 
     def drop(self) -> None:
@@ -132,24 +128,29 @@ class DdpEngine(PlainEngine):
 
     name = "ddp"
 
+    reduction: GradientReduction | None = None
+    """None on one rank."""
+
     def place(self, module: nn.Module) -> nn.Module:
-        if self.data_group.size > 1 and not dist.is_initialized():
-            raise EngineError("--engine ddp needs a process group: start with torchrun or deepspeed")
         module = module.to(self.device)
-        self.reduction = GradientReduction([p for p in module.parameters() if p.requires_grad], self.data_group)
+        if self.data_group.size > 1:
+            if not dist.is_initialized():
+                raise EngineError("--engine ddp needs a process group: start with torchrun or deepspeed")
+            self.reduction = GradientReduction([p for p in module.parameters() if p.requires_grad], self.data_group)
         return module
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        reduces = last and self.data_group.size > 1
-        if reduces:
-            self.reduction.begin()
+        reduction = self.reduction if last else None
+        if reduction is not None:
+            reduction.begin()
         super().backward(loss, last=last)
-        if reduces:
-            self.reduction.finish()
+        if reduction is not None:
+            reduction.finish()
 
     def discard_gradients(self) -> None:
         super().discard_gradients()
-        self.reduction.drop()
+        if self.reduction is not None:
+            self.reduction.drop()
 
     def check_gradients(self) -> Tensor:
         self._norm = sum_of_squares(self._gradients(), self.device).sqrt()  # the same on all ranks

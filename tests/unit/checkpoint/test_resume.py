@@ -43,6 +43,8 @@ ALLOWED = {
     "checkpoint.every",
     "checkpoint.keep",
     "logging.every",
+    "logging.memory_snapshot",
+    "logging.profile",
     "logging.progress",
     "logging.wandb",
     "logging.wandb_project",
