@@ -30,12 +30,14 @@ class Downstream:
         validation: D_val; never what data.validation_fraction holds out.
         classes: number of classes.
         notices: what a user should know of the split.
+        workers_left: of data.workers, for the unlabelled rows.
     """
 
     train: TrainSource
     validation: TrainSource
     classes: int
     notices: list[str]
+    workers_left: int
 
     def close(self) -> None:
         """End the workers of both."""
@@ -207,8 +209,10 @@ def open_sources(
     training: Sequence[Chosen] = [~mask for mask in held]
     pin = device_type == "cuda"
     downstream: Downstream | None = None
+    workers = config.data.workers
     if labelled is not None:
         downstream, training = labelled(rows, paths, training)
+        workers = downstream.workers_left
     train = TrainPlan(
         seed=config.training.seed,
         members=rows.members(paths, training),
@@ -216,7 +220,7 @@ def open_sources(
     )
     validation = HeldOutPlan(members=rows.members(paths, held)) if fraction > 0.0 else None
     return Sources(
-        TrainSource(train, rows.builder, config, rank=rank, world=world, pin_memory=pin),
+        TrainSource(train, rows.builder, config, rank=rank, world=world, pin_memory=pin, workers=workers),
         ValidationSource(validation, rows.builder, config, rank=rank, world=world, pin_memory=pin),
         rows,
         downstream,

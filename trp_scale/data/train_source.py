@@ -68,6 +68,7 @@ class TrainSource:
         config: `batch` and the loader's settings are read.
         rank, world: place in, and size of, the data-parallel group.
         pin_memory: for copies to a GPU.
+        workers: loader processes; None = data.workers.
         flags: settings that the sizes come from, for messages.
     """
 
@@ -80,6 +81,7 @@ class TrainSource:
         rank: int,
         world: int,
         pin_memory: bool,
+        workers: int | None = None,
         flags: tuple[str, str] = GLOBAL_BATCH,
     ) -> None:
         self.rows = plan.rows
@@ -92,7 +94,8 @@ class TrainSource:
         self._global_size, self._micro_size = config.batch.global_size, config.batch.micro_rows
         self._rank_size = config.batch.global_size // world
         self._rank = rank
-        self._workers, self._prefetch, self._pin_memory = config.data.workers, config.data.prefetch, pin_memory
+        self._workers = config.data.workers if workers is None else workers
+        self._prefetch, self._pin_memory = config.data.prefetch, pin_memory
         self._batches: MicroBatches | None = None
         self._stream: Iterator[Batch] | None = None
         self._ahead: deque[list[Batch]] = deque()

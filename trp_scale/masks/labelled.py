@@ -53,32 +53,51 @@ def open_downstream(
         for blocks, mask, path in zip(rows.blocks, training, paths, strict=True)
     ]
     train = [every & ~mask for every, mask in zip(training, validation, strict=True)]
-    unroll, joined = config.multilevel.unroll, config.multilevel.joins_labelled
+    unlabelled, workers_train, workers_validation = shared_workers(config)
     notices: list[str] = []
+    if config.data.workers:
+        notices.append(
+            f"loader workers of a rank: {unlabelled} for D_u, {workers_train} for D_tr, {workers_validation} for D_val "
+            "(--data.workers, by the images that a step takes of each)"
+        )
 
-    def open_source(name: str, shown: str, chosen: Sequence[Chosen], steps: int) -> TrainSource:
+    def open_source(name: str, shown: str, chosen: Sequence[Chosen], workers: int) -> TrainSource:
         members = rows.members(paths, chosen)
         seed, blocks_per_group = stream(config.training.seed, name), config.data.blocks_per_group
         plan = TrainPlan(seed=seed, members=members, blocks_per_group=blocks_per_group)
-        sized = _sized(config, steps, world)
+        sized = _sized(config, world)
         notices.extend(_notices(config, shown, plan.rows, members, labels, rows, classes))
-        return TrainSource(plan, rows.builder, sized, rank=rank, world=world, pin_memory=pin, flags=FLAGS)
+        return TrainSource(
+            plan, rows.builder, sized, rank=rank, world=world, pin_memory=pin, workers=workers, flags=FLAGS
+        )
 
     downstream = Downstream(
-        train=open_source(TRAIN, "D_tr", train, 1 if joined else unroll),
-        validation=open_source(VALIDATION, "D_val", validation, unroll * config.multilevel.every),
+        train=open_source(TRAIN, "D_tr", train, workers_train),
+        validation=open_source(VALIDATION, "D_val", validation, workers_validation),
         classes=classes,
         notices=notices,
+        workers_left=unlabelled,
     )
     return downstream, training if config.multilevel.unlabelled == "all" else train
 
 
-def _sized(config: MaskedAutoencoderConfig, steps: int, world: int) -> MaskedAutoencoderConfig:
-    """Settings with the batches of D_tr and D_val. One of their windows is fetched every `steps` steps: that takes so
-    many times fewer workers."""
+def shared_workers(config: MaskedAutoencoderConfig) -> tuple[int, int, int]:
+    """Loader workers of D_u, D_tr and D_val: together data.workers, in proportion to the images that a step takes of
+    each on average, and at least one for each."""
+    total, settings = config.data.workers, config.multilevel
+    if total == 0:
+        return 0, 0, 0
+    size = settings.batch_size or config.batch.global_size
+    steps_train = 1 if settings.joins_labelled else settings.unroll
+    images = (config.batch.global_size, size / steps_train, size / (settings.unroll * settings.every))
+    train, validation = (max(1, int(total * each / sum(images))) for each in images[1:])
+    return max(1, total - train - validation), train, validation
+
+
+def _sized(config: MaskedAutoencoderConfig, world: int) -> MaskedAutoencoderConfig:
+    """Settings with the batches of D_tr and D_val."""
     sized = copy.deepcopy(config)
     sized.batch.global_size, sized.batch.micro_size = config.multilevel.batches(config, world)
-    sized.data.workers = -(-config.data.workers // steps)
     return sized
 
 

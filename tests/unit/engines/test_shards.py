@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from trp_scale.engines.shards import sum_of_squares
 
@@ -29,3 +32,25 @@ def test_one_nan_is_seen() -> None:
 
 def test_a_rank_without_gradients() -> None:
     assert float(sum_of_squares([], CPU)) == 0.0
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations, of lists of tensors too: on a GPU each is a kernel, or a few for a long list."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+        self.count += 1
+        return function(*arguments, **(named or {}))
+
+
+def test_the_norm_takes_as_many_operations_whatever_the_parameters() -> None:
+    found = []
+    for parameters in (3, 300):
+        operations = Operations()
+        with operations:
+            sum_of_squares([torch.ones(2) for _ in range(parameters)], CPU)
+        found.append(operations.count - parameters)  # less those that make the gradients
+    assert found[0] == found[1] <= 6

@@ -15,6 +15,7 @@ from trp_scale.core.batch import Batch
 from trp_scale.data.images.dataset import open_image_dataset
 from trp_scale.data.index import read_json, write_json
 from trp_scale.data.sources import Sources, TrainSource
+from trp_scale.masks.labelled import shared_workers
 from trp_scale.upstreams.base import open_sources
 
 
@@ -162,8 +163,9 @@ def test_peeked_windows_are_the_next_ones(images: Path) -> None:
 
 def test_workers_of_all_sources_end(images: Path) -> None:
     before = set(multiprocessing.active_children())
-    sources = opened(learned(images, data={"workers": 2}, multilevel={"unroll": 1, "every": 5}))
+    sources = opened(learned(images, data={"workers": 5}, multilevel={"unroll": 1, "every": 5}))
     assert sources.downstream is not None
+    assert "workers of a rank: 2 for D_u, 2 for D_tr, 1 for D_val" in " ".join(sources.notices)
     started = []
     try:
         for source in (sources.train, sources.downstream.train, sources.downstream.validation):
@@ -174,6 +176,22 @@ def test_workers_of_all_sources_end(images: Path) -> None:
         sources.close()
     assert started == [2, 2, 1]  # as many as their share of the steps needs
     assert set(multiprocessing.active_children()) <= before
+
+
+@pytest.mark.parametrize(
+    ("workers", "settings", "expected"),
+    [
+        (0, {}, (0, 0, 0)),
+        (1, {"unroll": 1, "every": 1}, (1, 1, 1)),
+        (12, {"unroll": 1, "every": 1}, (4, 4, 4)),
+        (12, {"unroll": 2, "every": 5}, (8, 3, 1)),
+        (12, {"unroll": 1, "every": 1, "batch_size": 36}, (2, 5, 5)),
+    ],
+)
+def test_sources_share_the_loader_s_workers(
+    images: Path, workers: int, settings: dict[str, int], expected: tuple[int, int, int]
+) -> None:
+    assert shared_workers(learned(images, data={"workers": workers}, multilevel=settings)) == expected
 
 
 def test_an_unreadable_image_counts_nothing(images: Path, tmp_path: Path) -> None:
