@@ -111,7 +111,7 @@ def our_run(options: Options, encoder: Path, run_dir: Path, environment: Environ
         "batch.global_size": options.rows,
         "batch.micro_size": options.rows,
         "training.precision": options.precision,
-        "training.compile": str(options.compile).lower(),
+        "training.compile": "whole" if options.compile else "none",
         "logging.progress": "false",
     }
     arguments = parse_finetune([part for name, value in settings.items() for part in (f"--{name}", str(value))])

@@ -53,7 +53,7 @@ def speed(setting: Setting, length: int, rows: int, seconds: float, *, ours: boo
 def both_sides(setting: Setting, length: int, rows: int, *, compiled: bool) -> tuple[dict[str, Measured], list[float]]:
     """Alternating steps of both sides on the same weights and rows, and their first losses without dropout."""
     config = text_config(setting.base, rows=rows)
-    config.training.compile = compiled
+    config.training.compile = "whole" if compiled else "none"
     config.objective = PosBertObjectiveConfig(other="task")
     work = text_workload(config, length, setting.lengths[length])
     ours, engine = our_step(work, setting.device)

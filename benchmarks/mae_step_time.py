@@ -86,7 +86,7 @@ def peer_step(
 def main(options: Options) -> None:
     device = options.device()
     config = endless(image_recipe("mae_vit_b", MaeConfig, options.model), options.rows, precision=options.precision)
-    config.training.compile, config.optimizer.lr = options.compile, 1e-4
+    config.training.compile, config.optimizer.lr = "whole" if options.compile else "none", 1e-4
     ours, engine = our_step(config, device)
     peer, module = peer_step(config, device, engine.full_weights())
     set_training(True, engine, module)

@@ -48,7 +48,8 @@ class Options(ImageStepOptions):
 def main(options: Options) -> None:
     device = options.device()
     config = endless(image_recipe(MM_MAE, MmMaeConfig, options.model), options.rows, precision=options.precision)
-    config.training.compile, config.balancer = options.compile, settings_of("balancer", "uniform")
+    config.training.compile = "whole" if options.compile else "none"
+    config.balancer = settings_of("balancer", "uniform")
     step = whole_step(mm_mae_workload(config), device)
     dtype = torch.bfloat16 if options.precision == "bf16" else torch.float32
     left, right, out = (torch.randn(options.side, options.side, device=device).to(dtype) for _ in range(3))

@@ -21,7 +21,7 @@ def peer_step_of(
     """As transformers' documentation has it, with our precision and optimizer; returns the loss."""
     peer.to(device)
     optimizer = build_optimizer(peer, config.optimizer)
-    forward = torch.compile(peer) if config.training.compile else peer
+    forward = torch.compile(peer) if config.training.compile == "whole" else peer
     here = {name: value.to(device) for name, value in inputs.items()}
 
     def step() -> Tensor:

@@ -80,7 +80,7 @@ def peer_step(
 def main(options: Options) -> None:
     device = options.device()
     config = PosBertConfig(model=small_bert(), objective=PosBertObjectiveConfig(other="task"))
-    config.training.compile, config.optimizer.lr = options.compile, 1e-4
+    config.training.compile, config.optimizer.lr = "whole" if options.compile else "none", 1e-4
     work = text_workload(endless(config, options.rows, precision=options.precision))
     ours, engine = our_step(work, device)
     peer, module = peer_step(config, work.rows, device, engine.full_weights())

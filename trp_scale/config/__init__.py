@@ -99,8 +99,10 @@ class TrainingConfig:
     finite; the host knows of it one step later."""
     deterministic: bool = False
     """Deterministic kernels on the GPU (slower); needed for a bit-exact resume there."""
-    compile: bool = False
-    """torch.compile on the model (shapes are static)."""
+    compile: Literal["none", "blocks", "whole"] = "none"
+    """torch.compile, over static shapes. blocks: each block of the model by itself; blocks of one form are compiled
+    once, and on several ranks gradients still travel while the backward pass runs. whole: the model as one graph.
+    Neither with ZeRO stage 3."""
 
 
 @dataclass(kw_only=True)

@@ -132,7 +132,7 @@ def predicting_engine(module: nn.Module, run: FinetunedRun, environment: Environ
         for name, parameter in own.items():
             parameter.copy_(weights[name])
     config = run.config
-    config.training.compile = False
+    config.training.compile = "none"
     if config.training.precision == "fp16":
         config.training.precision = "fp32"  # needs a loss scaler, which is DeepSpeed's
     return PredictingEngine(module, config, device=environment.device, data_group=environment.data)

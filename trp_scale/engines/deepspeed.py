@@ -20,7 +20,7 @@ from trp_scale.core.engine import EngineError
 from trp_scale.core.pieces import Piece, Shards, whole_tensors
 from trp_scale.distributed.groups import Group
 from trp_scale.engines.optimizer import adamw_response, build_optimizer, set_learning_rate
-from trp_scale.engines.shards import ShardOperations, sum_of_squares
+from trp_scale.engines.shards import ShardOperations, compile_blocks, sum_of_squares
 from trp_scale.engines.zero_layout import (
     FlatLayout,
     FlatOffloadLayout,
@@ -75,10 +75,15 @@ class DeepSpeedEngine(ShardOperations):
     ) -> None:
         if config.training.precision == "fp16" and device.type not in self.fp16_devices:
             raise EngineError("--training.precision fp16 needs a GPU; use bf16")
+        stage_3 = document["zero_optimization"]["stage"] == 3
+        if config.training.compile != "none" and stage_3:
+            raise EngineError("--training.compile does not work with ZeRO stage 3 (gathered weights); use stage 2")
         self.config = config
         self.device = device
         self.data_group = data_group
-        if document["zero_optimization"]["stage"] == 3:
+        if config.training.compile == "blocks":
+            compile_blocks(module)
+        if stage_3:
             # A block is gathered whole: not matrix by matrix, each with a collective of its own.
             blocks = {type(layer) for layer in module.layers if list(layer.children())}  # type: ignore[union-attr, attr-defined]
             set_z3_leaf_modules(module, list(blocks), raise_if_not_found=False)
@@ -89,9 +94,7 @@ class DeepSpeedEngine(ShardOperations):
         if self.zero_stage == 3:
             self._stage_3.add(self)
         self.layout = self._layout()
-        if config.training.compile:
-            if self.zero_stage == 3:
-                raise EngineError("--training.compile does not work with ZeRO stage 3 (gathered weights); use stage 2")
+        if config.training.compile == "whole":
             self.engine.compile()
         self._steps = 0
 

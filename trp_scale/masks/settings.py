@@ -113,7 +113,7 @@ class LearnedMasksSettings(MultilevelSettings):
                 f"--multilevel.temperature {self.temperature} has no effect with --multilevel.selection "
                 f"{self.selection}"
             )
-        if config.training.compile and self.final_ratio:
+        if config.training.compile != "none" and self.final_ratio:
             yield (
                 f"--training.compile with --multilevel.final_ratio {self.final_ratio:g}: the model is compiled anew "
                 "for each number of visible patches that the ratio passes through"

@@ -194,7 +194,7 @@ def test_masks_are_learned_for_masked_autoencoders_of_images_alone(recipe: str) 
         {"multilevel__kind": "reconstruction", "multilevel__weights": "normalised"},
         {"multilevel__kind": "reconstruction", "multilevel__selection": "straight_through"},
         {"masking__maskings": 3},
-        {"training__precision": "bf16", "training__compile": True, "multilevel__exact_every": 5},
+        {"training__precision": "bf16", "training__compile": "whole", "multilevel__exact_every": 5},
     ],
 )
 def test_what_goes_together_gives_no_caution(changes: dict[str, Any]) -> None:
@@ -213,7 +213,7 @@ def test_the_largest_final_ratio_that_is_named_leaves_a_patch() -> None:
     [
         ({"multilevel__kind": "reconstruction"}, "--multilevel.weights normalised compares patches"),
         (
-            {"training__compile": True, "multilevel__final_ratio": 0.9},
+            {"training__compile": "whole", "multilevel__final_ratio": 0.9},
             "compiled anew for each number of visible patches",
         ),
         (
