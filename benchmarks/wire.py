@@ -140,8 +140,8 @@ def on_rank(rank: int, options: Options, answers: Any) -> None:
     """All engines in turn; rank 0 puts what it found of each."""
     values = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": PORT}
     os.environ.update({name: str(value) for name, value in values.items()})
-    torch.set_num_threads(1)
     with Environment() as environment:
+        torch.set_num_threads(1)
         environment.ensure_process_group()
         for layout in options.engines:
             counts = [counted(environment, layout, workload(options, 2, number)) for number in (1, 4)]
@@ -157,6 +157,7 @@ def main(options: Options) -> None:
     columns = [*KINDS.values()]
     print(f"{'engine':<7}{'micro':>6}{'calls':>7}" + "".join(f"{name + ' B/p':>16}" for name in columns), end="")
     print(f"{'on the wire B/p':>17}{'2 ranks / 1':>13}")
+    os.environ["OMP_NUM_THREADS"] = "1"  # read when the processes below start
     context = multiprocessing.get_context("spawn")
     answers = context.SimpleQueue()
     processes = [context.Process(target=on_rank, args=(rank, options, answers)) for rank in range(2)]
