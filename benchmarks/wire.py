@@ -45,7 +45,7 @@ KINDS = {
     "reduce": "reduce",
     "broadcast": "broadcast",
 }
-"""Part of an operation's name -> column. One device's other name for an operation has the same part."""
+"""Part of an operation's name -> column. The first part that is in a name counts, so that "reduce" comes late."""
 
 
 @dataclass(kw_only=True)

@@ -186,8 +186,8 @@ class LoggingConfig(Section):
     tensorboard: bool = False
     """Log to TensorBoard (needs the extra `tensorboard`)."""
     profile: Annotated[str, tyro.conf.arg(metavar="START:STOP")] = ""
-    """Trace the steps from START to STOP on rank 0, as metrics.jsonl counts them: a Chrome trace and a table of the ten
-    costliest operations in profile/ of the run directory. Empty = none."""
+    """Trace steps START to STOP of rank 0; the first step is 1. A Chrome trace and a table of the ten costliest
+    operations go to profile/ of the run directory. Empty = none."""
     memory_snapshot: bool = False
     """With the trace, what the GPU's allocator did, for pytorch.org/memory_viz."""
 

@@ -14,7 +14,7 @@ from typing import Literal
 from trp_scale.config import split_patches
 from trp_scale.config.components import component
 from trp_scale.config.images import MaskedAutoencoderConfig
-from trp_scale.config.settings import Settings, setting
+from trp_scale.config.settings import Settings, near_divisors, setting
 
 
 @dataclass(kw_only=True)
@@ -172,13 +172,11 @@ class LabelledSettings(LearnedMasksSettings):
             return  # the run takes one that divides both
         size, micro = self.batch_size or config.batch.global_size, self.micro_size or config.batch.micro_rows
         if size > 0 and micro > 0 and size % micro:
-            allowed = [one for one in range(1, size + 1) if size % one == 0]
-            near = sorted(sorted(allowed, key=lambda one: abs(one - micro))[:4])
             micro_from = "" if self.micro_size else " (that of --batch.micro_size)"
             size_from = "" if self.batch_size else " (that of --batch.global_size)"
             yield (
                 f"--multilevel.micro_size is {micro}{micro_from} and does not divide --multilevel.batch_size "
-                f"{size}{size_from}; allowed, for example: {', '.join(map(str, near))}"
+                f"{size}{size_from}; allowed, for example: {near_divisors(size, micro)}"
             )
 
 

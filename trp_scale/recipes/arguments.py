@@ -54,8 +54,8 @@ class Arguments:
     run_dir: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     """Directory for everything the run leaves behind; runs/<recipe>-<date>-<time> when it is not given."""
     engine: EngineName | None = None
-    """Who holds parameters and optimizer; when it is not given: deepspeed with --ds_config, else plain in one process,
-    and on several ranks ddp (each holds all), or fsdp (sharded) for encoders of more than 10^9 parameters."""
+    """Who holds parameters and optimizer. Not given: deepspeed with --ds_config; plain in one process; on several ranks
+    ddp, where each holds all, or fsdp, which shards, for encoders of more than 10^9 parameters."""
     ds_config: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """DeepSpeed's JSON file; what the recipe states is "auto" in it."""
     resume: Annotated[str, tyro.conf.arg(metavar="auto|never|PATH")] = "auto"
