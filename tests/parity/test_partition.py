@@ -90,6 +90,22 @@ def test_key_biases_agree_under_sgd(two_ranks: Ranks, layout: str) -> None:
     assert [far for far in too_far(ours, theirs) if "key.bias" not in far] == []
 
 
+LAMB = {"optimizer": {"kind": "lamb", "lr": 0.01, "clipping": 1.0, "weight_decay": 0.1}}
+
+
+@lru_cache
+def reference_of_lamb() -> Result:
+    return run(Layout(micro_size=2), {**changes("exact"), **LAMB})
+
+
+@pytest.mark.parametrize("layout", TWO_RANKS)
+def test_lengths_of_whole_matrices_agree_under_lamb(two_ranks: Ranks, layout: str) -> None:
+    """However an engine cuts a matrix, its step is as long as all of it."""
+    ours = two_ranks(run, TWO_RANKS[layout], {**changes("exact"), **LAMB})[0]
+    assert ours.moved
+    assert too_far(ours, reference_of_lamb()) == []
+
+
 @pytest.mark.parametrize("layout", ["ddp", "fsdp", "zero2", "zero3"])
 def test_clipping_acts_on_the_norm_of_the_global_gradient(two_ranks: Ranks, layout: str) -> None:
     # A large rate: the distance travelled must stay far above the rounding of the weights themselves.

@@ -109,8 +109,9 @@ class TrainingConfig:
 class OptimizerConfig(Section):
     """AdamW and its schedule (TRP 001, Table 4)."""
 
-    kind: Literal["adamw", "sgd"] = "adamw"
-    """adamw, or plain gradient descent (for checks that must not divide by a gradient's size)."""
+    kind: Literal["adamw", "lamb", "sgd"] = "adamw"
+    """adamw; lamb, for batches of many thousand rows: each matrix moves by lr times its own length (You et al. 2020);
+    or plain gradient descent (for checks that must not divide by a gradient's size)."""
     lr: float = setting(2e-4, above=0)
     """Peak learning rate."""
     beta1: float = setting(0.9, at_least=0, below=1)

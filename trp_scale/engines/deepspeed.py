@@ -19,7 +19,7 @@ from trp_scale.config import Config
 from trp_scale.core.engine import EngineError
 from trp_scale.core.pieces import Piece, Shards, whole_tensors
 from trp_scale.distributed.groups import Group
-from trp_scale.engines.optimizer import adamw_response, build_optimizer, set_learning_rate
+from trp_scale.engines.optimizer import Lamb, adamw_response, build_optimizer, set_learning_rate
 from trp_scale.engines.shards import ShardOperations, compile_blocks, sum_of_squares
 from trp_scale.engines.zero_layout import (
     FlatLayout,
@@ -42,6 +42,7 @@ SCALER_STATE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 LAYOUTS: dict[tuple[str, bool], type[ZeroLayout]] = {
     ("AdamW", False): WholeLayout,
+    ("Lamb", False): WholeLayout,
     ("SGD", False): WholeLayout,
     ("FP16_UnfusedOptimizer", False): WholeHalfLayout,
     ("DeepSpeedZeroOptimizer", False): FlatLayout,
@@ -110,7 +111,12 @@ class DeepSpeedEngine(ShardOperations):
                 'stage 1 to 3 with data_types.grad_accum_dtype "auto"'
             )
         make = LAYOUTS[chosen, offloads]
-        return make(self.engine.module, optimizer, rank=self.data_group.rank, world=self.data_group.size)
+        layout = make(self.engine.module, optimizer, rank=self.data_group.rank, world=self.data_group.size)
+        if isinstance(layout.torch_optimizer, Lamb):
+            if offloads:
+                raise EngineError("--optimizer.kind lamb does not work with offload_optimizer; use adamw, or none")
+            layout.spread(layout.torch_optimizer, self.data_group)
+        return layout
 
     @property
     def module(self) -> nn.Module:

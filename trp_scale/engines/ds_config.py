@@ -363,7 +363,7 @@ def optimizer_differences(block: object, config: Config, path: str = "optimizer"
         return
     yield from _unknown(block, ("type", "params", "legacy_fusion"), path)
     settings = config.optimizer
-    names = {"adamw": ("adamw", "adam"), "sgd": ("sgd",)}[settings.kind]
+    names = {"adamw": ("adamw", "adam"), "lamb": ("lamb",), "sgd": ("sgd",)}[settings.kind]
     kind = block.get("type", AUTO)
     if kind != AUTO and str(kind).lower() not in names:
         yield f"{path}.type is {kind!r}, the recipe says {settings.kind} (--optimizer.kind)"
@@ -376,11 +376,13 @@ def optimizer_differences(block: object, config: Config, path: str = "optimizer"
         "weight_decay": (settings.weight_decay, "--optimizer.weight_decay"),
         "max_grad_norm": (settings.clipping, "--optimizer.clipping"),
     }
-    if settings.kind == "adamw":
+    if settings.kind != "sgd":
         stated["eps"] = (settings.eps, "--optimizer.eps")
-        stated["bias_correction"] = (True, "fixed: AdamW corrects its bias")
+        stated["bias_correction"] = (True, "fixed: the bias of the moments is corrected")
+    if settings.kind == "adamw":
         stated["amsgrad"] = (False, "fixed: plain AdamW")
         stated["adam_w_mode"] = (True, "fixed: decoupled decay")
+    if settings.kind != "sgd":
         yield from _betas(params.get("betas", AUTO), config, f"{path}.params.betas")
     else:
         stated["momentum"] = (0.0, "fixed: plain gradient descent")

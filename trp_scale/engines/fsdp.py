@@ -12,6 +12,7 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
 from trp_scale.core.engine import EngineError
+from trp_scale.engines.optimizer import Lamb
 from trp_scale.engines.plain import PlainEngine
 
 
@@ -31,6 +32,12 @@ class FsdpEngine(PlainEngine):
         # The embeddings stay gathered from the forward on: the prediction head uses them again at its end.
         fully_shard(module, mesh=mesh, reshard_after_forward=False)  # changes the module's class in place
         return module
+
+    def optimizer_of(self, module: nn.Module) -> torch.optim.Optimizer:
+        optimizer = super().optimizer_of(module)
+        if isinstance(optimizer, Lamb):
+            optimizer.shard(self.local, self.data_group)
+        return optimizer
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         cast(FSDPModule, self.module).set_requires_gradient_sync(last)

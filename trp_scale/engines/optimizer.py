@@ -1,20 +1,21 @@
-"""The optimizer of a run: AdamW with decay groups, or plain gradient descent."""
+"""The optimizer of a run: AdamW or LAMB with decay groups, or plain gradient descent."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trp_scale.config import OptimizerConfig
 from trp_scale.core.engine import EngineError
+from trp_scale.distributed.groups import ALONE, Group
 
 if TYPE_CHECKING:
     from trp_scale.core.engine import Engine
-    from trp_scale.core.pieces import Shards
+    from trp_scale.core.pieces import Piece, Shards
 
 
 @runtime_checkable
@@ -53,9 +54,9 @@ def decay_groups(
         decayed = parameter.ndim >= 2 and not name.endswith(LEARNED_POSITIONS)
         (matrices if decayed else vectors).append(parameter)
     return [
-        {"params": members, "weight_decay": decay, "lr_scale": scale}
+        {"params": members, "weight_decay": decay, "lr_scale": scale, "matrices": decays}
         for scale, groups in found.items()
-        for members, decay in zip(groups, (weight_decay, 0.0), strict=True)
+        for members, decays, decay in zip(groups, (True, False), (weight_decay, 0.0), strict=True)
         if members
     ]
 
@@ -74,14 +75,122 @@ def layer_scales(module: nn.Module, layer_decay: float) -> Callable[[str], float
 
 
 def build_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """AdamW in one fused kernel per tensor list, or SGD without momentum or decay."""
+    """AdamW in one fused kernel per tensor list, LAMB, or SGD without momentum or decay."""
     scales = layer_scales(module, config.layer_decay)
     groups = decay_groups(module.named_parameters(), config.weight_decay, scales)
     if config.kind == "sgd":
         for group in groups:
             group["weight_decay"] = 0.0
         return torch.optim.SGD(groups, lr=config.lr)
+    if config.kind == "lamb":
+        return Lamb(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps)
     return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), eps=config.eps, fused=True)
+
+
+class Lamb(torch.optim.AdamW):
+    """AdamW whose step of each matrix is as long as the matrix, times the learning rate (You et al. 2020, Algorithm 2,
+    phi the identity): w - lr |w| / |u| u, where u = m_hat / (sqrt(v_hat) + eps) + decay w. Where a norm is 0 the ratio
+    is 1, and for vectors too, as in NVIDIA's and timm's code.
+
+    AdamW's fused kernel makes the moments, at a rate of 0 that leaves the weights as they are; it reads `found_inf`.
+    The norms of all parameters are one sum over the ranks, in float64. u takes as much memory as this rank's weights.
+    Nothing waits for the device.
+
+    Args:
+        groups: of decay_groups.
+    """
+
+    found_inf: Tensor | None = None
+
+    def __init__(self, groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float) -> None:
+        super().__init__(groups, lr=lr, betas=betas, eps=eps, fused=True)
+        self._local: Callable[[Tensor], Tensor] = lambda tensor: tensor
+        self._group = ALONE
+        self.hold([parameter for group in groups for parameter in group["params"]])
+
+    def hold(self, tensors: Sequence[Tensor]) -> None:
+        """The optimizer updates `tensors`, each of them a parameter, whole or as `shard` says."""
+        self._count = len(tensors)
+        self._places = {id(tensor): [(number, slice(None))] for number, tensor in enumerate(tensors)}
+
+    def shard(self, local: Callable[[Tensor], Tensor], group: Group) -> None:
+        """The tensors lie over the ranks of `group`; `local` gives this rank's part of one."""
+        self._local, self._group = local, group
+
+    def hold_flat(self, tensors: Sequence[Tensor], pieces: Iterable[Piece], names: Sequence[str], group: Group) -> None:
+        """The optimizer updates `tensors`, and the weights of each piece are a range of one of them.
+
+        Args:
+            tensors: 1-dimensional.
+            pieces: this rank's.
+            names: of all parameters, the same on all ranks.
+            group: the ranks that hold the parameters together.
+        """
+        numbers = {name: number for number, name in enumerate(names)}
+        self._count, self._group = len(names), group
+        self._places = {id(tensor): [] for tensor in tensors}
+        for piece in pieces:
+            weight = piece.tensors["weight"]
+            for tensor in tensors:
+                start = (weight.data_ptr() - tensor.data_ptr()) // tensor.element_size()
+                if 0 <= start < tensor.numel():
+                    self._places[id(tensor)].append((numbers[piece.name], slice(start, start + weight.numel())))
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Update moments and weights. DeepSpeed's stage 3 calls it for some of the tensors at a time."""
+        stated = [(group["lr"], group["weight_decay"]) for group in self.param_groups]
+        for group in self.param_groups:
+            group["lr"] = group["weight_decay"] = 0.0
+        super().step()
+        numbers: list[int] = []
+        matrices: list[tuple[Tensor, Tensor]] = []  # the weights of each matrix on this rank, and their u
+        moves: list[tuple[list[Tensor], list[Tensor], float]] = []
+        for group, (group["lr"], group["weight_decay"]) in zip(self.param_groups, stated, strict=True):
+            held = [tensor for tensor in group["params"] if tensor.grad is not None]
+            if not held:
+                continue
+            weights = [self._local(tensor).view(-1) for tensor in held]
+            directions = self._directions(held, weights, group)
+            moves.append((weights, directions, -group["lr"]))
+            for tensor, weight, direction in zip(held, weights, directions, strict=True):
+                for number, place in self._places[id(tensor)] if group["matrices"] else ():
+                    numbers.append(number)
+                    matrices.append((weight[place], direction[place]))
+        if moves:
+            ratios = self._ratios(numbers, matrices, moves[0][0][0].device)
+            for (_, direction), ratio in zip(matrices, ratios, strict=True):
+                direction.mul_(ratio)
+        for weights, directions, rate in moves:
+            torch._foreach_mul_(directions, rate if self.found_inf is None else rate * (1 - self.found_inf))
+            torch._foreach_add_(weights, directions)
+
+    def _directions(self, held: list[Tensor], weights: list[Tensor], group: dict[str, Any]) -> list[Tensor]:
+        """u of this rank's parts, flat."""
+        (beta1, beta2), states = group["betas"], [self.state[tensor] for tensor in held]
+        steps = torch.stack([state["step"] for state in states]).max().double().clamp(min=1)  # 0 if none was applied
+        means, squares = ([self._local(s[name]).view(-1) for s in states] for name in ("exp_avg", "exp_avg_sq"))
+        roots = torch._foreach_sqrt(squares)
+        torch._foreach_div_(roots, (1 - beta2**steps).sqrt())
+        torch._foreach_add_(roots, group["eps"])
+        directions = torch._foreach_div(means, 1 - beta1**steps)
+        torch._foreach_div_(directions, roots)
+        torch._foreach_add_(directions, weights, alpha=group["weight_decay"])
+        return list(directions)
+
+    def _ratios(
+        self, numbers: list[int], matrices: list[tuple[Tensor, Tensor]], device: torch.device
+    ) -> Iterable[Tensor]:
+        """For each part of a matrix |w| / |u| of the whole matrix, 0-dimensional float64."""
+        zero = torch.zeros((), device=device)
+        rows = []
+        for parts in zip(*matrices, strict=True):
+            norms = dict(zip(numbers, torch._foreach_norm(list(parts)), strict=True))
+            rows.append(torch.stack([norms.get(number, zero) for number in range(self._count)]))
+        squares = torch.stack(rows).double().square() if rows else zero.double().expand(2, self._count)
+        weight, direction = self._group.sum(squares).sqrt()  # [parameters]
+        ratios = torch.where((weight > 0) & (direction > 0), weight / direction, 1.0).unbind()
+        return [ratios[number] for number in numbers]
 
 
 def empty_adamw_state(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -106,6 +215,8 @@ def adamw_response(
     scale = lr * (min(1.0, config.clipping / (grad_norm + 1e-6)) if config.clipping > 0 else 1.0)
     if config.kind == "sgd":
         return direction.times(scale)
+    if config.kind != "adamw":
+        raise EngineError(f"--optimizer.kind is {config.kind}; a step's response is known of adamw and sgd")
     steps = engine.optimizer_steps()
     if steps == 0:
         raise EngineError("step_response is of the last step, and no step has been made; call it after one")

@@ -40,7 +40,7 @@ class PlainEngine(ShardOperations):
         if config.training.compile == "blocks":
             compile_blocks(module)
         self.module: nn.Module = self.place(module)
-        self.optimizer = build_optimizer(self.module, config.optimizer)
+        self.optimizer = self.optimizer_of(self.module)
         whole = config.training.compile == "whole"
         self.forward_module: Any = torch.compile(self.module) if whole else self.module
         self._norm = torch.zeros(())
@@ -52,6 +52,10 @@ class PlainEngine(ShardOperations):
         if self.data_group.size != 1:
             raise EngineError(f"the plain engine runs on one rank, {self.data_group.size} found; use --engine fsdp")
         return module.to(self.device)
+
+    def optimizer_of(self, module: nn.Module) -> torch.optim.Optimizer:
+        """Of the parameters where they now lie."""
+        return build_optimizer(module, self.config.optimizer)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         # fp32 parameters under autocast rather than a bf16 copy: the same arithmetic on every engine.

@@ -17,7 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from trp_scale.core.pieces import STATE_NAMES, FlatRange, Piece, owned_ranges, shares
-from trp_scale.engines.optimizer import empty_adamw_state
+from trp_scale.distributed.groups import Group
+from trp_scale.engines.optimizer import Lamb, empty_adamw_state
 
 
 class ZeroLayout(ABC):
@@ -90,6 +91,11 @@ class ZeroLayout(ABC):
             for weights in self.flat_weights():
                 self.torch_optimizer.state[weights] = empty_adamw_state(weights.detach())
 
+    def spread(self, lamb: Lamb, group: Group) -> None:
+        """Tell LAMB, which needs norms of whole parameters, how the ranks of `group` hold them."""
+        names = [name for name, _ in self.module.named_parameters()]
+        lamb.hold_flat(self.flat_weights(), self.pieces(), names, group)
+
     def set_steps(self, steps: int) -> None:
         """Step count of the bias correction."""
         for state in self.torch_optimizer.state.values():
@@ -110,6 +116,9 @@ class WholeLayout(ZeroLayout):
 
     def flat_weights(self) -> list[Tensor]:
         return [self.master(parameter) for parameter in self.module.parameters()]
+
+    def spread(self, lamb: Lamb, group: Group) -> None:
+        lamb.hold(self.flat_weights())
 
     def pieces(self) -> Iterator[Piece]:
         for name, parameter in self.module.named_parameters():

@@ -82,6 +82,11 @@ class LearnedMasksSettings(MultilevelSettings):
                 f"--training.precision is fp16 but --multilevel.kind is {self.kind}: its weights are half precision, "
                 "and the small changes of them that masks are learned by are rounded away; allowed: bf16, fp32"
             )
+        if config.optimizer.kind == "lamb":
+            yield (
+                f"--optimizer.kind is lamb but --multilevel.kind is {self.kind}, which differentiates "
+                "the weights' step and knows only those of AdamW and of gradient descent; allowed: adamw, sgd"
+            )
         if self.final_ratio:
             yield from self._final_ratio(config)
         yield from self._levels(config)

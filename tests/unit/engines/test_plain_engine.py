@@ -141,7 +141,7 @@ def test_a_skip_leaves_weights_and_moments_and_drops_the_gradient() -> None:
     assert_same_state(state_of(skipping), state_of(other))
 
 
-@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+@pytest.mark.parametrize("kind", ["adamw", "lamb", "sgd"])
 @pytest.mark.parametrize("first", [True, False])
 def test_a_step_that_the_device_leaves_out_is_a_skip(kind: str, first: bool) -> None:
     """Also as the very first step, which makes the moments; and the count of steps goes on from a checkpoint's."""
