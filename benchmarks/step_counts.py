@@ -1,0 +1,327 @@
+"""What a training step asks of its device: operations, bytes moved, bytes saved for the backward pass, FLOPs.
+
+    python benchmarks/step_counts.py [--models bert_base_128 mae_vit_b ...] [--precision fp32|bf16] [--roofline]
+
+The real loop makes one step of one micro-batch on fake tensors, which have shapes and no content, so that a laptop
+counts a large model in seconds. Counted are operations that launch work: no views, no empty tensors; an operation over
+a list of tensors (foreach, fused AdamW) is one. Moved are the bytes of what an operation reads and writes, as if no
+operation were fused with another. Saved are the bytes that the forward pass keeps for the backward pass, parameters
+left out. Operations are those that torch has for a CPU; a GPU's autocast puts its casts elsewhere. Attention has no
+dropout of its own here: a GPU's kernels drop inside, a CPU's would write all scores out.
+
+--roofline predicts from the counts: seconds of an operation = max(bytes / 0.8 of the memory's rate, FLOPs / 0.7 of the
+bf16 peak, 2.3 us), the host 8 us an operation forward and 5.5 us backward; a step = max(device, host). Nothing of it is
+measured. It leaves the loader, transfers and other ranks out.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import tyro
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks.gpu_setting import text_config
+from benchmarks.image_steps import MM_MAE, EncoderSize, image_recipe, mae_workload, mm_mae_workload
+from benchmarks.steps import Precision, Workload, endless, trainer_of
+from benchmarks.text_steps import text_workload
+from trp_scale.config import TextModelConfig
+from trp_scale.core.batch import Batch
+from trp_scale.engines.plain import PlainEngine
+from trp_scale.recipes.loader import load_recipe
+from trp_scale.training.loop import Agreed
+from trp_scale.training.micro_size import storage
+from trp_scale.upstreams.mae.settings import MaeConfig
+from trp_scale.upstreams.mm_mae.settings import MmMaeConfig
+
+CPU = torch.device("cpu")
+PHASES = ("forward", "backward", "update")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Model:
+    """A recipe's model with the rows of a micro-batch. Text has a length; images an encoder's size."""
+
+    recipe: str
+    rows: int
+    length: int = 0
+    size: EncoderSize = "base"
+
+
+MODELS = {
+    "bert_base_128": Model(recipe="pos_bert_base", rows=32, length=128),
+    "bert_base_512": Model(recipe="pos_bert_base", rows=32, length=512),
+    "bert_large_128": Model(recipe="pos_bert_large", rows=16, length=128),
+    "bert_large_512": Model(recipe="pos_bert_large", rows=16, length=512),
+    "mae_vit_b": Model(recipe="mae_vit_b", rows=64),
+    "mae_vit_l": Model(recipe="mae_vit_l", rows=64, size="large"),
+    "mm_mae_vit_b": Model(recipe=MM_MAE, rows=64),
+    "mae_plus_vit_b": Model(recipe="mae_plus_vit_b", rows=32),
+    "adpe_vit_b": Model(recipe="adpe_vit_b", rows=32),
+    "adpe_vit_l": Model(recipe="adpe_vit_l", rows=16, size="large"),
+}
+"""Rows: of the micro-batches that recipes stated before `batch.micro_size: auto`."""
+
+
+@dataclass(kw_only=True)
+class Options:
+    """What to count."""
+
+    models: list[str] = field(default_factory=lambda: list(MODELS))
+    """Of MODELS."""
+    rows: int = 0
+    """Of the micro-batch; 0 = the model's."""
+    precision: Precision = "bf16"
+    """Of forward and backward."""
+    roofline: bool = False
+    """Predict the share of peak on an A100 and an H100."""
+    json: bool = False
+    """One JSON object in place of a table; tests/unit/benchmarks/step_counts.json is one of four models."""
+
+
+@dataclass(kw_only=True)
+class Counts:
+    """Of a step. Attributes: operations, moved, flops: by phase. saved: bytes. device, host: seconds by roofline."""
+
+    operations: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PHASES, 0))
+    moved: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PHASES, 0))
+    flops: int = 0
+    saved: int = 0
+    device: dict[str, float] = field(default_factory=dict)
+    host: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Accelerator:
+    """Peak FLOPs a second in bf16, and bytes a second of its memory, as its maker states them."""
+
+    flops: float
+    memory: float
+
+    def seconds(self, flops: int, moved: int, attention: bool) -> float:
+        """Of one operation."""
+        reached = 0.35 if attention else 0.7
+        return max(moved / (0.8 * self.memory), flops / (reached * self.flops), 2.3e-6)
+
+
+ACCELERATORS = {
+    "A100": Accelerator(flops=312e12, memory=2.0e12),
+    "H100": Accelerator(flops=989e12, memory=3.35e12),
+}
+HOST_SECONDS = {"forward": 8e-6, "backward": 5.5e-6, "update": 8e-6}
+"""Of the host, to launch an operation."""
+
+
+class CountsOperations(TorchDispatchMode):
+    """Adds to `counts` what is asked of the device while it is active; `phase` says where."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.counts = Counts(device=dict.fromkeys(ACCELERATORS, 0.0))
+        self.phase = "forward"
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+        named = named or {}
+        given = [each for each in tree_leaves((arguments, named)) if isinstance(each, Tensor)]
+        result = function(*arguments, **named)
+        made = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
+        if launches(function, made):
+            writes = written(function, arguments, named, made)
+            moved = sum(each.numel() * each.element_size() for each in [*given, *writes])
+            count = flop_registry.get(function._overloadpacket)
+            flops = int(count(*arguments, **named, out_val=result)) if count is not None else 0
+            self._add(moved, flops, "attention" in function.name())
+        return result
+
+    def _add(self, moved: int, flops: int, attention: bool) -> None:
+        self.counts.operations[self.phase] += 1
+        self.counts.moved[self.phase] += moved
+        self.counts.flops += flops
+        self.counts.host += HOST_SECONDS[self.phase]
+        for name, accelerator in ACCELERATORS.items():
+            self.counts.device[name] += accelerator.seconds(flops, moved, attention)
+
+
+def launches(function: Any, made: list[Tensor]) -> bool:
+    """Whether an operation gives the device work: not a view, not memory without content, not a question."""
+    if function.namespace == "prim" or function.is_view or "empty" in function.name() or "detach" in function.name():
+        return False
+    if function._overloadpacket in (torch.ops.aten._unsafe_view, torch.ops.aten.lift_fresh, torch.ops.aten.alias):
+        return False
+    return bool(made) or function._schema.is_mutable
+
+
+def written(function: Any, arguments: Any, named: Any, made: list[Tensor]) -> list[Tensor]:
+    """Tensors whose content an operation writes: those it changes in place, or those it makes."""
+    parameters = function._schema.arguments
+    given = [*arguments, *(named[each.name] for each in parameters[len(arguments) :] if each.name in named)]
+    if not function._schema.is_mutable:
+        return made
+    changed = [value for each, value in zip(parameters, given, strict=False) if each.is_write]
+    return [each for each in tree_leaves(changed) if isinstance(each, Tensor)]
+
+
+class InPlace(PlainEngine):
+    """The plain engine of a model that is where it trains: torch cannot move fake parameters."""
+
+    def place(self, module: nn.Module) -> nn.Module:
+        return module
+
+
+class FakeTraining:
+    """One step of a workload on fake tensors."""
+
+    def __init__(self, workload: Workload) -> None:
+        self.workload = workload
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+
+    def counts(self) -> Counts:
+        """Of a step in one micro-batch."""
+        work = self.workload
+        with self.mode:
+            replace_parameters(work.module, self.fake)
+            trainer = trainer_of(InPlace(work.module, work.config, device=CPU), work)
+            trainer.agreement.reach = agreed  # type: ignore[method-assign, assignment]
+            window = [self.fake_batch(micro) for micro in trainer.source.next_window()]
+            trainer.source.next_window = lambda: window  # type: ignore[method-assign]
+            engine, counter = trainer.engine, CountsOperations()
+            own = {storage(tensor) for tensor in work.module.state_dict(keep_vars=True).values()}
+            kept: dict[int, Tensor] = {}
+
+            def keep(tensor: Tensor) -> Tensor:
+                if counter.phase == "forward" and storage(tensor) not in own:
+                    kept[storage(tensor)] = tensor
+                return tensor
+
+            engine.create_optimizer_state()
+            with (
+                attention_without_dropout(),
+                entering(engine, "backward", counter, "backward"),
+                entering(engine, "check_gradients", counter, "update"),
+                saved_tensors_hooks(keep, lambda tensor: tensor),
+                counter,
+            ):
+                trainer.train_step()
+            counter.counts.saved = sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+            return counter.counts
+
+    def fake(self, tensor: Tensor) -> Tensor:
+        return self.mode.from_tensor(tensor, static_shapes=True)
+
+    def fake_batch(self, batch: Batch) -> Batch:
+        batch.fields = {name: self.fake(tensor) for name, tensor in batch.fields.items()}
+        return batch
+
+
+def agreed(counts: Tensor, window: list[Batch], *, stop: bool) -> Agreed:
+    """One rank agrees with itself; fake tensors have no content to read."""
+    return Agreed(counts=counts, stop=stop, new_corrupt=[])
+
+
+@contextmanager
+def attention_without_dropout() -> Iterator[None]:
+    """torch's fused attention in place of its plain one, which a CPU takes for dropout."""
+    fused = nn.functional.scaled_dot_product_attention
+
+    def attention(*arguments: Any, dropout_p: float = 0.0, **named: Any) -> Tensor:
+        return fused(*arguments, **named)
+
+    nn.functional.scaled_dot_product_attention = attention
+    try:
+        yield
+    finally:
+        nn.functional.scaled_dot_product_attention = fused
+
+
+@contextmanager
+def entering(engine: Any, name: str, counter: CountsOperations, phase: str) -> Iterator[None]:
+    """Calls of the engine's method `name` begin a phase."""
+    method: Callable[..., Any] = getattr(engine, name)
+
+    def entered(*arguments: Any, **named: Any) -> Any:
+        counter.phase = phase
+        return method(*arguments, **named)
+
+    setattr(engine, name, entered)
+    try:
+        yield
+    finally:
+        delattr(engine, name)
+
+
+def replace_parameters(module: nn.Module, made: Callable[[Tensor], Tensor]) -> None:
+    """Each parameter and buffer by `made` of it; one that is used twice stays one."""
+    done: dict[int, Any] = {}
+    for part in module.modules():
+        for name, parameter in part._parameters.items():
+            if parameter is not None:
+                known = done.setdefault(id(parameter), (parameter, nn.Parameter(made(parameter.detach()))))
+                part._parameters[name] = known[1]
+        for name, buffer in part._buffers.items():
+            if buffer is not None:
+                part._buffers[name] = made(buffer)
+
+
+def workload_of(model: Model, precision: Precision, rows: int = 0) -> Workload:
+    """The recipe's model, objective, balancer and adversary over random rows of its shapes."""
+    rows = rows or model.rows
+    if model.length:
+        recipe = load_recipe(model.recipe)
+        assert isinstance(recipe.model, TextModelConfig)
+        config = text_config(recipe.model, rows=rows, precision=precision, balancer=recipe.balancer)
+        return text_workload(config, model.length, round(0.15 * model.length))
+    if model.recipe == MM_MAE:
+        return mm_mae_workload(endless(image_recipe(model.recipe, MmMaeConfig, model.size), rows, precision=precision))
+    return mae_workload(endless(image_recipe(model.recipe, MaeConfig, model.size), rows, precision=precision))
+
+
+def counted(name: str, precision: Precision = "bf16", rows: int = 0) -> Counts:
+    """Of a step of MODELS' `name`."""
+    return FakeTraining(workload_of(MODELS[name], precision, rows)).counts()
+
+
+def main(options: Options) -> None:
+    """Count and print."""
+    found = {name: counted(name, options.precision, options.rows) for name in options.models}
+    if options.json:
+        kept = ("operations", "moved", "saved", "flops")
+        print(json.dumps({name: {each: getattr(counts, each) for each in kept} for name, counts in found.items()}))
+        return
+    print("| model | rows | operations: forward, backward, update | GB moved: the same | GB saved | GFLOP |")
+    print("| --- | --- | --- | --- | --- | --- |")
+    for name, counts in found.items():
+        operations = ", ".join(str(counts.operations[phase]) for phase in PHASES)
+        moved = ", ".join(f"{counts.moved[phase] / 1e9:.2f}" for phase in PHASES)
+        rows = options.rows or MODELS[name].rows
+        print(f"| {name} | {rows} | {operations} | {moved} | {counts.saved / 1e9:.2f} | {counts.flops / 1e9:,.0f} |")
+    if options.roofline:
+        print("\nPredicted from the counts, not measured: share of the bf16 peak, and rows a second")
+        print(f"| model | {' | '.join(ACCELERATORS)} |")
+        print("| --- |" + " --- |" * len(ACCELERATORS))
+        for name, counts in found.items():
+            cells = []
+            for place, accelerator in ACCELERATORS.items():
+                seconds = max(counts.device[place], counts.host)
+                rows = options.rows or MODELS[name].rows
+                bound = "host" if counts.host > counts.device[place] else "device"
+                share = counts.flops / seconds / accelerator.flops
+                cells.append(f"{share:.0%}, {rows / seconds:,.0f}, bound by the {bound}")
+            print(f"| {name} | {' | '.join(cells)} |")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__))
