@@ -149,6 +149,10 @@ class Sources:
         for name, source in sources.items():
             source.seek(cursors[name])
 
+    def waited_seconds(self) -> float:
+        """Time that the endless sources have kept their callers waiting so far, the loop and its hooks."""
+        return sum(source.waited_seconds for source in self._endless().values())
+
     def _endless(self) -> dict[str, TrainSource]:
         found = {"train": self.train}
         if self.downstream is not None:

@@ -58,7 +58,7 @@ class TrainSource:
         rows: rows per epoch (of a mixture: of all its members).
         cursor: rows consumed by all ranks together; the only state there is.
         accumulation: micro-batches per window.
-        wait_seconds: time that the last window, and the peeks before it, kept the caller waiting.
+        waited_seconds: time that windows and peeks have kept the caller waiting so far.
         reports_to: the source whose next window also carries the keys of blocks that could not be read here. The loop
             counts such keys in its own windows only. None: the loop reads this source's windows itself.
 
@@ -86,7 +86,7 @@ class TrainSource:
     ) -> None:
         self.rows = plan.rows
         self.cursor = 0
-        self.wait_seconds = 0.0
+        self.waited_seconds = 0.0
         self.reports_to: TrainSource | None = None
         self._reported: set[str] = set()
         self.accumulation = check_partition(config.batch.global_size, config.batch.micro_rows, world, flags=flags)
@@ -99,7 +99,6 @@ class TrainSource:
         self._batches: MicroBatches | None = None
         self._stream: Iterator[Batch] | None = None
         self._ahead: deque[list[Batch]] = deque()
-        self._waited = 0.0
 
     def first_rows(self, count: int) -> Batch:
         """The first rows of the order, the same on every rank, whatever the cursor; it stays. Read in this process."""
@@ -113,7 +112,6 @@ class TrainSource:
         window = self._ahead.popleft() if self._ahead else self._fetch()
         self._report(window)
         self.cursor += self._global_size
-        self.wait_seconds, self._waited = self._waited, 0.0
         return window
 
     def _report(self, window: list[Batch]) -> None:
@@ -155,7 +153,7 @@ class TrainSource:
         if self._stream is None:
             self._stream = self._open()
         window = [next(self._stream) for _ in range(self.accumulation)]
-        self._waited += time.perf_counter() - began
+        self.waited_seconds += time.perf_counter() - began
         return window
 
     def _open(self) -> Iterator[Batch]:

@@ -124,8 +124,9 @@ class TaskHistory:
 
 @dataclass(kw_only=True)
 class RunHistory:
-    """What a run's metrics say in all. Times are medians over logged steps, but for training_seconds, the sum over all
-    steps; memory is rank 0's. outside_tasks: those whose weights the balancer does not decide."""
+    """What a run's metrics say in all. Times are medians over logged steps, but for training_seconds and
+    data_wait_seconds, sums over all steps; memory and waiting are rank 0's. outside_tasks: those whose weights the
+    balancer does not decide."""
 
     tasks: dict[str, TaskHistory] = field(default_factory=dict)
     outside_tasks: set[str] = field(default_factory=set)
@@ -136,12 +137,18 @@ class RunHistory:
     loss_end: float | None = None
     skipped_steps: int = 0
     training_seconds: float = 0.0
+    data_wait_seconds: float = 0.0
     step_seconds: float | None = None
     tokens_per_second: float | None = None
     model_flops_utilisation: float | None = None
     peak_memory_bytes: int = 0
     validation_step: int | None = None
     validation: Mapping[str, Any] | None = None
+
+    @property
+    def data_wait_share(self) -> float | None:
+        """Share of the steps' time that was spent waiting for the loader; None before the first step."""
+        return self.data_wait_seconds / self.training_seconds if self.training_seconds else None
 
 
 def worst(losses: Mapping[str, float | None], outside: Iterable[str]) -> str | None:
@@ -173,7 +180,9 @@ def read_history(run_dir: Path) -> RunHistory:
         if "tasks" not in line:
             continue
         history.first_step = history.first_step or line["step"]
-        history.training_seconds += (line.get("step_seconds") or 0.0) * (line["step"] - history.last_step)
+        steps = line["step"] - history.last_step
+        history.training_seconds += (line.get("step_seconds") or 0.0) * steps
+        history.data_wait_seconds += (line.get("data_wait_seconds") or 0.0) * steps
         history.last_step = line["step"]
         history.skipped_steps += 0 if line["applied"] else 1
         history.peak_memory_bytes = max(history.peak_memory_bytes, line["peak_memory_bytes"])

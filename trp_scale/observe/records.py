@@ -33,7 +33,7 @@ class StepRecord:
         grad_norm: norm of the gradient before clipping.
         tasks: every task of the objective, absent ones with loss None and count 0.
         step_seconds: time of the whole step, waiting for data included.
-        data_wait_seconds: the part of it spent waiting for the loader.
+        data_wait_seconds: the part of it that rank 0 spent waiting for the loader, in the loop and in hooks.
         applied: False when the step was skipped because its loss or gradient was not finite.
         hooks: one object per hook under the hook's name; may be empty on steps that `Observer.wants` does not ask for.
     """

@@ -75,6 +75,8 @@ def report_lines(run_dir: Path, history: RunHistory, summary: Mapping[str, Any])
         if history.model_flops_utilisation is not None:
             speed += f", {history.model_flops_utilisation:.1%} of the devices' bf16 peak"
         lines.append(speed)
+    if history.data_wait_share is not None:
+        lines.append(f"waited for data: {history.data_wait_share:.1%} of the steps' time (rank 0)")
     lines.append(f"peak memory of rank 0: {history.peak_memory_bytes / 2**20:,.0f} MiB")
     if history.skipped_steps:
         lines.append(f"skipped steps (loss or gradient not finite): {history.skipped_steps}")

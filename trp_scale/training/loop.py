@@ -71,6 +71,7 @@ class Trainer:
         validate: losses over the held-out rows, reported to the observer.
         stop_requested: reason this rank was asked to stop, or None.
         watch: told the number of each step when it begins; the first is 1.
+        waited_seconds: time that the run's sources have kept this rank waiting for windows so far.
     """
 
     run_context: RunContext
@@ -82,6 +83,7 @@ class Trainer:
     validate: Callable[[], None]
     stop_requested: Callable[[], str | None]
     watch: Callable[[int], None] = lambda step: None
+    waited_seconds: Callable[[], float] = lambda: 0.0
     state: TrainingState = field(default_factory=TrainingState)
     unread: UnreadStep | None = None
 
@@ -121,9 +123,8 @@ class Trainer:
         queued; those of this step at once where something needs them.
         """
         self.watch(self.state.step + 1)
-        started = time.perf_counter()
+        started, waited = time.perf_counter(), self.waited_seconds()
         window = self.source.next_window()
-        waited = time.perf_counter() - started
         counts = torch.stack([self.objective.count(micro) for micro in window]).sum(0)  # [T], on the host
         agreed = self.agreement.reach(counts, window, stop=self.stop_requested() is not None)
         ctx = self.context(window, agreed.counts)
@@ -146,7 +147,7 @@ class Trainer:
             late=ctx.late,
             searched=searched,
             step_seconds=time.perf_counter() - started,
-            data_wait_seconds=waited,
+            data_wait_seconds=self.waited_seconds() - waited,
             hooks=self.hooks.metrics() if self.observer.enabled and self.observer.wants(self.state.step) else {},
         )
         rests = self._due(self.config.validation.every) or self._due(self.config.checkpoint.every)

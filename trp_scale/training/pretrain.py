@@ -197,6 +197,7 @@ class Run:
             validate=self.validate,
             stop_requested=stop_requested,
             watch=self.profile if self.world.rank == 0 else lambda step: None,
+            waited_seconds=self.sources.waited_seconds,
             state=self.state,
         )
 

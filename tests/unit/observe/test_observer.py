@@ -31,7 +31,7 @@ def test_a_line_has_every_field_and_is_there_at_once(start: Callable[..., Observ
     assert line["loss"] == pytest.approx(4.9)
     assert (line["lr"], line["grad_norm"], line["applied"]) == (1e-3, 1.0, True)
     assert line["tasks"]["verb"] == {"loss": pytest.approx(3.9), "weight": 0.25, "count": 10}
-    assert (line["step_seconds"], line["data_wait_seconds"]) == (0.5, 0.1)
+    assert (line["step_seconds"], line["data_wait_seconds"], line["data_wait_share"]) == (0.5, 0.1, 0.2)
     assert line["tokens_per_second"] == pytest.approx(2000)
     assert line["model_flops"] == 2e9
     assert line["model_flops_utilisation"] is None
@@ -77,6 +77,18 @@ def test_times_are_means_over_the_steps_of_a_line(
         observer.step(record(step, step_seconds=float(step)))
     assert [line["step"] for line in lines_of(tmp_path / "run")] == [1, 4, 8]
     assert [line["step_seconds"] for line in lines_of(tmp_path / "run")] == [1.0, 3.0, 6.5]
+
+
+def test_the_share_of_waiting_is_of_all_steps_logged_or_not(
+    start: Callable[..., Observer], config: Config, tmp_path: Path
+) -> None:
+    config.logging.every = 4
+    observer = start()
+    for step in range(1, 9):
+        observer.step(record(step, step_seconds=2.0 if step == 1 else 1.0, data_wait_seconds=0.1 * (step in (2, 8))))
+    assert [line["data_wait_share"] for line in lines_of(tmp_path / "run")] == pytest.approx([0.0, 0.1 / 3, 0.1 / 4])
+    assert observer.close("finished")["data_wait_share"] == pytest.approx(0.2 / 9)
+    assert "waited for data: 2.2% of the steps' time (rank 0)" in report(tmp_path / "run")
 
 
 def test_a_resumed_run_logs_the_steps_that_an_uninterrupted_one_does(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,8 @@ from tests.runs import image_flags, lines, pretrain_here
 from tests.unit.data.images.stored import sample, write_images
 from trp_scale.checkpoint.document import read_document
 from trp_scale.config import RefusedError
+from trp_scale.core.batch import Batch
+from trp_scale.data.fetch import Fetcher
 
 STEPS = 4
 
@@ -67,6 +70,31 @@ def test_joint_steps_leave_two_tasks_and_three_cursors(data: Path, tmp_path: Pat
     validation = found[-1]["validation"]
     assert validation["tasks"]["classification"] == {"loss": None, "count": 0}
     assert validation["loss"] == validation["tasks"]["reconstruction"]["loss"] is not None
+
+
+def test_a_step_counts_its_waiting_for_every_source(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """That of the loop for D_u, and that of the hook for D_tr and D_val."""
+    spent: list[float] = []
+    fetch = Fetcher.__getitems__
+
+    def slowly(self: Fetcher, positions: range) -> Batch:
+        began = time.perf_counter()
+        time.sleep(0.02)
+        batch = fetch(self, positions)
+        spent.append(time.perf_counter() - began)
+        return batch
+
+    monkeypatch.setattr(Fetcher, "__getitems__", slowly)
+    assert pretrain_here(flags(data, tmp_path, "head", validation__every=0)) == 0
+    assert len(spent) == 2 * (STEPS + STEPS // 2 + STEPS // 2), "two micro-batches a window: of D_u, D_tr, D_val"
+    waited = sum(line["data_wait_seconds"] for line in lines(tmp_path))
+    seconds = sum(line["step_seconds"] for line in lines(tmp_path))
+    assert sum(spent) <= waited < seconds
+    share = waited / seconds
+    assert json.loads((tmp_path / "summary.json").read_text())["data_wait_share"] == pytest.approx(share)
+    assert f"waited for data: {share:.1%}" in (tmp_path / "report.txt").read_text()
 
 
 def test_a_fine_tuned_encoder_is_in_the_checkpoint(data: Path, tmp_path: Path) -> None:
