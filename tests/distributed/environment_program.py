@@ -27,6 +27,7 @@ def main(directory: Path, behaviour: str) -> None:
             "sum": int(environment.world.sum(torch.tensor(info.rank + 1))),
             "path": environment.world.broadcast_object(f"rank {info.rank}"),
             "threads": torch.get_num_threads(),
+            "cpus": environment.cpus,
             "device": str(environment.device),
             "LOCAL_RANK": os.environ["LOCAL_RANK"],
         }

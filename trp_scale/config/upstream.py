@@ -105,8 +105,8 @@ class DataConfig(Section):
     path: str = ""
     """Directory with dataset.json, or several with weights: 'books:0.7=/a,wiki:0.3=/b'."""
     workers: int = setting(1, at_least=0)
-    """Loader processes per rank; 0 fetches in the training process. The three sources of learned masks share
-    them; each has at least one."""
+    """Loader processes per rank, at most as many as it has CPUs; 0 fetches in the training process. The three sources
+    of learned masks share them; each has at least one."""
     prefetch: int = setting(4, at_least=1)
     """Micro-batches each worker prepares ahead."""
     blocks_per_group: int = setting(16, at_least=1)

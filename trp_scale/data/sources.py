@@ -3,10 +3,11 @@ read beside them, D_tr and D_val."""
 
 from __future__ import annotations
 
+import copy
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypeVar, overload
 
 from trp_scale.config import Config, PretrainConfig, RefusedError
 from trp_scale.core.batch import Batch
@@ -16,6 +17,8 @@ from trp_scale.data.plan import HeldOutPlan, Plan, TrainPlan
 from trp_scale.data.rows import Chosen, Rows
 from trp_scale.data.split import held_out
 from trp_scale.data.train_source import TrainSource
+
+Run = TypeVar("Run", bound=Config)
 
 TRAIN, VALIDATION = "downstream_train", "downstream_validation"
 """Names of the two sources, in cursors and in the hash of their orders."""
@@ -149,6 +152,11 @@ class Sources:
         for name, source in sources.items():
             source.seek(cursors[name])
 
+    @property
+    def workers(self) -> int:
+        """Loader processes of the endless sources."""
+        return sum(source.workers for source in self._endless().values())
+
     def waited_seconds(self) -> float:
         """Time that the endless sources have kept their callers waiting so far, the loop and its hooks."""
         return sum(source.waited_seconds for source in self._endless().values())
@@ -165,6 +173,15 @@ class Sources:
         self.validation.close()
         if self.downstream is not None:
             self.downstream.close()
+
+
+def within_cpus(config: Run, cpus: int) -> Run:
+    """The same settings and the same sections, but at most `cpus` in data.workers: more processes than CPUs only take
+    turns. A run records what was asked for, so that it can be repeated on a larger machine."""
+    capped = copy.copy(config)
+    capped.data = copy.copy(config.data)
+    capped.data.workers = min(config.data.workers, cpus)
+    return capped
 
 
 OpenLabelled = Callable[[Rows, Sequence[MemberPath], Sequence[Chosen]], tuple[Downstream, Sequence[Chosen]]]

@@ -59,6 +59,7 @@ class TrainSource:
         cursor: rows consumed by all ranks together; the only state there is.
         accumulation: micro-batches per window.
         waited_seconds: time that windows and peeks have kept the caller waiting so far.
+        workers: loader processes; 0: windows are made in this process.
         reports_to: the source whose next window also carries the keys of blocks that could not be read here. The loop
             counts such keys in its own windows only. None: the loop reads this source's windows itself.
 
@@ -94,7 +95,7 @@ class TrainSource:
         self._global_size, self._micro_size = config.batch.global_size, config.batch.micro_rows
         self._rank_size = config.batch.global_size // world
         self._rank = rank
-        self._workers = config.data.workers if workers is None else workers
+        self.workers = config.data.workers if workers is None else workers
         self._prefetch, self._pin_memory = config.data.prefetch, pin_memory
         self._batches: MicroBatches | None = None
         self._stream: Iterator[Batch] | None = None
@@ -160,7 +161,7 @@ class TrainSource:
         self._batches = MicroBatches(
             self._fetcher,
             self._positions(self.cursor),
-            workers=self._workers,
+            workers=self.workers,
             prefetch=self._prefetch,
             pin_memory=self._pin_memory,
         )

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import sys
 import time
 import traceback
 from datetime import timedelta
+from fractions import Fraction
+from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
@@ -15,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from trp_scale.config import RefusedError
-from trp_scale.distributed.groups import Group
+from trp_scale.distributed.groups import ALONE, Group
 from trp_scale.distributed.launchers import FIRST_WORD_SECONDS, RankInfo, discover, leave
 
 __all__ = ["Environment", "RankInfo", "discover"]
@@ -34,6 +37,7 @@ class Environment:
         device: cuda:N with a GPU, else cpu.
         world: all ranks.
         data: ranks that split the batch (all of them).
+        cpus: CPUs for this rank, at least 1; where ranks may use the same ones, its share of them.
     """
 
     def __init__(self, info: RankInfo | None = None, *, timeout_minutes: float = 30.0, use_gpu: bool = True) -> None:
@@ -42,17 +46,19 @@ class Environment:
         self.device = _device(self.info) if use_gpu and torch.cuda.is_available() else torch.device("cpu")
         self.world = Group("world", self.info.rank, self.info.world)
         self.data = Group("data", self.info.rank, self.info.world)
+        self.cpus = cpus_of_rank(ALONE)  # until the other ranks are known
         self._owns_process_group = False
         self._local_rank_before: str | None = None
 
     def __enter__(self) -> Environment:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)
-        elif "OMP_NUM_THREADS" not in os.environ:
-            # Every rank would otherwise take all cores; two ranks on two cores then run at less than half speed.
-            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // self.info.local_world))
         if self.info.launcher != "single":
             self.ensure_process_group()
+        self.cpus = cpus_of_rank(self.world)
+        if self.device.type == "cpu" and "OMP_NUM_THREADS" not in os.environ:
+            # Every rank would otherwise take all cores; two ranks on two cores then run at less than half speed.
+            torch.set_num_threads(self.cpus)
         return self
 
     def ensure_process_group(self) -> None:
@@ -112,6 +118,33 @@ class Environment:
         finally:  # also when nobody reads what is printed
             # Not sys.exit: the interpreter's shutdown would wait for threads and groups that wait for the other ranks.
             leave(status)
+
+
+def cpus_of_rank(world: Group) -> int:
+    """CPUs for this rank, at least 1: of each that it may use, its share. A launcher may bind every rank to CPUs of its
+    own, or leave all CPUs of a node to all its ranks. Collective."""
+    host, own = socket.gethostname(), os.sched_getaffinity(0)
+    on_host = [cpus for name, cpus in world.gather_objects((host, own)) if name == host]
+    share = sum(Fraction(1, sum(cpu in cpus for cpus in on_host)) for cpu in own)
+    return max(1, math.floor(min(share, (cpu_quota() or math.inf) / len(on_host))))
+
+
+def cpu_quota(own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> float | None:
+    """CPUs that the time of this process's control group (version 2), or of one above it, is worth; None: no limit."""
+    found = [line.removeprefix("0::/") for line in _lines(own) if line.startswith("0::/")]
+    limits = []
+    for group in found:
+        for folder in (root / group, *(root / parent for parent in Path(group).parents)):
+            limits += [line.split() for line in _lines(folder / "cpu.max")]
+    return min((int(time) / int(period) for time, period in limits if time != "max"), default=None)
+
+
+def _lines(path: Path) -> list[str]:
+    """Of a file; none where it cannot be read."""
+    try:
+        return path.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return []
 
 
 def report_refusal(error: Exception, info: RankInfo) -> None:

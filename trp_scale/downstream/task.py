@@ -24,7 +24,7 @@ from trp_scale.core.run import RunContext
 from trp_scale.data.mixture import MemberPath, parse_paths
 from trp_scale.data.plan import HeldOutPlan, TrainPlan
 from trp_scale.data.rows import Rows
-from trp_scale.data.sources import Sources, TrainSource, ValidationSource
+from trp_scale.data.sources import Sources, TrainSource, ValidationSource, within_cpus
 from trp_scale.data.split import held_out
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group
@@ -188,6 +188,7 @@ def open_task_sources(
         RefusedError: a data set has nothing left to train on.
     """
     data, pin = environment.data, environment.device.type == "cuda"
+    config = within_cpus(config, environment.cpus)
     everything = [np.ones(len(blocks.rows), dtype=np.bool_) for blocks in train.blocks]
     chosen, kept = everything, everything
     if measured_paths is None:

@@ -179,6 +179,8 @@ class Observer:
             "tokens": history.last_step * self.info.positions_per_step,
             "step_seconds": history.step_seconds,
             "data_wait_share": history.data_wait_share,
+            "loader_workers": self.info.workers,
+            "loader_workers_asked": self.info.workers_asked,
             "tokens_per_second": history.tokens_per_second,
             "model_flops_utilisation": history.model_flops_utilisation,
             "peak_memory_bytes": history.peak_memory_bytes,

@@ -61,6 +61,7 @@ class RunInfo:
         outside_tasks: tasks that take no part in the maximum; never marked as the worst.
         start_step: steps done before this process began (a resumed run).
         rows: rows of each source: of an epoch, or of a pass over what is held out.
+        workers, workers_asked: loader processes of rank 0, and how many --data.workers is.
         description: one line for the head of the display and the report, such as "deepspeed, ZeRO 2, 2 ranks, fp32".
     """
 
@@ -71,4 +72,6 @@ class RunInfo:
     outside_tasks: tuple[str, ...] = ()
     start_step: int = 0
     rows: Mapping[str, int] = field(default_factory=dict)
+    workers: int = 0
+    workers_asked: int = 0
     description: str = ""

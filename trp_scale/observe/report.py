@@ -76,12 +76,20 @@ def report_lines(run_dir: Path, history: RunHistory, summary: Mapping[str, Any])
             speed += f", {history.model_flops_utilisation:.1%} of the devices' bf16 peak"
         lines.append(speed)
     if history.data_wait_share is not None:
-        lines.append(f"waited for data: {history.data_wait_share:.1%} of the steps' time (rank 0)")
+        lines.append(f"waited for data: {history.data_wait_share:.1%} of the steps' time (rank 0{_workers(summary)})")
     lines.append(f"peak memory of rank 0: {history.peak_memory_bytes / 2**20:,.0f} MiB")
     if history.skipped_steps:
         lines.append(f"skipped steps (loss or gradient not finite): {history.skipped_steps}")
     lines.append(f"run directory: {run_dir}")
     return lines
+
+
+def _workers(summary: Mapping[str, Any]) -> str:
+    """How many loader workers the rank had; nothing of a run that has not ended."""
+    if "loader_workers" not in summary:
+        return ""
+    found, asked = summary["loader_workers"], summary["loader_workers_asked"]
+    return f", loader workers: {found}" + (f" of {asked}, capped by its CPUs" if found < asked else "")
 
 
 def is_fine_tuning(run_dir: Path) -> bool:

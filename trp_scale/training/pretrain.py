@@ -123,7 +123,7 @@ class Run:
         self.upstream = build(config, environment)
         self.sources, self.objective = self.upstream.sources, self.upstream.objective
         self.world.require_equal(self.sources.digest(), f"the data set {config.data.path}")
-        notices = [*selection.notices, *chosen, *self._check_checkpoint(stored)]
+        notices = [*selection.notices, *chosen, *self._check_checkpoint(stored), *self._capped_workers()]
         steps_per_epoch = -(-self.sources.train.rows // config.batch.global_size)
         if document is not None:
             notices += ds_config.notices(document, config, path=str(arguments.ds_config))
@@ -216,6 +216,13 @@ class Run:
             present_digest=self.sources.digest(),
         )
 
+    def _capped_workers(self) -> list[str]:
+        """That there are fewer loader workers than were asked for, if so."""
+        asked, cpus = self.config.data.workers, self.environment.cpus
+        if asked <= cpus:
+            return []
+        return [f"--data.workers {asked}: {cpus} on a rank, as many as it has CPUs"]
+
     def resume(self, path: Path) -> None:
         """Take back weights, moments, hooks, cursors and the step of a checkpoint."""
         loaded = manager.load(path, engine=self.engines, group=self.world, checked=True)
@@ -266,6 +273,7 @@ class Run:
             engine=self.engine.name,
             zero_stage=self.engine.zero_stage,
             micro_size=self.config.batch.micro_rows,
+            cpus=self.environment.cpus,
         )
 
     def _observer(self) -> Observer:
@@ -292,5 +300,7 @@ class Run:
             outside_tasks=tuple(task for task in self.objective.tasks if task not in balanced),
             start_step=self.state.step,
             rows=self.sources.rows(),
+            workers=self.sources.workers,
+            workers_asked=config.data.workers,
             description=f"{self.engine.name}{stage}, {ranks}, {config.training.precision}",
         )

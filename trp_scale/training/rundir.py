@@ -87,6 +87,7 @@ def write_environment(
     engine: str,
     zero_stage: int | None,
     micro_size: int,
+    cpus: int,
 ) -> dict[str, Any]:
     """Write environment.json: how this start was made, and under `earlier` the starts before it.
 
@@ -112,6 +113,7 @@ def write_environment(
             "python": platform.python_version(),
             "platform": platform.platform(),
             "cuda": torch.version.cuda if device.type == "cuda" else None,
+            "cpus_per_rank": cpus,
             "threads_per_rank": torch.get_num_threads(),
             "versions": {package: _version(package) for package in _PACKAGES},
             "git": git_state(Path(trp_scale.__file__).resolve().parent),

@@ -88,7 +88,7 @@ def test_the_share_of_waiting_is_of_all_steps_logged_or_not(
         observer.step(record(step, step_seconds=2.0 if step == 1 else 1.0, data_wait_seconds=0.1 * (step in (2, 8))))
     assert [line["data_wait_share"] for line in lines_of(tmp_path / "run")] == pytest.approx([0.0, 0.1 / 3, 0.1 / 4])
     assert observer.close("finished")["data_wait_share"] == pytest.approx(0.2 / 9)
-    assert "waited for data: 2.2% of the steps' time (rank 0)" in report(tmp_path / "run")
+    assert "waited for data: 2.2% of the steps' time (rank 0, loader workers: 0)" in report(tmp_path / "run")
 
 
 def test_a_resumed_run_logs_the_steps_that_an_uninterrupted_one_does(

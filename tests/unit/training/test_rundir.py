@@ -57,12 +57,12 @@ def test_environment_json_says_how_each_start_was_made(tmp_path: Path) -> None:
     for engine, stage in (("plain", None), ("deepspeed", 3), ("fsdp", None)):
         info = RankInfo(launcher="torchrun")
         returned = rundir.write_environment(
-            tmp_path, info, ALONE, device=CPU, engine=engine, zero_stage=stage, micro_size=4
+            tmp_path, info, ALONE, device=CPU, engine=engine, zero_stage=stage, micro_size=4, cpus=3
         )
         written = json.loads((tmp_path / "environment.json").read_text(encoding="utf-8"))
         assert written == returned
     assert (written["engine"], written["zero_stage"], written["world_size"]) == ("fsdp", None, 1)
-    assert written["launcher"] == "torchrun"
+    assert (written["launcher"], written["cpus_per_rank"]) == ("torchrun", 3)
     assert torch.__version__.startswith(written["versions"]["torch"])
     assert written["devices"][0].startswith("cpu")
     assert [(start["engine"], start["zero_stage"]) for start in written["earlier"]] == [
@@ -74,7 +74,9 @@ def test_environment_json_says_how_each_start_was_made(tmp_path: Path) -> None:
 def test_a_damaged_environment_json_is_refused(tmp_path: Path) -> None:
     (tmp_path / "environment.json").write_text("{", encoding="utf-8")
     with pytest.raises(RefusedError, match=r"environment\.json is not JSON"):
-        rundir.write_environment(tmp_path, RankInfo(), ALONE, device=CPU, engine="plain", zero_stage=None, micro_size=4)
+        rundir.write_environment(
+            tmp_path, RankInfo(), ALONE, device=CPU, engine="plain", zero_stage=None, micro_size=4, cpus=3
+        )
 
 
 def test_git_state_is_that_of_a_checkout_that_tracks_the_package(tmp_path: Path) -> None:

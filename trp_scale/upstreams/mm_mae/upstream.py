@@ -10,6 +10,7 @@ from torch import nn
 from trp_scale.checkpoint.initial_weights import give_weights
 from trp_scale.core.hooks import Hook, built
 from trp_scale.core.run import RunContext
+from trp_scale.data.sources import within_cpus
 from trp_scale.distributed.environment import Environment
 from trp_scale.observe.throughput import TRAINING_OVER_FORWARD
 from trp_scale.upstreams.base import UpstreamParts
@@ -30,7 +31,12 @@ class MultimodalUpstream(UpstreamParts):
     def __init__(self, config: MmMaeConfig, environment: Environment) -> None:
         data = environment.data
         self.config = config
-        self.sources = self.open_sources(config, rank=data.rank, world=data.size, device_type=environment.device.type)
+        self.sources = self.open_sources(
+            within_cpus(config, environment.cpus),
+            rank=data.rank,
+            world=data.size,
+            device_type=environment.device.type,
+        )
         self.source = self.sources.train
         self.objective = MultimodalReconstruction(config)
         self.classes = {

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from trp_scale.checkpoint.initial_weights import give_weights
 from trp_scale.checkpoint.run_directory import TOKENIZER, copy_tokenizer
 from trp_scale.core.batch import Batch
+from trp_scale.data.sources import within_cpus
 from trp_scale.data.text.dataset import TextMeta
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group
@@ -48,7 +49,12 @@ class TextUpstream(UpstreamParts):
         data = environment.data
         self.config = config
         self._group = data
-        self.sources = self.open_sources(config, rank=data.rank, world=data.size, device_type=environment.device.type)
+        self.sources = self.open_sources(
+            within_cpus(config, environment.cpus),
+            rank=data.rank,
+            world=data.size,
+            device_type=environment.device.type,
+        )
         self.source = self.sources.train
         self.meta = self.sources.meta
         self.objective = PosMaskedLanguageModelling(config.objective, self.meta.groups, config.model.hidden_size)
