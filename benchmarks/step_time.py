@@ -70,7 +70,6 @@ def peer_step(
     inputs = {
         "input_ids": batch["tokens"],
         "token_type_ids": batch["token_types"],
-        "attention_mask": batch["attention_mask"].long(),
         "labels": labels,
         "next_sentence_label": batch["next_sentence"],
     }

@@ -30,7 +30,6 @@ def random_batch(rows: int, length: int = LENGTH, masked: int = MASKED) -> Batch
     fields = {
         "tokens": torch.randint(0, VOCABULARY, (rows, length), generator=generator),
         "token_types": (torch.arange(length) >= length // 2).long().expand(rows, -1).contiguous(),
-        "attention_mask": torch.ones(rows, length, dtype=torch.bool),
         "masked_positions": positions,
         "labels": torch.randint(0, VOCABULARY, (rows, masked), generator=generator),
         "label_groups": torch.multinomial(share.expand(rows, -1), masked, replacement=True, generator=generator),

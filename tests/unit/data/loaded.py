@@ -29,10 +29,16 @@ def table_of(dataset: Path) -> BlockTable:
     return read_blocks(dataset / "shards", sorted(path.name for path in (dataset / "shards").glob("*.tar")), SUFFIXES)
 
 
+def field_of(batch: Batch, name: str) -> torch.Tensor:
+    """A batch in which nothing is padded has no mask."""
+    whole = name == "attention_mask" and name not in batch.fields
+    return torch.ones_like(batch["tokens"], dtype=torch.bool) if whole else batch[name]
+
+
 def joined(windows: list[list[Batch]]) -> dict[str, torch.Tensor]:
     """All rows of the windows of all ranks, in order."""
     batches = [batch for window in windows for batch in window]
-    fields = {name: torch.cat([batch[name] for batch in batches]) for name in FIELDS}
+    fields = {name: torch.cat([field_of(batch, name) for batch in batches]) for name in FIELDS}
     return {**fields, "keys": torch.cat([batch.keys for batch in batches])}
 
 

@@ -42,6 +42,17 @@ def test_shapes_and_types(dataset: Path) -> None:
         sources["test"]  # type: ignore[call-overload]
 
 
+def test_rows_without_padding_have_no_mask(tmp_path: Path) -> None:
+    """Full rows, each alone in its block, so that every pair is right and fills its row; then one that does not."""
+    full = write_dataset(tmp_path / "full", block_rows=[[1] * 12], shortest=21)
+    batch = open_sources(config_for(full), rank=0, world=1).train.next_window()[0]
+    assert set(batch.fields) == set(FIELDS) - {"attention_mask"} and (batch["tokens"] != SPECIAL["pad"]).all()
+    short = write_dataset(tmp_path / "short", block_rows=[[1] * 12], shortest=20)
+    window = open_sources(config_for(short), rank=0, world=1).train.next_window()
+    padded = [bool((batch["tokens"] == SPECIAL["pad"]).any()) for batch in window]
+    assert any(padded) and ["attention_mask" in batch.fields for batch in window] == padded
+
+
 def test_sequences_are_well_formed(reference: list[dict[str, torch.Tensor]]) -> None:
     for step in reference:
         for row in range(12):

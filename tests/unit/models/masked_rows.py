@@ -80,6 +80,12 @@ def changed(batch: Batch, **fields: Tensor) -> Batch:
     return replace(batch, fields={**batch.fields, **fields})
 
 
+def without(batch: Batch, name: str) -> Batch:
+    """The batch without one of its fields."""
+    assert name in batch.fields
+    return replace(batch, fields={field: value for field, value in batch.fields.items() if field != name})
+
+
 def slots(batch: Batch) -> list[tuple[int, int]]:
     """(row, slot) of every masked position that is used."""
     return [(int(r), int(m)) for r, m in batch["label_weights"].nonzero()]

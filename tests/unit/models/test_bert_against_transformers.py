@@ -3,14 +3,26 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from transformers import BertForPreTraining
 
 from tests.unit.balancing.toy import balancer, take_step
-from tests.unit.models.masked_rows import LENGTH, VOCABULARY, masked_rows, part, slots, small_model, small_sizes
+from tests.unit.models.masked_rows import (
+    LENGTH,
+    VOCABULARY,
+    changed,
+    masked_rows,
+    part,
+    slots,
+    small_model,
+    small_sizes,
+    without,
+)
 from trp_scale.core.batch import Batch
 from trp_scale.data.text.groups import GROUPS
 from trp_scale.upstreams.pos_bert.model import BertForMaskedPositions, bert_config, padded_vocabulary, to_transformers
@@ -152,14 +164,37 @@ def test_logits_agree_at_masked_positions_of_padded_rows(training: bool) -> None
 def test_padding_is_not_attended_to() -> None:
     model, batch = small_model(), masked_rows(6)
     padding = ~batch["attention_mask"]
-    changed = torch.where(padding, (batch["tokens"] + 1) % VOCABULARY, batch["tokens"])
+    other = torch.where(padding, (batch["tokens"] + 1) % VOCABULARY, batch["tokens"])
     used = batch["label_weights"] > 0
     with torch.no_grad():
         first = our_output(model, batch).prediction_logits[used]
-        second = model(changed, batch["token_types"], batch["attention_mask"], batch["masked_positions"])
-        everywhere = model(changed, batch["token_types"], torch.ones_like(padding), batch["masked_positions"])
+        second = model(other, batch["token_types"], batch["attention_mask"], batch["masked_positions"])
+        everywhere = model(other, batch["token_types"], torch.ones_like(padding), batch["masked_positions"])
     assert torch.equal(first, second.prediction_logits[used])
     assert not torch.allclose(first, everywhere.prediction_logits[used], atol=1e-2)
+
+
+def test_rows_without_padding_need_no_mask(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And torch is given none: its flash attention refuses masks."""
+    model, batch = small_model().double(), masked_rows(6)
+    batch = changed(batch, attention_mask=torch.ones_like(batch["attention_mask"]))
+    objective = PosMaskedLanguageModelling(PosBertObjectiveConfig(), GROUPS, hidden_size=16)
+    attention, masks = F.scaled_dot_product_attention, []
+
+    def noting(*arguments: Any, **named: Any) -> Tensor:
+        masks.append(named["attn_mask"])
+        return attention(*arguments, **named)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", noting)
+    found = []
+    for given in (batch, without(batch, "attention_mask")):
+        model.zero_grad()
+        sums = objective(model, given).sums
+        sums.sum().backward()
+        found.append([sums.detach(), *(parameter.grad for parameter in model.parameters())])
+    assert [mask is None for mask in masks] == [False, False, True, True]
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("accumulation", [1, 3])

@@ -30,7 +30,7 @@ class TextBatchBuilder:
 
     Fields of the batch, first dimension rows:
         tokens [R, L] int64: ids after masking. token_types [R, L] int64: 1 on B and its [SEP].
-        attention_mask [R, L] bool: True up to the last [SEP].
+        attention_mask [R, L] bool: True up to the last [SEP]; absent where nothing is padded.
         masked_positions [R, M] int64: ascending; unused slots are 0. labels [R, M] int64: original ids.
         label_groups [R, M] int64: group number 0..9. label_weights [R, M] float32: 1, or 0 in unused slots.
         next_sentence [R] int64: 0 = B follows A, 1 = B is from elsewhere (all 0 when objective.next_sentence = off).
@@ -139,6 +139,8 @@ def _fields(
         "next_sentence": segments.wrong,
         "row_weights": present.astype(np.float32),
     }
+    if attended.all():
+        del arrays["attention_mask"]
     return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 

@@ -66,8 +66,8 @@ class LastLayer(BertLayer):  # type: ignore[misc]
     leaves about 30 % of the layer's work at 15 % masked. Parameter names are the full layer's.
     """
 
-    def forward(self, hidden: Tensor, attention_mask: Tensor, positions: Tensor) -> Tensor:
-        """[R, L, D], [R, 1, 1, L] bool and [R, S] -> [R, S, D]."""
+    def forward(self, hidden: Tensor, attention_mask: Tensor | None, positions: Tensor) -> Tensor:
+        """[R, L, D], [R, 1, 1, L] bool or None and [R, S] -> [R, S, D]."""
         attention = self.attention.self
         chosen = hidden.gather(1, positions.unsqueeze(-1).expand(-1, -1, hidden.shape[-1]))  # [R, S, D]
 
@@ -159,7 +159,7 @@ class BertForMaskedPositions(nn.Module):
         self,
         tokens: Tensor,
         token_types: Tensor,
-        attention_mask: Tensor,
+        attention_mask: Tensor | None,
         masked_positions: Tensor,
         representation_tap: Tensor | None = None,
         transform_tap: Tensor | None = None,
@@ -169,12 +169,12 @@ class BertForMaskedPositions(nn.Module):
         Args:
             tokens: [R, L] int64.
             token_types: [R, L] int64, 0 for the first sentence, 1 for the second.
-            attention_mask: [R, L] bool, True at real tokens.
+            attention_mask: [R, L] bool, True at real tokens; None where all are. torch's flash attention takes no mask.
             masked_positions: [R, M] int64; unused slots may hold any valid position.
             representation_tap: [R, 1 + M, D] zeros, added to what the heads read.
             transform_tap: [R, M, D] zeros, added to the output of the transform's matrix.
         """
-        mask = attention_mask[:, None, None, :]  # [R, 1, 1, L]
+        mask = None if attention_mask is None else attention_mask[:, None, None, :]  # [R, 1, 1, L]
         hidden = self.bert.embeddings(input_ids=tokens, token_type_ids=token_types)  # [R, L, D]
         *layers, last = self.layers
         for layer in layers:

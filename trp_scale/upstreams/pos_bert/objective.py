@@ -77,7 +77,7 @@ class PosMaskedLanguageModelling:
         output = forward(
             batch["tokens"],
             batch["token_types"],
-            batch["attention_mask"],
+            batch.fields.get("attention_mask"),
             batch["masked_positions"],
             **{name: batch.extras[name] for name in TAPS.values() if name in batch.extras},
         )

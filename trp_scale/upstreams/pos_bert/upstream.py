@@ -34,7 +34,7 @@ def piece_counts(batch: Batch, meta: TextMeta) -> Tensor:
     used = batch["label_weights"] > 0  # [R, M]
     row = torch.arange(len(tokens))[:, None].expand_as(used)
     tokens[row[used], batch["masked_positions"][used]] = batch["labels"][used]
-    counts = torch.bincount(tokens[batch["attention_mask"]], minlength=meta.vocab_size).double()
+    counts = torch.bincount(tokens.flatten(), minlength=meta.vocab_size).double()
     counts[[meta.special_tokens[name] for name in ("pad", "cls", "sep", "mask")]] = 0.0
     return counts
 
