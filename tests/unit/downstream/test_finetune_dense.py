@@ -174,7 +174,7 @@ def test_depth_is_standardised_by_training_maps_alone(image_dataset: Path, tmp_p
     config = parse_finetune(
         flags("depth", image_dataset, tmp_path, **changes, batch__global_size=1, batch__micro_size=1)
     ).config
-    task = DepthTask(config, SimpleNamespace(data=ALONE, device=torch.device("cpu")))  # type: ignore[arg-type]
+    task = DepthTask(config, SimpleNamespace(data=ALONE, device=torch.device("cpu"), cpus=1))  # type: ignore[arg-type]
     maps = torch.cat([task.source.next_window()[0]["depth"] for _ in range(task.source.rows)]).double()  # type: ignore[attr-defined]
     assert 10 < len(maps) < 90
     assert config.dense.depth_mean == pytest.approx(float(maps[maps > 0].mean()), rel=1e-9)

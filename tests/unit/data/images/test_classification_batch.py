@@ -49,7 +49,7 @@ def config_for(path: Path, *, seed: int = 0, micro_size: int = 4, **augmentation
 def opened(config: ClassificationTaskConfig, world: int = 1) -> list[Sources]:
     """The sources of all ranks."""
     environments = [
-        SimpleNamespace(data=Group("data", rank, world), device=torch.device("cpu")) for rank in range(world)
+        SimpleNamespace(data=Group("data", rank, world), device=torch.device("cpu"), cpus=2) for rank in range(world)
     ]
     return [ClassificationTask(config, environment).sources for environment in environments]  # type: ignore[arg-type]
 

@@ -172,7 +172,7 @@ def test_a_classifier_fits_what_it_sees(tmp_path: Path) -> None:
 def task_on(path: Path, test_path: Path | None = None) -> ClassificationTask:
     config = finetune_config(8, test_path=str(test_path or path), classes=0)
     config.data.path, config.data.workers = str(path), 0
-    where: Any = SimpleNamespace(data=Group("data"), device=torch.device("cpu"))
+    where: Any = SimpleNamespace(data=Group("data"), device=torch.device("cpu"), cpus=1)
     return ClassificationTask(config, where)
 
 

@@ -22,7 +22,7 @@ def task(path: Path, test_path: Path | None = None, fraction: float = 0.0, **det
     config.data.path, config.data.workers, config.data.validation_fraction = str(path), 0, fraction
     config.downstream.test_path = str(test_path or "")
     config.batch.global_size = config.batch.micro_size = 2
-    return DetectionTask(config, SimpleNamespace(data=ALONE, device=torch.device("cpu")))  # type: ignore[arg-type]
+    return DetectionTask(config, SimpleNamespace(data=ALONE, device=torch.device("cpu"), cpus=1))  # type: ignore[arg-type]
 
 
 def test_masks_are_measured_only_where_the_measured_data_has_them(tmp_path: Path) -> None:
