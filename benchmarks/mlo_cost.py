@@ -4,8 +4,9 @@
 
 Arithmetic is that of ViT-B/16 on 224 px with a decoder of 8 x 512: trp_scale/masks/flops.py for ours,
 torch's own count for the reference, which differentiates automatically through the encoder's last step
-(benchmarks/mlo_unrolled.py). Time is of ViT-Ti with a decoder of the same proportions, in alternating rounds, of whole
-cycles, divided by their steps; the arithmetic of that model is beside it. D_tr and D_val have as many images as a step.
+(benchmarks/mlo_unrolled.py). Operations that launch work (benchmarks/step_counts.py) and time are of ViT-Ti with a
+decoder of the same proportions, in alternating rounds, of whole cycles, divided by their steps; the arithmetic of that
+model is beside it. D_tr and D_val have as many images as a step.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
+from unittest import mock
 
 import torch
 import tyro
@@ -28,9 +30,11 @@ from benchmarks.image_steps import ImageStepOptions, image_recipe, mae_objective
 from benchmarks.mlo_steps import CLASSES, cycle, cycle_steps, labelled_window, masks_trainer, plain_engines
 from benchmarks.mlo_unrolled import Rates, UnrolledMasks
 from benchmarks.rounds import Measured, alternate, pair_ratio
+from benchmarks.step_counts import CountsOperations
 from benchmarks.steps import counted_flops, endless
 from trp_scale.config import split_patches
 from trp_scale.config.components import settings_of
+from trp_scale.core import pieces
 from trp_scale.masks.flops import multilevel_step_flops
 from trp_scale.masks.masking_network import NETWORKS
 from trp_scale.observe.throughput import mae_step_flops
@@ -46,6 +50,9 @@ OURS: dict[str, tuple[int, int, int]] = {
 }
 """Steps of the encoder, updates of the head, and micro-batches of D_tr and of D_val."""
 REFERENCE = {f"automatic differentiation, unroll {unroll}": unroll for unroll in (2, 1)}
+
+
+ON_A_GPU = pieces.together(torch.device("cuda"))
 
 
 @dataclass(kw_only=True)
@@ -114,32 +121,43 @@ def over_plain(config: MaeConfig, options: Options) -> dict[str, float]:
     return found
 
 
-def measure(options: Options, device: torch.device) -> dict[str, Measured]:
-    """Seconds of one step of the encoder."""
+def operations(run: Callable[[], object]) -> int:
+    """That launch work; one over a list of tensors is one, and lists are as long as on a GPU."""
+    run()  # the optimizers' states are made
+    with mock.patch.object(pieces, "together", lambda _: ON_A_GPU), CountsOperations() as counter:
+        run()
+    return sum(counter.counts.operations.values())
+
+
+def measure(options: Options, device: torch.device) -> tuple[dict[str, Measured], dict[str, float]]:
+    """Seconds of one step of the encoder, and its operations."""
     config = measured_model(options)
     configs = {PLAIN: config, **{name: with_masks(config, options, one) for name, one in OURS.items()}}
     steps = {name: cycle_steps(one) for name, one in configs.items()} | REFERENCE
     calls = {name: cycle(one, masks_trainer(one, options.rows, plain_engines(device))) for name, one in configs.items()}
     calls |= {name: reference_cycle(config, options, unroll, device) for name, unroll in REFERENCE.items()}
-    return {
+    launched = {name: operations(call) / steps[name] for name, call in calls.items()}
+    measured = {
         name: Measured(
             walls=tuple(wall / steps[name] for wall in one.walls), cpus=tuple(cpu / steps[name] for cpu in one.cpus)
         )
         for name, one in alternate(calls, rounds=options.rounds, warmup=1).items()
     }
+    return measured, launched
 
 
 def main(options: Options) -> None:
     device = options.device()
     arithmetic, own = over_plain(large(options), options), over_plain(measured_model(options), options)
-    measured = measure(options, device)
+    measured, launched = measure(options, device)
     images = f"{options.rows} images of {options.size} px, {options.precision}"
     where = f"{device.type}, {torch.get_num_threads()} threads, {options.rounds} rounds"
     table = Table(
         title=f"cost per step of the encoder over plain MAE; time of ViT {options.model}, {images}, {where}",
         caption="interval: 95 % of the median ratio, by processor time",
     )
-    for name in ("masks", "FLOPs, ViT-B", "FLOPs, measured", "by processor time", "interval", "by the clock", "ms"):
+    timed = ("by processor time", "interval", "by the clock", "ms")
+    for name in ("masks", "FLOPs, ViT-B", "FLOPs, measured", "operations", *timed):
         table.add_column(name, justify="left" if name == "masks" else "right")
     base = measured[PLAIN]
     for name, one in measured.items():
@@ -148,12 +166,13 @@ def main(options: Options) -> None:
             name,
             f"{arithmetic[name]:.2f}",
             f"{own[name]:.2f}",
+            f"{launched[name]:,.0f}",
             f"{processor.median:.2f}",
             f"{processor.lower:.2f} to {processor.upper:.2f}",
             f"{clock.median:.2f}",
             f"{one.wall * 1e3:.0f}",
         )
-    Console(width=140).print(table)
+    Console(width=160).print(table)
 
 
 if __name__ == "__main__":

@@ -22,11 +22,8 @@ from torch import Tensor
 
 from trp_scale.averaging import WeightAverageSettings
 from trp_scale.core.hooks import Hook, StepContext
-from trp_scale.core.pieces import WEIGHT_AVERAGE, Shards
+from trp_scale.core.pieces import WEIGHT_AVERAGE, Shards, bunches
 from trp_scale.core.run import RunContext
-
-TOGETHER = 64
-"""Pieces that are averaged in one kernel: a step holds the way that these go, not that of the whole model."""
 
 
 class WeightAverage(Hook):
@@ -60,9 +57,8 @@ class WeightAverage(Hook):
             torch._foreach_copy_(self.average.parts, weights)  # a skipped step has left the weights as they were
             return
         share = ctx.commit(1.0 - self.decay(), torch.zeros_like(self.updates))
-        for first in range(0, len(weights), TOGETHER):
-            average = self.average.parts[first : first + TOGETHER]
-            way = torch._foreach_sub(weights[first : first + TOGETHER], average)
+        for average, present in bunches(self.average.parts, weights):  # a step holds the way of one bunch at a time
+            way = torch._foreach_sub(present, average)
             torch._foreach_mul_(way, share.to(way[0]))
             torch._foreach_add_(average, way)
         self.updates = ctx.commit(self.updates + 1, self.updates)

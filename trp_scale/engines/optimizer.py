@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from trp_scale.config import OptimizerConfig
 from trp_scale.core.engine import EngineError
+from trp_scale.core.pieces import Piece, Shards, bunches
 from trp_scale.distributed.groups import ALONE, Group
 
 if TYPE_CHECKING:
     from trp_scale.core.engine import Engine
-    from trp_scale.core.pieces import Piece, Shards
 
 
 @runtime_checkable
@@ -221,8 +221,12 @@ def adamw_response(
     if steps == 0:
         raise EngineError("step_response is of the last step, and no step has been made; call it after one")
     scale *= (1 - config.beta1) / (1 - config.beta1**steps)
-    parts = [
-        scale * part / ((piece.tensors["exp_avg_sq"] / (1 - config.beta2**steps)).sqrt() + config.eps)
-        for piece, part in zip(engine.pieces(), direction.parts, strict=True)
-    ]
-    return replace(direction, parts=parts)
+    found: list[Tensor] = []
+    squares = [piece.tensors["exp_avg_sq"] for piece in engine.pieces()]
+    for parts, square in bunches(direction.parts, squares):
+        steepness = list(torch._foreach_div(square, 1 - config.beta2**steps))
+        torch._foreach_sqrt_(steepness)
+        torch._foreach_add_(steepness, config.eps)
+        found += torch._foreach_mul(parts, scale)
+        torch._foreach_div_(found[-len(parts) :], steepness)
+    return replace(direction, parts=found)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from trp_scale.core.pieces import Piece, Shards
+from trp_scale.core.pieces import Piece, Shards, bunches, copied, scaled
 from trp_scale.distributed.groups import Group
 
 
@@ -141,13 +141,13 @@ class ShardOperations(ABC):
         try:
             for number, loss in enumerate(losses):
                 self.backward(loss(), last=number == len(losses) - 1)
-            return self._shards([gradient.clone() for gradient in self.piece_gradients()])
+            return self._shards(copied(self.piece_gradients()))
         finally:
             self.discard_gradients()
 
     def weights(self) -> Shards:
         """A copy of the weights."""
-        return self._shards([piece.tensors["weight"].clone() for piece in self.pieces()])
+        return self._shards(copied([piece.tensors["weight"] for piece in self.pieces()]))
 
     @contextmanager
     def perturbed(self, direction: Shards, scale: float | Tensor, *, base: Shards | None = None) -> Iterator[None]:
@@ -189,10 +189,10 @@ class ShardOperations(ABC):
 
     @torch.no_grad()
     def _exchange(self, other: Shards) -> None:
-        for weight, part in zip(self._weights_to_write(), other.parts, strict=True):
-            before = weight.clone()
-            weight.copy_(part)
-            part.copy_(before)
+        for weights, parts in bunches(self._weights_to_write(), other.parts):
+            before = copied(weights)
+            torch._foreach_copy_(weights, parts)
+            torch._foreach_copy_(parts, before)
 
     def publish_restored(self) -> None:
         """Before a forward: publish the weights that an interrupted `perturbed` has put back."""
@@ -204,17 +204,19 @@ class ShardOperations(ABC):
     def _move(self, direction: Shards, scale: float | Tensor, *, exchange: Shards | None) -> None:
         if exchange is not None:
             self._exchange(exchange)
-        for weight, part in zip(self._weights_to_write(), direction.parts, strict=True):
-            weight.add_((scale * part).to(weight.dtype))
+        for weights, way in bunches(self._weights_to_write(), direction.parts):
+            torch._foreach_add_(weights, scaled(way, scale))
         self.publish_weights()
 
     @torch.no_grad()
     def _restore(self, saved: Shards, direction: Shards, scale: float | Tensor, *, base: Shards | None) -> None:
-        for number, weight in enumerate(self._weights_to_write()):
-            moved = weight.clone() if base is not None else None
-            weight.copy_(saved.parts[number])
-            if moved is not None:
-                saved.parts[number].copy_(moved - scale * direction.parts[number])
+        if base is not None:
+            self._exchange(saved)
+            for parts, way in bunches(saved.parts, direction.parts):
+                torch._foreach_sub_(parts, scaled(way, scale))
+            return
+        for weights, parts in bunches(self._weights_to_write(), saved.parts):
+            torch._foreach_copy_(weights, parts)
 
     def _weights_to_write(self) -> list[Tensor]:
         """Each piece's weights, once no forward that is under way can still read them."""

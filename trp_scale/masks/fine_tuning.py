@@ -13,7 +13,7 @@ from torch import Tensor
 from trp_scale.core.batch import Batch
 from trp_scale.core.engine import Engine, EngineError, Stores
 from trp_scale.core.hooks import StepContext
-from trp_scale.core.pieces import Region, Shards
+from trp_scale.core.pieces import Region, Shards, bunches
 from trp_scale.core.run import RunContext
 from trp_scale.masks.exact import Weights, whole
 from trp_scale.masks.finite_difference import MaskDerivative
@@ -106,8 +106,8 @@ def second_encoder(run: RunContext) -> Engine:
             "first; allowed: --multilevel.kind head or joint, or another engine"
         )
     with torch.no_grad():
-        for mine, theirs in zip(tuned.pieces(), engine.pieces(), strict=True):
-            mine.tensors["weight"].copy_(theirs.tensors["weight"])
+        for mine, theirs in bunches(weights_of(tuned).parts, weights_of(engine).parts):
+            torch._foreach_copy_(mine, theirs)
     tuned.publish_weights()
     return tuned
 
@@ -117,20 +117,25 @@ def lie_of(engine: Stores) -> list[tuple[str, tuple[int, ...], Region, bool]]:
     return [(piece.name, piece.shape, piece.region, piece.owner) for piece in engine.pieces()]
 
 
+def weights_of(engine: Engine) -> Shards:
+    """The weights themselves, not a copy."""
+    pieces = list(engine.pieces())
+    return Shards(
+        parts=[piece.tensors["weight"] for piece in pieces],
+        owned=[piece.owner for piece in pieces],
+        group=engine.data_group,
+    )
+
+
 @torch.no_grad()
 def distance_between(engine: Engine, tuned: Engine) -> Shards:
     """The way from the second engine's weights to the first's."""
-    pairs = list(zip(engine.pieces(), tuned.pieces(), strict=True))
-    return Shards(
-        parts=[theirs.tensors["weight"] - mine.tensors["weight"] for theirs, mine in pairs],
-        owned=[mine.owner for _, mine in pairs],
-        group=tuned.data_group,
-    )
+    return weights_of(engine).plus(weights_of(tuned), -1.0)
 
 
 @torch.no_grad()
 def move(engine: Engine, way: Shards, share: float) -> None:
     """Weights + share x way, in place."""
-    for piece, part in zip(engine.pieces(), way.parts, strict=True):
-        piece.tensors["weight"].add_(part, alpha=share)
+    for weights, parts in bunches(weights_of(engine).parts, way.parts):
+        torch._foreach_add_(weights, parts, alpha=share)
     engine.publish_weights()

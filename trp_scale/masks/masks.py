@@ -18,6 +18,7 @@ from trp_scale.config.images import MaskedAutoencoderConfig
 from trp_scale.core.batch import Batch
 from trp_scale.core.engine import Engine
 from trp_scale.core.objective import GATE, PATCH_WEIGHTS, PatchObjective
+from trp_scale.core.pieces import bunches
 from trp_scale.core.run import RunContext
 from trp_scale.masks.settings import LearnedMasksSettings
 
@@ -306,8 +307,9 @@ class Masker:
         share = 1 - self.config.optimizer.beta2 ** self.network.optimizer_steps()
         squares = [piece.tensors["exp_avg_sq"] for piece in self.network.pieces() if piece.owner]
         found = torch.zeros(2, dtype=torch.float64, device=self.network.device)
-        for square in squares:
-            found += torch.stack([(square < share * self.eps**2).double().sum(), found.new_tensor(square.numel())])
+        for (bunch,) in bunches(squares):
+            found[0] += (torch.cat(bunch) < share * self.eps**2).sum()
+            found[1] += sum(square.numel() for square in bunch)
         below, number = self.network.data_group.sum(found)
         share_below: Tensor = below / number
         return share_below

@@ -90,7 +90,7 @@ def test_the_table_has_a_row_for_each(capsys: pytest.CaptureFixture[str], monkey
     mlo_cost.main(Options(rows=2, rounds=1, decoder_layers=1, size=32, network="patchwise"))
     printed = capsys.readouterr().out
     for name in (PLAIN, *OURS, *REFERENCE):
-        assert re.search(rf"{name} +│( +[\d.]+ │){{3}} +[\d.]+ to [\d.]+ │( +[\d.]+ │){{2}}", printed), (name, printed)
+        assert re.search(rf"{name} +│( +[\d.,]+ │){{4}} +[\d.]+ to [\d.]+ │( +[\d.]+ │){{2}}", printed), (name, printed)
 
 
 def test_the_reference_s_arithmetic_is_more_than_ours() -> None:

@@ -1,14 +1,23 @@
-"""The sum of squares neither overflows in fp16 nor rounds in bf16."""
+"""The sum of squares neither overflows in fp16 nor rounds in bf16; vectors over all parameters take few operations."""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch import Tensor, nn
 
+from benchmarks.step_counts import CountsOperations
+from tests.synthetic import Layout
+from tests.synthetic_images import image_config
+from trp_scale.core import pieces
+from trp_scale.core.pieces import Shards, bunches
+from trp_scale.distributed.groups import ALONE
+from trp_scale.engines.plain import PlainEngine
 from trp_scale.engines.shards import sum_of_squares
+from trp_scale.masks.fine_tuning import distance_between, move
 
 CPU = torch.device("cpu")
 
@@ -34,23 +43,93 @@ def test_a_rank_without_gradients() -> None:
     assert float(sum_of_squares([], CPU)) == 0.0
 
 
-class Operations(TorchDispatchMode):
-    """Counts operations, of lists of tensors too: on a GPU each is a kernel, or a few for a long list."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.count = 0
-
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
-        self.count += 1
-        return function(*arguments, **(named or {}))
+def operations(what: Callable[[], object]) -> int:
+    """Operations that launch work; one over a list of tensors is one."""
+    with CountsOperations() as counter:
+        what()
+    return sum(counter.counts.operations.values())
 
 
 def test_the_norm_takes_as_many_operations_whatever_the_parameters() -> None:
+    lists = [[torch.ones(2) for _ in range(parameters)] for parameters in (3, 300)]
+    few, many = (operations(partial(sum_of_squares, gradients, CPU)) for gradients in lists)
+    assert few == many <= 6
+
+
+def engine_of(parameters: int) -> PlainEngine:
+    """Small vectors, after one step of AdamW."""
+    module = nn.ParameterList([torch.full((2,), 1.0 + number) for number in range(parameters)])
+    engine = PlainEngine(module, image_config(Layout()), device=CPU)
+    for parameter in module:
+        parameter.grad = torch.ones_like(parameter)
+    engine.check_gradients()
+    engine.step(1e-3)
+    return engine
+
+
+def moved(engine: PlainEngine, direction: Shards, base: Shards | None) -> None:
+    with engine.perturbed(direction, torch.tensor(0.5, dtype=torch.float64), base=base):
+        pass
+
+
+def exchanged(engine: PlainEngine, other: Shards) -> None:
+    with engine.exchanged(other):
+        pass
+
+
+VECTORS: dict[str, Callable[[PlainEngine, Shards], object]] = {
+    "a copy": lambda engine, vector: engine.weights(),
+    "a norm": lambda engine, vector: vector.norm(),
+    "a sum": lambda engine, vector: vector.plus(vector, 2.0),
+    "a product": lambda engine, vector: vector.times(torch.tensor(2.0)),
+    "a shift": lambda engine, vector: vector.shifted(2.0),
+    "a move": lambda engine, vector: moved(engine, vector, None),
+    "a move from a base": lambda engine, vector: moved(engine, vector, vector.times(1.0)),
+    "an exchange": exchanged,
+    "a response": lambda engine, vector: engine.step_response(vector, lr=1e-3, grad_norm=1.0),
+    "a distance": lambda engine, vector: distance_between(engine, engine),
+    "a step to another": lambda engine, vector: move(engine, vector, 0.5),
+}
+
+
+@pytest.mark.parametrize("name", VECTORS)
+def test_arithmetic_takes_as_many_operations_whatever_the_parameters(name: str) -> None:
     found = []
     for parameters in (3, 300):
-        operations = Operations()
-        with operations:
-            sum_of_squares([torch.ones(2) for _ in range(parameters)], CPU)
-        found.append(operations.count - parameters)  # less those that make the gradients
-    assert found[0] == found[1] <= 6
+        engine = engine_of(parameters)
+        found.append(operations(partial(VECTORS[name], engine, engine.weights())))
+    assert 0 < found[0] == found[1] <= 17
+
+
+def test_bunches_hold_as_much_as_they_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces, "together", lambda device: 24)
+    first = [torch.zeros(size) for size in (2, 4, 1, 9, 3, 0, 3)]
+    second = [torch.ones_like(part) for part in first]
+    found = list(bunches(first, second))
+    assert [[part.numel() for part in mine] for mine, _ in found] == [[2, 4], [1], [9], [3, 0, 3]]
+    assert all(torch.equal(theirs, mine + 1) for pair in found for mine, theirs in zip(*pair, strict=True))
+    assert [part for mine, _ in found for part in mine] == first
+    assert list(bunches([], [])) == []
+    with pytest.raises(ValueError, match="shorter"):
+        list(bunches(first, second[:-1]))
+
+
+@pytest.mark.parametrize("together", [8, 1 << 20])
+@pytest.mark.parametrize("factor", [0.3, torch.tensor(0.3, dtype=torch.float64)])
+def test_arithmetic_against_float64(monkeypatch: pytest.MonkeyPatch, together: int, factor: float | Tensor) -> None:
+    monkeypatch.setattr(pieces, "together", lambda device: together)
+    generator = torch.Generator().manual_seed(0)
+    mine, theirs = ([torch.randn(size, generator=generator) for size in (5, 0, 1, 40)] for _ in range(2))
+    owned = [True, True, False, True]
+    one, other = (Shards(parts=parts, owned=owned, group=ALONE) for parts in (mine, theirs))
+    results = {
+        "plus": (one.plus(other, factor), [a.double() + 0.3 * b.double() for a, b in zip(mine, theirs, strict=True)]),
+        "times": (one.times(factor), [0.3 * a.double() for a in mine]),
+        "shifted": (one.shifted(0.3), [a.double() + 0.3 for a in mine]),
+    }
+    for name, (found, expected) in results.items():
+        for part, exact in zip(found.parts, expected, strict=True):
+            torch.testing.assert_close(part.double(), exact, rtol=1e-7, atol=1e-7, msg=name)
+    norm = torch.cat([part.double() for part, own in zip(mine, owned, strict=True) if own]).norm()
+    torch.testing.assert_close(one.norm(), norm, rtol=1e-12, atol=0.0)
+    assert float(Shards(parts=[], owned=[], group=ALONE).norm()) == 0.0

@@ -59,7 +59,8 @@ def test_it_is_the_difference_of_two_real_steps(kind: str, factor: float) -> Non
     start = engine_with_moments(**optimizer)
     gradient, direction = vector(start, 1), vector(start, 2)
     # Across the gradient: its length, and so the clipping, stays the same to first order.
-    direction = direction.plus(gradient, -direction.dot(gradient) / gradient.dot(gradient))
+    along = sum(float(mine @ theirs) for mine, theirs in zip(direction.parts, gradient.parts, strict=True))
+    direction = direction.plus(gradient, -along / float(gradient.norm()) ** 2)
     _, engine = stepped(gradient, factor, **optimizer)
     response = engine.step_response(direction, lr=LR, grad_norm=float(gradient.norm()))
     step = 1e-4
