@@ -5,11 +5,13 @@
 Both sides read the same tars from the page cache, in one process with one thread, in alternating rounds; the rate is
 images over CPU time (so other work on the machine counts less), median over the rounds. Crops are random resized ones
 (20 % to 100 % of the area, bicubic) with flips: one of 224 pixels (MAE), or four of 112 from one decoding (MAE+). Ours
-makes whole batches (order, crops, masks, labels) of uint8, which the device normalises. The other side is measured as
-is usual, ending in ToTensor and Normalize, and also ending in uint8 as ours.
+makes whole batches (order, crops, masks, labels) of uint8, which the device normalises; the table has the bytes that a
+row takes on its way there. The other side is measured as is usual, ending in ToTensor and Normalize, and also ending in
+uint8 as ours.
 
 Without --data it makes 512 JPEGs of about 33 kB and a short side of 256 pixels, as ImageNet's are after the usual
-resize: noise whose spectrum falls as a photograph's does, with 1 / f.
+resize: noise whose spectrum falls as a photograph's does, with 1 / f. MM-MAE, of which there is no other side, reads
+such noise with depth and segmentation made of its colours.
 """
 
 from __future__ import annotations
@@ -36,15 +38,18 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.rounds import alternate
 from benchmarks.stages import breakdown, handing_over
+from trp_scale.config.images import ImagePretrainConfig
 from trp_scale.data import plan
 from trp_scale.data.images import crops, reader
 from trp_scale.data.images import rows as image_rows
+from trp_scale.data.images.png import write_png
 from trp_scale.data.index import read_json, write_json
 from trp_scale.data.sources import TrainSource
 from trp_scale.preparation.sharding.writing import new_tar, report_path
 from trp_scale.upstreams.base import open_sources
 from trp_scale.upstreams.mae import batch as mae_batch
 from trp_scale.upstreams.mae.settings import MaeConfig
+from trp_scale.upstreams.mm_mae.settings import MmMaeConfig
 
 STAGES = {
     "address (order, shuffles)": (plan.__file__, "locate"),
@@ -57,6 +62,8 @@ STAGES = {
 """File and function of each stage; none calls another."""
 
 METHODS = {"MAE, 1 crop of 224": (1, 224), "MAE+, 4 crops of 112": (4, 112)}
+WITH_MAPS = "MM-MAE, 1 crop of 224 with depth and segmentation"
+CLASSES = 16
 MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
 
 
@@ -84,8 +91,8 @@ def noise(generator: np.random.Generator, height: int, width: int) -> Image.Imag
     return Image.fromarray(scaled.clip(0, 255).astype(np.uint8).transpose(1, 2, 0))
 
 
-def make_dataset(directory: Path, images: int) -> Path:
-    """Write the noise as a stored data set of one shard."""
+def make_dataset(directory: Path, images: int, *, maps: bool = False) -> Path:
+    """Write the noise as a stored data set of one shard, with depth and segmentation or without."""
     (directory / "shards").mkdir(parents=True)
     (directory / "progress").mkdir()
     generator = np.random.default_rng(0)
@@ -94,21 +101,34 @@ def make_dataset(directory: Path, images: int) -> Path:
         for number in range(images):
             height, width = (256, 341) if number % 2 else (341, 256)
             stream = io.BytesIO()
-            noise(generator, height, width).save(stream, "JPEG", quality=72)
-            shard.writer.add(f"noise-{number:06d}", 1, {"jpg": stream.getvalue(), "cls": b"0"}, label=0)
-    document = {"shards": ["image-000000.tar"], "suffixes": ["jpg", "cls"], "rows": images, "rows_per_block": 64}
+            image = noise(generator, height, width)
+            image.save(stream, "JPEG", quality=72)
+            members = {"jpg": stream.getvalue(), "cls": b"0"}
+            if maps:
+                red, green, _ = np.moveaxis(np.asarray(image), 2, 0)
+                members["depth.png"] = write_png(red.astype(np.uint16) * 40 + 500)
+                members["semseg.png"] = write_png(green // (256 // CLASSES))
+            shard.writer.add(f"noise-{number:06d}", 1, members, label=0)
+    document = {"shards": ["image-000000.tar"], "suffixes": list(members), "rows": images, "rows_per_block": 64}
+    if maps:
+        document["modalities"] = {"depth": {"scale": 0.001}, "semseg": {"classes": [str(n) for n in range(CLASSES)]}}
     write_json(directory / "dataset.json", {"format": 1, "kind": "image", "classes": None, **document})
     return directory
 
 
-def open_train(options: Options, directory: Path, count: int, size: int) -> TrainSource:
+def open_train(options: Options, directory: Path, config: ImagePretrainConfig) -> TrainSource:
     """The training rows in this process; one window is one round."""
-    config = MaeConfig()
-    config.masking.ratio = 0.75
     config.data.path, config.data.workers, config.data.validation_fraction = str(directory), 0, 0.0
     config.batch.micro_size, config.batch.global_size = options.micro_size, options.images
-    config.crops.count, config.crops.size = count, size
     return open_sources(config, rank=0, world=1).train
+
+
+def mae(count: int, size: int) -> MaeConfig:
+    """Crops without maps."""
+    config = MaeConfig()
+    config.masking.ratio = 0.75
+    config.crops.count, config.crops.size = count, size
+    return config
 
 
 def other_batches(options: Options, directory: Path, count: int, size: int, *, floats: bool) -> Iterator[object]:
@@ -136,10 +156,12 @@ def take(batches: Iterator[object], count: int) -> list[object]:
     return list(islice(batches, count))
 
 
-def candidates(options: Options, directory: Path, count: int, size: int) -> dict[str, Callable[[], object]]:
+def candidates(options: Options, directory: Path, method: str) -> dict[str, Callable[[], object]]:
     """One round of each side."""
-    train = open_train(options, directory, count, size)
-    rounds: dict[str, Callable[[], object]] = {"ours": train.next_window}
+    if method == WITH_MAPS:
+        return {"ours": open_train(options, directory, MmMaeConfig()).next_window}
+    count, size = METHODS[method]
+    rounds: dict[str, Callable[[], object]] = {"ours": open_train(options, directory, mae(count, size)).next_window}
     for name, floats in (("webdataset + PIL + v1", True), ("the same, uint8", False)):
         batches = other_batches(options, directory, count, size, floats=floats)
         rounds[name] = partial(take, batches, options.images // options.micro_size)
@@ -148,16 +170,18 @@ def candidates(options: Options, directory: Path, count: int, size: int) -> dict
 
 def measure(options: Options, directory: Path, method: str) -> None:
     """Measure one method and print."""
-    count, size = METHODS[method]
-    train = open_train(options, directory, count, size)
-    measured = alternate(candidates(options, directory, count, size), rounds=options.rounds, warmup=1)
+    train = open_train(options, directory, MmMaeConfig() if method == WITH_MAPS else mae(*METHODS[method]))
+    measured = alternate(candidates(options, directory, method), rounds=options.rounds, warmup=1)
     table = Table("", "per CPU-second", "microseconds", "ours is faster", title=f"{method}: images, one core")
     for name, one in measured.items():
         ratio = one.cpu / measured["ours"].cpu
         each = one.cpu / options.images
         table.add_row(name, f"{1 / each:,.0f}", f"{1e6 * each:,.0f}", f"{ratio:.2f} x" if name != "ours" else "")
     handed = alternate({"pack": handing_over(train)}, rounds=5)["pack"].cpu / options.images
-    table.add_row("to pack and unpack (workers)", "", f"+ {1e6 * handed:,.0f}", "", end_section=True)
+    table.add_row("to pack and unpack (workers)", "", f"+ {1e6 * handed:,.0f}", "")
+    batch = train.next_window()[0]
+    size = sum(field.nbytes for field in batch.fields.values()) / batch.rows
+    table.add_row(f"bytes of a row: {size:,.0f}", "", "", "", end_section=True)
     for stage, share in breakdown(train, STAGES, "the rest").items():
         table.add_row(f"  {stage}", "", f"{share:.0%}", "")
     Console().print(table)
@@ -175,6 +199,8 @@ def main(options: Options) -> None:
         print(f"{rows:,} images, {sum(tar.stat().st_size for tar in tars) / rows / 1e3:.1f} kB each in their tars")
         for method in METHODS:
             measure(options, data, method)
+        if options.data is None:
+            measure(options, make_dataset(Path(directory) / "maps", 512, maps=True), WITH_MAPS)
 
 
 if __name__ == "__main__":

@@ -93,7 +93,8 @@ def random_modalities(config: MmMaeConfig, rows: int) -> Batch:
     labels = (rows, side // semseg.stride, side // semseg.stride)
     fields = {
         "images": torch.randint(0, 256, (rows, 3, side, side), generator=generator, dtype=torch.uint8),
-        "depth": torch.randn(rows, side, side, generator=generator),
+        "depth": torch.randint(1, 1 << 16, (rows, side, side), generator=generator, dtype=torch.uint16),
+        "depth_statistics": torch.tensor([[32768.0, 0.0, 1 / 18919]]).expand(rows, 3).contiguous(),  # of such depth
         "semseg": torch.randint(0, CLASSES["semseg"], labels, generator=generator).to(torch.uint8),
         "visible": order[:, : config.modalities.visible_tokens].sort(-1).values,
         "depth_counts": torch.full((rows, patches), config.vision.patch_size**2, dtype=torch.int32),

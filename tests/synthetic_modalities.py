@@ -29,6 +29,7 @@ from trp_scale.core.hooks import build_hooks
 from trp_scale.core.run import RunContext
 from trp_scale.distributed.groups import Group
 from trp_scale.engines.build import build_engine
+from trp_scale.modalities.depth import NOT_MEASURED, standardised
 from trp_scale.modalities.semseg import VOID
 from trp_scale.models.patches import patchify
 from trp_scale.training.loop import StepAgreement
@@ -55,11 +56,11 @@ def row(
     smooth = torch.nn.functional.interpolate(coarse, side, mode="bilinear", align_corners=True)[0]
     smooth = smooth + 0.05 * torch.randn(smooth.shape, generator=generator)
     holes = torch.rand(2, side, side, generator=generator) < 0.4 * torch.rand(2, 1, 1, generator=generator)
-    depth = torch.where(holes[0], torch.nan, 3.0 * (smooth[3] - 0.5))
+    depth = torch.where(holes[0], NOT_MEASURED, 32768 + 24000 * (smooth[3] - 0.5)).to(torch.uint16)
     labels = (smooth[4].clamp(0, 0.999) * CLASSES).to(torch.uint8)
     semseg = torch.where(holes[1], VOID, labels)[::STRIDE, ::STRIDE].to(torch.uint8)
     if "depth" in absent:
-        depth = torch.full_like(depth, torch.nan)
+        depth = torch.full_like(depth, NOT_MEASURED)
     if "semseg" in absent:
         semseg = torch.full_like(semseg, VOID)
     order = torch.randperm(inputs * (side // PATCH) ** 2, generator=generator)
@@ -70,15 +71,21 @@ def row(
     return {
         "images": (smooth[:3].clamp(0, 1) * 255).to(torch.uint8),
         "depth": depth,
+        "depth_statistics": torch.tensor([32768.0, 0.5, 1 / 8000]),
         "semseg": semseg,
         "normals": normals,
         "visible": order[:visible].sort().values,
-        "depth_counts": patch_sums(~depth.isnan(), PATCH),
+        "depth_counts": patch_sums(depth != NOT_MEASURED, PATCH),
         "semseg_counts": patch_sums(semseg != VOID, PATCH // STRIDE),
         "normals_counts": patch_sums(~normals[0].isnan(), PATCH),
         "labels": torch.tensor(-1),
         "row_weights": torch.tensor(1.0),
     }
+
+
+def depth_of(rows: Batch) -> Tensor:
+    """[R, S, S] as the model sees it."""
+    return standardised(rows["depth"], rows["depth_statistics"])
 
 
 def patch_sums(valid: Tensor, side: int) -> Tensor:

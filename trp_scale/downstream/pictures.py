@@ -324,7 +324,7 @@ def modality_reconstructions(trained: TrainedModalities, batch: Batch) -> dict[s
         modality = objective.modalities.of(task)
         true, masked = patches[modality.name], hidden[modality.name].unsqueeze(-1)  # [R, N, P], [R, N, 1]
         guess = modality.reconstruction(task, prediction, true)
-        unknown = torch.tensor(modality.blank, dtype=true.dtype)
+        unknown = torch.tensor(torch.nan if true.is_floating_point() else modality.blank, dtype=true.dtype)
         stages = (true, torch.where(masked, unknown, true), torch.where(masked, guess, true))
         shown[task] = {stage: modality.maps(one) for stage, one in zip(STAGES, stages, strict=True)}
     return shown

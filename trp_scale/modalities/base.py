@@ -117,7 +117,8 @@ class Modality(ABC):
     """One modality. What is stored belongs to the class; an instance is the modality in one run.
 
     A patch has N_p = (P / stride)^2 numbers in each of C channels, an element is one place of them, P the patch size.
-    Where nothing is known a batch holds `blank`: not a number, or a class that is none.
+    Where nothing is known a batch holds `blank`: not a number, or a number that stands for it. `patches` are then not a
+    number either, or, of whole numbers, `blank`.
 
     Args:
         settings: its own, the section of the run that has its name.
@@ -202,7 +203,9 @@ class Modality(ABC):
                 numbers = cropper.pick(sample.maps[self.name], crops, row, size)
                 made = self.standardise(numbers, stored[row], mirrored=bool(crops.flips[row, 0]))
                 values[row] = made if self.channels == 1 else made.transpose(2, 0, 1)
-        known = np.logical_and(values != self.blank, ~np.isnan(values))
+        known = values != self.blank
+        if values.dtype.kind == "f":
+            known = np.logical_and(known, ~np.isnan(values))
         if self.channels > 1:
             known = np.logical_and.reduce(known, axis=1)  # [R, s, s]
         return {
@@ -212,7 +215,7 @@ class Modality(ABC):
 
     @abstractmethod
     def standardise(self, numbers: Map, stored: Any, *, mirrored: bool) -> npt.NDArray[Any]:
-        """The crop of a map as the model sees it: [s, s] or [s, s, C], in the type of `blank`.
+        """The crop of a map as the batch has it: [s, s] or [s, s, C], in the type of `blank`.
 
         Args:
             numbers: of the crop, as stored.

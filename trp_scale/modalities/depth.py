@@ -1,13 +1,18 @@
-"""Depth, in metres or relative, standardised over its own crop, so that both are alike to the model."""
+"""Depth, in metres or relative, standardised over its own crop, so that both are alike to the model.
+
+A batch has it as it is stored, in 16 bits: half the bytes of what the model sees, from the loader to the device. The
+numbers that standardise each crop there come with it.
+"""
 
 from __future__ import annotations
 
 import inspect
 import logging
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal, get_args
+from typing import Any, ClassVar, Literal, cast, get_args
 
 import numpy as np
 import numpy.typing as npt
@@ -15,15 +20,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from trp_scale.core.batch import Batch
+from trp_scale.data.images.crops import Cropper, Crops
 from trp_scale.data.images.maps import Description, MapFormat, StoredMaps, own_directory
 from trp_scale.data.images.png import Map
+from trp_scale.data.images.rows import DecodedRows
 from trp_scale.data.index import DataError
 from trp_scale.modalities.base import Interpret, MapFiles, Modality, PseudoLabels, SceneMap, Size
+from trp_scale.models.patches import patchify
 
 log = logging.getLogger(__name__)
 
 NOT_MEASURED = 0
 """In a stored map: nothing was measured there."""
+
+STATISTICS = "depth_statistics"
+"""In a batch: what standardises the depth of each row's crop."""
 
 RELATIVE_SCALE = 1.0 / 65535
 """Scale of a map without metres: its 16 bits are a share of its range."""
@@ -136,12 +148,14 @@ class DepthLabels(PseudoLabels):
 class Depth(Modality):
     """Depth. Its task: the absolute error of standardised depth where it was measured. An element is a pixel.
 
-    The batch has it as depth [R, S, S] float32, not a number where nothing was measured.
+    The batch has it as depth [R, S, S] uint16, in stored units, NOT_MEASURED where nothing was; and as depth_statistics
+    [R, 3] float32 (`crop_statistics`).
     """
 
     name = "depth"
     format = DepthFormat("depth.png", bits=16, empty=NOT_MEASURED)
     labels = DepthLabels()
+    blank = np.uint16(NOT_MEASURED)
 
     @classmethod
     def from_files(cls, settings: Any) -> MapFiles:
@@ -155,8 +169,22 @@ class Depth(Modality):
         unit = f"1/{per_metre} metre along the camera's axis"
         return SceneMap(scene.depth, {"scale": 1 / per_metre, "unit": unit})
 
-    def standardise(self, numbers: Map, stored: StoredDepth, *, mirrored: bool) -> npt.NDArray[np.float32]:
-        return standardise(numbers, stored.scale)
+    def fields(
+        self, rows: DecodedRows, crops: Crops, cropper: Cropper, stored: Sequence[StoredMaps]
+    ) -> dict[str, Tensor]:
+        found = super().fields(rows, crops, cropper, stored)
+        of_crops = [
+            crop_statistics(crop, maps.scale)
+            for crop, maps in zip(found[self.name].numpy(), cast(Sequence[StoredDepth], stored), strict=True)
+        ]
+        return {**found, STATISTICS: torch.tensor(of_crops, dtype=torch.float32)}
+
+    def standardise(self, numbers: Map, stored: StoredDepth, *, mirrored: bool) -> npt.NDArray[np.uint16]:
+        """As stored: the device standardises it."""
+        return numbers
+
+    def patches(self, batch: Batch) -> Tensor:
+        return patchify(standardised(batch[self.name], batch[STATISTICS]).unsqueeze(1), self.side)
 
     @classmethod
     def meaning(cls, stored: StoredDepth) -> str:
@@ -167,9 +195,9 @@ class Depth(Modality):
         return torch.where(patches.isnan(), 0.0, distances).sum(-1)
 
 
-def standardise(depth: Map, scale: float | None) -> npt.NDArray[np.float32]:
-    """Depth over its measured pixels: without the lowest and highest tenth, subtract the mean of the rest and divide by
-    sqrt(var + 1e-6) (TRP 4.2; Bachmann et al.).
+def crop_statistics(depth: Map, scale: float | None) -> tuple[float, float, float]:
+    """What standardises the depth of a crop over its measured pixels: without the lowest and highest tenth, the mean of
+    the rest is subtracted, and divided by sqrt(var + 1e-6) (TRP 4.2; Bachmann et al.).
 
     Of K measured pixels the K // 10 lowest and as many of the highest are left out, so that mean and variance do not
     depend on which of equal pixels these are. Both are sums of integers: exact, in any order.
@@ -179,13 +207,14 @@ def standardise(depth: Map, scale: float | None) -> npt.NDArray[np.float32]:
         scale: metres per unit; None: relative.
 
     Returns:
-        [S, S] float32, NaN where nothing was measured.
+        the mean in stored units, its whole part and the rest of it, and units over the deviation; zeros if nothing was
+        measured.
     """
     counts = np.bincount(depth.ravel())  # pixels of each value; partitioning takes half as long again
     counts[NOT_MEASURED : NOT_MEASURED + 1] = 0
     measured = int(counts.sum())
     if measured == 0:
-        return np.full(depth.shape, np.nan, dtype=np.float32)
+        return 0.0, 0.0, 0.0
     left_out = measured // 10
     up_to = np.clip(
         counts.cumsum(), left_out, measured - left_out
@@ -197,13 +226,20 @@ def standardise(depth: Map, scale: float | None) -> npt.NDArray[np.float32]:
     unit = RELATIVE_SCALE if scale is None else scale
     variance = (count * squares - total * total) / (count * count) * unit**2
     middle, rest = divmod(total, count)
-    result: npt.NDArray[np.float32] = depth.astype(np.float32) - np.float32(
-        middle
-    )  # exact: differences of 16-bit integers
-    result -= np.float32(rest / count)
-    result *= np.float32(unit / np.sqrt(variance + VARIANCE_FLOOR))
-    result[depth == NOT_MEASURED] = np.nan
-    return result
+    return float(middle), rest / count, unit / math.sqrt(variance + VARIANCE_FLOOR)
+
+
+def standardised(depth: Tensor, statistics: Tensor) -> Tensor:
+    """[R, S, S] uint16, [R, 3] -> [R, S, S] float32, not a number where nothing was measured.
+
+    Args:
+        depth: in stored units.
+        statistics: `crop_statistics` of each.
+    """
+    middle, rest, factor = statistics[:, :, None, None].unbind(1)  # [R, 1, 1] each
+    units = depth.float()
+    found = (units - middle).sub_(rest).mul_(factor)  # the first difference is exact: of 16-bit integers
+    return found.masked_fill_(units == NOT_MEASURED, torch.nan)
 
 
 def depth_maps(processor: Any, scale: float | None) -> Interpret:

@@ -9,6 +9,7 @@ import torch
 from PIL import Image
 
 from tests.runs import image_flags, pretrain_here
+from tests.synthetic_modalities import depth_of
 from trp_scale.config import RefusedError
 from trp_scale.downstream.pictures import draw_pictures, modality_reconstructions, task_losses
 from trp_scale.downstream.trained_images import load_trained_images, load_trained_modalities
@@ -42,7 +43,7 @@ def test_visible_patches_are_the_input_s_and_masked_ones_are_not_seen(run: Path)
     assert torch.allclose(shown["raw_rgb"]["input"], batch["images"] / 255.0, atol=1e-5)
     assert torch.equal(shown["semseg"]["input"], batch["semseg"].long())
     assert shown["depth"]["seen"].isnan().all(), "depth is no input"
-    assert torch.equal(shown["depth"]["input"], batch["depth"])
+    assert torch.equal(shown["depth"]["input"], depth_of(batch))
     for task, modality, hidden in (("rgb", "rgb", 0.5), ("semseg", "semseg", 255)):
         masked = trained.objective.masked(batch)[modality].view(-1, GRID, GRID)
         side = shown[task]["input"].shape[-1] // GRID
@@ -62,7 +63,7 @@ def test_losses_are_the_objective_s_and_the_plainest_guesses_are_known(run: Path
         own = trained.objective(trained.model, batch)
     assert [loss for loss, _ in losses.values()] == pytest.approx((own.sums / own.counts).tolist())
     assert losses["rgb"][1] == pytest.approx(1.0, abs=0.1), "a normalised patch has variance 1, a flat one 0"
-    assert losses["depth"][1] == pytest.approx(float(batch["depth"].abs().mean()), rel=1e-5), "all of depth is masked"
+    assert losses["depth"][1] == pytest.approx(float(depth_of(batch).abs().mean()), rel=1e-5), "all of depth is masked"
     shares = torch.bincount(batch["semseg"].flatten().long(), minlength=10) / batch["semseg"].numel()
     entropy = -float((shares[shares > 0] * shares[shares > 0].log()).sum())
     assert losses["semseg"][1] == pytest.approx(entropy, rel=0.3), "of all labels, not of the masked ones alone"

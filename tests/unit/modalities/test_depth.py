@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 
-from trp_scale.modalities.depth import standardise
+from trp_scale.modalities.depth import crop_statistics, standardised
 
 
 def plain(depth: np.ndarray, unit: float) -> np.ndarray:
@@ -16,6 +17,12 @@ def plain(depth: np.ndarray, unit: float) -> np.ndarray:
     rest = measured[tenth : len(measured) - tenth]
     result = (metres - rest.mean()) / np.sqrt(rest.var() + 1e-6)
     return np.where(depth > 0, result, np.nan)
+
+
+def standardise(depth: np.ndarray, scale: float | None) -> np.ndarray:
+    """Of one crop, as on a device."""
+    statistics = torch.tensor([crop_statistics(depth, scale)], dtype=torch.float32)
+    return standardised(torch.from_numpy(depth)[None], statistics)[0].numpy()
 
 
 def drawn(kind: str) -> np.ndarray:

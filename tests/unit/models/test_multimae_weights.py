@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from tests.synthetic_modalities import CLASSES, PATCH, SIDE, STRIDE, batch
+from tests.synthetic_modalities import CLASSES, PATCH, SIDE, STRIDE, batch, depth_of
 from tests.unit.models.multimae_peer import drawn_weights, predict
 from tests.unit.models.small_modalities import ALL, EVERY_TASK, config, small_model
 from trp_scale.checkpoint.initial_weights import load_given_weights
@@ -71,7 +71,7 @@ def test_it_predicts_what_multimae_does(inputs: tuple[str, ...]) -> None:
     patches = objective.patches(rows)
     found = model(objective.seen(patches, rows), rows["visible"]).predictions
     # Patches are made of these by ours; theirs reads them as they are.
-    pixels = {"rgb": normalised_pixels(patches["rgb"]), "depth": rows["depth"].nan_to_num(0.0).unsqueeze(1).double()}
+    pixels = {"rgb": normalised_pixels(patches["rgb"]), "depth": depth_of(rows).nan_to_num(0.0).unsqueeze(1).double()}
     whole: dict[str, Tensor] = {**pixels, "semseg": rows["semseg"].long()}
     for row in range(2):
         visible = [(inputs[number // GRID**2], number % GRID**2) for number in rows["visible"][row].tolist()]

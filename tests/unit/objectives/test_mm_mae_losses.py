@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.synthetic_modalities import CLASSES, PATCH, SIDE, STRIDE, batch
+from tests.synthetic_modalities import CLASSES, PATCH, SIDE, STRIDE, batch, depth_of
 from tests.unit.models.small_modalities import ALL, EVERY_TASK, changed, config, small_model
 from trp_scale.config import Config
 from trp_scale.core.batch import Batch
+from trp_scale.modalities.depth import NOT_MEASURED
 from trp_scale.modalities.semseg import VOID
 from trp_scale.models.patches import CHANNEL_DEVIATION, CHANNEL_MEAN
 from trp_scale.upstreams.mm_mae.model import MultimodalOutput
@@ -56,7 +57,7 @@ def element_losses(task: str, guess: Tensor, rows: Batch, row: int, place: int) 
         pairs = [(label, scores) for label, scores in zip(labels, logits, strict=True) if label != 255]
         return [math.log(sum(math.exp(s) for s in scores)) - scores[label] for label, scores in pairs]
     if task == "depth":
-        depth = rows["depth"][row, top * PATCH :, left * PATCH :][:PATCH, :PATCH].flatten().tolist()
+        depth = depth_of(rows)[row, top * PATCH :, left * PATCH :][:PATCH, :PATCH].flatten().tolist()
         return [abs(a - b) for a, b in zip(guess.tolist(), depth, strict=True) if not math.isnan(b)]
     if rows["row_weights"][row] == 0:
         return []
@@ -93,7 +94,7 @@ def test_sums_and_counts(case: dict[str, Any], reduction: Any) -> None:
     settings.objective.reduction = reduction
     there = torch.tensor([1.0, 1.0, 0.0])
     rows = rows_for(settings, row_weights=there)
-    for name, nothing in (("depth", torch.nan), ("semseg", VOID), ("depth_counts", 0), ("semseg_counts", 0)):
+    for name, nothing in (("depth", NOT_MEASURED), ("semseg", VOID), ("depth_counts", 0), ("semseg_counts", 0)):
         rows[name][2] = nothing
     objective, model = MultimodalReconstruction(settings), Recorder(settings)
     losses = objective(model, rows)

@@ -53,7 +53,7 @@ def recount(config: Config, batch: Batch) -> list[float]:
     grid = size // patch
     valid = {
         "rgb": torch.ones(batch.rows, grid, grid),
-        "depth": ~batch["depth"].isnan(),
+        "depth": batch["depth"] != 0,
         "semseg": batch["semseg"] != 255,
     }
     found = []

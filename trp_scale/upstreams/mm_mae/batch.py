@@ -150,7 +150,7 @@ class MultimodalBatchBuilder:
         row_weights [R] float32: 1, or 0 for a row that is not there or cannot be decoded; nothing is known of it then,
             and its image is grey.
         what each modality among the inputs or outputs brings (Modality.fields), for example images [R, 3, S, S] uint8,
-        depth [R, S, S] float32 with depth_counts [R, N] int32.
+        depth [R, S, S] uint16 with depth_statistics [R, 3] float32 and depth_counts [R, N] int32.
 
     All draws come from (training.seed, row key, epoch modulo masking.maskings), as ImageBatchBuilder's.
     """

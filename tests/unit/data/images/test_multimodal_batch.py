@@ -10,6 +10,7 @@ import torch
 from PIL import Image
 
 from tests.settings import of_upstream
+from tests.synthetic_modalities import depth_of
 from tests.unit.data.images.multimodal import (
     DESCRIBED,
     first_window,
@@ -27,6 +28,7 @@ from trp_scale.data.images.dataset import open_image_dataset
 from trp_scale.data.index import DataError
 from trp_scale.data.mixture import parse_paths
 from trp_scale.modalities.base import count_patches
+from trp_scale.modalities.depth import standardised
 from trp_scale.upstreams.base import open_sources, upstream_of
 from trp_scale.upstreams.mm_mae.tokens import RunModalities
 
@@ -63,7 +65,8 @@ def test_shapes_types_and_counts(data: Path) -> None:
         found = {name: (value.dtype, tuple(value.shape)) for name, value in batch.fields.items()}
         assert found == {
             "images": (torch.uint8, (3, 3, 32, 32)),
-            "depth": (torch.float32, (3, 32, 32)),
+            "depth": (torch.uint16, (3, 32, 32)),
+            "depth_statistics": (torch.float32, (3, 3)),
             "semseg": (torch.uint8, (3, 8, 8)),
             "visible": (torch.int64, (3, 10)),
             "depth_counts": (torch.int32, (3, 16)),
@@ -77,7 +80,7 @@ def test_shapes_types_and_counts(data: Path) -> None:
         for row in range(3):
             for patch in range(16):
                 top, left = patch // 4 * 8, patch % 4 * 8
-                measured = ~batch["depth"][row, top : top + 8, left : left + 8].isnan()
+                measured = batch["depth"][row, top : top + 8, left : left + 8] != 0
                 labelled = batch["semseg"][row, top // 4 : top // 4 + 2, left // 4 : left // 4 + 2] != 255
                 assert batch["depth_counts"][row, patch] == measured.sum()
                 assert batch["semseg_counts"][row, patch] == labelled.sum()
@@ -86,7 +89,7 @@ def test_shapes_types_and_counts(data: Path) -> None:
 @pytest.mark.parametrize(
     ("inputs", "outputs", "fields"),
     [
-        (["rgb"], ["depth"], {"depth", "depth_counts"}),
+        (["rgb"], ["depth"], {"depth", "depth_statistics", "depth_counts"}),
         (["semseg", "rgb"], ["rgb", "raw_rgb"], {"semseg", "semseg_counts"}),
         (["rgb"], ["raw_rgb"], set()),
     ],
@@ -163,7 +166,7 @@ def test_a_checkerboard_painted_in_all_three_stays_aligned(tmp_path: Path, flip:
     for step in steps(config, 1, 10):
         brightness = step["images"].float().mean(dim=1)  # [6, 64, 64]
         sure = (brightness - 127.5).abs() > 60
-        lit = step["depth"] > 0
+        lit = standardised(step["depth"], step["depth_statistics"]) > 0
         assert torch.equal(lit[sure], (brightness > 127.5)[sure])
         clear += int(sure.sum())
         middle = brightness_at_labels(brightness)  # [6, 16, 16]
@@ -227,7 +230,7 @@ def test_members_of_a_mixture_have_their_own_scale_and_the_same_segmentation_cla
     config = multimodal_config(f"zero:1={tmp_path / 'data0'},one:1={tmp_path / 'data1'}", crops={"min_scale": 1.0})
     deviations: dict[int, list[float]] = {0: [], 1: []}
     for batch in first_window(config):
-        for label, depth in zip(batch["labels"].tolist(), batch["depth"], strict=True):
+        for label, depth in zip(batch["labels"].tolist(), depth_of(batch), strict=True):
             deviations[label].append(float(depth.std()))
     # without the floor it would be 1.12 / 0.84, and with the other member's scale for one of them as well
     assert all(abs(value - 0.83) < 0.1 for values in deviations.values() for value in values), deviations
