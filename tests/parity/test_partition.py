@@ -12,7 +12,7 @@ from tests.grids import grid
 from tests.parity.compare import too_far
 from tests.ranks import Ranks
 from tests.synthetic import ADVERB, INTERJECTION, TWO_RANKS, Layout, Result, run, small_config, trainer_for
-from trp_scale.balancing.uniform import Uniform
+from trp_scale.balancing.from_counts import Uniform
 from trp_scale.core.batch import TaskLosses
 from trp_scale.core.hooks import StepContext
 

@@ -87,7 +87,7 @@ class RatioSettings(LossReadingSettings):
             )
 
 
-@component("balancer", "uniform", "trp_scale.balancing.uniform:Uniform")
+@component("balancer", "uniform", "trp_scale.balancing.from_counts:Uniform")
 @dataclass(kw_only=True)
 class UniformSettings(FixedSumSettings):
     """The same weight for every task (TRP eq. 4)."""
@@ -100,7 +100,7 @@ class UniformSettings(FixedSumSettings):
             yield "--balancer.form sum has no effect with --balancer.total 1; --balancer.total paper keeps the sum"
 
 
-@component("balancer", "proportional", "trp_scale.balancing.proportional:Proportional")
+@component("balancer", "proportional", "trp_scale.balancing.from_counts:Proportional")
 @dataclass(kw_only=True)
 class ProportionalSettings(Settings):
     """Weights by the number of elements (plain BERT)."""

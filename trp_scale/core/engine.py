@@ -31,6 +31,26 @@ class EngineError(RefusedError):
     """The engine cannot do what is asked; the message says what to change."""
 
 
+class CompiledGraphs(Protocol):
+    """What torch.compile has made of an engine's model.
+
+    Attributes:
+        made: graphs that the calls so far have led to.
+        surplus: those that no mode of the run needed, in words, oldest first.
+    """
+
+    made: int
+    surplus: list[str]
+
+    def seconds(self) -> float:
+        """Spent on compiling, in this process since the engine was made."""
+        ...
+
+    def found(self) -> int:
+        """How many were found in the cache directory, where an earlier start has left them."""
+        ...
+
+
 class Trains(Protocol):
     """What a training step needs.
 
@@ -43,6 +63,11 @@ class Trains(Protocol):
     device: torch.device
     data_group: Group
     decides_on_host: bool
+
+    @property
+    def graphs(self) -> CompiledGraphs | None:
+        """Of the compiled model; None where nothing is compiled."""
+        ...
 
     @property
     def module(self) -> nn.Module:

@@ -19,8 +19,9 @@ from trp_scale.config import Config
 from trp_scale.core.engine import EngineError
 from trp_scale.core.pieces import Piece, Shards, whole_tensors
 from trp_scale.distributed.groups import Group
+from trp_scale.engines.compiled import compile_model
 from trp_scale.engines.optimizer import Lamb, adamw_response, build_optimizer, set_learning_rate
-from trp_scale.engines.shards import ShardOperations, compile_blocks, sum_of_squares
+from trp_scale.engines.shards import ShardOperations, sum_of_squares
 from trp_scale.engines.zero_layout import (
     FlatLayout,
     FlatOffloadLayout,
@@ -82,8 +83,7 @@ class DeepSpeedEngine(ShardOperations):
         self.config = config
         self.device = device
         self.data_group = data_group
-        if config.training.compile == "blocks":
-            compile_blocks(module)
+        self.graphs = compile_model(module, config.training.compile)
         if stage_3:
             # A block is gathered whole: not matrix by matrix, each with a collective of its own.
             blocks = {type(layer) for layer in module.layers if list(layer.children())}  # type: ignore[union-attr, attr-defined]
@@ -95,8 +95,6 @@ class DeepSpeedEngine(ShardOperations):
         if self.zero_stage == 3:
             self._stage_3.add(self)
         self.layout = self._layout()
-        if config.training.compile == "whole":
-            self.engine.compile()
         self._steps = 0
 
     def _layout(self) -> ZeroLayout:

@@ -13,8 +13,9 @@ from trp_scale.config import Config
 from trp_scale.core.engine import EngineError
 from trp_scale.core.pieces import STATE_NAMES, FlatRange, Piece, Shards
 from trp_scale.distributed.groups import ALONE, Group
+from trp_scale.engines.compiled import compile_model
 from trp_scale.engines.optimizer import adamw_response, build_optimizer, empty_adamw_state, set_learning_rate
-from trp_scale.engines.shards import ShardOperations, compile_blocks, sum_of_squares
+from trp_scale.engines.shards import ShardOperations, sum_of_squares
 
 
 class PlainEngine(ShardOperations):
@@ -37,12 +38,10 @@ class PlainEngine(ShardOperations):
         self.config = config
         self.device = device
         self.data_group = data_group
-        if config.training.compile == "blocks":
-            compile_blocks(module)
+        self.graphs = compile_model(module, config.training.compile)
         self.module: nn.Module = self.place(module)
         self.optimizer = self.optimizer_of(self.module)
-        whole = config.training.compile == "whole"
-        self.forward_module: Any = torch.compile(self.module) if whole else self.module
+        self.forward_module: Any = self.module
         self._norm = torch.zeros(())
         self._steps = torch.zeros((), dtype=torch.int64, device=device)  # the device counts: it decides what is applied
         self._exact = False

@@ -8,17 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from trp_scale.core.pieces import Piece, Shards, bunches, copied, scaled
 from trp_scale.distributed.groups import Group
-
-
-def compile_blocks(module: nn.Module) -> None:
-    """Compile the forward of each of `module.layers`, in place. What an engine hangs on a block, such as gathering its
-    weights, stays outside."""
-    for layer in module.layers:  # type: ignore[union-attr, attr-defined]
-        layer.forward = torch.compile(layer.forward)
 
 
 def sum_of_squares(gradients: Sequence[Tensor], device: torch.device) -> Tensor:

@@ -99,11 +99,12 @@ class Observer:
         if self.enabled:
             self._display.message(text)
 
-    def close(self, reason: str) -> dict[str, Any]:
+    def close(self, reason: str, start: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """End the display, write summary.json and report.txt, print the report. A second call does nothing.
 
         Args:
             reason: why the run ends: "finished", "SIGTERM", "max_hours", an error's text.
+            start: of its start and its graphs (throughput.StartUp).
 
         Returns:
             the contents of summary.json; empty on other ranks than 0.
@@ -115,7 +116,7 @@ class Observer:
         self._write_held()
         self._writer.close()
         self._display.close()
-        self._summary = self._summarise(reason)
+        self._summary = self._summarise(reason, start or {})
         text = json.dumps(self._summary, indent=2, allow_nan=False) + "\n"
         (self.run_dir / SUMMARY_FILE).write_text(text, encoding="utf-8")
         (self.run_dir / REPORT_FILE).write_text(report(self.run_dir), encoding="utf-8")
@@ -169,7 +170,7 @@ class Observer:
         for sink in self._sinks:
             sink.write(line)
 
-    def _summarise(self, reason: str) -> dict[str, Any]:
+    def _summarise(self, reason: str, start: Mapping[str, Any]) -> dict[str, Any]:
         history = read_history(self.run_dir)
         summary = {
             "exit_reason": reason,
@@ -191,6 +192,7 @@ class Observer:
             "validation": history.validation,
             "rows": dict(self.info.rows),
             "description": self.info.description,
+            **start,
         }
         cleaned: dict[str, Any] = finite(summary)
         return cleaned

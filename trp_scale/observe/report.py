@@ -77,6 +77,7 @@ def report_lines(run_dir: Path, history: RunHistory, summary: Mapping[str, Any])
         lines.append(speed)
     if history.data_wait_share is not None:
         lines.append(f"waited for data: {history.data_wait_share:.1%} of the steps' time (rank 0{_workers(summary)})")
+    lines += start_lines(summary)
     lines.append(f"peak memory of rank 0: {history.peak_memory_bytes / 2**20:,.0f} MiB")
     if history.skipped_steps:
         lines.append(f"skipped steps (loss or gradient not finite): {history.skipped_steps}")
@@ -90,6 +91,20 @@ def _workers(summary: Mapping[str, Any]) -> str:
         return ""
     found, asked = summary["loader_workers"], summary["loader_workers_asked"]
     return f", loader workers: {found}" + (f" of {asked}, capped by its CPUs" if found < asked else "")
+
+
+def start_lines(summary: Mapping[str, Any]) -> list[str]:
+    """How long the last start took, and the graphs that torch.compile made."""
+    lines = []
+    graphs = summary.get("graphs")
+    if (seconds := summary.get("start_seconds")) is not None:
+        compiling = f", {summary['start_compile_seconds']:.1f} s of them for compiling" if graphs else ""
+        lines.append(f"start: the first step was made after {seconds:.1f} s{compiling}")
+    if graphs:
+        surplus = f"; {graphs['surplus']} that no mode of the run needed" if graphs["surplus"] else ""
+        made, found, took = graphs["made"], graphs["found"], graphs["seconds"]
+        lines.append(f"graphs compiled: {made} in {took:.1f} s, {found} found in the cache{surplus}")
+    return lines
 
 
 def is_fine_tuning(run_dir: Path) -> bool:

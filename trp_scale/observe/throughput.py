@@ -1,10 +1,14 @@
-"""How fast a run is: arithmetic of a step, the device's peak, memory, and time without stopping the device."""
+"""How fast a run is: arithmetic of a step, the device's peak, memory, and the time until the first step is made."""
 
 from __future__ import annotations
 
+import os
 import resource
 import sys
 import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from trp_scale.config import ModelConfig, split_patches
 from trp_scale.config.finetuning import ImageTaskConfig
 from trp_scale.config.images import MaskedAutoencoderConfig, OnImages
+from trp_scale.core.engine import CompiledGraphs
 
 TRAINING_OVER_FORWARD = 3
 """The backward pass does twice the forward's arithmetic. Recomputation is not counted: these are model FLOPs."""
@@ -161,21 +166,66 @@ def peak_memory_bytes(*, on_gpu: bool) -> int:
     return int(largest if sys.platform == "darwin" else largest * 1024)  # Linux counts in KiB, macOS in bytes
 
 
-class StepTimer:
-    """Wall time between calls, without a device synchronisation.
+def seconds_of_process() -> float:
+    """Since this process was started, imports included; on other systems than Linux since this module was imported."""
+    if not sys.platform.startswith("linux"):
+        return time.monotonic() - _IMPORTED
+    after_the_name = Path("/proc/self/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - int(after_the_name[19]) / os.sysconf("SC_CLK_TCK")
 
-    The loop's own read of the gradient norm keeps host and device within one step of each other, so that the mean over
-    steps is right and a single step is off by at most what is still queued.
+
+_IMPORTED = time.monotonic()
+
+
+class StartUp:
+    """How long a run takes to start: until its first step is made, most of which may be compiling; and which graphs it
+    made later that none of its modes needed. Call it at the start of every step, and once after the last.
+
+    On a GPU the host is a little ahead: the first step may still be under way there.
+
+    Args:
+        graphs: of the engine; None where nothing is compiled.
+        say: prints a line.
+    Attributes:
+        seconds: from the start of the process to the end of the first step; None before that.
+        compiling: how many of them were spent on compiling.
     """
 
-    def __init__(self) -> None:
-        self._last = time.perf_counter()
+    def __init__(self, graphs: CompiledGraphs | None, say: Callable[[str], None]) -> None:
+        self.graphs, self.say = graphs, say
+        self.seconds: float | None = None
+        self.compiling = 0.0
+        self._begun = False
+        self._told = 0
 
-    def lap(self) -> float:
-        """Seconds since the last call, or since the timer was made."""
-        now = time.perf_counter()
-        seconds, self._last = now - self._last, now
-        return seconds
+    def __call__(self) -> None:
+        """A step begins, or the last has ended."""
+        if self.seconds is None and self._begun:
+            self._first_step_made()
+        self._begun = True
+        for words in [] if self.graphs is None else self.graphs.surplus[self._told :]:
+            self._told += 1
+            self.say(f"warning: {words}")
+
+    def _first_step_made(self) -> None:
+        self.seconds = seconds_of_process()
+        line = f"the first step was made {self.seconds:.1f} s after the start of the process"
+        if self.graphs is not None:
+            self.compiling = self.graphs.seconds()
+            made, found = self.graphs.made, self.graphs.found()
+            line += f", {self.compiling:.1f} s of them for compiling (graphs: {made}, found in the cache: {found})"
+        self.say(line)
+
+    def figures(self) -> dict[str, Any]:
+        """What summary.json says of it."""
+        graphs = self.graphs
+        made = graphs and {
+            "made": graphs.made,
+            "surplus": len(graphs.surplus),
+            "found": graphs.found(),
+            "seconds": graphs.seconds(),
+        }
+        return {"start_seconds": self.seconds, "start_compile_seconds": self.compiling, "graphs": made}
 
 
 def forward_flops(model: nn.Module, *inputs: Tensor) -> float:

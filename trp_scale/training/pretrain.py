@@ -23,9 +23,11 @@ from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.stop import StopRequests
 from trp_scale.engines import ds_config
 from trp_scale.engines.build import build_engine, build_second_engine
+from trp_scale.engines.compiled import cache_directory
 from trp_scale.observe.observer import Observer
 from trp_scale.observe.profile import StepProfile
 from trp_scale.observe.records import RunInfo
+from trp_scale.observe.throughput import StartUp
 from trp_scale.recipes.arguments import Arguments
 from trp_scale.recipes.checks import cautions, check_engine
 from trp_scale.recipes.loader import to_dict
@@ -124,6 +126,8 @@ class Run:
         self.sources, self.objective = self.upstream.sources, self.upstream.objective
         self.world.require_equal(self.sources.digest(), f"the data set {config.data.path}")
         notices = [*selection.notices, *chosen, *self._check_checkpoint(stored), *self._capped_workers()]
+        if config.training.compile != "none":
+            notices.append(f"compiled graphs are kept in {cache_directory()} (TORCHINDUCTOR_CACHE_DIR)")
         steps_per_epoch = -(-self.sources.train.rows // config.batch.global_size)
         if document is not None:
             notices += ds_config.notices(document, config, path=str(arguments.ds_config))
@@ -157,6 +161,7 @@ class Run:
         for notice in [*notices, *self.sources.notices, *cautions(config, steps_per_epoch)]:
             self.observer.message(notice)
         self.profile = StepProfile(run_dir, config.logging, environment.device, self.observer.message)
+        self.start_up = StartUp(self.engine.graphs, self.observer.message)
         self.trainer = self._trainer(stop_requested)
 
     def train(self, then: Callable[[], None] = lambda: None) -> int:
@@ -174,9 +179,10 @@ class Run:
                     self.profile.close()
             except BaseException as error:
                 # Only what cannot wait for another rank: the display gives the terminal back, the report says what was.
-                self.observer.close(f"{type(error).__name__}: {error}")
+                self.observer.close(f"{type(error).__name__}: {error}", self.start_up.figures())
                 raise
-            self.observer.close(self.ended)
+            self.start_up()
+            self.observer.close(self.ended, self.start_up.figures())
             if self.state.step >= self.config.training.steps:
                 then()
         finally:
@@ -196,10 +202,15 @@ class Run:
             save=self.save,
             validate=self.validate,
             stop_requested=stop_requested,
-            watch=self.profile if self.world.rank == 0 else lambda step: None,
             waited_seconds=self.sources.waited_seconds,
+            watch=self.watch if self.world.rank == 0 else lambda step: None,
             state=self.state,
         )
+
+    def watch(self, step: int) -> None:
+        """Step `step` begins on rank 0."""
+        self.start_up()
+        self.profile(step)
 
     def _stored(self, path: Path | None) -> CheckpointDocument | None:
         """What the checkpoint says of itself; None where the run starts anew."""

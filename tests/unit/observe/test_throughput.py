@@ -10,7 +10,7 @@ from transformers import BertConfig, BertForPreTraining
 from benchmarks.text_steps import random_batch
 from trp_scale.config import TextModelConfig
 from trp_scale.data.text.groups import GROUPS
-from trp_scale.observe.throughput import StepTimer, bert_step_flops, peak_flops, peak_memory_bytes
+from trp_scale.observe.throughput import bert_step_flops, peak_flops, peak_memory_bytes
 from trp_scale.upstreams.pos_bert.model import BertForMaskedPositions
 from trp_scale.upstreams.pos_bert.objective import PosMaskedLanguageModelling
 from trp_scale.upstreams.pos_bert.settings import PosBertObjectiveConfig
@@ -89,10 +89,3 @@ def test_peak_memory_grows_with_what_is_used() -> None:
     block = torch.ones(before // 8 + 2**25)  # fp32: half of what was used so far, and 128 MiB
     assert peak_memory_bytes(on_gpu=False) > before + 2**26
     assert block.sum() == len(block)
-
-
-def test_timer_measures_from_lap_to_lap(monkeypatch: pytest.MonkeyPatch) -> None:
-    now = iter([10.0, 10.5, 12.5])
-    monkeypatch.setattr("time.perf_counter", lambda: next(now))
-    timer = StepTimer()
-    assert [timer.lap(), timer.lap()] == [0.5, 2.0]

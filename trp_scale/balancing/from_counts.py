@@ -1,10 +1,11 @@
-"""Equal weights (TRP eq. 4)."""
+"""Weights that follow from the counts alone: equal (TRP eq. 4), or by number of elements (plain BERT's loss)."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from trp_scale.balancing.base import TaskBalancer
+from trp_scale.balancing.base import TaskBalancer, normalised
 from trp_scale.balancing.settings import UniformSettings
 from trp_scale.core.hooks import StepContext
 
@@ -19,3 +20,10 @@ class Uniform(TaskBalancer):
         divided = self.settings.total == "paper" and self.settings.form == "mean"
         each = self.balanced.double()
         return self.totalled(each / each.sum().clamp(min=1) if divided else each, ctx.counts)
+
+
+class Proportional(TaskBalancer):
+    """w_t = n_t / sum of n over the balanced tasks: the mean over all elements."""
+
+    def balanced_weights(self, ctx: StepContext, losses: Tensor | None) -> Tensor:
+        return normalised(torch.where(self.balanced, ctx.counts, 0.0))

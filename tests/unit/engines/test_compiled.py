@@ -1,0 +1,155 @@
+"""Graphs that torch.compile makes of an engine's model: counted, and those that no mode needed named."""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.runs import flags, pretrain_here
+from tests.settings import changed
+from trp_scale.engines.compiled import Graphs, compile_model
+from trp_scale.engines.plain import PlainEngine
+from trp_scale.upstreams.pos_bert.settings import PosBertConfig
+
+
+@pytest.fixture(autouse=True)
+def traced_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Traced by aot_eager: the default backend would add minutes of a C++ compiler."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class Scaled(nn.Module):
+    """A layer of one width, and what a hook may add to it."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, inputs: Tensor, times: int = 1, added: Tensor | None = None) -> Tensor:
+        outputs: Tensor = self.linear(inputs) * times
+        return outputs if added is None else outputs + added
+
+
+class Blocks(nn.Module):
+    """Two blocks of one form and a third of another; `layers` are the units that are compiled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Scaled(4), Scaled(4), Scaled(2)])
+
+    def forward(self, inputs: Tensor, times: int = 1, added: Tensor | None = None) -> Tensor:
+        first, second, third = self.layers
+        found: Tensor = third(second(first(inputs, times, added))[..., :2])
+        return found
+
+
+def engine_of(how: str) -> tuple[PlainEngine, Graphs]:
+    config = changed(PosBertConfig(), training={"compile": how})
+    engine = PlainEngine(Blocks(), config, device=torch.device("cpu"))
+    assert isinstance(engine.graphs, Graphs)
+    engine.train(True)
+    return engine, engine.graphs
+
+
+@pytest.mark.parametrize(("how", "forms"), [("whole", 1), ("blocks", 2)])
+def test_each_mode_has_its_graphs_and_none_is_surplus(how: str, forms: int) -> None:
+    engine, graphs = engine_of(how)
+    inputs, made = torch.randn(3, 4, requires_grad=True), []
+    for _ in range(2):
+        engine(inputs).sum().backward()
+    made.append(graphs.made)
+    with torch.no_grad():
+        engine(inputs.detach())
+    made.append(graphs.made)
+    engine.train(False)
+    with torch.no_grad():
+        engine(inputs.detach())
+    engine.train(True)
+    engine(inputs, added=torch.zeros(3, 4))
+    engine(inputs, added=torch.zeros(3, 4, requires_grad=True))
+    assert made == [forms, 2 * forms]
+    assert graphs.surplus == []
+    assert graphs.seconds() > 0
+
+
+@pytest.mark.parametrize("how", ["whole", "blocks"])
+def test_a_shape_that_changes_is_named(how: str) -> None:
+    engine, graphs = engine_of(how)
+    engine(torch.randn(3, 4, requires_grad=True)).sum().backward()
+    needed = graphs.made
+    engine(torch.randn(5, 4, requires_grad=True)).sum().backward()
+    assert graphs.made > needed
+    assert "size mismatch at index 0. expected 3, actual 5" in graphs.surplus[0]
+    assert graphs.surplus[0].startswith(f"{'Blocks' if how == 'whole' else 'Scaled'} was compiled again")
+
+
+def test_a_number_that_changes_is_named() -> None:
+    engine, graphs = engine_of("whole")
+    for times in (2, 3):
+        engine(torch.randn(3, 4), times)
+    assert len(graphs.surplus) == 1 and "times" in graphs.surplus[0]
+
+
+def test_a_copy_of_a_compiled_model_runs_its_own_weights() -> None:
+    model = Blocks()
+    compile_model(model, "blocks")
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in twin.parameters():
+            parameter.zero_()
+    assert twin(torch.randn(3, 4)).abs().max() == 0 < model(torch.randn(3, 4)).abs().max()
+
+
+def test_nothing_is_counted_where_nothing_is_compiled() -> None:
+    assert PlainEngine(Blocks(), PosBertConfig(), device=torch.device("cpu")).graphs is None
+
+
+def test_a_run_says_what_its_start_took(
+    text_dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "cache"))
+    changes = {"training__compile": "blocks", "training__steps": 3, "batch__micro_size": 8, "validation__every": 3}
+    assert pretrain_here(flags(text_dataset, tmp_path / "run", **changes)) == 0
+    said = capsys.readouterr().out
+    assert f"compiled graphs are kept in {tmp_path / 'cache'} (TORCHINDUCTOR_CACHE_DIR)" in said
+    assert "the first step was made" in said and "(graphs: 2, found in the cache: 0)" in said
+    summary = json.loads((tmp_path / "run" / "summary.json").read_text())
+    assert 0 < summary["start_compile_seconds"] < summary["start_seconds"]
+    # A block and the last, which is of its own form; and again for the validation.
+    assert (summary["graphs"]["made"], summary["graphs"]["surplus"]) == (4, 0)
+    report = (tmp_path / "run" / "report.txt").read_text()
+    assert "s of them for compiling" in report and "graphs compiled: 4 in" in report
+
+
+def test_a_run_warns_of_a_graph_that_no_mode_needed(
+    text_dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Held-out rows in batches of another size than before: the second validation needs a graph more."""
+    from trp_scale.data.sources import ValidationSource as Source
+
+    whole = Source.windows
+    sizes = iter([8, 4])
+
+    def shrinking(source: Source):  # type: ignore[no-untyped-def]
+        size = next(sizes)
+        for batch in whole(source):
+            batch.fields = {name: values[:size] for name, values in batch.fields.items()}
+            yield batch
+
+    monkeypatch.setattr(Source, "windows", shrinking)
+    changes = {"training__compile": "whole", "training__steps": 2, "batch__micro_size": 8, "validation__every": 1}
+    assert pretrain_here(flags(text_dataset, tmp_path / "run", **changes)) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "warning: BertForMaskedPositions was compiled again for a mode that has a graph" in said
+    assert "size mismatch at index 0. expected 8, actual 4" in said
+    assert "graphs compiled: 3 in" in said and "1 that no mode of the run needed" in said

@@ -1,0 +1,147 @@
+"""`training.compile`: what torch.compile makes of a model, block by block or whole, and how many graphs that took.
+
+A run has few modes: with gradients or without, in training or in validation, with what a hook adds or without. Each
+needs one graph of each form of what is compiled. A graph more than that means that something changes which was meant
+to stay, such as a shape: the run stands still while the graph is made, and again at the next change. Such graphs are
+counted, and named with the guard that failed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+
+class Graphs:
+    """The graphs that the calls of one engine's model have led to.
+
+    Attributes:
+        made: how many.
+        surplus: those that no mode of the run needed, in words, oldest first.
+    """
+
+    def __init__(self) -> None:
+        self.made = 0
+        self.surplus: list[str] = []
+        self._graphs_of: dict[Any, set[str]] = {}  # torch's numbers of the graphs, by what was called and how
+        self._noted = 0
+        self._seconds_before = torch._dynamo.utils.calculate_time_spent()["total_wall_time"]
+        self._found_before = found_in_cache()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Graphs:
+        return self  # a copy of the model adds to the same count
+
+    def note(self, number: int, module: nn.Module, mode: Any) -> None:
+        """A call has led to `number` graphs.
+
+        Args:
+            module: what was called.
+            mode: how (`mode_of`).
+        """
+        self.made += number
+        form = tuple((name, tuple(each.shape), each.dtype) for name, each in module.named_parameters())
+        known = self._graphs_of.setdefault((type(module), form, mode), set())
+        if known:
+            guards = "; ".join(failed_guards(known)) or "torch names no guard"
+            self.surplus.append(f"{type(module).__name__} was compiled again for a mode that has a graph: {guards}")
+        records = torch._dynamo.utils.get_compilation_metrics()
+        known.update(str(each.compile_id) for each in records if (each.end_time_us or 0) > self._noted)
+        self._noted = max((each.end_time_us or 0 for each in records), default=0)
+
+    def seconds(self) -> float:
+        """Spent on compiling, in this process since the engine was made."""
+        return float(torch._dynamo.utils.calculate_time_spent()["total_wall_time"] - self._seconds_before)
+
+    def found(self) -> int:
+        """Graphs that were found in the cache directory."""
+        return found_in_cache() - self._found_before
+
+
+def graphs_so_far() -> int:
+    """Graphs that torch has made in this process."""
+    return int(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+
+
+def found_in_cache() -> int:
+    """Graphs that torch has found in its cache directory in this process, with their backward graphs."""
+    return int(torch._dynamo.utils.counters["aot_autograd"]["autograd_cache_hit"])
+
+
+def failed_guards(graphs: set[str]) -> list[str]:
+    """Why these graphs, by torch's numbers, could not be taken: the guard that failed last of each. Graphs of other
+    modes fail too, as they should."""
+    last = {}
+    for failures in torch._dynamo.utils.guard_failures.values():
+        for failure in failures:
+            number, _, guard = str(failure).partition(": ")
+            last[number] = guard
+    return [last[number] for number in sorted(graphs & last.keys())]
+
+
+def cache_directory() -> str:
+    """Where torch keeps graphs for the next start: TORCHINDUCTOR_CACHE_DIR, or one under the system's temporary
+    directory."""
+    from torch._inductor.runtime.cache_dir_utils import cache_dir  # not before something is compiled
+
+    return cache_dir()
+
+
+def mode_of(module: nn.Module, *given: Any) -> Any:
+    """How something is called, for as much as is meant to have graphs of its own: whether gradients are wanted, whether
+    the module trains, autocast, and the kinds of what is given. Sizes and numbers are not part of it."""
+    autocast = torch.get_autocast_dtype("cuda"), torch.is_autocast_enabled("cuda"), torch.is_autocast_enabled("cpu")
+    return (torch.is_grad_enabled(), module.training, autocast, kind(given))
+
+
+def kind(value: Any) -> Any:
+    """What a value is, without its size and without its number."""
+    if isinstance(value, Tensor):
+        return (value.dtype, value.dim(), value.requires_grad)
+    if isinstance(value, Mapping):
+        return tuple((name, kind(each)) for name, each in value.items())
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return tuple(kind(each) for each in value)
+    return value if isinstance(value, (bool, str)) else type(value)
+
+
+class Compiled:
+    """The forward pass of a module, as torch.compile makes it; it notes which call has led to graphs.
+
+    Args:
+        module: a copy of it takes a copy of this with it.
+        graphs: where that is noted.
+    """
+
+    def __init__(self, module: nn.Module, graphs: Graphs) -> None:
+        self.module, self.graphs = module, graphs
+        self.function = torch.compile(type(module).forward)
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        if torch.compiler.is_compiling():  # inside a larger graph
+            return self.function(self.module, *arguments, **named)
+        before = graphs_so_far()
+        found = self.function(self.module, *arguments, **named)
+        if made := graphs_so_far() - before:
+            self.graphs.note(made, self.module, mode_of(self.module, arguments, named))
+        return found
+
+
+def compile_model(module: nn.Module, how: str) -> Graphs | None:
+    """Compile the forward pass of the module, or of each of `module.layers`, in place. What an engine hangs on a block,
+    such as gathering its weights, stays outside.
+
+    Args:
+        how: training.compile: none, blocks or whole.
+
+    Returns:
+        a count of the graphs; None where nothing is compiled.
+    """
+    if how == "none":
+        return None
+    graphs = Graphs()
+    for part in [module] if how == "whole" else module.layers:  # type: ignore[union-attr]
+        part.forward = Compiled(part, graphs)
+    return graphs
