@@ -1,6 +1,7 @@
 """What a training step asks of its device: operations, bytes moved, bytes saved for the backward pass, FLOPs.
 
-    python benchmarks/step_counts.py [--models bert_base_128 mae_vit_b ...] [--precision fp32|bf16] [--roofline]
+    python benchmarks/step_counts.py [--models bert_base_128 mae_vit_b ...] [--precision fp32|bf16]
+        [--weights fp32|bf16] [--roofline]
 
 The real loop makes one step of one micro-batch on fake tensors, which have shapes and no content, so that a laptop
 counts a large model in seconds. Counted are operations that launch work: no views, no empty tensors; an operation over
@@ -22,7 +23,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import tyro
@@ -87,6 +88,8 @@ class Options:
     """Of the micro-batch; 0 = the model's."""
     precision: Precision = "bf16"
     """Of forward and backward."""
+    weights: Literal["fp32", "bf16"] = "fp32"
+    """What they read."""
     roofline: bool = False
     """Predict the share of peak on an A100 and an H100."""
     json: bool = False
@@ -289,14 +292,18 @@ def workload_of(model: Model, precision: Precision, rows: int = 0) -> Workload:
     return mae_workload(endless(image_recipe(model.recipe, MaeConfig, model.size), rows, precision=precision))
 
 
-def counted(name: str, precision: Precision = "bf16", rows: int = 0) -> Counts:
+def counted(
+    name: str, precision: Precision = "bf16", rows: int = 0, weights: Literal["fp32", "bf16"] = "fp32"
+) -> Counts:
     """Of a step of MODELS' `name`."""
-    return FakeTraining(workload_of(MODELS[name], precision, rows)).counts()
+    workload = workload_of(MODELS[name], precision, rows)
+    workload.config.training.weights = weights
+    return FakeTraining(workload).counts()
 
 
 def main(options: Options) -> None:
     """Count and print."""
-    found = {name: counted(name, options.precision, options.rows) for name in options.models}
+    found = {name: counted(name, options.precision, options.rows, options.weights) for name in options.models}
     if options.json:
         kept = ("operations", "moved", "saved", "flops")
         print(json.dumps({name: {each: getattr(counts, each) for each in kept} for name, counts in found.items()}))

@@ -1,6 +1,6 @@
 """What travels between two ranks in a training step, on each engine, and what a second rank is worth.
 
-    python benchmarks/wire.py [--layers 4 --hidden_size 256 --rows 16] [--engines ddp fsdp ...] [--rounds 9]
+    python benchmarks/wire.py [--layers 4 --hidden_size 256 --rows 16] [--engines ddp fsdp ...] [--rounds 9] [--half]
 
 Counted: collectives of a step and their payload in bytes a parameter, for one and for four micro-batches. On the wire,
 of many ranks, an all-reduce is twice its payload, a gather or a reduce-scatter once. The loss sums, the agreement of
@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.gpu_setting import ENGINES, Setting, engine_of, text_config
-from benchmarks.steps import Workload, trainer_of, whole_step
+from benchmarks.steps import Precision, Workload, trainer_of, whole_step
 from benchmarks.text_steps import LENGTH, random_batch, text_workload
 from trp_scale.config import TextModelConfig
 from trp_scale.distributed.environment import Environment
@@ -60,6 +60,8 @@ class Options:
     """Of a micro-batch."""
     engines: list[str] = field(default_factory=lambda: [name for name in ENGINES if name != "plain"])
     """Which ones."""
+    half: bool = False
+    """Weights that forwards read, and gradients that are sent, in bf16; of ddp and fsdp."""
     rounds: int = 0
     """Timed rounds of each; 0: only counted."""
 
@@ -95,7 +97,9 @@ def workload(options: Options, world: int, accumulation: int = 1) -> Workload:
         max_positions=LENGTH,
         dropout=0.0,
     )
-    config = text_config(model, rows=options.rows, accumulation=accumulation * world, precision="fp32")
+    precision: Precision = "bf16" if options.half else "fp32"
+    config = text_config(model, rows=options.rows, accumulation=accumulation * world, precision=precision)
+    config.training.weights = config.training.gradients = precision
     return replace(text_workload(config), rows=random_batch(options.rows * accumulation))
 
 

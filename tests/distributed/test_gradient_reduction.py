@@ -9,13 +9,17 @@ from torch import Tensor, nn
 
 from tests.ranks import Ranks
 from tests.synthetic import data_group
-from trp_scale.engines.ddp import GradientReduction, buckets_of
+from trp_scale.engines.ddp import GradientReduction, Member, buckets_of
 
 WIDTHS = (3, 4, 5, 6)
 
 
 def parameters() -> list[nn.Parameter]:
     return [nn.Parameter(torch.arange(width, dtype=torch.float32)) for width in WIDTHS]
+
+
+def members(every: list[nn.Parameter]) -> list[Member]:
+    return [Member(parameter, parameter) for parameter in every]
 
 
 def test_buckets_hold_all_from_last_to_first_within_their_limit() -> None:
@@ -26,11 +30,12 @@ def test_buckets_hold_all_from_last_to_first_within_their_limit() -> None:
         (44, [[4], [3, 2], [1, 0]]),
         (1 << 20, [[4], [3, 2, 1, 0]]),
     ):
-        buckets = buckets_of(every, limit)
-        assert [[next(n for n, p in enumerate(every) if p is own) for own in b.parameters] for b in buckets] == expected
+        buckets = buckets_of(members(every), limit)
+        numbers = {id(parameter): number for number, parameter in enumerate(every)}
+        assert [[numbers[id(member.own)] for member in bucket.members] for bucket in buckets] == expected
         for bucket in buckets:
             assert bucket.flat.numel() == sum(view.numel() for view in bucket.views)
-            assert all(view.shape == own.shape for view, own in zip(bucket.views, bucket.parameters, strict=True))
+            assert all(view.shape == one.own.shape for view, one in zip(bucket.views, bucket.members, strict=True))
 
 
 def loss_of(every: list[nn.Parameter], reached: tuple[int, ...], factor: float) -> Tensor:
@@ -44,7 +49,7 @@ def reduced(limit: int, first: tuple[int, ...], last: tuple[tuple[int, ...], ...
     """Gradients after a window of two on each rank, and how many collectives each backward pass had begun; `last` has
     what the second backward pass reaches on each rank."""
     group, every = data_group(), parameters()
-    reduction = GradientReduction(every, group, limit)
+    reduction = GradientReduction(members(every), group, limit=limit)
     begun = []
     with pytest.MonkeyPatch.context() as patch:
         calls: list[int] = []
@@ -75,7 +80,7 @@ def test_each_rank_has_the_sum_of_both(
     two_ranks: Ranks, limit: int, first: tuple[int, ...], last: tuple[tuple[int, ...], ...]
 ) -> None:
     (ours, begun), (theirs, _) = two_ranks(reduced, limit, first, last)
-    buckets = len(buckets_of(parameters(), limit))
+    buckets = len(buckets_of(members(parameters()), limit))
     assert len(ours) == len(WIDTHS)
     for number, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
         assert torch.equal(mine, other)

@@ -17,12 +17,12 @@ MOST = {
     "zero3": ((46, 8.1), (55, 31.5)),
 }
 """Collectives of a step, and bytes a parameter on the wire, with one micro-batch and with four."""
+HALF = {"precision": "bf16", "weights": "bf16", "gradients": "bf16"}
 
 
-def counted(layout: Layout, accumulation: int) -> tuple[int, float]:
-    config = small_config(
-        layout, batch={"global_size": 8, "micro_size": 4 // accumulation}, balancer={"kind": "uniform"}
-    )
+def counted(layout: Layout, accumulation: int, training: dict[str, str]) -> tuple[int, float]:
+    batch = {"global_size": 8, "micro_size": 4 // accumulation}
+    config = small_config(layout, batch=batch, balancer={"kind": "uniform"}, training=training)
     trainer = trainer_for(layout, config)
     parameters = sum(tensor.numel() for tensor in trainer.engine.full_weights().values())
     trainer.engine.train(True)
@@ -37,5 +37,13 @@ def counted(layout: Layout, accumulation: int) -> tuple[int, float]:
 @pytest.mark.parametrize("name", MOST)
 def test_no_more_travels_than_did(two_ranks: Ranks, name: str) -> None:
     for accumulation, (calls, wire) in zip((1, 4), MOST[name], strict=True):
-        found = two_ranks(counted, LAYOUTS[name], accumulation)[0]
+        found = two_ranks(counted, LAYOUTS[name], accumulation, {})[0]
         assert found[0] <= calls and found[1] <= wire, (accumulation, found)
+
+
+@pytest.mark.parametrize("name", ["ddp", "fsdp"])
+def test_bf16_weights_and_gradients_take_half(two_ranks: Ranks, name: str) -> None:
+    for accumulation in (1, 4):
+        calls, wire = two_ranks(counted, LAYOUTS[name], accumulation, {})[0]
+        found = two_ranks(counted, LAYOUTS[name], accumulation, HALF)[0]
+        assert found == (calls, pytest.approx(wire / 2, rel=0.02)), accumulation

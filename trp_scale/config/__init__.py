@@ -83,7 +83,7 @@ class BatchConfig(Section):
 
 
 @dataclass(kw_only=True)
-class TrainingConfig:
+class TrainingConfig(Section):
     """Length, precision and stopping of a run."""
 
     steps: int = setting(1_000_000, at_least=1)
@@ -92,6 +92,13 @@ class TrainingConfig:
     """The only source of randomness: order, masks, pairs, initial weights and dropout follow from it."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Precision of the forward and backward pass; master weights stay fp32. fp16 needs a GPU and DeepSpeed."""
+    weights: Literal["fp32", "bf16"] = "fp32"
+    """What the forward and backward pass read. bf16, with precision bf16: a rounded copy of the master weights, made
+    once a step; fewer kernels and bytes than autocast, which keeps layer norms and sums in fp32. FSDP2 gathers it.
+    With DeepSpeed its file says it (bf16.enabled)."""
+    gradients: Literal["fp32", "bf16"] = "fp32"
+    """What ranks send each other of the gradients. bf16 halves the bytes and rounds the sum; FSDP2 sums micro-batches
+    so too. With DeepSpeed its file says it (communication_data_type)."""
     max_hours: float = setting(0.0, at_least=0)
     """Stop with a checkpoint after this many hours of this process; 0 = no limit."""
     max_skipped_steps: int = setting(10, at_least=0)
@@ -103,6 +110,13 @@ class TrainingConfig:
     """torch.compile, over static shapes. blocks: each block of the model by itself; blocks of one form are compiled
     once, and on several ranks gradients still travel while the backward pass runs. whole: the model as one graph.
     Neither with ZeRO stage 3."""
+
+    def problems(self, config: Any) -> Iterator[str]:
+        if self.weights == "bf16" and self.precision != "bf16":
+            yield (
+                f"--training.weights is bf16 and --training.precision {self.precision}; allowed: --training.precision "
+                "bf16, or --training.weights fp32"
+            )
 
 
 @dataclass(kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -76,7 +77,8 @@ def build_second_engine(
     ds_document: dict[str, Any] | None = None,
     ds_path: str = "",
 ) -> Engine:
-    """An engine of the same kind beside the run's own, such as a masking network's.
+    """An engine of the same kind beside the run's own, such as a masking network's. Its forwards read fp32 weights, but
+    for bf16 that DeepSpeed's file asks for.
 
     Args:
         config: the run's settings, but in `optimizer` those of this engine; `batch` says into how many micro-batches
@@ -85,6 +87,7 @@ def build_second_engine(
     Other arguments and errors as in build_engine; `module` has the property `layers`, its units of sharding, and may
     consist of them alone.
     """
+    config = replace(config, training=replace(config.training, weights="fp32"))
     document = ds_document and {key: value for key, value in ds_document.items() if key not in OF_THE_FIRST}
     return build_engine(
         name, module, config, device=device, data_group=data_group, ds_document=document, ds_path=ds_path

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from trp_scale.core.engine import EngineError
 from trp_scale.core.pieces import Piece, owned_ranges, shares
 from trp_scale.distributed.groups import Group
-from trp_scale.engines.plain import PlainEngine
+from trp_scale.engines.plain import PlainEngine, take_gradients
 from trp_scale.engines.shards import sum_of_squares
 
 BUCKET_BYTES = 25 << 20
@@ -20,51 +21,77 @@ BUCKET_BYTES = 25 << 20
 is under way early in the backward pass."""
 
 
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A parameter as backward passes leave its gradient (`read`), and as the optimizer looks for it (`own`): one, or a
+    rounded copy and its master."""
+
+    read: nn.Parameter
+    own: nn.Parameter
+
+
 class Bucket:
     """Gradients that are summed together.
 
     Args:
-        parameters: of one type, on one device.
+        members: on one device, their `own` of one type.
+        dtype: in which they are sent; None: that of `own`.
     Attributes:
         flat: [elements] their gradients, one after the other.
-        views: the part of `flat` of each parameter, in its shape.
-        missing: parameters whose gradient this backward pass has not made yet.
+        views: the part of `flat` of each member, in its shape.
+        missing: members whose gradient this backward pass has not made yet.
     """
 
-    def __init__(self, parameters: list[nn.Parameter]) -> None:
-        self.parameters = parameters
-        first, sizes = parameters[0], [parameter.numel() for parameter in parameters]
-        self.flat = torch.empty(sum(sizes), dtype=first.dtype, device=first.device)
-        parts = zip(torch.split(self.flat, sizes), parameters, strict=True)
-        self.views = [part.view_as(parameter) for part, parameter in parts]
+    def __init__(self, members: list[Member], dtype: torch.dtype | None = None) -> None:
+        self.members = members
+        first, sizes = members[0].own, [member.own.numel() for member in members]
+        self.flat = torch.empty(sum(sizes), dtype=dtype or first.dtype, device=first.device)
+        self.views = self._split(self.flat)
         self.missing = 0
+
+    def _split(self, flat: Tensor) -> list[Tensor]:
+        parts = torch.split(flat, [member.own.numel() for member in self.members])
+        return [part.view_as(member.own) for part, member in zip(parts, self.members, strict=True)]
 
     @torch.no_grad()
     def pack(self) -> None:
-        """Copy the gradients into `flat`, zeros where a parameter took no part in the window, and let them be views of
-        it from here on: those that the backward pass made are let go of while it runs."""
-        present = [(view, p.grad) for view, p in zip(self.views, self.parameters, strict=True) if p.grad is not None]
-        if len(present) < len(self.parameters):
+        """Copy the gradients into `flat`, zeros where a member took no part in the window, and let go of them while the
+        backward pass runs."""
+        take_gradients((m.read, m.own) for m in self.members if m.read is not m.own and m.own.grad is not None)
+        present: list[Tensor] = []
+        places: list[Tensor] = []
+        for member, view in zip(self.members, self.views, strict=True):
+            gradient = member.read.grad if member.own.grad is None else member.own.grad
+            if gradient is not None:
+                present.append(gradient)
+                places.append(view)
+            member.read.grad = member.own.grad = None
+        if len(present) < len(self.members):
             self.flat.zero_()
         if present:
-            torch._foreach_copy_([view for view, _ in present], [gradient for _, gradient in present])
-        for parameter, view in zip(self.parameters, self.views, strict=True):
-            parameter.grad = view
+            torch._foreach_copy_(places, present)
+
+    def hand_out(self) -> None:
+        """After the sum: the optimizer finds its gradients in the type of its parameters."""
+        dtype = self.members[0].own.dtype
+        views = self.views if self.flat.dtype == dtype else self._split(self.flat.to(dtype))
+        for member, view in zip(self.members, views, strict=True):
+            member.own.grad = view
 
 
-def buckets_of(parameters: list[nn.Parameter], limit: int) -> list[Bucket]:
-    """The parameters from last to first, as a backward pass makes their gradients: each bucket has at most `limit`
-    bytes, or one parameter."""
-    found: list[list[nn.Parameter]] = []
+def buckets_of(members: list[Member], limit: int, dtype: torch.dtype | None = None) -> list[Bucket]:
+    """The members from last to first, as a backward pass makes their gradients: each bucket has at most `limit` bytes,
+    or one member."""
+    found: list[list[Member]] = []
     size = 0
-    for parameter in reversed(parameters):
-        taken = parameter.numel() * parameter.element_size()
-        if not found or size + taken > limit or found[-1][0].dtype != parameter.dtype:
+    for member in reversed(members):
+        taken = member.own.numel() * (dtype or member.own.dtype).itemsize
+        if not found or size + taken > limit or found[-1][0].own.dtype != member.own.dtype:
             found.append([])
             size = 0
-        found[-1].append(parameter)
+        found[-1].append(member)
         size += taken
-    return [Bucket(members) for members in found]
+    return [Bucket(some, dtype) for some in found]
 
 
 class GradientReduction:
@@ -75,24 +102,27 @@ class GradientReduction:
     the window's last, which the loop says later; and since it gives the ranks' mean, where losses add up to a sum.
 
     Args:
-        parameters: the model's, in its order.
+        members: the model's, in its order.
         group: the ranks that split the batch.
         limit: bytes of a bucket.
+        dtype: in which gradients are sent; None: that of the optimizer's parameters.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], group: Group, limit: int = BUCKET_BYTES) -> None:
+    def __init__(
+        self, members: list[Member], group: Group, *, limit: int = BUCKET_BYTES, dtype: torch.dtype | None = None
+    ) -> None:
         self.group = group
-        self.buckets = buckets_of(parameters, limit)
-        self._bucket_of = {id(p): bucket for bucket in self.buckets for p in bucket.parameters}
+        self.buckets = buckets_of(members, limit, dtype)
+        self._bucket_of = {id(member.read): bucket for bucket in self.buckets for member in bucket.members}
         self._next: int | None = None  # the bucket that goes next; None outside a window's last backward pass
         self._under_way: list[Any] = []
-        for parameter in parameters:
-            parameter.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]
+        for member in members:
+            member.read.register_post_accumulate_grad_hook(self._accumulated)  # type: ignore[no-untyped-call]
 
     def begin(self) -> None:
         """The window's last backward pass begins."""
         for bucket in self.buckets:
-            bucket.missing = len(bucket.parameters)
+            bucket.missing = len(bucket.members)
         self._next = 0
 
     def _accumulated(self, parameter: Tensor) -> None:
@@ -112,8 +142,9 @@ class GradientReduction:
         wait. On a GPU its stream waits, not the host."""
         for bucket in self.buckets[self._next :]:
             self._send(bucket)
-        for work in self._under_way:
+        for bucket, work in zip(self.buckets, self._under_way, strict=True):
             work.wait()
+            bucket.hand_out()
         self.drop()
 
     def drop(self) -> None:
@@ -132,20 +163,26 @@ class DdpEngine(PlainEngine):
     """None on one rank."""
 
     def place(self, module: nn.Module) -> nn.Module:
-        module = module.to(self.device)
+        if self.data_group.size > 1 and not dist.is_initialized():
+            raise EngineError("--engine ddp needs a process group: start with torchrun or deepspeed")
+        return module.to(self.device)
+
+    def optimizer_of(self, module: nn.Module) -> torch.optim.Optimizer:
         if self.data_group.size > 1:
-            if not dist.is_initialized():
-                raise EngineError("--engine ddp needs a process group: start with torchrun or deepspeed")
-            self.reduction = GradientReduction([p for p in module.parameters() if p.requires_grad], self.data_group)
-        return module
+            owned = (own for _, own in self.named_parameters())
+            members = [Member(*pair) for pair in zip(module.parameters(), owned, strict=True) if pair[0].requires_grad]
+            dtype = torch.bfloat16 if self.config.training.gradients == "bf16" else None
+            self.reduction = GradientReduction(members, self.data_group, dtype=dtype)
+        return super().optimizer_of(module)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
-        reduction = self.reduction if last else None
-        if reduction is not None:
-            reduction.begin()
-        super().backward(loss, last=last)
-        if reduction is not None:
-            reduction.finish()
+        if self.reduction is None or not last:
+            super().backward(loss, last=last)
+            return
+        self.watch_backward()
+        self.reduction.begin()
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.reduction.finish()
 
     def discard_gradients(self) -> None:
         super().discard_gradients()

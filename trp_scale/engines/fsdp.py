@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from trp_scale.core.engine import EngineError
 from trp_scale.engines.optimizer import Lamb
 from trp_scale.engines.plain import PlainEngine
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class FsdpEngine(PlainEngine):
@@ -26,12 +28,17 @@ class FsdpEngine(PlainEngine):
             raise EngineError("--engine fsdp needs a process group: start with torchrun or deepspeed")
         module = module.to(self.device)
         mesh = init_device_mesh(self.device.type, (self.data_group.size,), mesh_dim_names=("data",))
-        # No mixed-precision policy: forwards read fp32 shards under autocast, so that a hook's perturbation is exact.
+        # With fp32 weights forwards read fp32 under autocast, so that a hook's perturbation is exact.
+        read, sent = (DTYPES[name] for name in (self.config.training.weights, self.config.training.gradients))
+        policy = MixedPrecisionPolicy(param_dtype=read, reduce_dtype=sent, cast_forward_inputs=False)
         for layer in module.layers:  # type: ignore[union-attr, attr-defined]
-            fully_shard(layer, mesh=mesh)
+            fully_shard(layer, mesh=mesh, mp_policy=policy)
         # The embeddings stay gathered from the forward on: the prediction head uses them again at its end.
-        fully_shard(module, mesh=mesh, reshard_after_forward=False)  # changes the module's class in place
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False)  # changes the class in place
         return module
+
+    def masters_of(self, module: nn.Module) -> None:
+        """The shards are: FSDP2 rounds what it gathers."""
 
     def optimizer_of(self, module: nn.Module) -> torch.optim.Optimizer:
         optimizer = super().optimizer_of(module)
@@ -51,15 +58,22 @@ class FsdpEngine(PlainEngine):
             # Gradients of a window whose last backward never came are still with the gathered parameters. No public
             # call drops them on every torch >= 2.11, and gathering again could wait for a rank that failed.
             gathered.grad = None
+        for parameter in self._parameters():
+            if "unsharded_accumulated_grad" in vars(parameter):  # where torch < 2.15 keeps those of another type
+                parameter.unsharded_accumulated_grad = None
 
     def _gathered(self) -> Iterator[Tensor]:
         """The whole parameters that forwards read, once a forward has gathered them; their memory may be free."""
+        for parameter in self._parameters():
+            if (gathered := getattr(parameter, "_unsharded_param", None)) is not None:
+                yield gathered
+
+    def _parameters(self) -> Iterator[Any]:
+        """FSDP2's own, each of a shard and of what is gathered from it."""
         for unit in self.module.modules():
             if isinstance(unit, FSDPModule):
                 group = unit._get_fsdp_state()._fsdp_param_group
-                for parameter in group.fsdp_params if group is not None else ():
-                    if (gathered := getattr(parameter, "_unsharded_param", None)) is not None:
-                        yield gathered
+                yield from group.fsdp_params if group is not None else ()
 
     def leaves(self) -> Iterator[Tensor]:
         found = list(self._gathered())

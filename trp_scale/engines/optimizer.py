@@ -74,10 +74,16 @@ def layer_scales(module: nn.Module, layer_decay: float) -> Callable[[str], float
     return lambda name: float(layer_decay ** (module.depth - module.depth_of(name)))
 
 
-def build_optimizer(module: nn.Module, config: OptimizerConfig) -> torch.optim.Optimizer:
-    """AdamW in one fused kernel per tensor list, LAMB, or SGD without momentum or decay."""
+def build_optimizer(
+    module: nn.Module, config: OptimizerConfig, parameters: Iterable[tuple[str, nn.Parameter]] | None = None
+) -> torch.optim.Optimizer:
+    """AdamW in one fused kernel per tensor list, LAMB, or SGD without momentum or decay.
+
+    Args:
+        parameters: that it updates, by the names of the module's own. None: the module's own.
+    """
     scales = layer_scales(module, config.layer_decay)
-    groups = decay_groups(module.named_parameters(), config.weight_decay, scales)
+    groups = decay_groups(parameters or module.named_parameters(), config.weight_decay, scales)
     if config.kind == "sgd":
         for group in groups:
             group["weight_decay"] = 0.0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,6 +16,53 @@ from trp_scale.distributed.groups import ALONE, Group
 from trp_scale.engines.compiled import compile_model
 from trp_scale.engines.optimizer import adamw_response, build_optimizer, empty_adamw_state, set_learning_rate
 from trp_scale.engines.shards import ShardOperations, sum_of_squares
+
+
+class Masters:
+    """The weights in fp32, which the optimizer updates, of a module whose own become bf16: forwards and backward passes
+    read those, and no autocast copies weights in each of them.
+
+    Args:
+        module: in fp32; changed in place. Its buffers stay as they are.
+    Attributes:
+        names: of the parameters.
+        read: the module's parameters, bf16.
+        own: the masters.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.names = [name for name, _ in module.named_parameters()]
+        self.read = list(module.parameters())
+        self.own = [nn.Parameter(each.detach().clone(), requires_grad=each.requires_grad) for each in self.read]
+        for parameter in self.read:
+            parameter.data = parameter.data.bfloat16()
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Round the masters into what forwards read."""
+        torch._foreach_copy_(tuple(self.read), tuple(self.own))
+
+    def take_gradients(self) -> None:
+        """Add the gradients of a backward pass to the masters' own."""
+        take_gradients(zip(self.read, self.own, strict=True))
+
+
+@torch.no_grad()
+def take_gradients(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
+    """Add each first parameter's gradient to the second one's, in the second's precision, and let go of it."""
+    sums: list[Tensor] = []
+    more: list[Tensor] = []
+    for read, own in pairs:
+        if read.grad is None:
+            continue
+        if own.grad is None:
+            own.grad = read.grad.to(own.dtype)
+        else:
+            sums.append(own.grad)
+            more.append(read.grad)
+        read.grad = None
+    if sums:
+        torch._foreach_add_(sums, more)
 
 
 class PlainEngine(ShardOperations):
@@ -40,6 +87,7 @@ class PlainEngine(ShardOperations):
         self.data_group = data_group
         self.graphs = compile_model(module, config.training.compile)
         self.module: nn.Module = self.place(module)
+        self.masters = self.masters_of(self.module)
         self.optimizer = self.optimizer_of(self.module)
         self.forward_module: Any = self.module
         self._norm = torch.zeros(())
@@ -52,19 +100,24 @@ class PlainEngine(ShardOperations):
             raise EngineError(f"the plain engine runs on one rank, {self.data_group.size} found; use --engine fsdp")
         return module.to(self.device)
 
+    def masters_of(self, module: nn.Module) -> Masters | None:
+        """None where the module's own parameters are what the optimizer updates."""
+        return Masters(module) if self.rounds_weights else None
+
     def optimizer_of(self, module: nn.Module) -> torch.optim.Optimizer:
         """Of the parameters where they now lie."""
-        return build_optimizer(module, self.config.optimizer)
+        return build_optimizer(module, self.config.optimizer, self.named_parameters())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        # fp32 parameters under autocast rather than a bf16 copy: the same arithmetic on every engine.
-        enabled = self.config.training.precision == "bf16" and not self._exact
+        enabled = self.config.training.precision == "bf16" and not self._exact and not self.rounds_weights
         with torch.autocast(self.device.type, torch.bfloat16, enabled=enabled):
             return self.forward_module(*args, **kwargs)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         self.watch_backward()
         loss.backward()  # type: ignore[no-untyped-call]
+        if self.masters is not None:
+            self.masters.take_gradients()
 
     def local(self, tensor: Tensor) -> Tensor:
         """This rank's part of a tensor the library holds."""
@@ -75,7 +128,8 @@ class PlainEngine(ShardOperations):
         return 0
 
     def _gradients(self) -> list[Tensor]:
-        return [self.local(p.grad) for p in self.module.parameters() if p.grad is not None]
+        parameters = self.module.parameters() if self.masters is None else self.masters.own
+        return [self.local(p.grad) for p in parameters if p.grad is not None]
 
     def check_gradients(self) -> Tensor:
         self._norm = self.data_group.sum(sum_of_squares(self._gradients(), self.device)).sqrt()
@@ -88,6 +142,7 @@ class PlainEngine(ShardOperations):
         set_learning_rate(self.optimizer, lr)
         self._leave_out(None if applied is None else ~applied)
         self.optimizer.step()
+        self.publish_weights()
         self.discard_gradients()
         self._steps += 1 if applied is None else applied
 
@@ -107,6 +162,8 @@ class PlainEngine(ShardOperations):
 
     def discard_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
+        if self.masters is not None:
+            self.module.zero_grad(set_to_none=True)  # of a backward pass that was not finished
         self.forget_micro_batches()
 
     def skip(self) -> bool:
@@ -118,7 +175,9 @@ class PlainEngine(ShardOperations):
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters that the optimizer holds."""
-        return self.module.named_parameters()
+        if self.masters is None:
+            return self.module.named_parameters()
+        return zip(self.masters.names, self.masters.own, strict=True)
 
     def pieces(self) -> Iterator[Piece]:
         for name, parameter in self.named_parameters():
@@ -142,11 +201,12 @@ class PlainEngine(ShardOperations):
         """There are none between steps."""
 
     def publish_weights(self) -> None:
-        """Pieces are what the forward reads."""
+        if self.masters is not None:
+            self.masters.publish()
 
     @property
     def rounds_weights(self) -> bool:
-        return False
+        return self.config.training.weights == "bf16"
 
     @contextmanager
     def exact_forwards(self) -> Iterator[None]:
@@ -165,6 +225,7 @@ class PlainEngine(ShardOperations):
                 self.optimizer.state[parameter] = empty_adamw_state(parameter)
 
     def after_load(self, optimizer_steps: int) -> None:
+        self.publish_weights()
         self._steps.fill_(optimizer_steps)
         for state in self.optimizer.state.values():
             state["step"].fill_(optimizer_steps)

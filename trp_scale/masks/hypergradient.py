@@ -291,9 +291,9 @@ def _refuse_rounded_weights(settings: LabelledSettings, engine: Engine) -> None:
     raise RefusedError(
         f"--multilevel.kind {settings.kind} learns from losses at weights that are moved by {settings.difference:g} in "
         "all (--multilevel.difference), and the weights that forwards read here are in half precision, where rounding "
-        "is larger than that; allowed: --training.precision bf16 with torch_autocast instead of bf16 in --ds_config, "
-        "--training.precision fp32, --multilevel.kind reconstruction, or --multilevel.exact_every N to see by how much "
-        "it is wrong"
+        "is larger than that; allowed: --training.weights fp32, with DeepSpeed torch_autocast instead of bf16 in "
+        "--ds_config, --training.precision fp32, --multilevel.kind reconstruction, or --multilevel.exact_every N to "
+        "see by how much it is wrong"
     )
 
 

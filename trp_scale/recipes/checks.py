@@ -48,10 +48,17 @@ def check_engine(config: Config, engine: str, *, gpu: bool) -> None:
     """Refuse what the chosen engine or machine does not have.
 
     Raises:
-        RefusedError: fp16 without DeepSpeed or without a GPU, a snapshot of a GPU's memory without a GPU.
+        RefusedError: fp16 without DeepSpeed or without a GPU, a snapshot of a GPU's memory without a GPU, bf16 weights
+            or gradients that DeepSpeed's file has to say.
     """
     if config.logging.memory_snapshot and not gpu:
         raise RefusedError("--logging.memory_snapshot needs a GPU, this machine shows none; allowed: without it")
+    for name, key in (("weights", "bf16.enabled"), ("gradients", "communication_data_type")):
+        if engine == "deepspeed" and getattr(config.training, name) != "fp32":
+            raise RefusedError(
+                f"--training.{name} is bf16 and DeepSpeed's own file says this; allowed: --training.{name} fp32 and "
+                f"{key} in --ds_config, or --engine ddp or fsdp"
+            )
     if config.training.precision != "fp16":
         return
     if engine != "deepspeed":

@@ -250,6 +250,7 @@ def counted(
                     batch,
                     device=environment.device,
                     half=config.training.precision != "fp32",
+                    rounded=config.training.weights == "bf16",
                 )
             )
         except RuntimeError as error:
@@ -262,6 +263,7 @@ def counted(
     parameters = sum(parameter.numel() for parameter in model.parameters())
     stage = None if ds_document is None else int(ds_document.get("zero_optimization", {}).get("stage", 0))
     states = state_bytes(engine_name, stage, environment.data.size) + METHODS
+    states += 2 * (config.training.weights == "bf16")  # beside the masters
     fixed = max(0, saved[0] - row * FITTED[0]) + round(states * parameters) + WORKSPACE
     return Need(fixed=fixed, row=max(1, row))
 
@@ -279,12 +281,15 @@ def state_bytes(engine_name: str, stage: int | None, ranks: int) -> float:
     return 16
 
 
-def saved_bytes(model: nn.Module, objective: Objective, batch: Batch, *, device: torch.device, half: bool) -> int:
+def saved_bytes(
+    model: nn.Module, objective: Objective, batch: Batch, *, device: torch.device, half: bool, rounded: bool = False
+) -> int:
     """Bytes that a forward pass keeps for its backward pass, parameters left out, and twice the largest tensor among
     them, for the gradients at work. Nothing is computed: the tensors are fake.
 
     Args:
         half: under autocast.
+        rounded: with weights in bf16 instead.
     """
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
 
@@ -292,6 +297,8 @@ def saved_bytes(model: nn.Module, objective: Objective, batch: Batch, *, device:
             return mode.from_tensor(tensor, static_shapes=True).to(device)
 
         state = {name: fake(tensor) for name, tensor in tensors_of(model)}
+        if rounded:
+            state |= {name: state[name].bfloat16() for name, _ in model.named_parameters()}
         own = {storage(tensor) for tensor in state.values()}
         kept: dict[int, Tensor] = {}  # the tensors too, so that no number of a storage comes twice
 
@@ -301,7 +308,7 @@ def saved_bytes(model: nn.Module, objective: Objective, batch: Batch, *, device:
             return tensor
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            with torch.autocast(device.type, torch.bfloat16, enabled=half):
+            with torch.autocast(device.type, torch.bfloat16, enabled=half and not rounded):
                 return functional_call(model, state, args, kwargs)
 
         faked = replace(batch, fields={name: fake(tensor) for name, tensor in batch.fields.items()})

@@ -49,6 +49,14 @@ def test_a_list_of_tensors_is_one_operation() -> None:
     assert counter.counts.moved["forward"] == pytest.approx(4 * 7 * (4 + 4), abs=40)
 
 
+@pytest.mark.parametrize(("name", "forward", "saved"), [("bert_base_128", 350, 1.38e9), ("mae_vit_b", 345, 3.45e9)])
+def test_bf16_weights_take_fewer_operations_and_bytes(name: str, forward: int, saved: float) -> None:
+    found = counted(name, weights="bf16")
+    assert found.operations["forward"] <= forward < TABLE[name]["operations"]["forward"]
+    assert found.saved <= saved < TABLE[name]["saved"]
+    assert found.flops == TABLE[name]["flops"]
+
+
 @pytest.mark.parametrize("name", TABLE)
 def test_no_step_asks_for_more_than_is_kept(name: str) -> None:
     """Counts of the pinned torch; other versions split operations in other ways."""
