@@ -8,9 +8,11 @@ At start the ranks compare their settings.
 
 from __future__ import annotations
 
+import gc
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -31,6 +33,10 @@ from trp_scale.recipes.loader import flat, to_dict
 
 SECONDS_AFTER_AN_ERROR = 5.0
 """How long the numbers of the last step are waited for when an error ends the run."""
+
+COLLECT_EVERY = 50
+"""Steps from one run of Python's garbage collector to the next. A step leaves it next to nothing: 600 objects in 200
+steps, which it looks through in 0.2 ms; all that a run has made before takes it 0.5 s."""
 
 
 @dataclass(kw_only=True)
@@ -103,14 +109,16 @@ class Trainer:
         """Train up to `training.steps`; returns why the loop ended. The last step always has a checkpoint."""
         self.engine.train(True)
         try:
-            while self.state.step < self.config.training.steps:
-                stop = self.train_step()
-                if self._due(self.config.validation.every):
-                    self.validate()
-                if stop or self._due(self.config.checkpoint.every):
-                    self.save()
-                if stop:
-                    return stop
+            with garbage_collected_between_steps(self.observer.message) as collect:
+                while self.state.step < self.config.training.steps:
+                    stop = self.train_step()
+                    if self._due(self.config.validation.every):
+                        self.validate()
+                    if stop or self._due(self.config.checkpoint.every):
+                        self.save()
+                    if stop:
+                        return stop
+                    collect(self.state.step)
         except BaseException:
             self._read_what_has_arrived()
             raise
@@ -233,6 +241,50 @@ class Trainer:
 
     def _due(self, every: int) -> bool:
         return every > 0 and (self.state.step % every == 0 or self.state.step >= self.config.training.steps)
+
+
+@contextmanager
+def garbage_collected_between_steps(tell: Callable[[str], None]) -> Iterator[Callable[[int], None]]:
+    """Python's collector of reference cycles runs when it is asked to, at the same steps on all ranks. By itself it
+    would run in the middle of a step, on each rank in another one, and all ranks wait for the slowest.
+
+    What there is when training begins, and after the first step, which compiles and makes the optimizer's state, is set
+    aside until the end: the collector does not look through it again.
+
+    Args:
+        tell: takes one line for the log.
+
+    Yields:
+        what is called after each step, with its number from 1.
+    """
+
+    begun = False
+
+    def set_aside() -> None:
+        gc.collect()
+        gc.freeze()
+
+    def collect(step: int) -> None:
+        nonlocal begun
+        if not begun:
+            begun = True
+            set_aside()
+            tell(
+                f"Python's garbage collector runs after each {COLLECT_EVERY}th step only; "
+                f"{gc.get_freeze_count():,} objects are set aside"
+            )
+        elif step % COLLECT_EVERY == 0:
+            gc.collect()
+
+    by_itself = gc.isenabled()
+    set_aside()
+    gc.disable()
+    try:
+        yield collect
+    finally:
+        gc.unfreeze()
+        if by_itself:
+            gc.enable()
 
 
 @torch.no_grad()
