@@ -81,3 +81,13 @@ def test_a_run_in_fp16_on_a_cpu_is_refused_before_it_begins(
     with pytest.raises(RefusedError, match=r"--training\.precision fp16 needs .*; allowed: bf16, fp32"):
         pretrain_here(flags(text_dataset, tmp_path / "run", training__precision="fp16", **chosen))
     assert not (tmp_path / "run").exists()
+
+
+def test_tf32_is_set_as_asked_and_stated(
+    text_dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for asked, kind in ((True, "high"), (False, "highest")):
+        pretrain_here(flags(text_dataset, tmp_path / kind, training__steps=1, training__tf32=asked))
+        assert torch.get_float32_matmul_precision() == kind
+        assert torch.backends.cudnn.allow_tf32 == asked
+        assert ("products of fp32 matrices in TF32" in capsys.readouterr().out) == asked

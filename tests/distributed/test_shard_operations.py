@@ -98,9 +98,10 @@ class Exercise:
         self.seen.direction = self.probe.whole(direction)
         self.seen.looks["reconstruction", 0.0] = self.probe.look(3)
         for kind in ("reconstruction", "recognition"):
-            for scale in (FAR, -FAR):
-                with self.leaving_no_trace(f"perturbed, {kind}"), self.engine.perturbed(direction, scale):
-                    self.seen.looks[kind, scale] = self.probe.look(3, kind)
+            with self.leaving_no_trace(f"perturbed, {kind}"), self.engine.perturbed(direction, FAR) as move_to:
+                self.seen.looks[kind, FAR] = self.probe.look(3, kind)
+                move_to(-FAR)
+                self.seen.looks[kind, -FAR] = self.probe.look(3, kind)
         raised = pytest.raises(InterruptionError)
         with self.leaving_no_trace("perturbed, interrupted"), raised, self.engine.perturbed(direction, FAR):
             self.probe.look(3)
@@ -135,11 +136,16 @@ class Exercise:
         seen.second_moment = probe.moment("exp_avg_sq")
         seen.response = probe.whole(self.engine.step_response(gradient, lr=LR, grad_norm=probe.grad_norm))
         for scale in (FAR, -FAR):
-            with self.leaving_no_trace("perturbed, base"), self.engine.perturbed(direction, scale, base=base):
+            with (
+                self.leaving_no_trace("perturbed, base"),
+                self.engine.perturbed(direction, -scale, base=base) as move_to,
+            ):
+                move_to(scale)
                 seen.exchanged[scale] = probe.look(3)
             seen.bases.append(probe.whole(base))
-        raised = pytest.raises(InterruptionError)
-        with self.leaving_no_trace("base, interrupted"), raised, self.engine.perturbed(direction, FAR, base=base):
+        raised, perturbed = pytest.raises(InterruptionError), self.engine.perturbed(direction, FAR, base=base)
+        with self.leaving_no_trace("base, interrupted"), raised, perturbed as move_to:
+            move_to(-FAR)
             raise InterruptionError
         seen.bases.append(probe.whole(base))
         self.exchange()

@@ -99,6 +99,9 @@ class TrainingConfig(Section):
     gradients: Literal["fp32", "bf16"] = "fp32"
     """What ranks send each other of the gradients. bf16 halves the bytes and rounds the sum; FSDP2 sums micro-batches
     so too. With DeepSpeed its file says it (communication_data_type)."""
+    tf32: bool = False
+    """On a GPU, multiply fp32 matrices with factors rounded to TF32's 10 bits: forwards in fp32, and those of learned
+    masks, which stay in fp32 whatever the precision. Masks then need --multilevel.difference 0.1."""
     max_hours: float = setting(0.0, at_least=0)
     """Stop with a checkpoint after this many hours of this process; 0 = no limit."""
     max_skipped_steps: int = setting(10, at_least=0)

@@ -26,6 +26,9 @@ from trp_scale.core.pieces import Piece, Shards
 from trp_scale.distributed.groups import Group
 from trp_scale.errors import RefusedError
 
+MoveTo = Callable[[float | Tensor], None]
+"""Has forwards read the weights at another scale x direction."""
+
 
 class EngineError(RefusedError):
     """The engine cannot do what is asked; the message says what to change."""
@@ -191,8 +194,9 @@ class Probes(Protocol):
 
     def perturbed(
         self, direction: Shards, scale: float | Tensor, *, base: Shards | None = None
-    ) -> AbstractContextManager[None]:
-        """Forwards read weights (or base) + scale x direction; restored bit for bit."""
+    ) -> AbstractContextManager[MoveTo]:
+        """Forwards read weights (or base) + scale x direction; what the context gives moves on to another scale.
+        Restored bit for bit."""
         ...
 
     def exchanged(self, other: Shards) -> AbstractContextManager[None]:

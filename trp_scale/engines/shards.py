@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
+from trp_scale.core.engine import MoveTo
 from trp_scale.core.pieces import Piece, Shards, bunches, copied, scaled
 from trp_scale.distributed.groups import Group
 
@@ -143,9 +144,9 @@ class ShardOperations(ABC):
         return self._shards(copied([piece.tensors["weight"] for piece in self.pieces()]))
 
     @contextmanager
-    def perturbed(self, direction: Shards, scale: float | Tensor, *, base: Shards | None = None) -> Iterator[None]:
-        """Forwards read weights + scale x direction, or base + scale x direction. Afterwards the weights are what they
-        were, bit for bit.
+    def perturbed(self, direction: Shards, scale: float | Tensor, *, base: Shards | None = None) -> Iterator[MoveTo]:
+        """Forwards read weights + scale x direction, or base + scale x direction; what this gives moves on to another
+        scale. Afterwards the weights are what they were, bit for bit.
 
         The same holds when a forward raises. Publishing is a collective, and other ranks may then be anywhere: the next
         forward publishes what was put back.
@@ -155,14 +156,24 @@ class ShardOperations(ABC):
                 values up to rounding.
         """
         saved = self.weights() if base is None else base
-        self._move(direction, scale, exchange=base)
+        if base is not None:
+            self._exchange(base)
+        at: float | Tensor = 0.0
+
+        def move_to(other: float | Tensor) -> None:
+            nonlocal at
+            self._move(direction, other - at)
+            at = other
+            self.publish_weights()
+
         try:
-            yield
+            move_to(scale)
+            yield move_to
         except BaseException:
-            self._restore(saved, direction, scale, base=base)
+            self._restore(saved, direction, at, base=base)
             self.unpublished = True
             raise
-        self._restore(saved, direction, scale, base=base)
+        self._restore(saved, direction, at, base=base)
         self.publish_weights()
 
     @contextmanager
@@ -194,12 +205,9 @@ class ShardOperations(ABC):
             self.unpublished = False
 
     @torch.no_grad()
-    def _move(self, direction: Shards, scale: float | Tensor, *, exchange: Shards | None) -> None:
-        if exchange is not None:
-            self._exchange(exchange)
+    def _move(self, direction: Shards, distance: float | Tensor) -> None:
         for weights, way in bunches(self._weights_to_write(), direction.parts):
-            torch._foreach_add_(weights, scaled(way, scale))
-        self.publish_weights()
+            torch._foreach_add_(weights, scaled(way, distance))
 
     @torch.no_grad()
     def _restore(self, saved: Shards, direction: Shards, scale: float | Tensor, *, base: Shards | None) -> None:

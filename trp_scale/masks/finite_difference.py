@@ -131,8 +131,8 @@ def finite_difference(
         base: weights around which it is taken; None = the present ones.
     """
     epsilon = length / direction.norm().clamp(min=SMALLEST)
-    with ctx.engine.perturbed(direction, epsilon, base=base):
+    with ctx.engine.perturbed(direction, epsilon, base=base) as move_to:
         above = derivative(ctx, window)
-    with ctx.engine.perturbed(direction, -epsilon, base=base):
+        move_to(-epsilon)
         below = derivative(ctx, window)
     return [high.plus(low, -1.0).times(0.5 / epsilon) for high, low in zip(above, below, strict=True)]

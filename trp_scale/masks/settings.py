@@ -237,6 +237,11 @@ class HeadSettings(LabelledSettings):
 
     def cautions(self, config: MaskedAutoencoderConfig, steps_per_epoch: int) -> Iterator[str]:
         yield from super().cautions(config, steps_per_epoch)
+        if config.training.tf32 and self.difference < 0.1:
+            yield (
+                f"--training.tf32 True with --multilevel.difference {self.difference:g}: rounding shows in so small "
+                "a difference; --multilevel.difference 0.1 is right in TF32"
+            )
         if self.look_ahead_lr and self.mode != "look_ahead":
             yield f"--multilevel.look_ahead_lr {self.look_ahead_lr} has no effect with --multilevel.mode {self.mode}"
         if self.derivative == "full" and self.unroll == 1:

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -121,12 +121,15 @@ class UnrolledValidationLoss(ValidationLoss):
         engine = step.ctx.engine
         epsilon = self.settings.difference / direction.norm().clamp(min=SMALLEST)
 
-        def gradient(distance: Tensor) -> Shards:
-            with engine.perturbed(direction, distance), engine.exact_forwards():
-                return engine.gradient_of(_losses(step.ctx, step.window.micros))
-
-        with _moved(engine, step.place):
-            return gradient(epsilon).plus(gradient(-epsilon), -1.0).times(0.5 / epsilon)
+        losses = _losses(step.ctx, step.window.micros)
+        with (
+            _moved(engine, step.place),
+            engine.perturbed(direction, epsilon) as move_to,
+            engine.exact_forwards(),
+        ):
+            above = engine.gradient_of(losses)
+            move_to(-epsilon)
+            return above.plus(engine.gradient_of(losses), -1.0).times(0.5 / epsilon)
 
 
 def _losses(ctx: StepContext, micros: Sequence[Batch]) -> list[partial[Tensor]]:
@@ -136,5 +139,5 @@ def _losses(ctx: StepContext, micros: Sequence[Batch]) -> list[partial[Tensor]]:
     return [partial(loss, micro) for micro in micros]
 
 
-def _moved(engine: Engine, place: Shards | None) -> AbstractContextManager[None]:
+def _moved(engine: Engine, place: Shards | None) -> AbstractContextManager[Any]:
     return nullcontext() if place is None else engine.perturbed(place, 1.0)

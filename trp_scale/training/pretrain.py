@@ -107,6 +107,8 @@ class Run:
         if config.training.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses to be deterministic
             torch.use_deterministic_algorithms(True)
+        torch.set_float32_matmul_precision("high" if config.training.tf32 else "highest")
+        torch.backends.cudnn.allow_tf32 = config.training.tf32
         selection = select(run_dir, arguments.resume, self.world)
         stored = self._stored(selection.checkpoint)
         document = ds_config.read(arguments.ds_config) if arguments.ds_config else None
@@ -302,6 +304,7 @@ class Run:
         config, device = self.config, self.environment.device
         stage = "" if self.engine.zero_stage is None else f", ZeRO {self.engine.zero_stage}"
         ranks = "1 rank" if self.world.size == 1 else f"{self.world.size} ranks"
+        products = ", products of fp32 matrices in TF32" if config.training.tf32 else ""
         balanced = {self.objective.tasks[place] for place in self.objective.balanced}
         return RunInfo(
             positions_per_step=self.upstream.positions_per_step,
@@ -313,5 +316,5 @@ class Run:
             rows=self.sources.rows(),
             workers=self.sources.workers,
             workers_asked=config.data.workers,
-            description=f"{self.engine.name}{stage}, {ranks}, {config.training.precision}",
+            description=f"{self.engine.name}{stage}, {ranks}, {config.training.precision}{products}",
         )

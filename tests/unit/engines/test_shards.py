@@ -101,6 +101,21 @@ def test_arithmetic_takes_as_many_operations_whatever_the_parameters(name: str) 
     assert 0 < found[0] == found[1] <= 17
 
 
+def test_both_sides_of_a_difference_publish_three_times(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There, across, and back: on ZeRO each is a gathering of all weights."""
+    engine = engine_of(3)
+    published: list[float] = []
+
+    def first() -> float:
+        return float(next(engine.leaves()).detach()[0])
+
+    monkeypatch.setattr(engine, "publish_weights", lambda: published.append(first()))
+    before, direction = first(), engine.weights().times(0.0).shifted(1.0)
+    with engine.perturbed(direction, 0.5) as move_to:
+        move_to(-0.25)
+    assert published == pytest.approx([before + 0.5, before - 0.25, before])
+
+
 def test_bunches_hold_as_much_as_they_may(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pieces, "together", lambda device: 24)
     first = [torch.zeros(size) for size in (2, 4, 1, 9, 3, 0, 3)]
