@@ -109,10 +109,10 @@ class TrainingConfig(Section):
     finite; the host knows of it one step later."""
     deterministic: bool = False
     """Deterministic kernels on the GPU (slower); needed for a bit-exact resume there."""
-    compile: Literal["none", "blocks", "whole"] = "none"
+    compile: Literal["auto", "none", "blocks", "whole"] = "auto"
     """torch.compile, over static shapes. blocks: each block of the model by itself; blocks of one form are compiled
     once, and on several ranks gradients still travel while the backward pass runs. whole: the model as one graph.
-    Neither with ZeRO stage 3."""
+    Neither with ZeRO stage 3. auto: blocks where a pre-training run on GPUs can have it, else none, and the log why."""
 
     def problems(self, config: Any) -> Iterator[str]:
         if self.weights == "bf16" and self.precision != "bf16":
@@ -273,6 +273,10 @@ class Config:
 
     def cautions(self) -> Iterator[str]:
         """What is allowed but rarely meant, beside what each section says of itself."""
+        return iter(())
+
+    def against_compiling(self) -> Iterator[str]:
+        """Why `training.compile auto` leaves a run of these settings as it is, beside what each section says."""
         return iter(())
 
     @classmethod

@@ -52,6 +52,9 @@ class FinetuneConfig(Config):
             raise RefusedError(f"--task {named} is for GLUE; --downstream.kind is {downstream.kind}")
         return [downstream.task or downstream.kind]
 
+    def against_compiling(self) -> Iterator[str]:
+        yield "a fine-tuning run is short, and none was measured compiled"
+
     def require_data(self, tasks: Sequence[str]) -> None:
         """Refuse data that is missing, of all tasks before the first is trained for hours."""
 

@@ -70,6 +70,10 @@ class Section:
         """
         return iter(())
 
+    def against_compiling(self, config: Any) -> Iterator[str]:
+        """Why `training.compile auto` compiles nothing: shapes that change from step to step, in a few words."""
+        return iter(())
+
 
 @dataclass(kw_only=True)
 class Settings(Section):

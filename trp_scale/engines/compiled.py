@@ -9,10 +9,39 @@ counted, and named with the guard that failed.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils._triton import has_triton
+
+from trp_scale.distributed.groups import Group
+
+Choice = tuple[Literal["none", "blocks"], str]
+
+
+def choose(device: torch.device, zero_stage: int | None, reasons: Sequence[str], group: Group) -> Choice:
+    """What `training.compile: auto` is in this run, the same on all ranks, which all call this; and why, for the log.
+
+    Blocks rather than the whole model: on several ranks their gradients travel while the backward pass runs, and a
+    start takes the time of a few forms of blocks, not of all layers.
+
+    Args:
+        device: of this rank.
+        zero_stage: None without ZeRO.
+        reasons: what speaks against it in the settings.
+    """
+    against = list(reasons)
+    if zero_stage == 3:
+        against.insert(0, "ZeRO stage 3 gathers weights where torch's compiler cannot see it")
+    if device.type != "cuda":
+        against.insert(0, f"the device is a {device.type.upper()}, for which compiling takes minutes")
+    elif not has_triton():
+        against.insert(0, "torch finds no Triton for this GPU")
+    found = next((first for first in group.gather_objects(against[:1]) if first), None)
+    if found is not None:
+        return "none", f"not compiled: {found[0]}"
+    return "blocks", "compiled block by block: the device is a GPU, and nothing speaks against it"
 
 
 class Graphs:
@@ -134,12 +163,12 @@ def compile_model(module: nn.Module, how: str) -> Graphs | None:
     such as gathering its weights, stays outside.
 
     Args:
-        how: training.compile: none, blocks or whole.
+        how: training.compile: none, blocks or whole; auto is for the run to decide (`choose`), and none here.
 
     Returns:
         a count of the graphs; None where nothing is compiled.
     """
-    if how == "none":
+    if how in ("none", "auto"):
         return None
     graphs = Graphs()
     for part in [module] if how == "whole" else module.layers:  # type: ignore[union-attr]

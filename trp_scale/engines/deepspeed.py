@@ -78,7 +78,7 @@ class DeepSpeedEngine(ShardOperations):
         if config.training.precision == "fp16" and device.type not in self.fp16_devices:
             raise EngineError("--training.precision fp16 needs a GPU; use bf16")
         stage_3 = document["zero_optimization"]["stage"] == 3
-        if config.training.compile != "none" and stage_3:
+        if config.training.compile in ("blocks", "whole") and stage_3:
             raise EngineError("--training.compile does not work with ZeRO stage 3 (gathered weights); use stage 2")
         self.config = config
         self.device = device

@@ -118,11 +118,15 @@ class LearnedMasksSettings(MultilevelSettings):
                 f"--multilevel.temperature {self.temperature} has no effect with --multilevel.selection "
                 f"{self.selection}"
             )
-        if config.training.compile != "none" and self.final_ratio:
+        if config.training.compile in ("blocks", "whole") and self.final_ratio:
             yield (
                 f"--training.compile with --multilevel.final_ratio {self.final_ratio:g}: the model is compiled anew "
                 "for each number of visible patches that the ratio passes through"
             )
+
+    def against_compiling(self, config: MaskedAutoencoderConfig) -> Iterator[str]:
+        if self.final_ratio:
+            yield f"the number of visible patches grows with --multilevel.final_ratio {self.final_ratio:g}"
 
 
 @dataclass(kw_only=True)

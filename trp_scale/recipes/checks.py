@@ -44,6 +44,12 @@ def cautions(config: Config, steps_per_epoch: int = 0) -> list[str]:
     return [*found, *config.cautions()]
 
 
+def against_compiling(config: Config) -> list[str]:
+    """Why `training.compile auto` leaves a run of these settings as it is; empty where nothing speaks against it."""
+    parts = [each for each in sections(config).values() if isinstance(each, Section)]
+    return [*(reason for part in parts for reason in part.against_compiling(config)), *config.against_compiling()]
+
+
 def check_engine(config: Config, engine: str, *, gpu: bool) -> None:
     """Refuse what the chosen engine or machine does not have.
 

@@ -103,6 +103,7 @@ def choose(
         return Choice(rows=before, why="those of the checkpoint")
     probed = copy.deepcopy(config)
     probed.batch.micro_size = sizes[0]
+    probed.training.compile = "none"  # a graph for each size that is tried would be thrown away; it takes less memory
     upstream = build(probed, environment)
     try:
         if free is None and environment.device.type == "cpu":

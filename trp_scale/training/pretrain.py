@@ -21,15 +21,14 @@ from trp_scale.core.hooks import build_hooks
 from trp_scale.core.run import RunContext
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.stop import StopRequests
-from trp_scale.engines import ds_config
+from trp_scale.engines import compiled, ds_config
 from trp_scale.engines.build import build_engine, build_second_engine
-from trp_scale.engines.compiled import cache_directory
 from trp_scale.observe.observer import Observer
 from trp_scale.observe.profile import StepProfile
 from trp_scale.observe.records import RunInfo
 from trp_scale.observe.throughput import StartUp
 from trp_scale.recipes.arguments import Arguments
-from trp_scale.recipes.checks import cautions, check_engine
+from trp_scale.recipes.checks import against_compiling, cautions, check_engine
 from trp_scale.recipes.loader import to_dict
 from trp_scale.training import micro_size, rundir
 from trp_scale.training.loop import StepAgreement, Trainer, TrainingState, require_same_settings, validate
@@ -113,6 +112,11 @@ class Run:
         stored = self._stored(selection.checkpoint)
         document = ds_config.read(arguments.ds_config) if arguments.ds_config else None
         chosen: list[str] = []
+        if config.training.compile == "auto":
+            stage = None if document is None else document.get("zero_optimization", {}).get("stage")
+            reasons = against_compiling(config)
+            config.training.compile, why = compiled.choose(environment.device, stage, reasons, self.world)
+            chosen.append(why)
         if config.batch.micro_size == "auto":
             choice = micro_size.choose(
                 config,
@@ -129,7 +133,7 @@ class Run:
         self.world.require_equal(self.sources.digest(), f"the data set {config.data.path}")
         notices = [*selection.notices, *chosen, *self._check_checkpoint(stored), *self._capped_workers()]
         if config.training.compile != "none":
-            notices.append(f"compiled graphs are kept in {cache_directory()} (TORCHINDUCTOR_CACHE_DIR)")
+            notices.append(f"compiled graphs are kept in {compiled.cache_directory()} (TORCHINDUCTOR_CACHE_DIR)")
         steps_per_epoch = -(-self.sources.train.rows // config.batch.global_size)
         if document is not None:
             notices += ds_config.notices(document, config, path=str(arguments.ds_config))

@@ -7,15 +7,21 @@ import json
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import yaml
 from torch import Tensor, nn
 
 from tests.runs import flags, pretrain_here
 from tests.settings import changed
+from trp_scale.distributed.groups import ALONE, Group
+from trp_scale.engines import compiled
 from trp_scale.engines.compiled import Graphs, compile_model
 from trp_scale.engines.plain import PlainEngine
+from trp_scale.recipes.checks import against_compiling
+from trp_scale.recipes.loader import load_recipe
 from trp_scale.upstreams.pos_bert.settings import PosBertConfig
 
 
@@ -153,3 +159,66 @@ def test_a_run_warns_of_a_graph_that_no_mode_needed(
     assert "warning: BertForMaskedPositions was compiled again for a mode that has a graph" in said
     assert "size mismatch at index 0. expected 8, actual 4" in said
     assert "graphs compiled: 3 in" in said and "1 that no mode of the run needed" in said
+
+
+GPU, CPU = torch.device("cuda"), torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("device", "stage", "reasons", "triton", "how", "why"),
+    [
+        (GPU, None, [], True, "blocks", "compiled block by block: the device is a GPU"),
+        (GPU, 2, [], True, "blocks", "compiled block by block"),
+        (CPU, None, [], True, "none", "not compiled: the device is a CPU, for which compiling takes minutes"),
+        (GPU, 3, [], True, "none", "not compiled: ZeRO stage 3 gathers weights"),
+        (GPU, None, ["rows change"], True, "none", "not compiled: rows change"),
+        (GPU, None, [], False, "none", "not compiled: torch finds no Triton for this GPU"),
+    ],
+)
+def test_what_auto_is(
+    monkeypatch: pytest.MonkeyPatch,
+    device: torch.device,
+    stage: int | None,
+    reasons: list[str],
+    triton: bool,
+    how: str,
+    why: str,
+) -> None:
+    monkeypatch.setattr(compiled, "has_triton", lambda: triton)
+    chosen, said = compiled.choose(device, stage, reasons, ALONE)
+    assert chosen == how and said.startswith(why)
+
+
+def test_all_ranks_choose_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiled, "has_triton", lambda: True)
+    monkeypatch.setattr(Group, "gather_objects", lambda self, own: [own, ["another rank lacks it"]])
+    assert compiled.choose(GPU, None, [], Group("world", rank=0, size=2)) == (
+        "none",
+        "not compiled: another rank lacks it",
+    )
+
+
+@pytest.mark.parametrize(
+    ("recipe", "changes", "reason"),
+    [
+        ("pos_bert_base", {}, ""),
+        ("mlo_mae_imagenet", {}, ""),
+        ("mlo_mae_imagenet", {"multilevel__final_ratio": 0.9}, "the number of visible patches grows"),
+        ("classification_mae_vit_b", {}, "a fine-tuning run is short"),
+    ],
+)
+def test_what_settings_speak_against(recipe: str, changes: dict[str, float], reason: str) -> None:
+    config: Any = load_recipe(recipe)
+    for name, value in changes.items():
+        section, _, field = name.partition("__")
+        setattr(getattr(config, section), field, value)
+    assert "; ".join(against_compiling(config)).startswith(reason) and bool(against_compiling(config)) == bool(reason)
+
+
+def test_a_run_on_a_cpu_is_not_compiled_by_itself(
+    text_dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert pretrain_here(flags(text_dataset, tmp_path / "run", training__steps=1)) == 0
+    said = capsys.readouterr().out
+    assert "not compiled: the device is a CPU" in said and "graphs" not in said
+    assert yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())["training"]["compile"] == "none"

@@ -44,7 +44,7 @@ def test_every_field_can_be_given_as_section_field_value() -> None:
     argv += ["--optimizer.min_lr", "0.1", "--model.max_positions", "64", "--logging.profile", "7:7"]
     config = parse(argv).config
     assert config.balancer.reference == {"verb": 0.5}
-    assert (config.logging.wandb_project, config.training.compile, config.optimizer.lr) == ("words", "none", 0.25)
+    assert (config.logging.wandb_project, config.training.compile, config.optimizer.lr) == ("words", "auto", 0.25)
     assert config.model.layers == config.checkpoint.keep == 7
 
 

@@ -106,10 +106,12 @@ def test_where_it_is_close_it_is_tried_and_steps_back(
     text_dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def build(name: str, module: torch.nn.Module, config: Config, **settings: Any) -> PlainEngine:
+        assert config.training.compile == "none", "graphs of a size that is only tried"
         return Full(module, config, device=settings["device"])
 
     monkeypatch.setattr(micro_size, "build_engine", build)
     config = settings(text_dataset, tmp_path)
+    config.training.compile = "whole"
     free = counted(config).of(24)
     for room, tried in ((24, (24,)), (11, (24, 12, 8))):
         Full.room, Full.asked = room, ()

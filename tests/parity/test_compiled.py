@@ -1,0 +1,104 @@
+"""A compiled run, on every engine that can and with methods that take passes of their own, gives the same weights.
+
+Traced by aot_eager, since the default backend takes minutes of a C++ compiler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache, partial
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from torch._dynamo.utils import counters
+
+from tests.parity import test_learned_masks, test_modalities, test_uniformity
+from tests.parity.compare import too_far
+from tests.ranks import Ranks
+from tests.synthetic import TWO_RANKS, Layout, Result, make_engine, run, small_config
+from tests.synthetic_images import run_images
+from tests.synthetic_masks import run_masks
+from tests.synthetic_modalities import run_modalities
+from trp_scale.core.engine import EngineError
+from trp_scale.distributed.groups import ALONE
+
+Found = TypeVar("Found")
+
+CHANGES: dict[str, Any] = {"optimizer": {"eps": 1e-4}, "balancer": {"kind": "minimax", "estimate": "exact"}}
+LAYOUTS = [name for name in TWO_RANKS if name not in ("zero0", "zero3")]
+GRAPHS = {"blocks": 4, "whole": 2}
+"""A block and the last one, or the model; each with gradients and without (the pass that finds the weights)."""
+
+
+def traced(train: Callable[[], Found]) -> tuple[Found, int]:
+    """What a run gives, and how many graphs were made."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+        torch._dynamo.reset()
+        counters.clear()
+        return train(), counters["stats"]["unique_graphs"]
+
+
+def compiled(layout: Layout, how: str) -> tuple[Result, int]:
+    return traced(lambda: run(layout, {**CHANGES, "training": {"compile": how, "steps": 5}}))
+
+
+@lru_cache
+def reference() -> Result:
+    return run(Layout(micro_size=2), {**CHANGES, "training": {"steps": 5}})
+
+
+@pytest.mark.parametrize("how", GRAPHS)
+def test_one_rank_gives_the_weights_of_the_plain_run(how: str) -> None:
+    found, graphs = compiled(Layout(micro_size=2), how)
+    assert found.moved and too_far(found, reference()) == []
+    assert graphs == GRAPHS[how]
+
+
+@pytest.mark.parametrize("how", GRAPHS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_ranks_give_the_weights_of_the_plain_run(two_ranks: Ranks, layout: str, how: str) -> None:
+    found, graphs = two_ranks(compiled, TWO_RANKS[layout], how)[0]
+    assert too_far(found, reference()) == []
+    if (layout, how) != ("fsdp", "whole"):  # it breaks at each unit, whose weights are gathered outside a graph
+        assert graphs == GRAPHS[how]
+
+
+@pytest.mark.parametrize("how", GRAPHS)
+@pytest.mark.parametrize("variant", ["flattened", "look ahead"])
+def test_masks_that_are_learned(how: str, variant: str) -> None:
+    """Differences of losses at moved weights, and steps on a second source."""
+    changes = test_learned_masks.changes(variant)
+    changes = {**changes, "training": {**changes["training"], "compile": how}}
+    found, graphs = traced(lambda: run_masks(Layout(micro_size=2), changes))
+    assert graphs > 0 and test_learned_masks.differences(found, test_learned_masks.reference(variant)) == []
+
+
+@pytest.mark.parametrize("how", GRAPHS)
+@pytest.mark.parametrize("balancing", ["minimax", "gradnorm"])
+def test_several_modalities(how: str, balancing: str) -> None:
+    """With taps and without."""
+    changes = test_modalities.changes(balancing)
+    changes = {**changes, "training": {**changes["training"], "compile": how}}
+    found, graphs = traced(lambda: run_modalities(Layout(micro_size=2), changes, test_modalities.sometimes_absent))
+    assert graphs > 0 and test_modalities.differences(found, test_modalities.reference(balancing)) == []
+
+
+@pytest.mark.parametrize("how", GRAPHS)
+def test_class_tokens_that_spread(how: str) -> None:
+    """A pass through the encoder alone before each step."""
+    changes = test_uniformity.changes("alone")
+    changes = {**changes, "training": {**changes["training"], "compile": how}}
+    found, graphs = traced(lambda: run_images(Layout(micro_size=2), changes))
+    assert graphs > 0 and too_far(found, test_uniformity.reference("alone")) == []
+
+
+def refused(layout: Layout) -> str:
+    with pytest.raises(EngineError) as caught:
+        make_engine(layout, small_config(layout, training={"compile": "blocks"}), ALONE)
+    return str(caught.value)
+
+
+def test_stage_3_is_refused(two_ranks: Ranks) -> None:
+    assert "does not work with ZeRO stage 3" in two_ranks(refused, TWO_RANKS["zero3"])[0]
