@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import pytest
+from torch import nn
 
 from benchmarks.wire import CountsCollectives
 from tests.distributed.engine_layouts import LAYOUTS
@@ -47,3 +51,41 @@ def test_bf16_weights_and_gradients_take_half(two_ranks: Ranks, name: str) -> No
         calls, wire = two_ranks(counted, LAYOUTS[name], accumulation, {})[0]
         found = two_ranks(counted, LAYOUTS[name], accumulation, HALF)[0]
         assert found == (calls, pytest.approx(wire / 2, rel=0.02)), accumulation
+
+
+class OrderOfGathers(CountsCollectives):
+    """Attributes: seen: gathers of weights, and blocks that compute, in order."""
+
+    def __init__(self, blocks: nn.ModuleList) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+        for number, block in enumerate(blocks):
+            first = next(part for part in block.modules() if isinstance(part, nn.Linear))
+            first.register_forward_hook(partial(self.note, f"block {number}"))
+            first.register_full_backward_hook(partial(self.note, f"back {number}"))
+
+    def note(self, what: str, *_: Any) -> None:
+        self.seen.append(what)
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
+        before = self.calls["gather"]
+        result = super().__torch_dispatch__(function, types, arguments, named)
+        self.seen += ["gather"] * (self.calls["gather"] - before)
+        return result
+
+
+def order_of_gathers(layout: Layout) -> list[str]:
+    """In a step of four blocks."""
+    trainer = trainer_for(layout, small_config(layout, model={"layers": 4}, balancer={"kind": "uniform"}))
+    trainer.engine.train(True)
+    trainer.train_step()
+    with OrderOfGathers(trainer.engine.module.layers) as order:  # type: ignore[arg-type]
+        trainer.train_step()
+    trainer.engine.close()
+    return order.seen
+
+
+def test_fsdp_gathers_a_block_before_the_one_before_computes(two_ranks: Ranks) -> None:
+    seen = two_ranks(order_of_gathers, Layout(engine="fsdp", micro_size=4))[0]
+    forward = ["gather", "gather", "gather", "block 0", "gather", "block 1", "gather", "block 2", "block 3"]
+    assert seen == [*forward, "gather", "gather", "back 3", "gather", "back 2", "gather", "back 1", "back 0"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -35,6 +36,9 @@ class FsdpEngine(PlainEngine):
             fully_shard(layer, mesh=mesh, mp_policy=policy)
         # The embeddings stay gathered from the forward on: the prediction head uses them again at its end.
         fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False)  # changes the class in place
+        # A block's weights are under way while the block before computes; backward FSDP2 sees to it by itself.
+        for layer, following in pairwise(module.layers):  # type: ignore[arg-type]
+            layer.set_modules_to_forward_prefetch([following])
         return module
 
     def masters_of(self, module: nn.Module) -> None:
