@@ -35,6 +35,7 @@ from benchmarks.gpu_modalities import modalities
 from benchmarks.gpu_parity import parity, waits
 from benchmarks.gpu_setting import Setting
 from benchmarks.gpu_speed import minimax, throughput
+from benchmarks.gpu_ways import masks, ways
 from trp_scale.config import RefusedError, nearest
 from trp_scale.distributed.environment import Environment
 
@@ -45,6 +46,8 @@ SECTIONS: dict[str, Callable[[Setting], Iterator[Item]]] = {
     "minimax": minimax,
     "images": images,
     "modalities": modalities,
+    "masks": masks,
+    "ways": ways,
     "throughput": throughput,
 }
 """In the order they are measured: what takes longest, compiling, comes last and is the first to be skipped.
@@ -58,7 +61,7 @@ class Options:
     """What to measure."""
 
     sections: tuple[str, ...] = (ALL,)
-    """parity, waits, memory, minimax, images, modalities, throughput, or all."""
+    """parity, waits, memory, minimax, images, modalities, masks, ways, throughput, or all."""
     seconds: float = 450.0
     """Time for all of it; an item that does not fit into what is left is skipped, and says so."""
     small: bool = False

@@ -1,0 +1,160 @@
+"""Sections of benchmarks/gpu.py on how a step is computed (precision, compile), and on what learned masks cost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+
+from benchmarks.gpu_images import image_config
+from benchmarks.gpu_items import MEGABYTE, Figures, Item, Missing, Value, release_memory
+from benchmarks.gpu_parity import apart, train
+from benchmarks.gpu_setting import NEEDS_GPU, Setting, text, training
+from benchmarks.gpu_sizes import use_of_peak
+from benchmarks.image_steps import mae_workload
+from benchmarks.mlo_steps import cycle, cycle_steps, masks_trainer, plain_engines
+from benchmarks.rounds import alternate
+from benchmarks.steps import Workload
+from benchmarks.text_steps import VOCABULARY
+from trp_scale.config.components import settings_of
+from trp_scale.masks.flops import multilevel_step_flops
+from trp_scale.observe.throughput import bert_step_flops, mae_step_flops
+
+
+@dataclass(frozen=True, kw_only=True)
+class Way:
+    """As in the section `training` of a run's settings."""
+
+    weights: Literal["fp32", "bf16"] = "fp32"
+    gradients: Literal["fp32", "bf16"] = "fp32"
+    compile: Literal["none", "blocks", "whole"] = "none"
+
+
+WAYS = {
+    "autocast": Way(),
+    "bf16 weights": Way(weights="bf16"),
+    "autocast, compiled blocks": Way(compile="blocks"),
+    "bf16 weights, compiled blocks": Way(weights="bf16", compile="blocks"),
+    "bf16 weights, compiled whole": Way(weights="bf16", compile="whole"),
+}
+"""All in bf16."""
+TEXT, IMAGES = "BERT-base, 128 tokens", "MAE ViT-B/16"
+ROWS = {TEXT: 256, IMAGES: 256}
+COMPARED = {
+    "plain, bf16 weights": ("plain", Way(weights="bf16")),
+    "ddp, bf16 weights": ("ddp", Way(weights="bf16", gradients="bf16")),
+    "fsdp, bf16 weights": ("fsdp", Way(weights="bf16", gradients="bf16")),
+}
+
+
+def set_way(work: Workload, way: Way) -> Workload:
+    """The same work, computed so."""
+    settings: Any = work.config.training
+    settings.weights, settings.gradients, settings.compile = way.weights, way.gradients, way.compile
+    return work
+
+
+def workload(setting: Setting, model: str, way: Way) -> tuple[Workload, float]:
+    """What is trained, and the FLOPs of a step."""
+    rows = 2 if setting.small else ROWS[model]
+    if model == IMAGES:
+        config = image_config(setting, "mae_vit_b", size="base", rows=rows)
+        return set_way(mae_workload(config), way), mae_step_flops(config, rows=rows, computed=True)
+    length = min(setting.lengths)
+    masked = setting.lengths[length]
+    flops = bert_step_flops(
+        setting.base, rows=rows, length=length, vocabulary=VOCABULARY, predicted=masked, read=1 + masked
+    )
+    return set_way(text(setting, setting.base, length, rows=rows), way), flops
+
+
+def speed(setting: Setting, model: str, way: Way) -> Figures:
+    """Step time of the whole loop on plain, use of the peak by what is computed, peak memory."""
+    if way.compile != "none":
+        torch._dynamo.reset()
+    release_memory()
+    work, flops = workload(setting, model, way)
+    with training(setting, "plain", work) as trainer:
+        trainer.engine.train(True)
+        for _ in range(2):
+            trainer.train_step()
+        if setting.on_gpu:
+            torch.cuda.reset_peak_memory_stats(setting.device)
+        seconds = alternate({"step": trainer.train_step}, rounds=setting.rounds)["step"].wall
+        peak = torch.cuda.max_memory_allocated(setting.device) / MEGABYTE if setting.on_gpu else Missing(NEEDS_GPU)
+    rows = work.config.batch.micro_rows
+    used = use_of_peak(setting, seconds, computed_utilisation=flops)
+    return {"rows": rows, "step_ms": seconds * 1e3, "rows_per_second": rows / seconds, "peak_mb": peak, **used}
+
+
+def from_fp32(setting: Setting, layout: str, way: Way) -> Figures:
+    """How far a short run with bf16 weights is from one in fp32; autocast is beside it."""
+
+    def work(precision: Literal["fp32", "bf16"], way: Way) -> Workload:
+        rows = 2 if setting.small else 16
+        made = text(setting, setting.checked, rows=rows, accumulation=2, precision=precision, lr=1e-3)
+        return set_way(made, way)
+
+    exact = train(setting, "plain", work("fp32", Way()))
+    autocast = apart(train(setting, "plain", work("bf16", Way())), exact)
+    ours = apart(train(setting, layout, work("bf16", way)), exact)
+    return {**ours, **{f"autocast_{name}": value for name, value in autocast.items()}}
+
+
+def ways(setting: Setting) -> Iterator[Item]:
+    """BERT-base and MAE ViT-B in each way; what compiling takes comes last."""
+    for name, (layout, way) in COMPARED.items():
+        yield Item(name=f"{name}, from fp32", measure=partial(from_fp32, setting, layout, way), seconds=10)
+    for name, way in WAYS.items():
+        compiled = way.compile != "none"
+        for model in ROWS:
+            yield Item(
+                name=f"{model}, {name}",
+                measure=partial(speed, setting, model, way),
+                seconds=40 if compiled else 10,
+                lacking=setting.no_gpu and f"torch.compile is measured on a GPU only: {setting.no_gpu}"
+                if compiled
+                else "",
+            )
+
+
+@contextmanager
+def products(kind: Literal["highest", "high"]) -> Iterator[None]:
+    """Of fp32 matrices: highest is fp32, high is TF32."""
+    torch.set_float32_matmul_precision(kind)
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+def masks_over_plain(setting: Setting) -> Figures:
+    """A step of the encoder with masks learned at every step (mlo_mae_imagenet's settings) over one of plain MAE, with
+    forwards of the difference in fp32 and in TF32; and the same ratio of counted arithmetic."""
+    rows = 2 if setting.small else 64
+    plain = image_config(setting, "mae_vit_b", size="base", rows=rows)
+    config = image_config(setting, "mae_vit_b", size="base", rows=rows)
+    config.multilevel = settings_of("multilevel", "head", unroll=1, every=1, network="flattened")
+    engines = plain_engines(setting.device)
+    steps: dict[str, Callable[[], object]] = {
+        "plain": masks_trainer(plain, rows, engines).train_step,
+        "learned": cycle(config, masks_trainer(config, rows, engines)),
+    }
+    figures: dict[str, Value | Missing] = {"images": rows}
+    kinds: dict[str, Literal["highest", "high"]] = {"fp32": "highest", "tf32": "high"}
+    counted = multilevel_step_flops(config, ranks=1, computed=True) / mae_step_flops(plain, rows=rows, computed=True)
+    for name, kind in kinds.items():
+        with products(kind):
+            measured = alternate(steps, rounds=setting.rounds, warmup=2)
+        over = measured["learned"].wall / cycle_steps(config) / measured["plain"].wall
+        figures |= {f"{name}_over_plain": over, f"{name}_over_counted": over / counted}
+    return figures | {"plain_step_ms": measured["plain"].wall * 1e3, "counted_over_plain": counted}
+
+
+def masks(setting: Setting) -> Iterator[Item]:
+    """Learned masks, ViT-B/16."""
+    yield Item(name="learned masks over plain MAE", measure=partial(masks_over_plain, setting), seconds=40)
