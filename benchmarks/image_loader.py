@@ -12,6 +12,9 @@ uint8 as ours.
 Without --data it makes 512 JPEGs of about 33 kB and a short side of 256 pixels, as ImageNet's are after the usual
 resize: noise whose spectrum falls as a photograph's does, with 1 / f. MM-MAE, of which there is no other side, reads
 such noise with depth and segmentation made of its colours.
+
+Crops of images that are decoded at a part of their size (--crops.scaled_decoding) are compared with the same crops of
+the whole images: peak signal to noise, over all their pixels.
 """
 
 from __future__ import annotations
@@ -20,10 +23,11 @@ import io
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import torch
@@ -40,6 +44,7 @@ from benchmarks.rounds import alternate
 from benchmarks.stages import breakdown, handing_over
 from trp_scale.config.images import ImagePretrainConfig
 from trp_scale.data import plan
+from trp_scale.data.hashing import Integers, Words
 from trp_scale.data.images import crops, reader
 from trp_scale.data.images import rows as image_rows
 from trp_scale.data.images.png import write_png
@@ -62,6 +67,7 @@ STAGES = {
 """File and function of each stage; none calls another."""
 
 METHODS = {"MAE, 1 crop of 224": (1, 224), "MAE+, 4 crops of 112": (4, 112)}
+SCALED = "ours, scaled decoding"
 WITH_MAPS = "MM-MAE, 1 crop of 224 with depth and segmentation"
 CLASSES = 16
 MEAN, DEVIATION = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
@@ -79,6 +85,8 @@ class Options:
     """Images per micro-batch."""
     rounds: int = 9
     """Rounds of each."""
+    short_side: int = 256
+    """Of the noise, in pixels."""
 
 
 def noise(generator: np.random.Generator, height: int, width: int) -> Image.Image:
@@ -91,15 +99,16 @@ def noise(generator: np.random.Generator, height: int, width: int) -> Image.Imag
     return Image.fromarray(scaled.clip(0, 255).astype(np.uint8).transpose(1, 2, 0))
 
 
-def make_dataset(directory: Path, images: int, *, maps: bool = False) -> Path:
+def make_dataset(directory: Path, images: int, *, maps: bool = False, short_side: int = 256) -> Path:
     """Write the noise as a stored data set of one shard, with depth and segmentation or without."""
+    long_side = round(short_side * 4 / 3)
     (directory / "shards").mkdir(parents=True)
     (directory / "progress").mkdir()
     generator = np.random.default_rng(0)
     tar = directory / "shards" / "image-000000.tar"
     with new_tar(tar, report_path(directory, tar.stem)) as shard:
         for number in range(images):
-            height, width = (256, 341) if number % 2 else (341, 256)
+            height, width = (short_side, long_side) if number % 2 else (long_side, short_side)
             stream = io.BytesIO()
             image = noise(generator, height, width)
             image.save(stream, "JPEG", quality=72)
@@ -123,12 +132,36 @@ def open_train(options: Options, directory: Path, config: ImagePretrainConfig) -
     return open_sources(config, rank=0, world=1).train
 
 
-def mae(count: int, size: int) -> MaeConfig:
+def mae(count: int, size: int, *, scaled: bool = False) -> MaeConfig:
     """Crops without maps."""
     config = MaeConfig()
+    config.crops.scaled_decoding = scaled
     config.masking.ratio = 0.75
     config.crops.count, config.crops.size = count, size
     return config
+
+
+def scaled_pixels(options: Options, directory: Path, method: str) -> str:
+    """How many images are decoded at a part of their size, and how their crops differ from those of whole images."""
+    draw = crops.Cropper.draw
+    seen: list[Integers] = []
+
+    def whole(cropper: crops.Cropper, states: Words, sizes: Integers) -> crops.Crops:
+        """The same boxes, for images that are decoded whole."""
+        drawn = draw(cropper, states, sizes)
+        seen.append(drawn.scales)
+        return replace(drawn, scales=np.ones_like(drawn.scales))
+
+    def images() -> torch.Tensor:
+        window = open_train(options, directory, mae(*METHODS[method], scaled=True)).next_window()
+        return torch.cat([micro["images"] for micro in window]).double()
+
+    found = images()
+    with mock.patch.object(crops.Cropper, "draw", whole):
+        error = (found - images()).square().flatten(1).mean(1)
+    scaled = torch.from_numpy(np.concatenate(seen[::2]) > 1)  # it is drawn twice: for the scales, for the crops
+    text = f"decoded at a part of its size: {float(scaled.double().mean()):.0%} of the images"
+    return text if not scaled.any() else f"{text}, {float(10 * (255**2 / error[scaled].mean()).log10()):.1f} dB"
 
 
 def other_batches(options: Options, directory: Path, count: int, size: int, *, floats: bool) -> Iterator[object]:
@@ -162,6 +195,7 @@ def candidates(options: Options, directory: Path, method: str) -> dict[str, Call
         return {"ours": open_train(options, directory, MmMaeConfig()).next_window}
     count, size = METHODS[method]
     rounds: dict[str, Callable[[], object]] = {"ours": open_train(options, directory, mae(count, size)).next_window}
+    rounds[SCALED] = open_train(options, directory, mae(count, size, scaled=True)).next_window
     for name, floats in (("webdataset + PIL + v1", True), ("the same, uint8", False)):
         batches = other_batches(options, directory, count, size, floats=floats)
         rounds[name] = partial(take, batches, options.images // options.micro_size)
@@ -185,6 +219,8 @@ def measure(options: Options, directory: Path, method: str) -> None:
     for stage, share in breakdown(train, STAGES, "the rest").items():
         table.add_row(f"  {stage}", "", f"{share:.0%}", "")
     Console().print(table)
+    if method != WITH_MAPS:
+        print(scaled_pixels(options, directory, method))
 
 
 def main(options: Options) -> None:
@@ -193,13 +229,13 @@ def main(options: Options) -> None:
         sys.exit(f"--images {options.images} is not a multiple of --micro_size {options.micro_size}")
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as directory:
-        data = options.data or make_dataset(Path(directory) / "noise", 512)
+        data = options.data or make_dataset(Path(directory) / "noise", 512, short_side=options.short_side)
         tars = list((data / "shards").glob("*.tar"))
         rows = read_json(data / "dataset.json")["rows"]
         print(f"{rows:,} images, {sum(tar.stat().st_size for tar in tars) / rows / 1e3:.1f} kB each in their tars")
         for method in METHODS:
             measure(options, data, method)
-        if options.data is None:
+        if options.data is None and options.short_side == Options.short_side:
             measure(options, make_dataset(Path(directory) / "maps", 512, maps=True), WITH_MAPS)
 
 

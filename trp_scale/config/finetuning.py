@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from trp_scale.config import Config, CropsConfig, RelativeVisionConfig
 from trp_scale.config.settings import Settings, setting
@@ -79,7 +79,13 @@ class ImageDownstreamConfig(DownstreamConfig):
 
 @dataclass(kw_only=True)
 class ImageTaskConfig(FinetuneConfig):
-    """One fine-tuning run on images; `vision` describes the encoder, as `model` does."""
+    """One fine-tuning run on images; `vision` describes the encoder, as `model` does.
+
+    Attributes:
+        cuts_crops: the task cuts its training images as `crops` says, not only to its size.
+    """
+
+    cuts_crops: ClassVar[bool] = False
 
     vision: RelativeVisionConfig = field(default_factory=RelativeVisionConfig)
     crops: CropsConfig = field(default_factory=CropsConfig)
@@ -102,6 +108,8 @@ class ImageTaskConfig(FinetuneConfig):
         size, patch_size = self.crops.size, self.vision.patch_size
         if size < 1 or size % patch_size:
             yield f"--crops.size is {size}, allowed: multiples of the encoder's patches, {patch_size} pixels"
+        if self.crops.scaled_decoding and not self.cuts_crops:
+            yield f"--crops.scaled_decoding is on, allowed for {self.downstream.kind}: off; its images are read whole"
         if not self.separate_test and not self.data.validation_fraction:
             yield (
                 "--data.validation_fraction is 0 and --downstream.test_path is empty: nothing is left to measure on; "

@@ -149,6 +149,10 @@ class CropConfig(Section):
     """Probability of a horizontal flip."""
     interpolation: Literal["bicubic", "bilinear"] = "bicubic"
     """How a crop is resized; both with antialiasing."""
+    scaled_decoding: bool = False
+    """Decode a JPEG at 1/2, 1/4 or 1/8 of its size where all its crops still have --crops.size pixels a side (libjpeg's
+    scaled inverse DCT). Pixels differ a little, and crops begin and end at multiples of 2, 4 or 8 pixels. It is faster
+    for images of more than twice the crop's size; for others nothing changes."""
 
     def problems(self, config: Any) -> Iterator[str]:
         if not 0 < self.min_scale <= self.max_scale <= 1:

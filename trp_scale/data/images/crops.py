@@ -8,6 +8,7 @@ Large-scale jitter (Ghiasi et al. 2021) takes the whole image at a random size, 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -44,11 +45,13 @@ class Crops:
         boxes: [R, k, 4] top, left, height, width in pixels of the image; for crops.from = view [R, 1, 4], of the view.
         windows: [R, k, 2] top, left in the view; None for crops.from = image.
         flips: [R, k] which crops are mirrored.
+        scales: [R] 1, 2, 4 or 8: the image is decoded at 1/scale of its size; boxes are multiples of it.
     """
 
     boxes: Integers
     windows: Integers | None
     flips: npt.NDArray[np.bool_]
+    scales: Integers
 
 
 class Cropper:
@@ -79,27 +82,37 @@ class Cropper:
         words = crop_words(states, self._count)  # [R, k]
         flips = uniform(mix(words ^ _FLIP)) < settings.flip
         if self._from == "image":
-            return Crops(boxes=self._boxes(words, sizes), windows=None, flips=flips)
+            boxes, scales = self._boxes(words, sizes, settings.size)
+            return Crops(boxes=boxes, windows=None, flips=flips, scales=scales)
         places = mix(words ^ _WINDOW)[:, :, None] ^ np.arange(2, dtype=np.uint64)  # [R, k, 2]
         windows = below(mix(places), self._view_size - settings.size + 1)
-        return Crops(boxes=self._boxes(mix(states ^ _VIEW)[:, None], sizes), windows=windows, flips=flips)
+        boxes, scales = self._boxes(mix(states ^ _VIEW)[:, None], sizes, self._view_size)
+        return Crops(boxes=boxes, windows=windows, flips=flips, scales=scales)
+
+    def scales(self, states: Words) -> Callable[[Integers], Integers] | None:
+        """From the images' sizes [R, 2], at which part of them they are decoded, [R] (`Crops.scales`); None: all are
+        decoded whole."""
+        if not self._settings.scaled_decoding:
+            return None
+        return lambda sizes: self.draw(states, sizes).scales
 
     def cut(self, image: Tensor, crops: Crops, row: int, out: Tensor) -> None:
         """Cut the crops of one row out of its image.
 
         Args:
-            image: [3, H, W] uint8.
+            image: [3, H, W] uint8, decoded at the row's scale.
             crops: of the batch.
             row: number of the row in it.
             out: [k, 3, S, S] uint8, is written.
         """
         size = self.size
         flips = crops.flips[row].tolist()
+        boxes = (crops.boxes[row] // crops.scales[row]).tolist()  # in pixels of what is decoded
         if crops.windows is None:
-            for number, box in enumerate(crops.boxes[row].tolist()):
+            for number, box in enumerate(boxes):
                 _place(self._resized(image, box, size), flips[number], out[number])
             return
-        view = self._resized(image, crops.boxes[row, 0].tolist(), self._view_size)  # [3, view, view]
+        view = self._resized(image, boxes[0], self._view_size)  # [3, view, view]
         for number, (top, left) in enumerate(crops.windows[row].tolist()):
             _place(view[:, top : top + size, left : left + size], flips[number], out[number])
 
@@ -132,8 +145,12 @@ class Cropper:
         resized: Tensor = functional.resize(part, [size, size], interpolation=self._mode, antialias=True)
         return resized
 
-    def _boxes(self, words: Words, sizes: Integers) -> Integers:
-        return draw_boxes(words, sizes, self._settings.min_scale, self._settings.max_scale)
+    def _boxes(self, words: Words, sizes: Integers, side: int) -> tuple[Integers, Integers]:
+        """Boxes that become squares of `side` pixels, and each image's scale."""
+        boxes = draw_boxes(words, sizes, self._settings.min_scale, self._settings.max_scale)
+        if self._settings.scaled_decoding:
+            return on_scaled_pixels(boxes, side)
+        return boxes, np.ones(len(boxes), dtype=np.int64)
 
 
 def cut_images(cropper: Cropper, crops: Crops, rows: DecodedRows) -> Tensor:
@@ -188,6 +205,29 @@ def draw_boxes(words: Words, sizes: Integers, min_scale: float, max_scale: float
     left = below(np.take_along_axis(draws[..., 3], first, axis=2), width - wide + 1)
     boxes: Integers = np.concatenate([top, left, tall, wide], axis=2)  # [R, k, 4]
     return np.where(fits.any(axis=2)[:, :, None], boxes, _central_boxes(sizes)[:, None, :])
+
+
+SCALES = (2, 4, 8)
+"""By which libjpeg reduces an image while it decodes it."""
+
+
+def on_scaled_pixels(boxes: Integers, side: int) -> tuple[Integers, Integers]:
+    """The largest scale of each image at which none of its boxes gets smaller than its crop, and the boxes on whole
+    pixels of the image at that scale: a map that is cut by them lies where the scaled image does.
+
+    Args:
+        boxes: [R, k, 4] top, left, height, width.
+        side: of a crop.
+
+    Returns:
+        [R, k, 4], [R].
+    """
+    shortest = boxes[:, :, 2:].min(axis=(1, 2))  # [R]
+    scales = np.ones(len(boxes), dtype=np.int64)
+    for scale in SCALES:
+        scales[shortest // scale >= side] = scale
+    steps = scales[:, None, None]  # [R, 1, 1]
+    return boxes // steps * steps, scales
 
 
 def _central_boxes(sizes: Integers) -> Integers:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 import torch
+from PIL import Image
 from torch import Tensor
 from torchvision.io import ImageReadMode, decode_jpeg
 
@@ -19,6 +23,8 @@ from trp_scale.data.images.png import Map
 from trp_scale.data.images.reader import IMAGE, SampleReader
 from trp_scale.data.index import DataError
 from trp_scale.data.plan import Addresses
+
+Made = TypeVar("Made")
 
 
 def decode_image(content: bytearray) -> Tensor:
@@ -38,11 +44,42 @@ def decode_image(content: bytearray) -> Tensor:
     return pixels
 
 
+def jpeg_size(content: bytearray) -> tuple[int, int]:
+    """(H, W) in the header of a JPEG in grey or three colours; (1, 1) of anything else, which has no smaller size."""
+    try:
+        with Image.open(io.BytesIO(content), formats=("JPEG",)) as image:
+            return (image.height, image.width) if image.mode in ("RGB", "L") else (1, 1)
+    except Exception:  # Pillow raises what a broken header leads it to; decode_image says what is wrong
+        return 1, 1
+
+
+def decode_scaled(content: bytearray, scale: int) -> Tensor:
+    """As `decode_image`, at 1/scale of the size: libjpeg makes one pixel of scale x scale ones from their frequencies
+    (torchvision cannot ask it to).
+
+    Args:
+        content: of a JPEG whose `jpeg_size` is at least `scale` each way.
+        scale: 2, 4 or 8.
+
+    Raises:
+        DataError: cut short, or damaged.
+    """
+    try:
+        with Image.open(io.BytesIO(content), formats=("JPEG",)) as image:
+            image.draft("RGB", (image.width // scale, image.height // scale))
+            pixels = np.array(image.convert("RGB"))  # [H / scale, W / scale, 3], rounded up
+    except Exception as error:  # decoders raise whatever a broken file leads them to
+        raise DataError(f"not a JPEG that can be decoded ({error})") from error
+    return torch.from_numpy(pixels).permute(2, 0, 1)
+
+
 @dataclass(frozen=True, kw_only=True)
 class DecodedSample:
-    """An image [3, H, W] uint8, its maps [H, W] or [H, W, C] by modality, its class or -1."""
+    """An image [3, h, w] uint8, whole or at a scale; its size (H, W) as stored; its maps [H, W] or [H, W, C] by
+    modality, its class or -1."""
 
     image: Tensor
+    size: tuple[int, int]
     maps: Mapping[str, Map]
     label: int
 
@@ -61,8 +98,8 @@ class DecodedRows:
 
     @property
     def sizes(self) -> Integers:
-        """Height and width of each image, [R, 2]; 1 where there is none."""
-        return np.array([(1, 1) if one is None else one.image.shape[1:] for one in self.samples], dtype=np.int64)
+        """Height and width of each image as stored, [R, 2]; 1 where there is none."""
+        return np.array([(1, 1) if one is None else one.size for one in self.samples], dtype=np.int64)
 
     def batch(self, fields: dict[str, Tensor], addresses: Addresses, *, start: int, began: float) -> Batch:
         """A Batch of `fields`, and of what every row has: labels and row_weights.
@@ -108,31 +145,55 @@ class RowReader:
             for dataset in datasets
         ]
 
-    def read(self, addresses: Addresses) -> DecodedRows:
-        """The samples at `addresses`."""
-        samples: list[DecodedSample | None] = []
+    def read(self, addresses: Addresses, scales: Callable[[Integers], Integers] | None = None) -> DecodedRows:
+        """The samples at `addresses`.
+
+        Args:
+            scales: from the images' sizes [R, 2], at 1/scale of which each is decoded, [R]; None: all are decoded
+                whole.
+        """
         corrupt: set[str] = set()
-        for row, present in enumerate(addresses.present.tolist()):
-            if not present:
-                samples.append(None)
-                continue
-            member = int(addresses.member[row])
-            number = int(self._firsts[member][addresses.block[row]] + addresses.row[row])
-            try:
-                samples.append(self._decode(member, number))
-            except DataError:  # the batch names it, the training loop limits how many
-                name, key = self._names[member], self._readers[member][0].table.key(number)
-                corrupt.add(f"{name}/{key}" if name else key)
-                samples.append(None)
+        contents = [self._tried(addresses, row, corrupt, self._contents) for row in range(len(addresses.present))]
+        scale = np.ones(len(contents), dtype=np.int64)
+        if scales is not None:
+            scale = scales(np.array([(1, 1) if one is None else jpeg_size(one[IMAGE]) for one in contents]))
+        samples = [
+            None if one is None else self._tried(addresses, row, corrupt, partial(self._decode, one, int(scale[row])))
+            for row, one in enumerate(contents)
+        ]
         return DecodedRows(samples=samples, corrupt=sorted(corrupt))
 
-    def _decode(self, member: int, number: int) -> DecodedSample:
+    def _tried(
+        self, addresses: Addresses, row: int, corrupt: set[str], made: Callable[[int, int], Made]
+    ) -> Made | None:
+        """What is made of the row's image; None where there is none, or it is damaged: then it is among `corrupt`."""
+        if not addresses.present[row]:
+            return None
+        member = int(addresses.member[row])
+        number = int(self._firsts[member][addresses.block[row]] + addresses.row[row])
+        try:
+            return made(member, number)
+        except DataError:  # the batch names it, the training loop limits how many
+            name, key = self._names[member], self._readers[member][0].table.key(number)
+            corrupt.add(f"{name}/{key}" if name else key)
+            return None
+
+    def _contents(self, member: int, number: int) -> dict[str, bytearray]:
+        """The members of an image by suffix."""
         contents: dict[str, bytearray] = {}
         for reader in self._readers[member]:
             contents.update(zip(reader.table.suffixes, reader.members(number), strict=True))
-        image = decode_image(contents[IMAGE])
+        return contents
+
+    def _decode(self, contents: dict[str, bytearray], scale: int, member: int, number: int) -> DecodedSample:
+        if scale == 1:
+            image = decode_image(contents[IMAGE])
+            height, width = image.shape[1:]
+        else:
+            image, (height, width) = decode_scaled(contents[IMAGE], scale), jpeg_size(contents[IMAGE])
         maps: dict[str, Map] = {}
         for form, stored in self._maps[member]:
-            maps[stored.name] = form.decode(contents[stored.suffix], tuple(image.shape[1:]))
+            maps[stored.name] = form.decode(contents[stored.suffix], (height, width))
             form.check(maps[stored.name], stored)
-        return DecodedSample(image=image, maps=maps, label=int(self._readers[member][0].table.labels[number]))
+        label = int(self._readers[member][0].table.labels[number])
+        return DecodedSample(image=image, size=(height, width), maps=maps, label=label)

@@ -169,7 +169,7 @@ class TrainingImages:
         """The batch of the rows at `addresses`, whose first is at position `start` of its source."""
         began = time.perf_counter()
         states = row_states(addresses, seed=self._seed, maskings=0)
-        rows = self._rows.read(addresses)
+        rows = self._rows.read(addresses, self._cropper.scales(states))
         images = cut_images(self._cropper, self._cropper.draw(states, rows.sizes), rows).squeeze(1)  # [R, 3, S, S]
         labels = torch.tensor([0 if sample is None else sample.label for sample in rows.samples])
         targets = self._mixing.targets(labels)  # [R, C]

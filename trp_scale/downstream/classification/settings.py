@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from trp_scale.config.components import component
 from trp_scale.config.finetuning import ImageDownstreamConfig, ImageTaskConfig
@@ -65,6 +65,8 @@ class AugmentationConfig(Section):
 @dataclass(kw_only=True)
 class ClassificationTaskConfig(ImageTaskConfig):
     """The classes of images (He et al., A.1; TRP 001 Table 7; AdPE A)."""
+
+    cuts_crops: ClassVar[bool] = True
 
     downstream: ClassificationDownstreamConfig = field(default_factory=ClassificationDownstreamConfig)
     augmentation: AugmentationConfig = field(default_factory=AugmentationConfig)

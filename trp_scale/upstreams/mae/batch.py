@@ -81,7 +81,7 @@ class ImageBatchBuilder:
         """The batch of the rows at `addresses`, whose first is at position `start` of its source."""
         began = time.perf_counter()
         states = row_states(addresses, seed=self._seed, maskings=self._maskings)
-        rows = self._rows.read(addresses)
+        rows = self._rows.read(addresses, self._cropper.scales(states))
         visible, masked = draw_masks(crop_words(states, self._crops), self.split)
         fields = {
             "images": cut_images(self._cropper, self._cropper.draw(states, rows.sizes), rows),

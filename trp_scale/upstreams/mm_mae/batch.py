@@ -173,7 +173,7 @@ class MultimodalBatchBuilder:
         """The batch of the rows at `addresses`, whose first is at position `start` of its source."""
         began = time.perf_counter()
         states = row_states(addresses, seed=self._seed, maskings=self._maskings)
-        rows = self._rows.read(addresses)
+        rows = self._rows.read(addresses, self._cropper.scales(states))
         crops = self._cropper.draw(states, rows.sizes)
         fields = {"visible": torch.from_numpy(self._masks.draw(crop_words(states, 1)[:, 0]))}
         of_rows = [self._stored[member] for member in addresses.member.tolist()]

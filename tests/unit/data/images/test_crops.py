@@ -114,7 +114,7 @@ def test_pixels_are_those_of_pillow(interpolation: str, size: int) -> None:
     image = photograph(50, 61, seed=3)
     cropper = Cropper(CropsConfig(count=2, size=size, interpolation=interpolation))  # type: ignore[arg-type]
     boxes = np.array([[[3, 5, 31, 40], [0, 0, 50, 61]]])
-    crops = Crops(boxes=boxes, windows=None, flips=np.array([[False, True]]))
+    crops = Crops(boxes=boxes, windows=None, flips=np.array([[False, True]]), scales=np.array([1]))
     out = torch.empty(2, 3, size, size, dtype=torch.uint8)
     cropper.cut(as_tensor(image), crops, 0, out)
     method = Image.Resampling[interpolation.upper()]
@@ -129,7 +129,8 @@ def test_windows_are_cut_from_the_view() -> None:
     cropper = Cropper(CropsConfig(count=2, size=10, view_size=24, from_="view"))
     boxes, windows = np.array([[[3, 5, 31, 40]]]), np.array([[[2, 9], [14, 0]]])
     out = torch.empty(2, 3, 10, 10, dtype=torch.uint8)
-    cropper.cut(as_tensor(image), Crops(boxes=boxes, windows=windows, flips=np.array([[True, False]])), 0, out)
+    crops = Crops(boxes=boxes, windows=windows, flips=np.array([[True, False]]), scales=np.array([1]))
+    cropper.cut(as_tensor(image), crops, 0, out)
     view = as_tensor(image.crop((5, 3, 45, 34)).resize((24, 24), Image.Resampling.BICUBIC))
     assert_near(out[0], view[:, 2:12, 9:19].flip(-1))
     assert_near(out[1], view[:, 14:24, 0:10])

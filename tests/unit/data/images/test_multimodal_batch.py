@@ -145,29 +145,34 @@ def board(height: int, width: int, cell: int) -> np.ndarray:
     return squares
 
 
-@pytest.mark.parametrize("flip", [0.0, 1.0])
-def test_a_checkerboard_painted_in_all_three_stays_aligned(tmp_path: Path, flip: float) -> None:
+@pytest.mark.parametrize(("flip", "scaled"), [(0.0, False), (1.0, False), (0.0, True), (1.0, True)])
+def test_a_checkerboard_painted_in_all_three_stays_aligned(tmp_path: Path, flip: float, scaled: bool) -> None:
     """Wherever a resized colour is clearly one of the two, the depth and the class there are those of that colour.
 
     The colour in between is met within half a pixel of an edge only, so a map that is shifted by a pixel, mirrored or
-    of another crop is found.
+    of another crop is found. Scaled: all but the first are decoded at a half to an eighth of their size, and one pixel
+    in a thousand may lie on the other side of an edge (the large images decoded whole have some such too).
     """
     painted = []
     sizes = [(150, 200), (96, 64), (64, 64), (131, 77), (333, 250), (127, 255)]
+    if scaled:
+        sizes = [(150, 100), (600, 520), (777, 1023), (1301, 1200), (1234, 999), (1500, 1600)]
     for number, (height, width) in enumerate(sizes):
-        squares = board(height, width, cell=13)
+        squares = board(height, width, cell=13 if not scaled else max(13, height // 9))
         colour = Image.fromarray(np.where(squares, 255, 0).astype(np.uint8)).convert("RGB")
         depth, semseg = np.where(squares, 4000, 1000).astype(np.uint16), squares.astype(np.uint8)
         stored = {"jpg": jpeg(colour), "depth.png": png(depth), "semseg.png": png(semseg)}
         painted.append(sample(number, 1, 1, **stored))
     config = multimodal_config(write_multimodal(tmp_path / "data", [painted]), crops={"flip": flip, "size": 64})
+    config.crops.scaled_decoding = scaled  # type: ignore[attr-defined]
     config.batch.global_size = config.batch.micro_size = 6
     clear = 0
     for step in steps(config, 1, 10):
         brightness = step["images"].float().mean(dim=1)  # [6, 64, 64]
         sure = (brightness - 127.5).abs() > 60
         lit = standardised(step["depth"], step["depth_statistics"]) > 0
-        assert torch.equal(lit[sure], (brightness > 127.5)[sure])
+        wrong = (lit != (brightness > 127.5)) & sure
+        assert int(wrong.sum()) <= (0.001 * int(sure.sum()) if scaled else 0)
         clear += int(sure.sum())
         middle = brightness_at_labels(brightness)  # [6, 16, 16]
         sure = (middle - 127.5).abs() > 100
@@ -184,7 +189,9 @@ def brightness_at_labels(brightness: torch.Tensor) -> torch.Tensor:
 
 
 def whole(height: int, width: int, flip: bool = False) -> Crops:
-    return Crops(boxes=np.array([[[0, 0, height, width]]]), windows=None, flips=np.array([[flip]]))
+    return Crops(
+        boxes=np.array([[[0, 0, height, width]]]), windows=None, flips=np.array([[flip]]), scales=np.array([1])
+    )
 
 
 def test_a_picked_pixel_holds_the_centre_it_is_picked_for() -> None:
@@ -206,7 +213,7 @@ def test_a_picked_pixel_holds_the_centre_it_is_picked_for() -> None:
 
 def test_a_box_and_a_flip_are_applied_to_maps() -> None:
     numbers = np.arange(30, dtype=np.uint8).reshape(5, 6)
-    crops = Crops(boxes=np.array([[[1, 2, 3, 3]]]), windows=None, flips=np.array([[True]]))
+    crops = Crops(boxes=np.array([[[1, 2, 3, 3]]]), windows=None, flips=np.array([[True]]), scales=np.array([1]))
     assert (Cropper(CropsConfig()).pick(numbers, crops, 0, 3) == numbers[1:4, 2:5][:, ::-1]).all()
 
 
