@@ -30,7 +30,7 @@ from webdataset.writer import TarWriter
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.rounds import alternate
-from benchmarks.stages import breakdown, handing_over
+from benchmarks.stages import breakdown, bytes_per_row, handing_over
 from trp_scale.data import plan
 from trp_scale.data.index import Block, Member, ShardIndex, write_index, write_json
 from trp_scale.data.sources import TrainSource
@@ -162,7 +162,12 @@ def main(options: Options) -> None:
         handed = [
             alternate({"pack": handing_over(train)}, rounds=5)["pack"].cpu / rows[m] for m, train in trains.items()
         ]
-        table.add_row("and to pack and unpack (workers)", *(f"{1e6 * each:.1f}" for each in handed), end_section=True)
+        table.add_row("and to pack and unpack (workers)", *(f"{1e6 * each:.1f}" for each in handed))
+        sizes = [bytes_per_row(train) for train in trains.values()]
+        for place, what in enumerate(
+            ("bytes a row, as the model reads it", "bytes a row, from workers and to the device")
+        ):
+            table.add_row(what, *(f"{size[place]:,.0f}" for size in sizes), end_section=place == 1)
         shares = [breakdown(train, STAGES, "Python between, DataLoader") for train in trains.values()]
         for stage in shares[0]:
             table.add_row(stage, *(f"{share[stage]:.0%}" for share in shares))

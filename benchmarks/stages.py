@@ -6,7 +6,6 @@ import cProfile
 import pstats
 from collections.abc import Callable, Mapping
 
-from trp_scale.data import fetch
 from trp_scale.data.sources import TrainSource
 
 
@@ -32,4 +31,13 @@ def breakdown(train: TrainSource, stages: Mapping[str, tuple[str, str]], rest: s
 def handing_over(train: TrainSource) -> Callable[[], object]:
     """Packing and unpacking the batches of one window, as for a worker's queue."""
     window = train.next_window()
-    return lambda: [fetch.pack(batch).unpack() for batch in window]
+    return lambda: [batch.packed().unpacked() for batch in window]
+
+
+def bytes_per_row(train: TrainSource) -> tuple[float, float]:
+    """Of the tensors of one window, and of the buffers that they travel in."""
+    window = train.next_window()
+    rows = sum(batch.rows for batch in window)
+    tensors = sum(tensor.nbytes for batch in window for tensor in (batch.keys, *batch.fields.values()))
+    wires = [batch.packed().wire for batch in window]
+    return tensors / rows, sum(wire.buffer.nbytes for wire in wires if wire is not None) / rows

@@ -4,13 +4,84 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import NewType, Protocol
+from math import prod
+from typing import NamedTuple, NewType, Protocol
 
 import torch
 from torch import Tensor
 
 Extra = NewType("Extra", str)
 """Key of what a hook adds to batches. Who adds it and who reads it import the same key; a bare string is none."""
+
+KEYS = "keys"
+"""Name of a batch's keys among its tensors."""
+
+
+class Place(NamedTuple):
+    """Where a tensor lies in a buffer. Attributes: dtype: it has; wire: in the buffer; first: byte."""
+
+    name: str
+    dtype: torch.dtype
+    wire: torch.dtype
+    shape: tuple[int, ...]
+    first: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wire:
+    """All tensors of a batch in one buffer: what a loader's worker hands over, and what a GPU gets, in one piece.
+
+    Attributes:
+        buffer: [bytes] uint8.
+        layout: of the tensors, each aligned to ALIGNMENT; the last one is the keys.
+        fields: the batch's, read out of the buffer on the host.
+    """
+
+    buffer: Tensor
+    layout: list[Place]
+    fields: dict[str, Tensor] | None = None
+
+    def read(self, buffer: Tensor) -> dict[str, Tensor]:
+        """The tensors, with the types that they had: views of a buffer like this one's, but for narrowed integers."""
+        found = {}
+        for name, dtype, wire, shape, first in self.layout:
+            flat = buffer[first : first + wire.itemsize * prod(shape)]
+            found[name] = flat.view(wire).view(shape).to(dtype)
+        return found
+
+
+ALIGNMENT = 16
+"""Bytes; kernels that read wide ask for it."""
+PADDING = torch.zeros(ALIGNMENT, dtype=torch.uint8)
+
+
+def narrowest(tensor: Tensor) -> torch.dtype:
+    """The smallest type that holds the values of int64; other tensors keep theirs."""
+    if tensor.dtype != torch.int64 or tensor.numel() == 0:
+        return tensor.dtype
+    low, high = (int(each) for each in tensor.aminmax())
+    for dtype in (torch.uint8, torch.int16, torch.int32):
+        if torch.iinfo(dtype).min <= low and high <= torch.iinfo(dtype).max:
+            return dtype
+    return torch.int64
+
+
+_streams: dict[torch.device, torch.cuda.Stream] = {}
+
+
+def sent(buffer: Tensor, device: torch.device) -> Tensor:
+    """A copy on the device. On a GPU it goes beside the work that is queued there, and what is queued from now on waits
+    for it."""
+    if device.type != "cuda":
+        return buffer.to(device)
+    if device not in _streams:
+        _streams[device] = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream, present = _streams[device], torch.cuda.current_stream(device)
+    with torch.cuda.stream(stream):
+        copy = buffer.to(device, non_blocking=True)
+    present.wait_stream(stream)
+    copy.record_stream(present)  # its memory is of the other stream, which must not give it away while it is read here
+    return copy
 
 
 @dataclass(kw_only=True)
@@ -28,6 +99,7 @@ class Batch:
         joined: it comes from another source than the window's own, for a task of its own; hooks that change what the
             model sees of the window leave it as it is.
         extras: what hooks add for the model's forward pass; not by row, such as a perturbation.
+        wire: keys and fields in one buffer, where a loader has packed them.
     """
 
     fields: dict[str, Tensor]
@@ -38,6 +110,7 @@ class Batch:
     fetch_seconds: float = 0.0
     joined: bool = False
     extras: dict[Extra, Tensor] = field(default_factory=dict)
+    wire: Wire | None = None
 
     def __getitem__(self, name: str) -> Tensor:
         return self.fields[name]
@@ -54,11 +127,39 @@ class Batch:
         """The same batch with its fields on `device`; keys stay on the host."""
         if device.type == "cpu":
             return self
-        return replace(self, fields={name: value.to(device, non_blocking=True) for name, value in self.fields.items()})
+        if self.wire is not None and self.wire.fields is self.fields:
+            fields = self.wire.read(sent(self.wire.buffer, device))
+            del fields[KEYS]
+        else:
+            fields = {name: value.to(device, non_blocking=True) for name, value in self.fields.items()}
+        return replace(self, fields=fields, wire=None)
+
+    def packed(self) -> Batch:
+        """The same batch with all its tensors in one buffer, integers in as few bytes as hold them."""
+        layout: list[Place] = []
+        parts: list[Tensor] = []
+        size = 0
+        for name, tensor in (*self.fields.items(), (KEYS, self.keys)):
+            wire = narrowest(tensor)
+            parts.append(tensor.to(wire).contiguous().view(-1).view(torch.uint8))
+            layout.append(Place(name, tensor.dtype, wire, tuple(tensor.shape), size))
+            size += (taken := parts[-1].numel())
+            if rest := -taken % ALIGNMENT:
+                parts.append(PADDING[:rest])
+                size += rest
+        buffer = torch.cat(parts)
+        return replace(self, fields={}, keys=torch.empty(0), wire=Wire(buffer=buffer, layout=layout))
 
     def pin_memory(self) -> Batch:
-        """Called by torch's DataLoader when the device is a GPU."""
-        return replace(self, fields={name: value.pin_memory() for name, value in self.fields.items()})
+        """A packed batch where a GPU can copy it from by itself. Called by torch's DataLoader."""
+        assert self.wire is not None, "packed() comes first"
+        return replace(self, wire=replace(self.wire, buffer=self.wire.buffer.pin_memory()))
+
+    def unpacked(self) -> Batch:
+        """A packed batch as it was before."""
+        assert self.wire is not None, "packed() comes first"
+        fields = self.wire.read(self.wire.buffer)
+        return replace(self, keys=fields.pop(KEYS), fields=fields, wire=replace(self.wire, fields=fields))
 
 
 @dataclass(kw_only=True)

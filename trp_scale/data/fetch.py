@@ -10,7 +10,6 @@ import os
 import signal
 import threading
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
@@ -18,7 +17,6 @@ from typing import Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from trp_scale.core.batch import Batch
@@ -36,53 +34,6 @@ class BatchBuilder(Protocol):
     """Knows what a block holds and how rows become a Batch; knows nothing of order, cursors and workers."""
 
     def build(self, addresses: Addresses, start: int) -> Batch: ...
-
-
-@dataclass(frozen=True)
-class Packed:
-    """A batch with all its tensors in one buffer: a worker then hands over one piece of shared memory, not ten.
-
-    Attributes:
-        buffer: bytes of all tensors, each aligned to 8.
-        layout: name, type, shape and first byte of each; the last one is the keys.
-        batch: the batch without tensors.
-    """
-
-    buffer: Tensor
-    layout: list[tuple[str, torch.dtype, tuple[int, ...], int]]
-    batch: Batch
-
-    def pin_memory(self) -> Packed:
-        """Called by torch's DataLoader when the device is a GPU."""
-        return Packed(self.buffer.pin_memory(), self.layout, self.batch)
-
-    def unpack(self) -> Batch:
-        """The batch; its tensors are views of the buffer."""
-        tensors = {
-            name: self.buffer[first : first + dtype.itemsize * int(np.prod(shape))].view(dtype).view(shape)
-            for name, dtype, shape, first in self.layout
-        }
-        self.batch.keys = tensors.pop("keys")
-        self.batch.fields = tensors
-        return self.batch
-
-
-def pack(batch: Batch) -> Packed:
-    """Copy the tensors of a batch into one buffer."""
-    tensors = {**batch.fields, "keys": batch.keys}
-    layout, size = [], 0
-    for name, tensor in tensors.items():
-        layout.append((name, tensor.dtype, tuple(tensor.shape), size))
-        size += -(-tensor.nbytes // 8) * 8
-    packed = Packed(
-        torch.empty(size, dtype=torch.uint8), layout, Batch(fields={}, keys=torch.empty(0), start=batch.start)
-    )
-    for name, dtype, shape, first in layout:
-        end = first + tensors[name].nbytes
-        packed.buffer[first:end].view(dtype).view(shape).copy_(tensors[name])
-    packed.batch.epoch, packed.batch.corrupt = batch.epoch, batch.corrupt
-    packed.batch.fetch_seconds = batch.fetch_seconds
-    return packed
 
 
 class Fetcher(Dataset[Batch]):
@@ -128,7 +79,7 @@ class MicroBatches:
             prefetch_factor=prefetch if workers else None,
             persistent_workers=workers > 0,
             pin_memory=pin_memory,
-            collate_fn=pack if workers else _unchanged,  # type: ignore[arg-type]  # the fetcher makes whole batches
+            collate_fn=Batch.packed if workers or pin_memory else _unchanged,  # type: ignore[arg-type]  # of whole batches
             worker_init_fn=prepare_worker if workers else None,
             multiprocessing_context=context,
             generator=torch.Generator(),  # the default would draw from, and so move, the global generator
@@ -147,7 +98,7 @@ class MicroBatches:
         feeders = (thread for thread in threading.enumerate() if thread.name == "QueueFeederThread")
         self._feeders += [thread for thread in feeders if thread not in threads]
         for item in batches:
-            yield item.unpack() if isinstance(item, Packed) else item
+            yield item if item.wire is None else item.unpacked()
 
     def close(self) -> None:
         """End the workers. Drop iterators first: torch asks the workers to end when the last one goes."""

@@ -15,11 +15,9 @@ from multiprocessing.synchronize import SemLock
 from pathlib import Path
 
 import pytest
-import torch
 
 from tests.unit.data.stored import config_for, write_dataset
-from trp_scale.core.batch import Batch
-from trp_scale.data.fetch import STOP_SIGNALS, pack, start_worker_server
+from trp_scale.data.fetch import STOP_SIGNALS, start_worker_server
 from trp_scale.data.sources import TrainSource
 from trp_scale.upstreams.base import open_sources
 
@@ -122,24 +120,6 @@ def test_a_process_that_fails_does_not_wait_for_workers_that_nobody_has_closed(d
         process.kill()
     assert process.returncode == 1 and "RuntimeError: a fault while" in said
     assert all(gone(worker, within=10.0) for worker in workers)
-
-
-def test_packing_keeps_everything() -> None:
-    fields = {
-        "tokens": torch.arange(15).reshape(3, 5),
-        "flags": torch.tensor([[True, False, True]] * 3),
-        "weights": torch.rand(3, 1),
-        "label": torch.tensor([1, 0, 1]),
-    }
-    batch = Batch(
-        fields=dict(fields), keys=torch.tensor([5, 6, 7]), start=40, epoch=3, corrupt=["x"], fetch_seconds=0.5
-    )
-    result = pack(batch).unpack()
-    assert list(result.fields) == list(fields)
-    for name, value in fields.items():
-        assert result[name].dtype == value.dtype and torch.equal(result[name], value), name
-    assert result.keys.tolist() == [5, 6, 7]
-    assert (result.start, result.epoch, result.corrupt, result.fetch_seconds) == (40, 3, ["x"], 0.5)
 
 
 def semaphores() -> int:
