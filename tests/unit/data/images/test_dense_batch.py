@@ -104,7 +104,7 @@ def test_depth_of_each_member_is_in_its_own_units(image_dataset: Path, tmp_path:
     config = settings(DepthMaps)
     maps = open_dense(config, parse_paths(f"a:1={image_dataset},b:1={copy}"), DepthMaps).maps
     stored = DecodedSample(
-        image=torch.zeros(3, 2, 2), maps={"depth": np.array([[0, 1000], [2000, 500]], np.uint16)}, label=-1
+        image=torch.zeros(3, 2, 2), size=(2, 2), maps={"depth": np.array([[0, 1000], [2000, 500]], np.uint16)}, label=-1
     )
     assert maps.read(stored, 0).tolist() == [[0, 1], [2, 0.5]]
     assert maps.read(stored, 1).tolist() == [[0, 2], [4, 1]]
@@ -174,7 +174,7 @@ def test_the_loss_of_a_measured_image_is_of_all_of_it() -> None:
     """Whatever its shape, and also where its windows are measured."""
     image = torch.from_numpy(np.array(photograph(30, 71))).permute(2, 0, 1)
     numbers = (np.arange(71) * 2 // 71).astype(np.uint8)[None].repeat(30, axis=0)
-    sample = DecodedSample(image=image, maps={"semseg": numbers}, label=-1)
+    sample = DecodedSample(image=image, size=(image.shape[1], image.shape[2]), maps={"semseg": numbers}, label=-1)
     maps = SegmentationMaps(["left", "right"], [])
     meta = ImageMeta(classes=None, suffixes=("jpg", "semseg.png"), rows=1)
     shown = WholeBatchBuilder(settings(), [], meta, maps)._show(sample, 0)
