@@ -111,8 +111,9 @@ class TrainingConfig(Section):
     """Deterministic kernels on the GPU (slower); needed for a bit-exact resume there."""
     compile: Literal["auto", "none", "blocks", "whole"] = "auto"
     """torch.compile, over static shapes. blocks: each block of the model by itself; blocks of one form are compiled
-    once, and on several ranks gradients still travel while the backward pass runs. whole: the model as one graph.
-    Neither with ZeRO stage 3. auto: blocks where a pre-training run on GPUs can have it, else none, and the log why."""
+    once, and on several ranks gradients still travel while the backward pass runs. whole: the model as one graph, on
+    plain and ddp with its losses. Neither with ZeRO stage 3. auto: blocks where a pre-training run on GPUs can have it,
+    else none, and the log why."""
 
     def problems(self, config: Any) -> Iterator[str]:
         if self.weights == "bf16" and self.precision != "bf16":

@@ -17,14 +17,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from trp_scale.core.batch import Batch, TaskLosses
 from trp_scale.core.pieces import Piece, Shards
 from trp_scale.distributed.groups import Group
 from trp_scale.errors import RefusedError
+
+if TYPE_CHECKING:
+    from trp_scale.core.objective import Objective
 
 MoveTo = Callable[[float | Tensor], None]
 """Has forwards read the weights at another scale x direction."""
@@ -44,6 +48,14 @@ class CompiledGraphs(Protocol):
 
     made: int
     surplus: list[str]
+
+    def losses(self, objective: Objective, forward: Callable[..., Any], batch: Batch) -> TaskLosses:
+        """The objective's losses of a batch, in one graph with the forward pass where engine and objective allow it.
+
+        Args:
+            forward: the engine.
+        """
+        ...
 
     def seconds(self) -> float:
         """Spent on compiling, in this process since the engine was made."""

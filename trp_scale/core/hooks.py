@@ -25,6 +25,7 @@ from trp_scale.config.components import find
 from trp_scale.config.settings import Settings
 from trp_scale.core.batch import Batch, LateStats, StepStats, TaskLosses
 from trp_scale.core.engine import Engine
+from trp_scale.core.objective import task_losses
 from trp_scale.core.pieces import STATE_NAMES, Shards
 from trp_scale.core.run import RunContext
 from trp_scale.distributed.groups import Group
@@ -93,7 +94,7 @@ class StepContext:
     def losses_of(self, micro: Batch) -> TaskLosses:
         """The objective's losses of one micro-batch; the same call twice gives the same losses, bit for bit, since
         dropout is reseeded from (seed, step, position of the first row)."""
-        return self.run.objective(self.run.engine, self.reseeded(micro))
+        return task_losses(self.run.objective, self.run.engine, self.reseeded(micro))
 
     def reseeded(self, micro: Batch) -> Batch:
         """What the model sees of one micro-batch, with dropout's draws for it started anew."""

@@ -8,6 +8,7 @@ from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 from torch import Tensor
 
 from trp_scale.core.batch import Batch, Extra, TaskLosses
+from trp_scale.core.engine import Trains
 
 
 class Objective(Protocol):
@@ -17,11 +18,14 @@ class Objective(Protocol):
         tasks: names, in the order of every [T] vector.
         balanced: positions of the tasks whose weights the balancer decides.
         regression: positions of the tasks whose loss is a distance, not a cross-entropy.
+        in_a_graph: whether a call can be one graph with the model's forward pass (`training.compile: whole`): it asks
+            the host for no number, waits for no other rank, and its shapes stay.
     """
 
     tasks: tuple[str, ...]
     balanced: tuple[int, ...]
     regression: tuple[int, ...]
+    in_a_graph: bool
 
     def count(self, batch: Batch) -> Tensor:
         """[T] float64, elements of each task in the batch; from the labels alone, before any forward pass."""
@@ -34,6 +38,13 @@ class Objective(Protocol):
     def __call__(self, forward: Callable[..., Any], batch: Batch) -> TaskLosses:
         """Run the model and sum each task's losses."""
         ...
+
+
+def task_losses(objective: Objective, engine: Trains, batch: Batch) -> TaskLosses:
+    """The objective's losses of a batch, from the engine's compiled graph where they are part of it."""
+    if engine.graphs is None:
+        return objective(engine, batch)
+    return engine.graphs.losses(objective, engine, batch)
 
 
 TapPlace = Literal["weights", "representation"]

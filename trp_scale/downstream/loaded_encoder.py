@@ -9,12 +9,12 @@ from torch import Tensor, nn
 
 from trp_scale.config import Config, RefusedError
 from trp_scale.data.text.tokenizer import open_given
-from trp_scale.downstream.classification.model import Pixels
 from trp_scale.downstream.classification.settings import ClassificationTaskConfig
 from trp_scale.downstream.encoder_source import EncoderSource, open_encoder
 from trp_scale.downstream.glue.settings import GlueTaskConfig
 from trp_scale.downstream.probe.encoder import FrozenEncoder, encoder_config
 from trp_scale.downstream.task import take_encoder
+from trp_scale.models.patches import Pixels
 
 
 class Encoder(nn.Module):

@@ -1,5 +1,8 @@
 """`training.compile`: what torch.compile makes of a model, block by block or whole, and how many graphs that took.
 
+Whole is the objective with the model's forward pass, from a batch's bytes to the tasks' sums, where the engine hangs
+nothing on that pass: plain and ddp. FSDP2 and DeepSpeed compile the model alone.
+
 A run has few modes: with gradients or without, in training or in validation, with what a hook adds or without. Each
 needs one graph of each form of what is compiled. A graph more than that means that something changes which was meant
 to stay, such as a shape: the run stands still while the graph is made, and again at the next change. Such graphs are
@@ -8,13 +11,15 @@ counted, and named with the guard that failed.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils._triton import has_triton
 
+from trp_scale.core.batch import Batch, TaskLosses
+from trp_scale.core.objective import Objective
 from trp_scale.distributed.groups import Group
 
 Choice = tuple[Literal["none", "blocks"], str]
@@ -44,15 +49,31 @@ def choose(device: torch.device, zero_stage: int | None, reasons: Sequence[str],
     return "blocks", "compiled block by block: the device is a GPU, and nothing speaks against it"
 
 
+class PlainForward(Protocol):
+    """An engine whose forward pass is the module's, with autocast around it. Attributes: autocasts: now."""
+
+    module: nn.Module
+
+    @property
+    def autocasts(self) -> bool: ...
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
 class Graphs:
     """The graphs that the calls of one engine's model have led to.
+
+    Args:
+        forward: the engine, where losses are compiled with its forward pass.
 
     Attributes:
         made: how many.
         surplus: those that no mode of the run needed, in words, oldest first.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, forward: PlainForward | None = None) -> None:
+        self._forward = forward
+        self._losses = torch.compile(losses_of)
         self.made = 0
         self.surplus: list[str] = []
         self._graphs_of: dict[Any, set[str]] = {}  # torch's numbers of the graphs, by what was called and how
@@ -62,6 +83,18 @@ class Graphs:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Graphs:
         return self  # a copy of the model adds to the same count
+
+    def losses(self, objective: Objective, forward: Callable[..., Any], batch: Batch) -> TaskLosses:
+        """The objective's losses of a batch; where they are no part of a graph the objective computes them itself, and
+        the forward pass alone may be one."""
+        if self._forward is None or not objective.in_a_graph:
+            return objective(forward, batch)
+        before = graphs_so_far() - self.made
+        found = self._losses(objective, self._forward, batch)
+        if made := graphs_so_far() - self.made - before:  # without those of a forward pass that a graph broke before
+            module, autocasts = self._forward.module, self._forward.autocasts
+            self.note(made, module, mode_of(module, type(objective), autocasts, batch.fields, batch.extras))
+        return found
 
     def note(self, number: int, module: nn.Module, mode: Any) -> None:
         """A call has led to `number` graphs.
@@ -87,6 +120,11 @@ class Graphs:
     def found(self) -> int:
         """Graphs that were found in the cache directory."""
         return found_in_cache() - self._found_before
+
+
+def losses_of(objective: Objective, forward: Callable[..., Any], batch: Batch) -> TaskLosses:
+    """What is compiled."""
+    return objective(forward, batch)
 
 
 def graphs_so_far() -> int:
@@ -158,19 +196,20 @@ class Compiled:
         return found
 
 
-def compile_model(module: nn.Module, how: str) -> Graphs | None:
+def compile_model(module: nn.Module, how: str, forward: PlainForward | None = None) -> Graphs | None:
     """Compile the forward pass of the module, or of each of `module.layers`, in place. What an engine hangs on a block,
     such as gathering its weights, stays outside.
 
     Args:
         how: training.compile: none, blocks or whole; auto is for the run to decide (`choose`), and none here.
+        forward: the engine, where it hangs nothing on the forward pass: whole then has the losses in it.
 
     Returns:
         a count of the graphs; None where nothing is compiled.
     """
     if how in ("none", "auto"):
         return None
-    graphs = Graphs()
+    graphs = Graphs(forward if how == "whole" else None)
     for part in [module] if how == "whole" else module.layers:  # type: ignore[union-attr]
         part.forward = Compiled(part, graphs)
     return graphs

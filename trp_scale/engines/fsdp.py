@@ -23,6 +23,7 @@ class FsdpEngine(PlainEngine):
     """Each block of `module.layers` is a unit of its own, the rest one more; gradients are reduced once per window."""
 
     name = "fsdp"
+    plain_forward = False  # it gathers
 
     def place(self, module: nn.Module) -> nn.Module:
         if not torch.distributed.is_initialized():

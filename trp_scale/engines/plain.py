@@ -78,6 +78,8 @@ class PlainEngine(ShardOperations):
     name = "plain"
     zero_stage: int | None = None
     decides_on_host = False
+    plain_forward = True
+    """Whether a forward pass is the module's alone."""
 
     def __init__(self, module: nn.Module, config: Config, *, device: torch.device, data_group: Group = ALONE) -> None:
         if config.training.precision == "fp16":
@@ -85,7 +87,7 @@ class PlainEngine(ShardOperations):
         self.config = config
         self.device = device
         self.data_group = data_group
-        self.graphs = compile_model(module, config.training.compile)
+        self.graphs = compile_model(module, config.training.compile, self if self.plain_forward else None)
         self.module: nn.Module = self.place(module)
         self.masters = self.masters_of(self.module)
         self.optimizer = self.optimizer_of(self.module)
@@ -109,9 +111,13 @@ class PlainEngine(ShardOperations):
         return build_optimizer(module, self.config.optimizer, self.named_parameters())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        enabled = self.config.training.precision == "bf16" and not self._exact and not self.rounds_weights
-        with torch.autocast(self.device.type, torch.bfloat16, enabled=enabled):
+        with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocasts):
             return self.forward_module(*args, **kwargs)
+
+    @property
+    def autocasts(self) -> bool:
+        """Whether forwards compute in bf16 with weights that are not."""
+        return self.config.training.precision == "bf16" and not self._exact and not self.rounds_weights
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         self.watch_backward()

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from trp_scale.core.batch import Batch, TaskLosses
 from trp_scale.core.hooks import StepContext
-from trp_scale.core.objective import PatchObjective
+from trp_scale.core.objective import PatchObjective, task_losses
 from trp_scale.core.pieces import Shards
 from trp_scale.masks.masks import MaskedWindow, MaskGradient
 
@@ -92,7 +92,7 @@ class SoftMaskDerivative(MaskDerivative):
             leaves.append(pair)
             batch = self.batch(ctx, window, place, *pair)
             with engine.exact_forwards():
-                return self.inner_loss(ctx, self.objective(engine, batch))
+                return self.inner_loss(ctx, task_losses(self.objective, engine, batch))
 
         engine.gradient_of([partial(loss, place) for place in range(len(window.micros))])
         # What the engine multiplied the loss by; its own reduction would add up rows that belong to one rank alone.

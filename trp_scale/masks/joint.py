@@ -44,6 +44,7 @@ class JointObjective:
     """
 
     balanced: tuple[int, ...] = ()
+    in_a_graph = False  # the number of the step is read on the host
 
     def __init__(
         self,

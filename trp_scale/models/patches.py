@@ -36,6 +36,32 @@ TARGET_EPS = 1e-6
 """Added to a patch's variance before its root is taken (He et al.)."""
 
 
+class Pixels:
+    """Bytes into normalised pixels."""
+
+    def __init__(self) -> None:
+        self._kept = torch.tensor([CHANNEL_MEAN, CHANNEL_DEVIATION])  # [2, 3]
+
+    def __call__(self, images: Tensor, shift: Tensor | None = None) -> Tensor:
+        """[B, 3, S, S] uint8 -> float32, of images in [0, 1] with `shift` added, without ImageNet's mean and
+        deviation."""
+        pixels = images.float() / 255.0
+        if shift is not None:
+            pixels = pixels + shift
+        mean, deviation = self._statistics(images.device).view(2, 1, 3, 1, 1)
+        normalised: Tensor = (pixels - mean) / deviation
+        return normalised
+
+    def _statistics(self, device: torch.device) -> Tensor:
+        """[2, 3] on the device; a host that copied them there would wait for it."""
+        if torch.compiler.is_compiling():  # what a graph keeps would need another graph once it has moved
+            filled = [torch.full((), value, device=device) for value in (*CHANNEL_MEAN, *CHANNEL_DEVIATION)]
+            return torch.stack(filled).view(2, 3)
+        if self._kept.device != device:
+            self._kept = self._kept.to(device)
+        return self._kept
+
+
 class ImagePatches:
     """Bytes into patches of normalised pixels.
 
@@ -45,17 +71,11 @@ class ImagePatches:
 
     def __init__(self, patch_size: int) -> None:
         self.patch_size = patch_size
-        self._statistics = torch.tensor([CHANNEL_MEAN, CHANNEL_DEVIATION])  # [2, 3]
+        self._pixels = Pixels()
 
     def __call__(self, images: Tensor, shift: Tensor | None = None) -> Tensor:
         """[B, 3, S, S] uint8 -> [B, N, P] float32, of images in [0, 1] with `shift` added."""
-        pixels = images.float() / 255.0
-        if shift is not None:
-            pixels = pixels + shift
-        if self._statistics.device != images.device:
-            self._statistics = self._statistics.to(images.device)
-        mean, deviation = self._statistics.view(2, 1, 3, 1, 1)
-        return patchify((pixels - mean) / deviation, self.patch_size)
+        return patchify(self._pixels(images, shift), self.patch_size)
 
 
 def normalised(patches: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from trp_scale.config import Config, OptimizerConfig, RefusedError
 from trp_scale.core.batch import Batch, LateStats, WindowSource
 from trp_scale.core.engine import Engine, Trains
 from trp_scale.core.hooks import Hooks, StepContext
-from trp_scale.core.objective import Objective
+from trp_scale.core.objective import Objective, task_losses
 from trp_scale.core.run import RunContext
 from trp_scale.data.index import DataError
 from trp_scale.distributed.groups import Group
@@ -304,7 +304,7 @@ def validate(engine: Trains, objective: Objective, batches: Iterable[Batch], cor
     sums = torch.zeros(2, size, dtype=torch.float64, device=engine.device)
     for batch in batches:
         corrupt.update(batch.corrupt)
-        losses = objective(engine, batch.to(engine.device))
+        losses = task_losses(objective, engine, batch.to(engine.device))
         sums += torch.stack([losses.sums, losses.counts])
     engine.train(True)
     totals, counts = engine.data_group.sum(sums).tolist()

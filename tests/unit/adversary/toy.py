@@ -53,6 +53,8 @@ class Toy(nn.Module):
 class ToyObjective:
     """`tasks` tasks; element e belongs to task e mod tasks."""
 
+    in_a_graph = False
+
     size: int = 1
 
     @property

@@ -151,6 +151,7 @@ class PassEngine:
 
     data_group = ALONE
     device = CPU
+    graphs = None
 
     def __init__(self, forward: Watched) -> None:
         self.forward = forward

@@ -40,6 +40,8 @@ class ToyObjective:
     the tasks whose loss is a distance.
     """
 
+    in_a_graph = False
+
     tasks: tuple[str, ...]
     outside: Mapping[int, float] = field(default_factory=dict)
     regression: tuple[int, ...] = ()
@@ -90,6 +92,8 @@ def stand_in_run(settings: Settings, objective: Any, steps_per_epoch: int = 0) -
 @dataclass
 class StandInEngine:
     """What a balancer may ask of an engine."""
+
+    graphs = None
 
     data_group: Group = ALONE
     device: torch.device = CPU
@@ -166,6 +170,8 @@ def given(values: Tensor) -> Tensor:
 @dataclass
 class ClosedForm:
     """An objective of `size` tasks with one element each, whose losses [T] are a function of a point [D]."""
+
+    in_a_graph = False
 
     losses: Callable[[Tensor], Tensor]
     size: int

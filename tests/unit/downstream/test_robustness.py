@@ -16,12 +16,13 @@ from trp_scale.config import RefusedError
 from trp_scale.core.batch import Batch
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import ALONE
-from trp_scale.downstream.classification.model import ImageClassifier, Pixels
+from trp_scale.downstream.classification.model import ImageClassifier
 from trp_scale.downstream.finetuned_run import read_run
 from trp_scale.downstream.probe.images import open_probed
 from trp_scale.downstream.results import read_results
 from trp_scale.downstream.robustness import RobustClassifier, SubsetAccuracy, class_columns
 from trp_scale.downstream.robustness_sets import ALEXNET_ERRORS, RobustnessSet
+from trp_scale.models.patches import Pixels
 
 
 @pytest.fixture(scope="module")

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 
 from tests.runs import flags, pretrain_here
 from tests.settings import changed
+from trp_scale.core.batch import Batch, TaskLosses
+from trp_scale.core.objective import task_losses
 from trp_scale.distributed.groups import ALONE, Group
 from trp_scale.engines import compiled
 from trp_scale.engines.compiled import Graphs, compile_model
@@ -104,6 +106,68 @@ def test_a_number_that_changes_is_named() -> None:
     for times in (2, 3):
         engine(torch.randn(3, 4), times)
     assert len(graphs.surplus) == 1 and "times" in graphs.surplus[0]
+
+
+class Summed:
+    """One task: the sum of what the model gives. Attributes: reads: on the host, how many rows there are."""
+
+    tasks, balanced, regression = ("sum",), (0,), ()
+
+    def __init__(self, *, in_a_graph: bool = True, reads: bool = False) -> None:
+        self.in_a_graph, self.reads = in_a_graph, reads
+
+    def count(self, batch: Batch) -> Tensor:
+        return torch.ones(1, dtype=torch.float64)
+
+    def outside_weights(self, counts: Tensor) -> Tensor:
+        return torch.zeros_like(counts)
+
+    def __call__(self, forward: Any, batch: Batch) -> TaskLosses:
+        given = batch["inputs"] + (int(batch["row_weights"].sum()) if self.reads else 0)
+        return TaskLosses(sums=forward(given).double().sum().reshape(1), counts=self.count(batch))
+
+
+def rows(start: int = 0, count: int = 3) -> Batch:
+    fields = {"inputs": torch.randn(count, 4), "row_weights": torch.ones(count)}
+    return Batch(fields=fields, keys=torch.arange(start, start + count), start=start)
+
+
+def test_losses_in_the_graph_and_beside_it() -> None:
+    plain = PlainEngine(Blocks(), PosBertConfig(), device=torch.device("cpu"))
+    engine, graphs = engine_of("whole")
+    engine.module.load_state_dict(plain.module.state_dict())
+    for objective in (Summed(), Summed(in_a_graph=False)):
+        for start in (0, 3):
+            batch = rows(start)
+            found, expected = task_losses(objective, engine, batch), task_losses(objective, plain, batch)
+            assert torch.equal(found.sums, expected.sums) and torch.equal(found.counts, expected.counts)
+    assert (graphs.made, graphs.surplus) == (2, [])  # the second objective's is of the model alone
+
+
+def test_exact_forwards_are_a_mode_of_their_own() -> None:
+    config = changed(PosBertConfig(), training={"compile": "whole", "precision": "bf16"})
+    engine = PlainEngine(Blocks(), config, device=torch.device("cpu"))
+    assert isinstance(engine.graphs, Graphs)
+    engine.train(True)
+    for _ in range(2):
+        task_losses(Summed(), engine, rows())
+        with engine.exact_forwards():
+            task_losses(Summed(), engine, rows())
+    assert (engine.graphs.made, engine.graphs.surplus) == (2, [])
+
+
+def test_losses_whose_shape_changes_are_named() -> None:
+    engine, graphs = engine_of("whole")
+    for count in (3, 5):
+        task_losses(Summed(), engine, rows(count=count))
+    assert graphs.made == 2 and "size mismatch at index 0. expected 3, actual 5" in graphs.surplus[0]
+
+
+def test_a_graph_that_breaks_is_counted_once() -> None:
+    engine, graphs = engine_of("whole")
+    before = compiled.graphs_so_far()
+    task_losses(Summed(reads=True), engine, rows())
+    assert graphs.made == compiled.graphs_so_far() - before > 1
 
 
 def test_a_copy_of_a_compiled_model_runs_its_own_weights() -> None:

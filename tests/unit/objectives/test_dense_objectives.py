@@ -38,7 +38,7 @@ def drawn(*shape: int, seed: int = 0) -> Tensor:
 class Fixed:
     """A model that gives these outputs, row after row, and an engine of it."""
 
-    device, data_group = torch.device("cpu"), ALONE
+    device, data_group, graphs = torch.device("cpu"), ALONE, None
 
     def __init__(self, *outputs: Tensor) -> None:
         self.outputs, self.given = outputs, 0

@@ -15,13 +15,14 @@ from torch import Tensor, nn
 
 from trp_scale.config import RefusedError
 from trp_scale.distributed.environment import Environment
-from trp_scale.downstream.classification.model import ImageClassifier, Pixels
+from trp_scale.downstream.classification.model import ImageClassifier
 from trp_scale.downstream.classification.settings import ClassificationTaskConfig
 from trp_scale.downstream.finetuned_run import FinetunedRun, predicting_engine
 from trp_scale.downstream.pictures import Picture
 from trp_scale.downstream.representation.figures import Decision, draw_activations
 from trp_scale.downstream.representation.finetuned import FinetunedPictures
 from trp_scale.downstream.representation.study import ImageChoice, ShownImages, measured_images
+from trp_scale.models.patches import Pixels
 
 
 class ClassActivation(NamedTuple):

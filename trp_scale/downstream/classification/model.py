@@ -12,7 +12,7 @@ from trp_scale.core.batch import Batch, TaskLosses
 from trp_scale.downstream.classification.settings import ClassificationTaskConfig
 from trp_scale.models.image_encoder import ImageEncoder, OnImageEncoder
 from trp_scale.models.initialise import initial_tensor, initialise_vision
-from trp_scale.models.patches import CHANNEL_DEVIATION, CHANNEL_MEAN
+from trp_scale.models.patches import Pixels
 
 CLASSIFICATION = "classification"
 
@@ -23,6 +23,7 @@ class ImageClassification:
     tasks: tuple[str, ...] = (CLASSIFICATION,)
     balanced: tuple[int, ...] = (0,)
     regression: tuple[int, ...] = ()
+    in_a_graph = True
 
     def __init__(self) -> None:
         self._pixels = Pixels()
@@ -45,21 +46,6 @@ class ImageClassification:
         losses = F.cross_entropy(logits.float(), batch["targets"], reduction="none")  # [R]
         total = losses.double() @ batch["row_weights"].double()
         return TaskLosses(sums=total.reshape(1), counts=self.count(batch))
-
-
-class Pixels:
-    """Bytes into normalised pixels."""
-
-    def __init__(self) -> None:
-        self._statistics = torch.tensor([CHANNEL_MEAN, CHANNEL_DEVIATION])  # [2, 3]
-
-    def __call__(self, images: Tensor) -> Tensor:
-        """[B, 3, S, S] uint8 -> float32 without ImageNet's mean and deviation."""
-        if self._statistics.device != images.device:
-            self._statistics = self._statistics.to(images.device)
-        mean, deviation = self._statistics.view(2, 1, 3, 1, 1)
-        pixels: Tensor = (images.float() / 255.0 - mean) / deviation
-        return pixels
 
 
 HEAD_DEVIATION = 2e-5

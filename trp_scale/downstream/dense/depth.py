@@ -22,11 +22,11 @@ from trp_scale.data.plan import TrainPlan
 from trp_scale.data.split import held_out
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group
-from trp_scale.downstream.classification.model import Pixels
 from trp_scale.downstream.dense.maps import DepthMaps
 from trp_scale.downstream.dense.settings import DepthTaskConfig
 from trp_scale.downstream.dense.task import DenseData, DenseTask, depth_statistics, predict_whole
 from trp_scale.downstream.task import GatheredRows
+from trp_scale.models.patches import Pixels
 
 SAMPLED_MAPS = 256
 """Training maps from which mean and deviation are taken."""
@@ -161,6 +161,7 @@ class Depth:
     tasks: tuple[str, ...] = (DEPTH,)
     balanced: tuple[int, ...] = (0,)
     regression: tuple[int, ...] = (0,)
+    in_a_graph = True
 
     def __init__(self, space: DepthSpace, threshold: Literal["image", "batch"] = "image") -> None:
         self._space, self._per_image = space, threshold == "image"

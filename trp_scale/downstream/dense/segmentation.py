@@ -15,11 +15,11 @@ from trp_scale.config import RefusedError
 from trp_scale.core.batch import Batch, TaskLosses
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group
-from trp_scale.downstream.classification.model import Pixels
 from trp_scale.downstream.dense.maps import SegmentationMaps
 from trp_scale.downstream.dense.settings import SegmentationTaskConfig
 from trp_scale.downstream.dense.task import DenseData, DenseTask, predict_whole
 from trp_scale.downstream.task import distinct
+from trp_scale.models.patches import Pixels
 
 
 class SegmentationTask(DenseTask[SegmentationTaskConfig]):
@@ -70,6 +70,7 @@ class Segmentation:
     tasks: tuple[str, ...] = (SEGMENTATION,)
     balanced: tuple[int, ...] = (0,)
     regression: tuple[int, ...] = ()
+    in_a_graph = True
 
     def __init__(self, auxiliary_weight: float = 0.0) -> None:
         self._weights = (1.0, auxiliary_weight)

@@ -23,12 +23,12 @@ from trp_scale.data.mixture import MemberPath, parse_paths
 from trp_scale.data.plan import Addresses
 from trp_scale.data.rows import Rows
 from trp_scale.distributed.environment import Environment
-from trp_scale.downstream.classification.model import Pixels
 from trp_scale.downstream.dense.batch import JitteredBatchBuilder, WholeBatchBuilder
 from trp_scale.downstream.dense.maps import DepthMaps, SegmentationMaps
 from trp_scale.downstream.dense.model import PixelModel
 from trp_scale.downstream.dense.settings import DenseTaskConfig
 from trp_scale.downstream.task import ImageTask, open_task_sources
+from trp_scale.models.patches import Pixels
 from trp_scale.observe.throughput import TRAINING_OVER_FORWARD, forward_flops
 
 DenseMaps = SegmentationMaps | DepthMaps

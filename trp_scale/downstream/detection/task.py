@@ -18,7 +18,6 @@ from trp_scale.data.index import DataError
 from trp_scale.data.mixture import MemberPath, parse_paths
 from trp_scale.data.rows import Rows
 from trp_scale.distributed.environment import Environment
-from trp_scale.downstream.classification.model import Pixels
 from trp_scale.downstream.detection.annotations import Annotations, check_images
 from trp_scale.downstream.detection.batch import DetectionBatchBuilder
 from trp_scale.downstream.detection.files import read_coco, read_voc
@@ -26,6 +25,7 @@ from trp_scale.downstream.detection.metrics import VOC_METRIC, DetectionMetrics
 from trp_scale.downstream.detection.model import Detector, Target, paste
 from trp_scale.downstream.detection.settings import DetectionTaskConfig
 from trp_scale.downstream.task import ImageTask, open_task_sources, trained_on_is_there
+from trp_scale.models.patches import Pixels
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,6 +165,7 @@ class Detection:
     """
 
     regression: tuple[int, ...] = (1, 3)
+    in_a_graph = False  # the host waits for the choice of samples
 
     def __init__(self, *, masks: bool) -> None:
         self.tasks = tuple(task for task in LOSSES if masks or task != "mask")

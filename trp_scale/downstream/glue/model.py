@@ -95,6 +95,7 @@ class SentenceClassification:
     """
 
     balanced: tuple[int, ...] = (0,)
+    in_a_graph = True
 
     def __init__(self, task: str, classes: int) -> None:
         self.tasks: tuple[str, ...] = (task,)

@@ -14,12 +14,12 @@ from trp_scale.config import RefusedError
 from trp_scale.config.finetuning import ImageTaskConfig
 from trp_scale.config.images import ImagePretrainConfig
 from trp_scale.downstream.arguments import SCRATCH
-from trp_scale.downstream.classification.model import Pixels
 from trp_scale.downstream.classification.settings import ClassificationTaskConfig
 from trp_scale.downstream.encoder_source import open_encoder
 from trp_scale.downstream.task import take_encoder
 from trp_scale.models.image_encoder import ImageEncoder
 from trp_scale.models.initialise import initialise_vision
+from trp_scale.models.patches import Pixels
 from trp_scale.recipes.loader import load_recipe
 
 BATCH = 64

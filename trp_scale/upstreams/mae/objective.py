@@ -35,6 +35,7 @@ class MaskedPatchReconstruction:
     tasks: tuple[str, ...] = (RECONSTRUCTION,)
     balanced: tuple[int, ...] = (0,)
     regression: tuple[int, ...] = (0,)
+    in_a_graph = True
 
     def __init__(self, config: MaeObjectiveConfig, patch_size: int) -> None:
         self.normalised = config.target == "normalised"

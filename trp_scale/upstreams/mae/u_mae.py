@@ -38,6 +38,7 @@ class UniformPatchReconstruction(MaskedPatchReconstruction):
     """
 
     tasks = (RECONSTRUCTION, UNIFORMITY)
+    in_a_graph = False  # its moment is a sum over ranks
 
     def __init__(self, config: MaeObjectiveConfig, patch_size: int, data_group: Group) -> None:
         super().__init__(config, patch_size)

@@ -32,6 +32,8 @@ class MultimodalReconstruction:
         config: settings.
     """
 
+    in_a_graph = True
+
     def __init__(self, config: MmMaeConfig) -> None:
         self.modalities = RunModalities(config)
         self.inputs: tuple[str, ...] = self.modalities.inputs

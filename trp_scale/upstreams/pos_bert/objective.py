@@ -32,6 +32,8 @@ class PosMaskedLanguageModelling:
         hidden_size: D, the encoder's width.
     """
 
+    in_a_graph = True
+
     def __init__(self, config: PosBertObjectiveConfig, groups: Sequence[str], hidden_size: int) -> None:
         self.config = config
         self.hidden_size = hidden_size

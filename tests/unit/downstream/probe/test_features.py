@@ -14,7 +14,6 @@ from tests.unit.data.images.stored import jpeg, sample, write_images
 from tests.unit.downstream.probe.small_encoder import small_config, stripe_detector, striped_images
 from trp_scale.config import RefusedError
 from trp_scale.distributed.groups import ALONE, Group
-from trp_scale.downstream.classification.model import Pixels
 from trp_scale.downstream.probe import features as module
 from trp_scale.downstream.probe.arguments import ProbeArguments
 from trp_scale.downstream.probe.classifiers import accuracy, classify
@@ -22,6 +21,7 @@ from trp_scale.downstream.probe.encoder import FrozenEncoder, encoder_config
 from trp_scale.downstream.probe.features import all_features, extract
 from trp_scale.downstream.probe.images import ProbedImages, open_probed
 from trp_scale.downstream.trained_images import load_trained_images
+from trp_scale.models.patches import Pixels
 
 
 @pytest.fixture(scope="module")
