@@ -1,18 +1,22 @@
 """What a training step asks of its device: operations, bytes moved, bytes saved for the backward pass, FLOPs.
 
     python benchmarks/step_counts.py [--models bert_base_128 mae_vit_b ...] [--precision fp32|bf16]
-        [--weights fp32|bf16] [--roofline]
+        [--weights fp32|bf16] [--times 8] [--fused] [--roofline] [--costliest 10]
 
 The real loop makes one step of one micro-batch on fake tensors, which have shapes and no content, so that a laptop
 counts a large model in seconds. Counted are operations that launch work: no views, no empty tensors; an operation over
 a list of tensors (foreach, fused AdamW) is one. Moved are the bytes of what an operation reads and writes, as if no
 operation were fused with another. Saved are the bytes that the forward pass keeps for the backward pass, parameters
-left out. Operations are those that torch has for a CPU; a GPU's autocast puts its casts elsewhere. Attention has no
-dropout of its own here: a GPU's kernels drop inside, a CPU's would write all scores out.
+left out. Operations are those that torch has for a CPU; a GPU's autocast puts its casts elsewhere. Attention is a
+GPU's: in bf16, which the models widen for a CPU, and without dropout of its own, which a GPU's kernels have inside.
+
+--fused counts as if all operations between two others that stand alone (matrix products, attention, sorting, sums to
+places that an index says) were one kernel, which reads what it needs once and writes only what is still needed after
+it: what torch.compile could do at best, saving what eager mode saves.
 
 --roofline predicts from the counts: seconds of an operation = max(bytes / 0.8 of the memory's rate, FLOPs / 0.7 of the
 bf16 peak, 2.3 us), the host 8 us an operation forward and 5.5 us backward; a step = max(device, host). Nothing of it is
-measured. It leaves the loader, transfers and other ranks out.
+measured. It leaves the loader, transfers and other ranks out. --costliest lists the operations behind it.
 """
 
 from __future__ import annotations
@@ -30,6 +34,7 @@ import tyro
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
@@ -43,10 +48,12 @@ from benchmarks.text_steps import text_workload
 from trp_scale.config import TextModelConfig
 from trp_scale.core.batch import Batch
 from trp_scale.engines.plain import PlainEngine
+from trp_scale.models import vit
 from trp_scale.recipes.loader import load_recipe
 from trp_scale.training.loop import Agreed
 from trp_scale.training.micro_size import storage
 from trp_scale.upstreams.mae.settings import MaeConfig
+from trp_scale.upstreams.mm_mae import model as mm_mae_model
 from trp_scale.upstreams.mm_mae.settings import MmMaeConfig
 
 CPU = torch.device("cpu")
@@ -86,19 +93,26 @@ class Options:
     """Of MODELS."""
     rows: int = 0
     """Of the micro-batch; 0 = the model's."""
+    times: int = 1
+    """The model's rows so many times."""
     precision: Precision = "bf16"
     """Of forward and backward."""
     weights: Literal["fp32", "bf16"] = "fp32"
     """What they read."""
+    fused: bool = False
+    """Count as if neighbouring operations were one kernel."""
     roofline: bool = False
     """Predict the share of peak on an A100 and an H100."""
+    costliest: int = 0
+    """List so many operations by their predicted time on an H100."""
     json: bool = False
     """One JSON object in place of a table; tests/unit/benchmarks/step_counts.json is one of four models."""
 
 
 @dataclass(kw_only=True)
 class Counts:
-    """Of a step. Attributes: operations, moved, flops: by phase. saved: bytes. device, host: seconds by roofline."""
+    """Of a step. Attributes: operations, moved, flops: by phase. saved: bytes. device, host: seconds by roofline.
+    by_name: seconds on an H100, and number, by phase and name."""
 
     operations: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PHASES, 0))
     moved: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PHASES, 0))
@@ -106,6 +120,7 @@ class Counts:
     saved: int = 0
     device: dict[str, float] = field(default_factory=dict)
     host: float = 0.0
+    by_name: dict[tuple[str, str], tuple[float, int]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,34 +144,128 @@ HOST_SECONDS = {"forward": 8e-6, "backward": 5.5e-6, "update": 8e-6}
 """Of the host, to launch an operation."""
 
 
-class CountsOperations(TorchDispatchMode):
-    """Adds to `counts` what is asked of the device while it is active; `phase` says where."""
+STAND_ALONE = (
+    "sort",
+    "topk",
+    "cumsum",
+    "scatter",
+    "index_put",
+    "index_add",
+    "embedding_dense_backward",
+    "_foreach",
+    "_fused",
+)
+"""Parts of the names of operations that are fused with none, beside those that have FLOPs."""
 
-    def __init__(self) -> None:
+
+@dataclass(kw_only=True)
+class Kernel:
+    """Operations that are counted as one. Attributes: names: of them; read: bytes by storage that was there before;
+    made: storages that they made, alive or not, with their bytes."""
+
+    names: set[str] = field(default_factory=set)
+    read: dict[int, int] = field(default_factory=dict)
+    made: dict[int, tuple[StorageWeakRef, int]] = field(default_factory=dict)
+
+    def add(self, name: str, given: list[Tensor], writes: list[Tensor]) -> None:
+        """One operation more."""
+        self.names.add(name)
+        for tensor in given:
+            if storage(tensor) not in self.made:
+                self.read[storage(tensor)] = max(self.read.get(storage(tensor), 0), size_of(tensor))
+        for tensor in writes:
+            self.made[storage(tensor)] = (weak(tensor), size_of(tensor))
+
+    def moved(self) -> int:
+        """Bytes read, and written to what is still alive."""
+        alive = [size for found, size in self.made.values() if not found.expired()]  # type: ignore[no-untyped-call]
+        return sum(self.read.values()) + sum(alive)
+
+
+class CountsOperations(TorchDispatchMode):
+    """Adds to `counts` what is asked of the device while it is active; `phase` says where.
+
+    Args:
+        fused: neighbours are one kernel, but for those that stand alone.
+    """
+
+    def __init__(self, *, fused: bool = False) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.counts = Counts(device=dict.fromkeys(ACCELERATORS, 0.0))
-        self.phase = "forward"
+        self.fused = fused
+        self.kernel: Kernel | None = None
+        self._phase = "forward"
+
+    @property
+    def phase(self) -> str:
+        return self._phase
+
+    @phase.setter
+    def phase(self, phase: str) -> None:
+        self.end_kernel()
+        self._phase = phase
+
+    def __exit__(self, *error: Any) -> None:
+        self.end_kernel()
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
         named = named or {}
         given = [each for each in tree_leaves((arguments, named)) if isinstance(each, Tensor)]
+        alone = stands_alone(function)
+        if alone:
+            self.end_kernel()
         result = function(*arguments, **named)
         made = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
         if launches(function, made):
             writes = written(function, arguments, named, made)
-            moved = sum(each.numel() * each.element_size() for each in [*given, *writes])
+            if self.fused and not alone:
+                self.kernel = self.kernel or Kernel()
+                self.kernel.add(short(function), given, writes)
+                return result
             count = flop_registry.get(function._overloadpacket)
             flops = int(count(*arguments, **named, out_val=result)) if count is not None else 0
-            self._add(moved, flops, "attention" in function.name())
+            self._add(short(function), sum(map(size_of, [*given, *writes])), flops)
         return result
 
-    def _add(self, moved: int, flops: int, attention: bool) -> None:
+    def end_kernel(self) -> None:
+        """Count what was put together."""
+        kernel, self.kernel = self.kernel, None
+        if kernel is not None:
+            self._add(" + ".join(sorted(kernel.names)), kernel.moved(), 0)
+
+    def _add(self, name: str, moved: int, flops: int) -> None:
         self.counts.operations[self.phase] += 1
         self.counts.moved[self.phase] += moved
         self.counts.flops += flops
         self.counts.host += HOST_SECONDS[self.phase]
-        for name, accelerator in ACCELERATORS.items():
-            self.counts.device[name] += accelerator.seconds(flops, moved, attention)
+        taken = {
+            place: accelerator.seconds(flops, moved, "attention" in name) for place, accelerator in ACCELERATORS.items()
+        }
+        for place, seconds in taken.items():
+            self.counts.device[place] += seconds
+        seconds, number = self.counts.by_name.get((self.phase, name), (0.0, 0))
+        self.counts.by_name[self.phase, name] = (seconds + taken["H100"], number + 1)
+
+
+def short(function: Any) -> str:
+    """An operation's name without its library and variant."""
+    return str(function._opname)
+
+
+def weak(tensor: Tensor) -> StorageWeakRef:
+    """Says whether the tensor's content is still there."""
+    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+
+
+def size_of(tensor: Tensor) -> int:
+    """Bytes."""
+    return tensor.numel() * tensor.element_size()
+
+
+def stands_alone(function: Any) -> bool:
+    """Whether an operation is a kernel of its own even where neighbours are fused."""
+    return function._overloadpacket in flop_registry or any(part in function.name() for part in STAND_ALONE)
 
 
 def launches(function: Any, made: list[Tensor]) -> bool:
@@ -192,7 +301,7 @@ class FakeTraining:
         self.workload = workload
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
 
-    def counts(self) -> Counts:
+    def counts(self, *, fused: bool = False) -> Counts:
         """Of a step in one micro-batch."""
         work = self.workload
         with self.mode:
@@ -201,7 +310,7 @@ class FakeTraining:
             trainer.agreement.reach = agreed  # type: ignore[method-assign, assignment]
             window = [self.fake_batch(micro) for micro in trainer.source.next_window()]
             trainer.source.next_window = lambda: window  # type: ignore[method-assign]
-            engine, counter = trainer.engine, CountsOperations()
+            engine, counter = trainer.engine, CountsOperations(fused=fused)
             own = {storage(tensor) for tensor in work.module.state_dict(keep_vars=True).values()}
             kept: dict[int, Tensor] = {}
 
@@ -212,7 +321,7 @@ class FakeTraining:
 
             engine.create_optimizer_state()
             with (
-                attention_without_dropout(),
+                attention_of_a_gpu(),
                 entering(engine, "backward", counter, "backward"),
                 entering(engine, "check_gradients", counter, "update"),
                 saved_tensors_hooks(keep, lambda tensor: tensor),
@@ -236,18 +345,28 @@ def agreed(counts: Tensor, window: list[Batch], *, stop: bool) -> Agreed:
 
 
 @contextmanager
-def attention_without_dropout() -> Iterator[None]:
-    """torch's fused attention in place of its plain one, which a CPU takes for dropout."""
+def attention_of_a_gpu() -> Iterator[None]:
+    """Fused attention in the precision of its inputs, and without dropout: for a CPU the models widen bf16 before it
+    (vit.attend), and torch takes its plain attention where there is dropout."""
     fused = nn.functional.scaled_dot_product_attention
+    places: tuple[Any, ...] = (vit, mm_mae_model)
 
     def attention(*arguments: Any, dropout_p: float = 0.0, **named: Any) -> Tensor:
         return fused(*arguments, **named)
 
+    def attend(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None) -> Tensor:
+        return fused(queries, keys, values, attn_mask=bias)
+
+    widening = vit.attend
     nn.functional.scaled_dot_product_attention = attention
+    for place in places:
+        place.attend = attend
     try:
         yield
     finally:
         nn.functional.scaled_dot_product_attention = fused
+        for place in places:
+            place.attend = widening
 
 
 @contextmanager
@@ -293,17 +412,26 @@ def workload_of(model: Model, precision: Precision, rows: int = 0) -> Workload:
 
 
 def counted(
-    name: str, precision: Precision = "bf16", rows: int = 0, weights: Literal["fp32", "bf16"] = "fp32"
+    name: str,
+    precision: Precision = "bf16",
+    rows: int = 0,
+    weights: Literal["fp32", "bf16"] = "fp32",
+    *,
+    fused: bool = False,
 ) -> Counts:
     """Of a step of MODELS' `name`."""
     workload = workload_of(MODELS[name], precision, rows)
     workload.config.training.weights = weights
-    return FakeTraining(workload).counts()
+    return FakeTraining(workload).counts(fused=fused)
 
 
 def main(options: Options) -> None:
     """Count and print."""
-    found = {name: counted(name, options.precision, options.rows, options.weights) for name in options.models}
+    rows = {name: options.rows or MODELS[name].rows * options.times for name in options.models}
+    found = {
+        name: counted(name, options.precision, rows[name], options.weights, fused=options.fused)
+        for name in options.models
+    }
     if options.json:
         kept = ("operations", "moved", "saved", "flops")
         print(json.dumps({name: {each: getattr(counts, each) for each in kept} for name, counts in found.items()}))
@@ -313,8 +441,9 @@ def main(options: Options) -> None:
     for name, counts in found.items():
         operations = ", ".join(str(counts.operations[phase]) for phase in PHASES)
         moved = ", ".join(f"{counts.moved[phase] / 1e9:.2f}" for phase in PHASES)
-        rows = options.rows or MODELS[name].rows
-        print(f"| {name} | {rows} | {operations} | {moved} | {counts.saved / 1e9:.2f} | {counts.flops / 1e9:,.0f} |")
+        print(
+            f"| {name} | {rows[name]} | {operations} | {moved} | {counts.saved / 1e9:.2f} | {counts.flops / 1e9:,.0f} |"
+        )
     if options.roofline:
         print("\nPredicted from the counts, not measured: share of the bf16 peak, and rows a second")
         print(f"| model | {' | '.join(ACCELERATORS)} |")
@@ -323,11 +452,15 @@ def main(options: Options) -> None:
             cells = []
             for place, accelerator in ACCELERATORS.items():
                 seconds = max(counts.device[place], counts.host)
-                rows = options.rows or MODELS[name].rows
                 bound = "host" if counts.host > counts.device[place] else "device"
                 share = counts.flops / seconds / accelerator.flops
-                cells.append(f"{share:.0%}, {rows / seconds:,.0f}, bound by the {bound}")
+                cells.append(f"{share:.0%}, {rows[name] / seconds:,.0f}, bound by the {bound}")
             print(f"| {name} | {' | '.join(cells)} |")
+    for name, counts in found.items() if options.costliest else ():
+        print(f"\n{name}: predicted share of an H100's time\n| operation | number | share |\n| --- | --- | --- |")
+        ordered = sorted(counts.by_name.items(), key=lambda each: -each[1][0])[: options.costliest]
+        for (phase, operation), (seconds, number) in ordered:
+            print(f"| {phase}: {operation} | {number} | {seconds / counts.device['H100']:.1%} |")
 
 
 if __name__ == "__main__":

@@ -96,7 +96,7 @@ def test_bf16_weights_are_as_near_to_fp32_as_autocast_is(model: str) -> None:
     assert ours.moved
     assert 1e-6 < losses < FROM_FP32[model][0] and 1e-4 < weights < FROM_FP32[model][1]
     assert apart(ours, autocast)[1] > 1e-4, "this was autocast"
-    assert losses < 3 * apart(autocast, exact)[0] and weights < 2 * apart(autocast, exact)[1]
+    assert losses < 5 * apart(autocast, exact)[0] and weights < 2 * apart(autocast, exact)[1]
     assert all(tensor.dtype == torch.float32 for tensor in ours.weights.values())
 
 

@@ -103,7 +103,8 @@ def test_rounding_to_tf32_keeps_ten_bits() -> None:
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_tf32_is_nearly_exact_with_a_longer_difference(precision: str) -> None:
     """Emulated, all products of the update. Measured: cosines of 0.99 with a difference of 1e-2, 0.9998 with 0.1, where
-    fp32 itself has 0.99997, and 0.5 with 1e-3. In bf16 (of the factors, 7 bits) 0.7 to 0.85 and 0.99."""
+    fp32 itself has 0.99997, and 0.5 with 1e-3; norms right to 1.3 %, in bf16 to 2.3 % on CPUs that multiply in it. In
+    bf16 (of the factors, 7 bits) 0.7 to 0.85 and 0.99."""
     layout, found = Layout(micro_size=4), {}
     for difference in (1e-2, 0.1):
         for path in PATHS:
@@ -113,7 +114,7 @@ def test_tf32_is_nearly_exact_with_a_longer_difference(precision: str) -> None:
             assert products.number > 300
             found[path, difference] = agreement(updates[0].gradient, exact(updates, path))
     for path in PATHS:
-        assert found[path, 0.1].cosine >= 0.999 and found[path, 0.1].ratio == pytest.approx(1.0, abs=0.02), path
+        assert found[path, 0.1].cosine >= 0.999 and found[path, 0.1].ratio == pytest.approx(1.0, abs=0.04), path
         assert 0.97 < found[path, 1e-2].cosine < 0.9995, "TF32 is not felt"
 
 

@@ -49,7 +49,27 @@ def test_a_list_of_tensors_is_one_operation() -> None:
     assert counter.counts.moved["forward"] == pytest.approx(4 * 7 * (4 + 4), abs=40)
 
 
-@pytest.mark.parametrize(("name", "forward", "saved"), [("bert_base_128", 350, 1.38e9), ("mae_vit_b", 345, 3.45e9)])
+def test_fused_operations_read_once_and_write_what_is_still_needed() -> None:
+    values, matrix = torch.zeros(8, 8), torch.zeros(8, 8)
+    with CountsOperations(fused=True) as counter:
+        kept = (values * 2.0 + values).sum(1)  # reads 64 once, writes 8
+        matrix @ matrix  # reads twice 64, writes 64
+        values.exp()  # is dropped: reads 64
+    assert kept.shape == (8,)
+    assert counter.counts.operations["forward"] == 3
+    assert counter.counts.moved["forward"] == 4 * (64 + 8 + 3 * 64 + 64)
+    assert {name for _, name in counter.counts.by_name} == {"add + mul + sum", "mm", "exp"}
+
+
+def test_fused_bert_keeps_its_arithmetic_and_moves_less() -> None:
+    fused, eager = counted("bert_base_128", fused=True), TABLE["bert_base_128"]
+    assert fused.flops == eager["flops"] and fused.saved == eager["saved"]
+    for phase in ("forward", "backward"):
+        assert fused.operations[phase] < 0.5 * eager["operations"][phase]
+        assert fused.moved[phase] < 0.9 * eager["moved"][phase]
+
+
+@pytest.mark.parametrize(("name", "forward", "saved"), [("bert_base_128", 350, 1.38e9), ("mae_vit_b", 310, 2.65e9)])
 def test_bf16_weights_take_fewer_operations_and_bytes(name: str, forward: int, saved: float) -> None:
     found = counted(name, weights="bf16")
     assert found.operations["forward"] <= forward < TABLE[name]["operations"]["forward"]
