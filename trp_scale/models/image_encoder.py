@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from trp_scale.config.finetuning import ImageTaskConfig
 from trp_scale.models.patches import patchify
 from trp_scale.models.positions import sine_cosine
-from trp_scale.models.relative_positions import RelativeInputs, grid_weights, offset_numbers
+from trp_scale.models.relative_positions import RelativeInputs, relative_inputs
 from trp_scale.models.vit import TransformerBlock
 
 CHANNELS = 3
@@ -55,6 +55,7 @@ class ImageEncoder(nn.Module):
         width, blocks = model.hidden_size, model.layers
         self.index = vision.index
         self.relative = vision.positions == "relative"
+        self.head_size = width // model.heads
         self.patch_embed = nn.Linear(vision.patch_size**2 * CHANNELS, width)
         self.cls_token = nn.Parameter(torch.zeros(width))
         if downstream.learned_positions:
@@ -133,9 +134,8 @@ class ImageEncoder(nn.Module):
             return None
         places = torch.arange(self.grid**2, device=tokens.device)[None]  # [1, N]
         dtype = torch.promote_types(self.cls_token.dtype, torch.float32)
-        centre = torch.zeros(2, dtype=dtype, device=tokens.device)
-        offsets = offset_numbers(places, self.grid).expand(len(tokens), -1, -1)  # [B, N, N], whole images all alike
-        return RelativeInputs(offsets, grid_weights(self.grid, self.index, centre), 0)
+        inputs = relative_inputs(places, self.grid, self.index, self.head_size, dtype=dtype, blocks=1)[0]
+        return inputs._replace(pairs=inputs.pairs.expand(len(tokens), -1, -1))  # whole images are all alike
 
 
 class OnImageEncoder(nn.Module):

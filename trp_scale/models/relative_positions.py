@@ -1,9 +1,9 @@
 """Relative positions: iRPE's contextual product on keys (Wu et al.), with AdPE's relaxed index (AdPE 4.2).
 
 The score of query i and key j gains scale x q_i . r[offset x_i - x_j]. A block's heads share one table of 49 entries,
-7 per axis, and one more for the class token. Queries meet the table first, and what comes out is interpolated: from
-7 x 7 entries to every offset of the grid by two small matrix products, from there to the pairs by one lookup. Rounded
-and relaxed indices differ in those matrices alone, and a perturbed coordinate costs the forward pass nothing.
+7 per axis, and one more for the class token. The table is interpolated first, to one vector for every offset that
+differs from the others; queries meet these, and each pair looks its product up. Which vector a pair has is the same in
+all blocks. A perturbed coordinate changes the interpolation alone, and costs the forward pass next to nothing.
 """
 
 from __future__ import annotations
@@ -26,24 +26,31 @@ NODES = 2 * REACH + 1
 BUCKETS = NODES**2 + 1
 """Rows of the table; node (row, column) is NODES (row + REACH) + column + REACH, the last is the class token's."""
 
+SETTLED = 7
+"""Whole offsets of this length and more are all the table's end, up to half a patch either way: `relaxed_index` gets to
+REACH at 6.33."""
+
 IndexKind = Literal["rounded", "relaxed", "straight_through"]
 
 
 class RelativeInputs(NamedTuple):
-    """What a block's relative positions need beside its queries. Tokens are [class, visible, masked].
+    """What a block's relative positions need beside its queries. Tokens are [class, visible, masked], T = 1 + K.
 
     Attributes:
-        offsets: [B, K, K] int64, of patches i and j: which of the grid's (2G-1)^2 offsets x_i - x_j is.
-        weights: [2, 2G-1, 7], how each offset (row, column axis) is made up of the table's nodes.
-        masked: the last so many queries see the following instead, where given.
-        masked_weights: [2, 2G-1, 7].
+        pairs: [B, T, T] int64, which vector the query and the key of a pair have.
+        weights: [R, 50], how each vector is made of the table's rows; or [2R, 50], where masked queries have vectors of
+            their own, which come second.
+        masked: the last so many queries see what is named so, where it is given.
+        moved: whether masked queries have vectors of their own.
+        masked_pairs: [B, M, T] int64, in place of their rows of `pairs`.
         masked_table: [50, D / H] or [1, D / H], added to the table.
     """
 
-    offsets: Tensor
+    pairs: Tensor
     weights: Tensor
     masked: int
-    masked_weights: Tensor | None = None
+    moved: bool = False
+    masked_pairs: Tensor | None = None
     masked_table: Tensor | None = None
 
 
@@ -76,23 +83,113 @@ def node_weights(offset: Tensor, index: IndexKind) -> Tensor:
     return relaxed if index == "relaxed" else nearest + (relaxed - relaxed.detach())
 
 
-def grid_weights(grid: int, index: IndexKind, shift: Tensor) -> Tensor:
-    """[..., 2, 2G-1, 7] `node_weights` of all offsets -(G-1)..G-1 of a grid.
+class Offsets(NamedTuple):
+    """The vectors of a grid's offsets.
+
+    Attributes:
+        weights: [..., R, 50], how each vector is made of the table's rows, times 1 / sqrt(D / H).
+        numbers: [..., (2G-1)^2 + 2] int64, the vector of each pair number of `pair_numbers`.
+    """
+
+    weights: Tensor
+    numbers: Tensor
+
+
+def axis_offsets(grid: int, index: IndexKind, shift: Tensor) -> tuple[Tensor, Tensor]:
+    """The offsets -(G-1)..G-1 of an axis with a shift, by those P of them that differ.
+
+    A rounded index has the table's own 7. Of others, those beyond SETTLED are one on each side, wherever the shift has
+    moved it.
+
+    Args:
+        shift: [...] in patches; the gradient of the weights is exact.
+    Returns:
+        [..., 2G-1] int64, which of the P each offset is, and [..., P, 7] `node_weights` of these.
+    """
+    offsets = torch.arange(1 - grid, grid, device=shift.device)
+    shift = shift.unsqueeze(-1)  # [..., 1]
+    if index == "rounded":
+        nearest = relaxed_index(offsets + shift).clamp(-REACH, REACH).round().long() + REACH
+        return nearest, torch.eye(NODES, dtype=shift.dtype, device=shift.device).expand(*shift.shape[:-1], -1, -1)
+    if grid <= SETTLED + 1:
+        return (offsets + grid - 1).expand(*shift.shape[:-1], -1), node_weights(offsets + shift, index)
+    whole = shift.detach().round()
+    ends = torch.arange(-SETTLED, SETTLED + 1, device=shift.device)
+    return (offsets + whole.long()).clamp(-SETTLED, SETTLED) + SETTLED, node_weights(ends + (shift - whole), index)
+
+
+def grid_offsets(grid: int, index: IndexKind, shift: Tensor, head_size: int) -> Offsets:
+    """The vectors of a grid with a shift, then the class token's, then zeros: at least one, and up to a multiple of 8,
+    which matrix products like.
 
     Args:
         shift: [..., 2] added to the row and the column offset, in patches.
+        head_size: D / H.
     """
-    offsets = torch.arange(1 - grid, grid, dtype=shift.dtype, device=shift.device)
-    return node_weights(offsets + shift.unsqueeze(-1), index)
+    places, nodes = axis_offsets(grid, index, shift)  # [..., 2, 2G-1], [..., 2, P, 7]
+    (rows, columns), count = places.unbind(-2), nodes.shape[-2]
+    numbers = (rows.unsqueeze(-1) * count + columns.unsqueeze(-2)).flatten(-2)  # [..., (2G-1)^2]
+    others = torch.arange(count**2, count**2 + 2, device=shift.device).expand(*numbers.shape[:-1], -1)
+    down, across = nodes.unbind(-3)  # [..., P, 7]
+    weights = torch.einsum("...pi,...qj->...pqij", down * head_size**-0.5, across)
+    weights = weights.flatten(-4, -3).flatten(-2)  # [..., P^2, 49]
+    weights = F.pad(weights, (0, 1, 0, (count**2 + 2 + 7) // 8 * 8 - count**2))  # [..., R, 50]
+    own = torch.zeros(weights.shape[-2:], dtype=shift.dtype, device=shift.device)
+    own[count**2, -1] = head_size**-0.5
+    return Offsets(weights + own, torch.cat([numbers, others], dim=-1))
 
 
-def offset_numbers(patches: Tensor, grid: int) -> Tensor:
-    """[B, K] patch numbers -> [B, K, K] int64: the number of the offset x_i - x_j, columns first."""
+def pair_numbers(patches: Tensor, grid: int) -> Tensor:
+    """[B, K] patch numbers -> [B, 1 + K, 1 + K] int64, of the class token and patches: the number of the offset
+    x_i - x_j, rows first; (2G-1)^2 where the key is the class token; one more where it asks, whose keys all share one
+    entry, which cancels in the softmax and so is left out."""
     span = 2 * grid - 1
     rows, columns = patches // grid, patches % grid  # [B, K]
-    between_rows = rows.unsqueeze(2) - rows.unsqueeze(1) + grid - 1  # [B, K, K]
-    between_columns = columns.unsqueeze(2) - columns.unsqueeze(1) + grid - 1
-    return between_columns * span + between_rows
+    place = rows * span + columns
+    between = place.unsqueeze(2) - place.unsqueeze(1) + (grid - 1) * (span + 1)  # [B, K, K]
+    return F.pad(F.pad(between, (1, 0), value=span**2), (0, 0, 1, 0), value=span**2 + 1)
+
+
+def relative_inputs(
+    patches: Tensor,
+    grid: int,
+    index: IndexKind,
+    head_size: int,
+    *,
+    dtype: torch.dtype,
+    blocks: int,
+    masked: int = 0,
+    shifts: Tensor | None = None,
+    tables: Tensor | None = None,
+) -> list[RelativeInputs]:
+    """What each block's relative positions need; all that does not differ is shared.
+
+    Args:
+        patches: [B, K] numbers of the patches after the class token; the last `masked` ones are masked.
+        head_size: D / H.
+        dtype: fp32 or fp64, of the interpolation.
+        shifts: [L, 2] added to the row and the column offset of masked queries.
+        tables: [L, 50, D / H] or [L, 1, D / H] added to the table for masked queries.
+    """
+    numbers = pair_numbers(patches, grid)  # [B, T, T]
+    shift = torch.zeros(1, 2, dtype=dtype, device=patches.device)
+    if shifts is None or not masked:
+        found = grid_offsets(grid, index, shift[0], head_size)
+        inputs = [RelativeInputs(found.numbers[numbers], found.weights, masked)] * blocks
+        if tables is not None and masked:
+            inputs = [clean._replace(masked_table=table) for clean, table in zip(inputs, tables.unbind(0), strict=True)]
+        return inputs
+    found = grid_offsets(grid, index, torch.cat([shift, shifts.to(dtype)]), head_size)
+    pairs = found.numbers[0][numbers]
+    clean = found.weights[:1].expand(blocks, -1, -1)
+    weights = torch.cat([clean, found.weights[1:]], dim=1)  # [L, 2R, 50]
+    masked_pairs: list[Tensor | None] = [None] * blocks
+    if index == "rounded" or grid > SETTLED + 1:  # the shift moves which vector a pair has
+        masked_pairs = list(found.numbers[1:, numbers[:, -masked:]].unbind(0))  # L of [B, M, T]
+    return [
+        RelativeInputs(pairs, each, masked, True, own)
+        for each, own in zip(weights.unbind(0), masked_pairs, strict=True)
+    ]
 
 
 class RelativePositions(nn.Module):
@@ -105,40 +202,45 @@ class RelativePositions(nn.Module):
     def __init__(self, head_size: int) -> None:
         super().__init__()
         self.table = nn.Parameter(torch.zeros(BUCKETS, head_size))
-        self.scale = head_size**-0.5
 
     def forward(self, queries: Tensor, relative: RelativeInputs) -> Tensor:
         """The bias of the last Q tokens as queries: what attention adds to its scaled scores.
 
         Args:
-            queries: [B, H, Q, D / H]; Q is all K + 1 tokens, or no more than the masked ones.
+            queries: [B, H, Q, D / H]; Q is all T tokens, or the masked ones.
             relative: see there.
         Returns:
-            [B, H, Q, K + 1]. The class token's own row is zero: all its keys share one entry, which cancels in the
-            softmax.
+            [B, H, Q, T]. The class token's own row is zero.
         """
-        count, patches = queries.shape[2], relative.offsets.shape[1]
-        rows = min(count, patches)
-        offsets = relative.offsets[:, -rows:]  # [B, rows, K]
-        queries = queries[:, :, -rows:]
-        if relative.masked_weights is None and relative.masked_table is None:
-            biases = [self.bias(queries, self.table, relative.weights, offsets)]
-        else:
-            clean = rows - relative.masked
-            table = self.table if relative.masked_table is None else self.table + relative.masked_table
-            weights = relative.weights if relative.masked_weights is None else relative.masked_weights
-            biases = [self.bias(queries[:, :, clean:], table, weights, offsets[:, clean:])]
-            if clean:
-                biases.insert(0, self.bias(queries[:, :, :clean], self.table, relative.weights, offsets[:, :clean]))
-        bias = torch.cat(biases, dim=2)  # [B, H, rows, K + 1]
-        return F.pad(bias, (0, 0, 1, 0)) if count > patches else bias
+        count, masked = queries.shape[2], relative.masked
+        vectors = self.vectors(relative, queries.dtype)
+        pairs = relative.pairs[:, -count:]
+        if len(vectors) == 1:
+            return looked_up(queries, vectors[0], pairs)
+        own = pairs[:, -masked:] if relative.masked_pairs is None else relative.masked_pairs
+        bias = looked_up(queries[:, :, -masked:], vectors[1], own)
+        if count == masked:
+            return bias
+        return torch.cat([looked_up(queries[:, :, :-masked], vectors[0], pairs[:, :-masked]), bias], dim=2)
 
-    def bias(self, queries: Tensor, table: Tensor, weights: Tensor, offsets: Tensor) -> Tensor:
-        """[B, H, Q, D / H] queries of patches and [B, Q, K] -> [B, H, Q, 1 + K]."""
-        entries = F.linear(queries, (table * self.scale).to(queries.dtype))  # [B, H, Q, 50]
-        row_weights, column_weights = weights.to(entries.dtype).unbind(0)  # [2G-1, 7]
-        nodes = entries[..., :-1].reshape(*entries.shape[:-1], NODES, NODES)  # [B, H, Q, row, column]
-        columns = F.linear(nodes, column_weights).transpose(-1, -2)  # [B, H, Q, 2G-1, row]
-        grid = F.linear(columns, row_weights).flatten(-2)  # [B, H, Q, (2G-1)^2]
-        pairs = offsets.unsqueeze(1).expand(-1, queries.shape[1], -1, -1)
-        return torch.cat([entries[..., -1:], grid.gather(-1, pairs)], dim=-1)
+    def vectors(self, relative: RelativeInputs, dtype: torch.dtype) -> tuple[Tensor, ...]:
+        """[R, D / H] of all queries, or of the clean ones and of the masked ones."""
+        table: Tensor = self.table
+        weights = relative.weights
+        if relative.masked_table is not None:
+            table = torch.cat([table, table + relative.masked_table], dim=-1)  # [50, 2 D / H]
+        table = table.to(weights.dtype)
+        if dtype == weights.dtype:
+            vectors = weights @ table
+        else:
+            with torch.autocast(table.device.type, enabled=False):
+                vectors = (weights @ table).to(dtype)
+        if relative.masked_table is not None:
+            return vectors.chunk(2, dim=1)
+        return vectors.chunk(2) if relative.moved else (vectors,)
+
+
+def looked_up(queries: Tensor, vectors: Tensor, pairs: Tensor) -> Tensor:
+    """[B, H, Q, D / H] times [R, D / H], at [B, Q, T] -> [B, H, Q, T]."""
+    products = F.linear(queries, vectors)  # [B, H, Q, R]
+    return products.gather(-1, pairs.unsqueeze(1).expand(-1, queries.shape[1], -1, -1))

@@ -84,10 +84,11 @@ def mae_step_flops(config: MaskedAutoencoderConfig, *, rows: int, computed: bool
     """Model FLOPs of one training step of a masked autoencoder; one multiply-add is 2 FLOPs.
 
     A block on N tokens is counted as in `bert_step_flops`; relative positions add the product of
-    queries and table and its interpolation. Norms, activations, lookups and the sums that positions and perturbations
-    take part in are left out. So is what an adversary adds: nothing but for relative_coordinate, whose backward pass
-    also finds the gradient of the interpolation's weights, 0.06 % of a step of adpe_vit_b (0.11 % with adversary.where
-    = both). A pass of its own (adversary.update = sequential) is left out as recomputation is.
+    queries and offsets' vectors. Norms, activations, lookups and the sums that positions and perturbations
+    take part in are left out. So is the interpolation of relative tables, once for each block and micro-batch whatever
+    its rows, and what an adversary adds, which is more of it at most: together 0.27 % of adpe_vit_b for a micro-batch
+    of one crop, less for larger ones. A pass of its own (adversary.update = sequential) is left out as recomputation
+    is.
 
     Args:
         config: settings of the run.
@@ -137,11 +138,19 @@ def vit_block_flops(config: OnImages, patches: int, queries: int, width: int, he
     tokens = 1 + patches
     flops = 6 * tokens * width**2 + queries * (2 * width**2 + 4 * width * intermediate + 4 * tokens * width)
     if config.vision.positions == "relative":
-        span = 2 * (config.crops.size // config.vision.patch_size) - 1  # offsets per axis
-        asked = min(queries, patches)  # the class token asks for nothing
-        # The table has 7 nodes per axis, and one row for the class token.
-        flops += asked * (2 * (7 * 7 + 1) * width + heads * (2 * 7 * 7 * span + 2 * 7 * span**2))
+        flops += 2 * queries * relative_vectors(config) * width
     return flops
+
+
+def relative_vectors(config: OnImages) -> int:
+    """Vectors that queries meet: those of the offsets that differ, the class token's, and zeros up to a multiple of 8
+    (models/relative_positions.py)."""
+    index, adversary = config.vision.index, getattr(config, "adversary", None)
+    if adversary is not None and adversary.kind == "relative_coordinate":
+        index = adversary.index
+    span = 2 * (config.crops.size // config.vision.patch_size) - 1
+    along = 7 if index == "rounded" else min(span, 15)
+    return -(-(along**2 + 2) // 8) * 8
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:

@@ -11,7 +11,7 @@ from tests.unit.adversary.toy import CPU, Setting, toy_hook, toy_trainer
 from trp_scale.adversary.ascent import Balls
 from trp_scale.adversary.positions import Saturation
 from trp_scale.models.perturbation import PerturbationShape
-from trp_scale.models.relative_positions import NODES, grid_weights, node_weights
+from trp_scale.models.relative_positions import BUCKETS, grid_offsets, node_weights
 
 GRID = 7
 SHAPE = PerturbationShape(kind="relative_coordinate", encoder=(3, 2), decoder=(1, 2))
@@ -54,9 +54,9 @@ receives_gradient_at = {
 def test_what_is_lost_is_what_no_gradient_comes_back_to() -> None:
     """Of a random table interpolated to all offsets of both axes; an axis is lost whatever the other does."""
     shifts = torch.tensor(VECTOR, dtype=torch.float64).view(-1, 2).requires_grad_()  # [L, 2]
-    rows, columns = grid_weights(GRID, "relaxed", shifts).unbind(1)  # [L, 2G - 1, 7] each
-    table = torch.randn(NODES, NODES, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
-    pairs = rows @ table @ columns.transpose(-1, -2)  # [L, 2G - 1, 2G - 1]
+    weights, numbers = grid_offsets(GRID, "relaxed", shifts, 1)  # [L, R, 50]
+    table = torch.randn(BUCKETS, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    pairs = (weights @ table).gather(1, numbers)  # [L, (2G - 1)^2 + 2]
     (pairs * torch.randn(pairs.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(6))).sum().backward()  # type: ignore[no-untyped-call]
     assert shifts.grad is not None
     assert saturation().lost(torch.tensor(VECTOR)).tolist() == LOST == (shifts.grad == 0).flatten().tolist()

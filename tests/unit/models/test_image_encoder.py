@@ -98,8 +98,8 @@ def test_the_offsets_of_a_batch_of_whole_images_are_made_once() -> None:
     settings = finetune_config()
     settings.vision.positions = "relative"
     inputs = ImageEncoder(settings)._relative_inputs(torch.empty(5, 1 + GRID**2, 24))
-    assert inputs is not None and inputs.offsets.shape == (5, GRID**2, GRID**2)
-    assert inputs.offsets.untyped_storage().nbytes() == GRID**4 * 8, "whole images are all alike"
+    assert inputs is not None and inputs.pairs.shape == (5, 1 + GRID**2, 1 + GRID**2)
+    assert inputs.pairs.untyped_storage().nbytes() == (1 + GRID**2) ** 2 * 8, "whole images are all alike"
 
 
 @pytest.mark.parametrize("size", [256, 512, 96])

@@ -15,11 +15,10 @@ from trp_scale.models.relative_positions import (
     NODES,
     REACH,
     IndexKind,
-    RelativeInputs,
     RelativePositions,
-    grid_weights,
+    grid_offsets,
     node_weights,
-    offset_numbers,
+    relative_inputs,
     relaxed_index,
 )
 
@@ -140,18 +139,51 @@ class Pairs:
 
     def __init__(self, grid: int, patches: int, *, seed: int = 0) -> None:
         generator = torch.Generator().manual_seed(seed)
-        self.grid = grid
+        self.grid, self.patches = grid, patches
         self.places = torch.stack([torch.randperm(grid**2, generator=generator)[:patches] for _ in range(2)])
         self.module = RelativePositions(8).double()
         with torch.no_grad():
             self.module.table.normal_(generator=generator)
         self.queries = torch.randn(2, 3, 1 + patches, 8, generator=generator, dtype=torch.float64)
 
-    def bias(self, index: IndexKind, shift: Tensor | None = None) -> Tensor:
-        """[2, 3, T, T] with all patches shifted, as though all were masked."""
-        weights = grid_weights(self.grid, index, torch.zeros(2, dtype=torch.float64) if shift is None else shift)
-        inputs = RelativeInputs(offset_numbers(self.places, self.grid), weights, 0)
-        return self.module(self.queries, inputs)  # type: ignore[no-any-return]
+    def bias(
+        self,
+        index: IndexKind,
+        shift: Tensor | None = None,
+        *,
+        added: Tensor | None = None,
+        masked: int | None = None,
+        asking: int | None = None,
+    ) -> Tensor:
+        """[2, 3, T, T] with all patches masked, or the last ones; or of the last tokens that ask."""
+        inputs = relative_inputs(
+            self.places,
+            self.grid,
+            index,
+            8,
+            dtype=torch.float64,
+            blocks=1,
+            masked=self.patches if masked is None else masked,
+            shifts=None if shift is None else shift[None],
+            tables=None if added is None else added[None],
+        )
+        return self.module(self.queries if asking is None else self.queries[:, :, -asking:], inputs[0])  # type: ignore[no-any-return]
+
+    def explicit(self, index: IndexKind, shift: Tensor, added: Tensor, masked: int) -> Tensor:
+        """[2, 3, T, T]: a vector for every pair of patches, interpolated by itself, and its product with the query."""
+        rows, columns = self.places // self.grid, self.places % self.grid
+        between = torch.stack([each.unsqueeze(2) - each.unsqueeze(1) for each in (rows, columns)], dim=-1)  # [B,K,K,2]
+        hidden = (torch.arange(self.patches) >= self.patches - masked).double()  # [K]
+        moved = between + hidden[:, None, None] * shift
+        down, across = node_weights(moved, index).unbind(-2)  # [B, K, K, 7]
+        tables = self.module.table + hidden[:, None, None] * added  # [K, 50, d], of each query
+        nodes = tables[:, :-1].unflatten(1, (NODES, NODES))
+        vectors = torch.einsum("bijr,bijc,ircd->bijd", down, across, nodes)
+        asking = self.queries[:, :, 1:]
+        to_patches = torch.einsum("bhid,bijd->bhij", asking, vectors)
+        to_class = torch.einsum("bhid,id->bhi", asking, tables[:, -1])
+        bias = torch.cat([to_class.unsqueeze(-1), to_patches], dim=-1) / 8**0.5
+        return torch.cat([torch.zeros_like(bias[:, :, :1]), bias], dim=2)
 
     def expected(self, index: IndexKind, row: float, column: float) -> Tensor:
         """[2, 3, K, K] of patches, pair by pair."""
@@ -189,24 +221,122 @@ def test_lookups_are_those_of_each_pair(grid: int, patches: int, index: IndexKin
     assert not found[:, :, 0].any()
 
 
+SHIFTS = [(0.0, 0.0), (0.7, -2.6), (-9.45, 0.5), (21.0, -30.3)]
+"""Whole, between patches, and where some of the offsets of an axis or all of them are clamped."""
+
+
+@pytest.mark.parametrize(("grid", "patches"), [(3, 9), (7, 12), (8, 15), (9, 15), (14, 20)])
+@pytest.mark.parametrize("index", ["relaxed", "straight_through"])
+@pytest.mark.parametrize("shift", SHIFTS, ids=str)
+@pytest.mark.parametrize("perturbed", ["shift", "table"])
+def test_all_gradients_are_those_of_the_explicit_form(
+    grid: int, patches: int, index: IndexKind, shift: tuple[float, float], perturbed: str
+) -> None:
+    """To the first and the second order, of queries, table, and what an adversary moves."""
+    pairs, masked = Pairs(grid, patches), patches - 4
+    moved = real(*shift).requires_grad_()
+    added = torch.randn(BUCKETS, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(3)).requires_grad_()
+    pairs.queries.requires_grad_()
+    none = {"shift": torch.zeros_like(added), "table": torch.zeros_like(moved)}[perturbed]
+    if perturbed == "shift":
+        found = pairs.bias(index, moved, masked=masked)
+        expected = pairs.explicit(index, moved, none, masked)
+    else:
+        found = pairs.bias(index, added=added, masked=masked)
+        expected = pairs.explicit(index, none, added, masked)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    leaves = [pairs.queries, pairs.module.table, moved if perturbed == "shift" else added]
+    first, second = derivatives(found, leaves), derivatives(expected, leaves)
+    for one, other in zip(first, second, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
+    inside = max(map(abs, shift)) < 6 or perturbed == "table"
+    assert not inside or all(each.any() for each in first[:3]), "nothing would be compared"
+
+
+def derivatives(bias: Tensor, leaves: list[Tensor]) -> list[Tensor]:
+    """Of a curved function of the bias by the leaves, then of a linear function of these by the leaves again."""
+    generator = torch.Generator().manual_seed(4)
+
+    def like(values: Tensor) -> Tensor:
+        return torch.randn(values.shape, dtype=torch.float64, generator=generator)
+
+    gradients = torch.autograd.grad((bias.sin() * like(bias)).sum(), leaves, create_graph=True)
+    total = sum((gradient * like(gradient)).sum() for gradient in gradients)
+    assert isinstance(total, Tensor)
+    return [*(each.detach() for each in gradients), *torch.autograd.grad(total, leaves)]
+
+
+@pytest.mark.parametrize("index", INDICES)
+@pytest.mark.parametrize("grid", [5, 14])
+def test_the_last_tokens_alone_have_the_same_bias(index: IndexKind, grid: int) -> None:
+    pairs, masked = Pairs(grid, 20), 13
+    for bias in (
+        lambda **asking: pairs.bias(index, real(0.3, -1.7), masked=masked, **asking),
+        lambda **asking: pairs.bias(index, added=torch.ones(1, 8, dtype=torch.float64), masked=masked, **asking),
+        lambda **asking: pairs.bias(index, masked=masked, **asking),
+    ):
+        torch.testing.assert_close(bias(asking=masked), bias()[:, :, -masked:], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("index", "grid", "count"),
+    [("rounded", 14, 49), ("relaxed", 3, 25), ("relaxed", 7, 169), ("relaxed", 8, 225), ("straight_through", 14, 225)],
+)
+def test_offsets_that_are_alike_share_a_vector(index: IndexKind, grid: int, count: int) -> None:
+    """Beside the class token's and a zero, up to a multiple of 8."""
+    found = grid_offsets(grid, index, real(0.4, 0.0), 8)
+    assert len(found.weights) == -(-(count + 2) // 8) * 8
+    assert int(found.numbers[:-2].max()) < count
+    assert found.numbers[-2:].tolist() == [count, count + 1]
+    assert not found.weights[count + 1 :].any()
+
+
+def of_offsets(grid: int, index: IndexKind, shift: Tensor) -> Tensor:
+    """[2G-1, 2G-1, 49] how the vector of each offset is made of the nodes."""
+    found = grid_offsets(grid, index, shift, 1)
+    return found.weights[found.numbers[:-2], :-1].unflatten(0, (2 * grid - 1, -1))
+
+
 @pytest.mark.parametrize("index", INDICES)
 @pytest.mark.parametrize(("row", "column"), [(1, 0), (0, -2), (3, 5)])
 def test_a_whole_shift_is_the_lookup_of_another_offset(index: IndexKind, row: int, column: int) -> None:
     """Of a larger grid without a shift."""
     small, large = 4, 12
-    shifted = grid_weights(small, index, real(row, column))  # [2, 7, 7]
-    clean = grid_weights(large, index, real(0, 0))  # offsets -11..11
-    first = large - small
-    assert torch.equal(shifted[0], clean[0, first + row : first + row + 2 * small - 1])
-    assert torch.equal(shifted[1], clean[1, first + column : first + column + 2 * small - 1])
+    shifted = of_offsets(small, index, real(row, column))  # [7, 7, 49]
+    clean = of_offsets(large, index, real(0, 0))  # offsets -11..11
+    first, span = large - small, 2 * small - 1
+    expected = clean[first + row : first + row + span, first + column : first + column + span]
+    assert torch.equal(shifted, expected)
 
 
-def test_blocks_may_be_shifted_differently() -> None:
-    shifts = torch.randn(5, 2, dtype=torch.float64)
-    together = grid_weights(6, "relaxed", shifts)
-    assert together.shape == (5, 2, 11, NODES)
-    assert all(torch.equal(one, grid_weights(6, "relaxed", shift)) for one, shift in zip(together, shifts, strict=True))
+@pytest.mark.parametrize("grid", [6, 14])
+def test_blocks_may_be_shifted_differently(grid: int) -> None:
+    pairs, shifts = Pairs(grid, 20), torch.randn(5, 2, dtype=torch.float64)
+    inputs = relative_inputs(pairs.places, grid, "relaxed", 8, dtype=torch.float64, blocks=5, masked=20, shifts=shifts)
+    together = [pairs.module(pairs.queries, each) for each in inputs]
+    assert all(torch.equal(one, pairs.bias("relaxed", shift)) for one, shift in zip(together, shifts, strict=True))
     assert not torch.allclose(together[0], together[1])
+
+
+@pytest.mark.parametrize("shifted", [False, True])
+def test_autocast_rounds_no_weights(shifted: bool) -> None:
+    """Only the vectors, and what is computed with them."""
+    pairs, module = Pairs(7, 12), RelativePositions(8)
+    with torch.no_grad():
+        module.table.copy_(pairs.module.table)
+    shifts = torch.tensor([[0.3, -1.7]]) if shifted else None
+    found = []
+    for enabled in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            inputs = relative_inputs(
+                pairs.places, 7, "relaxed", 8, dtype=torch.float32, blocks=1, masked=5, shifts=shifts
+            )
+            vectors = module.vectors(inputs[0], torch.bfloat16 if enabled else torch.float32)
+            assert not enabled or module(pairs.queries.bfloat16(), inputs[0]).dtype == torch.bfloat16
+        found.append((inputs[0].weights, *vectors))
+    for exact, other in zip(*found, strict=True):
+        assert torch.equal(exact.to(other.dtype), other)
+    assert found[1][0].dtype == torch.float32 and found[1][1].dtype == torch.bfloat16
 
 
 def test_a_table_starts_at_zero_and_gives_no_bias() -> None:

@@ -16,7 +16,7 @@ from trp_scale.models.initialise import initialise_vision
 from trp_scale.models.patches import gather_patches
 from trp_scale.models.perturbation import Perturbed, perturbation_shape, perturbed
 from trp_scale.models.positions import shifted, sine_cosine
-from trp_scale.models.relative_positions import IndexKind, RelativeInputs, grid_weights, offset_numbers
+from trp_scale.models.relative_positions import IndexKind, RelativeInputs, relative_inputs
 from trp_scale.models.vit import TransformerBlock
 from trp_scale.upstreams.mae.settings import MaeConfig
 
@@ -209,26 +209,20 @@ class MaskedAutoencoder(nn.Module):
             places: [B, K] patch numbers of the tokens after the class token; the last `masked` ones are masked.
         """
         blocks = list(blocks)
-        relative = self.relative_inputs(places, masked, acting, len(blocks))
+        relative: list[RelativeInputs] | list[None] = [None] * len(blocks)
+        if self.vision.positions == "relative":
+            relative = relative_inputs(
+                places,
+                self.grid,
+                self.index,
+                tokens.shape[-1] // cast(TransformerBlock, blocks[0]).heads,
+                dtype=torch.promote_types(self.encoder_positions.dtype, torch.float32),
+                blocks=len(blocks),
+                masked=masked,
+                shifts=acting.offsets,
+                tables=acting.tables,
+            )
         for number, (block, inputs) in enumerate(zip(blocks, relative, strict=True)):
             value = None if acting.values is None or not masked else acting.values[number]
             tokens = block(tokens, inputs, value, masked, last if number == len(blocks) - 1 else None)
         return tokens
-
-    def relative_inputs(
-        self, places: Tensor, masked: int, acting: Perturbed, blocks: int
-    ) -> list[RelativeInputs] | list[None]:
-        """What each block's relative positions need; offsets and unperturbed weights are shared by all of them."""
-        if self.vision.positions == "absolute":
-            return [None] * blocks
-        dtype = torch.promote_types(self.encoder_positions.dtype, torch.float32)
-        centre = torch.zeros(2, dtype=dtype, device=places.device)
-        weights = grid_weights(self.grid, self.index, centre)  # [2, 2G-1, 7]
-        clean = RelativeInputs(offset_numbers(places, self.grid), weights, masked)
-        inputs = [clean] * blocks
-        if acting.offsets is not None and masked:
-            shifted_weights = grid_weights(self.grid, self.index, acting.offsets.to(dtype))  # [L, 2, 2G-1, 7]
-            inputs = [clean._replace(masked_weights=one) for one in shifted_weights.unbind(0)]
-        if acting.tables is not None and masked:
-            inputs = [clean._replace(masked_table=one) for one in acting.tables.unbind(0)]
-        return inputs
