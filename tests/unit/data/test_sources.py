@@ -53,6 +53,17 @@ def test_rows_without_padding_have_no_mask(tmp_path: Path) -> None:
     assert any(padded) and ["attention_mask" in batch.fields for batch in window] == padded
 
 
+@pytest.mark.parametrize("how", ["blocks", "whole"])
+def test_batches_of_a_compiled_run_are_of_one_form(tmp_path: Path, how: str) -> None:
+    """Without a mask where a micro-batch happens to be full there would be two graphs of each block."""
+    short = write_dataset(tmp_path / "short", block_rows=[[1] * 12], shortest=20)
+    window = open_sources(config_for(short, training={"compile": how}), rank=0, world=1).train.next_window()
+    padded = [bool((batch["tokens"] == SPECIAL["pad"]).any()) for batch in window]
+    assert any(padded) and not all(padded)
+    assert all(set(batch.fields) == set(FIELDS) for batch in window)
+    assert [not bool(batch["attention_mask"].all()) for batch in window] == padded
+
+
 def test_sequences_are_well_formed(reference: list[dict[str, torch.Tensor]]) -> None:
     for step in reference:
         for row in range(12):

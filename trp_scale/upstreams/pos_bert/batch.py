@@ -30,7 +30,8 @@ class TextBatchBuilder:
 
     Fields of the batch, first dimension rows:
         tokens [R, L] int64: ids after masking. token_types [R, L] int64: 1 on B and its [SEP].
-        attention_mask [R, L] bool: True up to the last [SEP]; absent where nothing is padded.
+        attention_mask [R, L] bool: True up to the last [SEP]; absent where nothing is padded, unless the run is
+            compiled: with and without a mask each block would need two graphs.
         masked_positions [R, M] int64: ascending; unused slots are 0. labels [R, M] int64: original ids.
         label_groups [R, M] int64: group number 0..9. label_weights [R, M] float32: 1, or 0 in unused slots.
         next_sentence [R] int64: 0 = B follows A, 1 = B is from elsewhere (all 0 when objective.next_sentence = off).
@@ -46,6 +47,7 @@ class TextBatchBuilder:
         self._pairs = config.objective.next_sentence != "off"
         self._maskings = config.masking.maskings
         self._seed = config.training.seed
+        self._always_masked = config.training.compile in ("blocks", "whole")
         self._block_rows = [dataset.blocks.rows for dataset in datasets]
         self._reader = TextRowReader(
             readers=[ShardReader(dataset.blocks, verify=config.data.verify) for dataset in datasets],
@@ -73,6 +75,8 @@ class TextBatchBuilder:
         masked = self._masker.mask(tokens, tags, pieces, states)
         present = addresses.present & rows.readable
         fields = _fields(masked, token_types, attended, segments, present)
+        if attended.all() and not self._always_masked:
+            del fields["attention_mask"]
         return Batch(
             fields=fields,
             keys=torch.from_numpy(addresses.keys),
@@ -139,8 +143,6 @@ def _fields(
         "next_sentence": segments.wrong,
         "row_weights": present.astype(np.float32),
     }
-    if attended.all():
-        del arrays["attention_mask"]
     return {name: torch.from_numpy(array) for name, array in arrays.items()}
 
 
