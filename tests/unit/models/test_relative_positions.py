@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.attention import flex_attention
 
 from tests.unit.models.plain_autoencoder import entry, wu_index
 from trp_scale.models.relative_positions import (
@@ -15,6 +17,7 @@ from trp_scale.models.relative_positions import (
     NODES,
     REACH,
     IndexKind,
+    RelativeInputs,
     RelativePositions,
     grid_offsets,
     node_weights,
@@ -337,6 +340,48 @@ def test_autocast_rounds_no_weights(shifted: bool) -> None:
     for exact, other in zip(*found, strict=True):
         assert torch.equal(exact.to(other.dtype), other)
     assert found[1][0].dtype == torch.float32 and found[1][1].dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize(("grid", "index"), [(5, "rounded"), (5, "relaxed"), (9, "relaxed")])
+def test_flex_attention_has_the_same_gradients(monkeypatch: pytest.MonkeyPatch, grid: int, index: IndexKind) -> None:
+    """The lookup inside attention, the products made in the same graph, unfused: docs/decisions.md."""
+    monkeypatch.setattr(flex_attention, "_validate_device", lambda *inputs: None)  # torch refuses a backward on CPUs
+    pairs, masked = Pairs(grid, 15), 11
+    keys, values = (torch.randn(2, 3, 16, 8, dtype=torch.float64).requires_grad_() for _ in range(2))
+    shift = real(0.7, -2.6).requires_grad_()
+    queries = pairs.queries.requires_grad_()
+    shifts = None if index == "rounded" else shift[None]
+
+    def inputs() -> RelativeInputs:
+        found = relative_inputs(
+            pairs.places, grid, index, 8, dtype=torch.float64, blocks=1, masked=masked, shifts=shifts
+        )
+        return found[0]
+
+    def explicit() -> Tensor:
+        return F.scaled_dot_product_attention(queries, keys, values, attn_mask=pairs.module(queries, inputs()))
+
+    def inside(relative: RelativeInputs) -> Tensor:
+        vectors = pairs.module.vectors(relative, torch.float64)
+        parts = zip((queries[:, :, :-masked], queries[:, :, -masked:]), (vectors[0], vectors[-1]), strict=True)
+        products = torch.cat([asking @ their.T for asking, their in parts], dim=2)  # [B, H, T, R]
+        numbers = relative.pairs
+        if relative.masked_pairs is not None:
+            numbers = torch.cat([numbers[:, :-masked], relative.masked_pairs], dim=1)
+
+        def moved(score: Tensor, row: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            return score + products[row, head, query, numbers[row, query, key]]
+
+        return flex_attention.flex_attention(queries, keys, values, score_mod=moved)  # type: ignore[return-value]
+
+    found, expected = torch.compile(inside, backend="aot_eager")(inputs()), explicit()
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    leaves = [queries, keys, values, pairs.module.table, *([] if index == "rounded" else [shift])]
+    upwards = torch.randn(found.shape, dtype=torch.float64)
+    gradients = [torch.autograd.grad(each, leaves, upwards) for each in (found, expected)]
+    for one, other in zip(*gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)
+        assert other.any()
 
 
 def test_a_table_starts_at_zero_and_gives_no_bias() -> None:
