@@ -27,6 +27,7 @@ from trp_scale.data.text.groups import GROUPS
 from trp_scale.distributed.groups import Group
 from trp_scale.engines.build import build_engine
 from trp_scale.training.loop import StepAgreement, Trainer
+from trp_scale.upstreams.pos_bert.batch import kept_places
 from trp_scale.upstreams.pos_bert.model import BertForMaskedPositions
 from trp_scale.upstreams.pos_bert.objective import PosMaskedLanguageModelling
 from trp_scale.upstreams.pos_bert.settings import PosBertConfig, PosBertObjectiveConfig
@@ -62,6 +63,7 @@ def batch(positions: range, absent: tuple[int, ...] = ()) -> Batch:
     """Rows at `positions` as one micro-batch."""
     rows = [row(position, absent) for position in positions]
     fields = {name: torch.stack([each[name] for each in rows]) for name in rows[0]}
+    fields["kept"] = torch.from_numpy(kept_places(fields["attention_mask"].numpy()))
     return Batch(fields=fields, keys=torch.tensor(list(positions)), start=positions[0])
 
 

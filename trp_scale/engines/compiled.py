@@ -185,10 +185,14 @@ class Compiled:
     def __init__(self, module: nn.Module, graphs: Graphs) -> None:
         self.module, self.graphs = module, graphs
         self.function = torch.compile(type(module).forward)
+        self.varying = getattr(module, "varying", None)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         if torch.compiler.is_compiling():  # inside a larger graph
             return self.function(self.module, *arguments, **named)
+        if self.varying is not None:
+            for each in self.varying(*arguments, **named):
+                torch._dynamo.maybe_mark_dynamic(each, 0)
         before = graphs_so_far()
         found = self.function(self.module, *arguments, **named)
         if made := graphs_so_far() - before:

@@ -33,7 +33,8 @@ def test_shapes_and_types(dataset: Path) -> None:
     assert len(window) == sources.train.accumulation == 4
     for number, batch in enumerate(window):
         assert batch.start == 3 * number and batch.rows == 3 and batch.keys.dtype == torch.int64
-        assert set(batch.fields) == set(FIELDS)
+        assert set(batch.fields) == {*FIELDS, "kept"}
+        assert (batch["kept"].dtype, batch["kept"].ndim, batch["kept"].is_contiguous()) == (torch.int64, 1, True)
         for name, (dtype, shape) in FIELDS.items():
             assert (batch[name].dtype, tuple(batch[name].shape)) == (dtype, (3, *shape)), name
             assert batch[name].is_contiguous()
@@ -50,7 +51,8 @@ def test_rows_without_padding_have_no_mask(tmp_path: Path) -> None:
     short = write_dataset(tmp_path / "short", block_rows=[[1] * 12], shortest=20)
     window = open_sources(config_for(short), rank=0, world=1).train.next_window()
     padded = [bool((batch["tokens"] == SPECIAL["pad"]).any()) for batch in window]
-    assert any(padded) and ["attention_mask" in batch.fields for batch in window] == padded
+    for name in ("attention_mask", "kept"):
+        assert any(padded) and [name in batch.fields for batch in window] == padded
 
 
 @pytest.mark.parametrize("how", ["blocks", "whole"])

@@ -28,10 +28,11 @@ Flags = npt.NDArray[np.bool_]
 class TextBatchBuilder:
     """Makes batches of `[CLS] A [SEP] B [SEP]`, always padded to the data set's length L, with M masked slots.
 
-    Fields of the batch, first dimension rows:
+    Fields of the batch, first dimension rows but for `kept`:
         tokens [R, L] int64: ids after masking. token_types [R, L] int64: 1 on B and its [SEP].
         attention_mask [R, L] bool: True up to the last [SEP]; absent where nothing is padded, unless the run is
             compiled: with and without a mask each block would need two graphs.
+        kept [K] int64: places of the R * L that are computed (`kept_places`); absent where the mask is.
         masked_positions [R, M] int64: ascending; unused slots are 0. labels [R, M] int64: original ids.
         label_groups [R, M] int64: group number 0..9. label_weights [R, M] float32: 1, or 0 in unused slots.
         next_sentence [R] int64: 0 = B follows A, 1 = B is from elsewhere (all 0 when objective.next_sentence = off).
@@ -77,6 +78,8 @@ class TextBatchBuilder:
         fields = _fields(masked, token_types, attended, segments, present)
         if attended.all() and not self._always_masked:
             del fields["attention_mask"]
+        else:
+            fields["kept"] = torch.from_numpy(kept_places(attended))
         return Batch(
             fields=fields,
             keys=torch.from_numpy(addresses.keys),
@@ -144,6 +147,24 @@ def _fields(
         "row_weights": present.astype(np.float32),
     }
     return {name: torch.from_numpy(array) for name, array in arrays.items()}
+
+
+KEPT_LENGTHS = 64
+"""Lists of places have so many lengths at most: a GPU's memory is reused from one micro-batch to the next only where
+tensors are of a size that it has seen."""
+
+
+def kept_places(attended: Flags) -> Integers:
+    """Places, ascending, of the flattened rows that a micro-batch computes: the real ones, and the first that are
+    padded up to the next 64th of them all.
+
+    Args:
+        attended: [R, L] True at real places.
+    """
+    real = attended.ravel()
+    part = -(-real.size // KEPT_LENGTHS)
+    spare = -int(real.sum()) % part
+    return np.flatnonzero(real | (np.cumsum(~real) <= spare))
 
 
 def open_rows(config: PosBertConfig, paths: Sequence[MemberPath]) -> Rows:

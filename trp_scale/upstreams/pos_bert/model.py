@@ -59,17 +59,25 @@ class BertOutput(NamedTuple):
     shared_inputs: Tensor | None = None
 
 
-class LastLayer(BertLayer):  # type: ignore[misc]
-    """BERT's last layer, computed only at the positions somebody reads: exactly what the full layer gives there.
+class Layer(BertLayer):  # type: ignore[misc]
+    """BERT's layer, over rows or over a list of the places of rows that are kept: exactly what the rows would give there.
 
-    Keys and values come from all positions; queries, attention output and feed-forward only from the chosen ones, which
-    leaves about 30 % of the layer's work at 15 % masked. Parameter names are the full layer's.
+    Attention alone looks beyond a place. It gets rows, with zeros at the places that are not in the list; all else is
+    computed on the list. Parameter names are transformers'.
     """
 
-    def forward(self, hidden: Tensor, attention_mask: Tensor | None, positions: Tensor) -> Tensor:
-        """[R, L, D], [R, 1, 1, L] bool or None and [R, S] -> [R, S, D]."""
+    def forward(self, hidden: Tensor, attention_mask: Tensor | None, kept: Tensor | None = None) -> Tensor:
+        """[R, L, D] and [R, 1, 1, L] bool or None -> [R, L, D]; or a list [K, D], a mask and [K] -> [K, D]."""
+        projections = self.attention.self.query, self.attention.self.key, self.attention.self.value
+        rows = (in_rows(each(hidden), attention_mask, kept) for each in projections)
+        context = self.attend(*rows, attention_mask)  # [R, L, D]
+        if kept is not None:
+            context = Listed.apply(context.flatten(0, 1), kept)  # [K, D]
+        return self.feed_forward_chunk(self.attention.output(context, hidden))  # type: ignore[no-any-return]
+
+    def attend(self, queries: Tensor, keys: Tensor, values: Tensor, attention_mask: Tensor | None) -> Tensor:
+        """Projections [R, S, D], [R, L, D] and [R, L, D] -> [R, S, D]."""
         attention = self.attention.self
-        chosen = hidden.gather(1, positions.unsqueeze(-1).expand(-1, -1, hidden.shape[-1]))  # [R, S, D]
 
         def heads(projected: Tensor) -> Tensor:
             rows, length, width = projected.shape
@@ -77,14 +85,71 @@ class LastLayer(BertLayer):  # type: ignore[misc]
             return projected.view(rows, length, count, width // count).transpose(1, 2)  # [R, H, *, D / H]
 
         context = F.scaled_dot_product_attention(
-            heads(attention.query(chosen)),
-            heads(attention.key(hidden)),
-            heads(attention.value(hidden)),
+            heads(queries),
+            heads(keys),
+            heads(values),
             attn_mask=attention_mask,
             dropout_p=attention.dropout.p if self.training else 0.0,
         )  # [R, H, S, D / H]
-        attended = self.attention.output(context.transpose(1, 2).flatten(2), chosen)  # [R, S, D]
-        return self.feed_forward_chunk(attended)  # type: ignore[no-any-return]
+        return context.transpose(1, 2).flatten(2)
+
+    def varying(self, hidden: Tensor, *others: Any, kept: Tensor | None = None) -> tuple[Tensor, ...]:
+        """Arguments of `forward` whose first dimension changes from call to call (engines/compiled.py)."""
+        return () if kept is None else (hidden, kept)
+
+
+class LastLayer(Layer):
+    """BERT's last layer, computed only at the positions somebody reads: exactly what the full layer gives there.
+
+    Keys and values come from all positions; queries, attention output and feed-forward only from the chosen ones, which
+    leaves about 30 % of the layer's work at 15 % masked. Parameter names are the full layer's.
+    """
+
+    def forward(  # type: ignore[override]
+        self, hidden: Tensor, attention_mask: Tensor | None, positions: Tensor, kept: Tensor | None = None
+    ) -> Tensor:
+        """As `Layer`, with positions [R, S] -> [R, S, D]. A list must hold the positions."""
+        attention, width = self.attention.self, hidden.shape[-1]
+        if kept is None:
+            chosen = hidden.gather(1, positions.unsqueeze(-1).expand(-1, -1, width))  # [R, S, D]
+        else:
+            assert attention_mask is not None
+            numbers = torch.empty_like(attention_mask, dtype=kept.dtype).flatten()  # [R * L], of places in the list
+            numbers = numbers.index_copy(0, kept, torch.arange(len(kept), device=kept.device))
+            numbers = numbers.view(len(positions), -1).gather(1, positions)  # [R, S]
+            chosen = hidden.index_select(0, numbers.flatten()).view(*positions.shape, width)  # [R, S, D]
+        context = self.attend(
+            attention.query(chosen),
+            in_rows(attention.key(hidden), attention_mask, kept),
+            in_rows(attention.value(hidden), attention_mask, kept),
+            attention_mask,
+        )  # [R, S, D]
+        return self.feed_forward_chunk(self.attention.output(context, chosen))  # type: ignore[no-any-return]
+
+
+def in_rows(projected: Tensor, attention_mask: Tensor | None, kept: Tensor | None) -> Tensor:
+    """A list [K, D] in rows [R, L, D], with zeros where it has nothing; rows as they are."""
+    if kept is None:
+        return projected
+    assert attention_mask is not None, "where places are left out, a mask says so"
+    rows, length, width = attention_mask.shape[0], attention_mask.shape[-1], projected.shape[-1]
+    return projected.new_zeros(rows * length, width).index_copy(0, kept, projected).view(rows, length, width)
+
+
+class Listed(torch.autograd.Function):
+    """Rows of a matrix, none of them twice. torch's own backward pass adds them up one by one."""
+
+    @staticmethod
+    def forward(ctx: Any, matrix: Tensor, kept: Tensor) -> Tensor:
+        """[N, D] and [K] -> [K, D]."""
+        ctx.save_for_backward(kept)
+        ctx.size = len(matrix)
+        return matrix.index_select(0, kept)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        (kept,) = ctx.saved_tensors
+        return gradient.new_zeros(ctx.size, gradient.shape[1]).index_copy_(0, kept, gradient), None
 
 
 class PredictionTransform(nn.Module):
@@ -146,7 +211,8 @@ class BertForMaskedPositions(nn.Module):
         self.config = bert_config(model, vocab_size)
         padded = bert_config(model, padded_vocabulary(vocab_size), attn_implementation="sdpa")
         self.bert = BertModel(padded)
-        self.bert.encoder.layer[-1] = LastLayer(padded, layer_idx=model.layers - 1)
+        whole = [Layer(padded, layer_idx=number) for number in range(model.layers - 1)]
+        self.bert.encoder.layer = nn.ModuleList([*whole, LastLayer(padded, layer_idx=model.layers - 1)])
         self.cls = PretrainingHeads(model.hidden_size, model.layer_norm_eps, vocab_size)
         initialise(self, seed=seed, std=model.initializer_range)
 
@@ -161,6 +227,7 @@ class BertForMaskedPositions(nn.Module):
         token_types: Tensor,
         attention_mask: Tensor | None,
         masked_positions: Tensor,
+        kept: Tensor | None = None,
         representation_tap: Tensor | None = None,
         transform_tap: Tensor | None = None,
     ) -> BertOutput:
@@ -170,17 +237,19 @@ class BertForMaskedPositions(nn.Module):
             tokens: [R, L] int64.
             token_types: [R, L] int64, 0 for the first sentence, 1 for the second.
             attention_mask: [R, L] bool, True at real tokens; None where all are. torch's flash attention takes no mask.
-            masked_positions: [R, M] int64; unused slots may hold any valid position.
+            masked_positions: [R, M] int64; unused slots may hold any real position.
+            kept: [K] int64, places of the R * L that are computed, all real ones and perhaps others, each once; None:
+                all. Then there is a mask.
             representation_tap: [R, 1 + M, D] zeros, added to what the heads read.
             transform_tap: [R, M, D] zeros, added to the output of the transform's matrix.
         """
         mask = None if attention_mask is None else attention_mask[:, None, None, :]  # [R, 1, 1, L]
-        hidden = self.bert.embeddings(input_ids=tokens, token_type_ids=token_types)  # [R, L, D]
+        hidden = self.embed(tokens, token_types, kept)  # [R, L, D], or [K, D]
         *layers, last = self.layers
         for layer in layers:
-            hidden = layer(hidden, mask)
+            hidden = layer(hidden, mask, kept=kept)
         first = torch.zeros_like(masked_positions[:, :1])  # the pooler reads [CLS]
-        selected = last(hidden, mask, torch.cat([first, masked_positions], dim=1))  # [R, 1 + M, D]
+        selected = last(hidden, mask, torch.cat([first, masked_positions], dim=1), kept=kept)  # [R, 1 + M, D]
         if representation_tap is not None:
             selected = selected + representation_tap.to(selected.dtype)
         words, embeddings = selected[:, 1:], self.bert.embeddings.word_embeddings.weight
@@ -189,6 +258,21 @@ class BertForMaskedPositions(nn.Module):
             next_sentence_logits=self.cls.seq_relationship(self.bert.pooler(selected)),
             shared_inputs=None if transform_tap is None else words.detach(),
         )
+
+    def embed(self, tokens: Tensor, token_types: Tensor, kept: Tensor | None) -> Tensor:
+        """[R, L, D] of all places, or [K, D] of those that are kept."""
+        if kept is None:
+            return self.bert.embeddings(input_ids=tokens, token_type_ids=token_types)  # type: ignore[no-any-return]
+        listed = self.bert.embeddings(
+            input_ids=tokens.flatten()[None, kept],
+            token_type_ids=token_types.flatten()[None, kept],
+            position_ids=kept[None] % tokens.shape[1],
+        )  # [1, K, D]
+        return listed.squeeze(0)  # type: ignore[no-any-return]
+
+    def varying(self, *others: Any, kept: Tensor | None = None, **named: Any) -> tuple[Tensor, ...]:
+        """Arguments of `forward` whose first dimension changes from call to call (engines/compiled.py)."""
+        return () if kept is None else (kept,)
 
     @torch.no_grad()
     def set_output_bias(self, values: Tensor) -> None:

@@ -81,6 +81,7 @@ class PosMaskedLanguageModelling:
             batch["token_types"],
             batch.fields.get("attention_mask"),
             batch["masked_positions"],
+            kept=batch.fields.get("kept"),
             **{name: batch.extras[name] for name in TAPS.values() if name in batch.extras},
         )
         words = F.cross_entropy(

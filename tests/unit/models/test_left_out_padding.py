@@ -1,0 +1,122 @@
+"""What is padded is not computed, and nothing else changes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.unit.models.masked_rows import LENGTH, changed, masked_rows, small_model, without
+from trp_scale.core.batch import Batch
+from trp_scale.data.text.groups import GROUPS
+from trp_scale.upstreams.pos_bert.batch import KEPT_LENGTHS, kept_places
+from trp_scale.upstreams.pos_bert.model import BertForMaskedPositions
+from trp_scale.upstreams.pos_bert.objective import PosMaskedLanguageModelling
+from trp_scale.upstreams.pos_bert.settings import PosBertObjectiveConfig
+
+ROWS = 11
+
+
+def keeping(batch: Batch, places: Tensor | None = None) -> Batch:
+    """The batch with the places that its builder keeps, or with these."""
+    found = torch.from_numpy(kept_places(batch["attention_mask"].numpy())) if places is None else places
+    return replace(batch, fields={**batch.fields, "kept": found})
+
+
+def task_sums(model: BertForMaskedPositions, batch: Batch) -> Tensor:
+    return PosMaskedLanguageModelling(PosBertObjectiveConfig(), GROUPS, hidden_size=16)(model, batch).sums
+
+
+def losses_and_gradients(model: BertForMaskedPositions, batch: Batch) -> list[Tensor]:
+    model.zero_grad()
+    sums = task_sums(model, batch)
+    # Each task with a weight of its own, so that gradients cannot agree by a sum.
+    (sums @ torch.linspace(0.5, 2.0, len(sums), dtype=sums.dtype)).backward()
+    return [sums.detach(), *(parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None)]
+
+
+@pytest.mark.parametrize("places", ["real", "of the builder", "all"])
+def test_losses_and_gradients_are_those_of_padded_rows(places: str) -> None:
+    model, batch = small_model().double().train(), masked_rows(ROWS)
+    real = batch["attention_mask"].flatten()
+    kept = {"real": real.nonzero().flatten(), "of the builder": None, "all": torch.arange(len(real))}[places]
+    ours, padded = losses_and_gradients(model, keeping(batch, kept)), losses_and_gradients(model, batch)
+    assert len(ours) == len(padded) == 1 + len(list(model.parameters()))
+    for one, other in zip(ours, padded, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-10)
+
+
+def test_only_the_places_in_the_list_are_computed() -> None:
+    model, batch = small_model(), keeping(masked_rows(ROWS))
+    kept, seen = len(batch["kept"]), []
+    assert int(batch["attention_mask"].sum()) <= kept < ROWS * LENGTH
+    for name, part in model.named_modules():
+        if isinstance(part, torch.nn.Linear | torch.nn.LayerNorm) and name.startswith("bert.e"):
+            part.register_forward_hook(lambda part, given, found, name=name: seen.append((name, found.shape[:-1])))
+    task_sums(model, batch)
+    last, read = "encoder.layer.1", (ROWS, 1 + batch["masked_positions"].shape[1])
+    for name, shape in seen:
+        chosen = last in name and not name.endswith((".key", ".value"))
+        assert shape == (read if chosen else (1, kept) if "embeddings" in name else (kept,)), name
+    assert len(seen) == 1 + 2 * (4 + 2 + 2)
+
+
+def test_each_row_reads_itself_at_its_own_positions() -> None:
+    """The rows in another order, and one without its partners: the same logits of each row."""
+    model, batch = small_model().double(), masked_rows(ROWS)
+
+    def logits(rows: list[int]) -> tuple[Tensor, Tensor]:
+        chosen = Batch(fields={name: value[rows] for name, value in batch.fields.items()}, keys=batch.keys, start=0)
+        fields = keeping(chosen).fields
+        names = ("tokens", "token_types", "attention_mask", "masked_positions")
+        with torch.no_grad():
+            found = model(*(fields[name] for name in names), kept=fields["kept"])
+        return found.prediction_logits[..., :90], found.next_sentence_logits
+
+    order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(0)).tolist()
+    whole, shuffled, alone = logits(list(range(ROWS))), logits(order), logits([4])
+    for kind in (0, 1):
+        assert float(whole[kind].std(0).min()) > 1e-3, "rows that are all alike would agree by accident"
+        torch.testing.assert_close(shuffled[kind], whole[kind][order], rtol=0, atol=1e-12)
+        torch.testing.assert_close(alone[kind], whole[kind][4:5], rtol=0, atol=1e-12)
+
+
+def test_what_stands_in_padded_places_changes_nothing() -> None:
+    model, batch = small_model().double(), keeping(masked_rows(ROWS))
+    other = torch.where(batch["attention_mask"], batch["tokens"], (batch["tokens"] + 1) % 90)
+    assert not torch.equal(other, batch["tokens"])
+    assert torch.equal(task_sums(model, changed(batch, tokens=other)), task_sums(model, batch))
+
+
+def test_dropout_follows_the_seed() -> None:
+    model, batch = small_model(dropout=0.3).train(), keeping(masked_rows(ROWS))
+
+    def sums(seed: int) -> Tensor:
+        torch.manual_seed(seed)
+        return task_sums(model, batch)
+
+    assert torch.equal(sums(1), sums(1)) and not torch.allclose(sums(1), sums(2))
+
+
+def test_places_without_a_mask_are_refused() -> None:
+    with pytest.raises(AssertionError, match="a mask says so"):
+        task_sums(small_model(), without(keeping(masked_rows(ROWS)), "attention_mask"))
+
+
+@pytest.mark.parametrize(("rows", "length"), [(1, 8), (3, 24), (32, 128), (5, 77)])
+def test_lists_have_few_lengths(rows: int, length: int) -> None:
+    """They hold each real place, in order, and the first that are padded up to the next 64th."""
+    generator, lengths = np.random.default_rng(0), set()
+    for _ in range(200):
+        real = np.arange(length) < generator.integers(3, length + 1, (rows, 1))
+        kept, flat = kept_places(real), real.ravel()
+        part = -(-rows * length // KEPT_LENGTHS)
+        assert (np.diff(kept) > 0).all() and flat[kept].sum() == flat.sum()
+        assert flat.sum() <= len(kept) < flat.sum() + part and (len(kept) % part == 0 or len(kept) == rows * length)
+        added = kept[~flat[kept]]
+        assert (added == np.flatnonzero(~flat)[: len(added)]).all()
+        lengths.add(len(kept))
+    assert len(lengths) <= KEPT_LENGTHS + 1
