@@ -98,6 +98,9 @@ class TaskParts(Generic[Run]):
         self.split = config.downstream.split
         set_length(config, sources.train.rows)
 
+    def fullest(self, batch: Batch) -> Batch:
+        return batch
+
     def hooks(self, run: RunContext) -> list[Hook]:
         return []
 

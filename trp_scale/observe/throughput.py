@@ -50,6 +50,7 @@ def bert_step_flops(
     vocabulary: int,
     next_sentence: bool = True,
     read: int | None = None,
+    kept: float = 1.0,
 ) -> float:
     """Model FLOPs of one training step of BERT; one multiply-add is 2 FLOPs.
 
@@ -66,17 +67,19 @@ def bert_step_flops(
         next_sentence: pooler and two-way head on the first position.
         read: positions of a sequence that the last layer is computed at, keys and values left out, which are of all;
             None = all.
+        kept: share of the positions that is computed, the rest being padding, which attention alone goes over.
     """
-    width = model.hidden_size
+    width, computed = model.hidden_size, kept * length
     read = length if read is None else read
 
-    def layer(queries: int) -> int:
-        at_queries = 4 * width**2 + 4 * width * model.intermediate_size + 4 * length * width
-        return 4 * length * width**2 + queries * at_queries
+    def layer(queries: float, asked: int) -> float:
+        at_queries = 4 * width**2 + 4 * width * model.intermediate_size
+        return 4 * computed * width**2 + queries * at_queries + 4 * asked * length * width
 
     head = 2 * predicted * width**2 + 2 * predicted * width * vocabulary
     pooler = (2 * width**2 + 4 * width) if next_sentence else 0
-    layers = (model.layers - 1) * layer(length) + layer(read)
+    last = layer(computed if read == length else read, read)
+    layers = (model.layers - 1) * layer(computed, length) + last
     return float(TRAINING_OVER_FORWARD * rows * (layers + head + pooler))
 
 

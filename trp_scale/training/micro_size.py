@@ -126,7 +126,7 @@ def choose(
             )
 
         def attempt(rows: int) -> bool:
-            return fits(rows, make_engine, upstream.objective, upstream.sources.train.first_rows)
+            return fits(rows, make_engine, upstream.objective, lambda count: first_rows(upstream, count))
 
         return that_fits(sizes, need, free, attempt if group.size == 1 else None)
     finally:
@@ -199,7 +199,7 @@ def fits(
     rows: int,
     make_engine: Callable[[int], Engine],
     objective: Objective,
-    first_rows: Callable[[int], Batch],
+    rows_of: Callable[[int], Batch],
 ) -> bool:
     """Whether a step with micro-batches of `rows` rows runs, moments in place; its gradients are dropped, and with them
     the engine."""
@@ -209,7 +209,7 @@ def fits(
         engine = make_engine(rows)
         engine.create_optimizer_state()
         engine.train(True)
-        losses = objective(engine, first_rows(rows).to(engine.device))
+        losses = objective(engine, rows_of(rows).to(engine.device))
         engine.backward((losses.sums / losses.counts.clamp(min=1)).sum(), last=True)
         engine.discard_gradients()
         ran = True
@@ -242,7 +242,7 @@ def counted(
     model = upstream.model()
     saved = []
     for rows in FITTED:
-        batch = upstream.sources.train.first_rows(rows)
+        batch = first_rows(upstream, rows)
         try:
             saved.append(
                 saved_bytes(
@@ -318,6 +318,11 @@ def saved_bytes(
         sizes = [tensor.untyped_storage().nbytes() for tensor in kept.values()]
         del losses
     return sum(sizes) + 2 * max(sizes, default=0)
+
+
+def first_rows(upstream: Upstream, count: int) -> Batch:
+    """Of the order, as if they took the most that so many rows can take."""
+    return upstream.fullest(upstream.sources.train.first_rows(count))
 
 
 def tensors_of(model: nn.Module) -> Iterator[tuple[str, Tensor]]:

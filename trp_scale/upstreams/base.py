@@ -11,7 +11,7 @@ from torch import nn
 
 from trp_scale.config import Config, PretrainConfig
 from trp_scale.config.components import find
-from trp_scale.core.batch import WindowSource
+from trp_scale.core.batch import Batch, WindowSource
 from trp_scale.core.hooks import Hook
 from trp_scale.core.objective import Objective
 from trp_scale.core.run import RunContext
@@ -30,13 +30,11 @@ class Upstream(Protocol):
         exports: {library: "module:function" that writes a checkpoint for it} (checkpoint/export.py: `Writer`).
         sources: named streams of rows.
         positions_per_step: sequence positions of a step on all ranks, padding included.
-        step_flops: model FLOPs of a training step on all ranks.
     """
 
     exports: ClassVar[Mapping[str, str]]
     sources: Sources
     positions_per_step: int
-    step_flops: float
 
     def __init__(self, config: Any, environment: Environment) -> None: ...
 
@@ -63,6 +61,15 @@ class Upstream(Protocol):
     @property
     def objective(self) -> Objective:
         """Task losses of a batch."""
+        ...
+
+    @property
+    def step_flops(self) -> float:
+        """Model FLOPs of a training step on all ranks."""
+        ...
+
+    def fullest(self, batch: Batch) -> Batch:
+        """A batch of as many rows that takes the most memory: what a rank must have room for."""
         ...
 
     def model(self) -> nn.Module:
@@ -103,6 +110,9 @@ class UpstreamParts:
     def labelled(config: Any, *, rank: int, world: int, pin: bool) -> sources.OpenLabelled | None:
         """Takes labelled rows out of the data (data/sources.py); None: there are no such sources."""
         return None
+
+    def fullest(self, batch: Batch) -> Batch:
+        return batch
 
     def hooks(self, run: RunContext) -> list[Hook]:
         return []

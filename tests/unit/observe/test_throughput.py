@@ -63,6 +63,25 @@ def test_forward_of_our_model_is_counted_as_it_is_computed() -> None:
     assert bert_step_flops(model, **sizes) > 1.2 * counted
 
 
+def test_what_is_left_out_is_not_counted() -> None:
+    """Attention goes over whole rows; all else over the places that are kept."""
+    model = TextModelConfig(layers=3, hidden_size=64, heads=4, intermediate_size=160, max_positions=48, dropout=0.0)
+    module = BertForMaskedPositions(model, vocab_size=320, seed=0).eval()
+    batch = random_batch(3, 48, 7)
+    batch.fields["tokens"] %= 320
+    batch.fields["labels"] %= 320
+    real = torch.arange(48) < torch.tensor([[48], [40], [41]])
+    batch.fields["attention_mask"], batch.fields["masked_positions"] = real, batch["masked_positions"] % 40
+    batch.fields["kept"] = real.flatten().nonzero().flatten()
+    objective = PosMaskedLanguageModelling(PosBertObjectiveConfig(), GROUPS, 64)
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        objective(module, batch)
+    sizes = {"rows": 3, "length": 48, "predicted": 7, "vocabulary": 320, "read": 1 + 7}
+    found = bert_step_flops(model, **sizes, kept=129 / 144)
+    assert found == pytest.approx(3 * counter.get_total_flops(), rel=1e-3)
+    assert found < 0.97 * bert_step_flops(model, **sizes)
+
+
 @pytest.mark.parametrize(
     ("name", "teraflops"),
     [

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from tests.synthetic import LENGTH, VOCABULARY, Layout, batch, small_config, tra
 from trp_scale.checkpoint.format import read_full_state
 from trp_scale.checkpoint.run_directory import newest_complete
 from trp_scale.config import Config, RefusedError
+from trp_scale.core.batch import Batch
 from trp_scale.data.text.groups import GROUPS
 from trp_scale.distributed.environment import Environment
 from trp_scale.engines.plain import PlainEngine
@@ -265,3 +267,22 @@ def test_exact_weights_of_one_micro_batch_come_out_of_the_pass_that_is_weighted(
     trainer.engine.module.register_forward_pre_hook(count)
     trainer.train_step()
     assert forwards == passes
+
+
+def test_text_is_counted_as_if_nothing_were_padded(text_dataset: Path, tmp_path: Path) -> None:
+    """The first rows may be shorter than any later ones: what they leave out is no room."""
+    config = settings(text_dataset, tmp_path)
+    config.batch.micro_size = 1
+    with Environment() as environment:
+        upstream = build_upstream(config, environment)
+        short = upstream.sources.train.first_rows(4)
+        full = micro_size.first_rows(upstream, 4)
+    assert len(short["kept"]) < short["tokens"].numel()
+    assert torch.equal(full["kept"], torch.arange(short["tokens"].numel()))
+    assert torch.equal(full["attention_mask"], short["attention_mask"])
+
+    def saved(rows: Batch) -> int:
+        return micro_size.saved_bytes(upstream.model(), upstream.objective, rows, device=CPU, half=False)
+
+    padded = replace(short, fields={name: value for name, value in short.fields.items() if name != "kept"})
+    assert saved(full) > max(saved(short), saved(padded))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -165,6 +166,13 @@ def kept_places(attended: Flags) -> Integers:
     part = -(-real.size // KEPT_LENGTHS)
     spare = -int(real.sum()) % part
     return np.flatnonzero(real | (np.cumsum(~real) <= spare))
+
+
+def keeping_all(batch: Batch) -> Batch:
+    """The batch with all its places in the list."""
+    tokens = batch["tokens"]
+    fields = {"attention_mask": torch.ones_like(tokens, dtype=torch.bool), "kept": torch.arange(tokens.numel())}
+    return replace(batch, fields={**fields, **batch.fields, "kept": fields["kept"]})
 
 
 def open_rows(config: PosBertConfig, paths: Sequence[MemberPath]) -> Rows:

@@ -60,7 +60,7 @@ class BertOutput(NamedTuple):
 
 
 class Layer(BertLayer):  # type: ignore[misc]
-    """BERT's layer, over rows or over a list of the places of rows that are kept: exactly what the rows would give there.
+    """BERT's layer, over rows or over a list of those of their places that are kept: exactly what the rows would give.
 
     Attention alone looks beyond a place. It gets rows, with zeros at the places that are not in the list; all else is
     computed on the list. Parameter names are transformers'.
@@ -69,8 +69,8 @@ class Layer(BertLayer):  # type: ignore[misc]
     def forward(self, hidden: Tensor, attention_mask: Tensor | None, kept: Tensor | None = None) -> Tensor:
         """[R, L, D] and [R, 1, 1, L] bool or None -> [R, L, D]; or a list [K, D], a mask and [K] -> [K, D]."""
         projections = self.attention.self.query, self.attention.self.key, self.attention.self.value
-        rows = (in_rows(each(hidden), attention_mask, kept) for each in projections)
-        context = self.attend(*rows, attention_mask)  # [R, L, D]
+        queries, keys, values = (in_rows(each(hidden), attention_mask, kept) for each in projections)
+        context = self.attend(queries, keys, values, attention_mask)  # [R, L, D]
         if kept is not None:
             context = Listed.apply(context.flatten(0, 1), kept)  # [K, D]
         return self.feed_forward_chunk(self.attention.output(context, hidden))  # type: ignore[no-any-return]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from functools import cached_property
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -19,12 +20,12 @@ from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group
 from trp_scale.observe.throughput import bert_step_flops
 from trp_scale.upstreams.base import UpstreamParts
-from trp_scale.upstreams.pos_bert.batch import open_rows
+from trp_scale.upstreams.pos_bert.batch import keeping_all, open_rows
 from trp_scale.upstreams.pos_bert.model import BertForMaskedPositions
 from trp_scale.upstreams.pos_bert.objective import PosMaskedLanguageModelling
 from trp_scale.upstreams.pos_bert.settings import PosBertConfig
 
-FREQUENCY_ROWS = 2048
+COUNTED_ROWS = 2048
 """Rows in which pieces are counted: a quarter of a million pieces at 128 to a row."""
 
 
@@ -59,15 +60,28 @@ class TextUpstream(UpstreamParts):
         self.meta = self.sources.meta
         self.objective = PosMaskedLanguageModelling(config.objective, self.meta.groups, config.model.hidden_size)
         self.positions_per_step = config.batch.global_size * self.meta.length
-        self.step_flops = bert_step_flops(
-            config.model,
-            rows=config.batch.global_size,
+
+    @cached_property
+    def step_flops(self) -> float:
+        """With as much padding left out as in the first rows of the training order."""
+        batch = self._first_rows()
+        return bert_step_flops(
+            self.config.model,
+            rows=self.config.batch.global_size,
             length=self.meta.length,
             predicted=self.sources.limit,
             vocabulary=self.meta.vocab_size,
-            next_sentence=config.objective.next_sentence != "off",
+            next_sentence=self.config.objective.next_sentence != "off",
             read=1 + self.sources.limit,
+            kept=len(batch.fields.get("kept", batch["tokens"].flatten())) / batch["tokens"].numel(),
         )
+
+    def _first_rows(self) -> Batch:
+        return self.source.first_rows(min(COUNTED_ROWS, self.source.rows))
+
+    def fullest(self, batch: Batch) -> Batch:
+        """Nothing is left out of it."""
+        return keeping_all(batch)
 
     def model(self) -> nn.Module:
         settings, vocab_size = self.config.model, self.meta.vocab_size
@@ -79,10 +93,10 @@ class TextUpstream(UpstreamParts):
 
     def _log_frequencies(self) -> Tensor:
         """[V] of each piece, from the first rows of the training order."""
-        rows = min(FREQUENCY_ROWS, self.source.rows)
-        counts = piece_counts(self.source.first_rows(rows), self.meta)
+        batch = self._first_rows()
+        counts = piece_counts(batch, self.meta)
         digest = hashlib.blake2b(counts.numpy().tobytes(), digest_size=16).hexdigest()
-        self._group.require_equal(digest, f"what the first {rows} rows of {self.config.data.path} hold")
+        self._group.require_equal(digest, f"what the first {batch.rows} rows of {self.config.data.path} hold")
         return ((counts + 1.0) / (counts + 1.0).sum()).log()
 
     def leave(self, run_dir: Path, world: Group) -> None:
