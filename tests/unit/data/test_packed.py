@@ -140,4 +140,5 @@ def test_rows_of_text_are_a_quarter_of_what_they_were(tmp_path: Path, workers: i
         "labels": 1 if int(batch["labels"].max()) < 256 else 2,
         "label_groups": 1,
         "next_sentence": 1,
+        "kept": 1 if int(batch["kept"].max()) < 256 else 2,
     }

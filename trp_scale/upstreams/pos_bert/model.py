@@ -59,20 +59,78 @@ class BertOutput(NamedTuple):
     shared_inputs: Tensor | None = None
 
 
+class Places(NamedTuple):
+    """Which places of rows are in a list, and where.
+
+    Attributes:
+        kept: [K] int64, places of the flattened rows, each once.
+        numbers: [R, L] int64, of each place in the list; of one that is not in it, any number.
+    """
+
+    kept: Tensor
+    numbers: Tensor
+
+    @classmethod
+    def of(cls, kept: Tensor, rows: Tensor) -> Places:
+        """Of these places in rows of this shape, [R, L]."""
+        numbers = torch.zeros_like(rows, dtype=torch.int64).view(-1)
+        numbers = numbers.index_copy(0, kept, torch.arange(len(kept), device=kept.device))
+        return cls(kept, numbers.view_as(rows))
+
+
+class FromList(torch.autograd.Function):
+    """A list in rows, where it has nothing with what nobody reads: no gradient may come from there. One copy forward,
+    one backward; torch's own backward pass would add up what is zero but for one place."""
+
+    @staticmethod
+    def forward(ctx: Any, listed: Tensor, kept: Tensor, numbers: Tensor) -> Tensor:
+        """[K, D] -> [R, L, D]."""
+        ctx.save_for_backward(kept)
+        return listed.index_select(0, numbers.view(-1)).view(*numbers.shape, -1)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        (kept,) = ctx.saved_tensors
+        return gradient.flatten(0, 1).index_select(0, kept), None, None
+
+
+class ToList(torch.autograd.Function):
+    """The places of rows that are in a list; the gradient of the others is 0."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, kept: Tensor) -> Tensor:
+        """[R, L, D] -> [K, D]."""
+        ctx.save_for_backward(kept)
+        ctx.shape = rows.shape
+        return rows.flatten(0, 1).index_select(0, kept)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        (kept,) = ctx.saved_tensors
+        rows = gradient.new_zeros(ctx.shape)
+        rows.view(-1, ctx.shape[-1]).index_add_(0, kept, gradient)
+        return rows, None
+
+
+def in_rows(hidden: Tensor, places: Places | None) -> Tensor:
+    """A list [K, D] in rows [R, L, D]; rows as they are."""
+    return hidden if places is None else FromList.apply(hidden, *places)  # type: ignore[no-untyped-call, no-any-return]
+
+
 class Layer(BertLayer):  # type: ignore[misc]
     """BERT's layer, over rows or over a list of those of their places that are kept: exactly what the rows would give.
 
-    Attention alone looks beyond a place. It gets rows, with zeros at the places that are not in the list; all else is
-    computed on the list. Parameter names are transformers'.
+    Attention alone looks beyond a place, and gets rows; all else is computed on the list. Parameter names are
+    transformers'.
     """
 
-    def forward(self, hidden: Tensor, attention_mask: Tensor | None, kept: Tensor | None = None) -> Tensor:
-        """[R, L, D] and [R, 1, 1, L] bool or None -> [R, L, D]; or a list [K, D], a mask and [K] -> [K, D]."""
+    def forward(self, hidden: Tensor, attention_mask: Tensor | None, places: Places | None = None) -> Tensor:
+        """[R, L, D] and [R, 1, 1, L] bool or None -> [R, L, D]; with places, a list [K, D] and a mask -> [K, D]."""
         projections = self.attention.self.query, self.attention.self.key, self.attention.self.value
-        queries, keys, values = (in_rows(each(hidden), attention_mask, kept) for each in projections)
+        queries, keys, values = (in_rows(each(hidden), places) for each in projections)
         context = self.attend(queries, keys, values, attention_mask)  # [R, L, D]
-        if kept is not None:
-            context = Listed.apply(context.flatten(0, 1), kept)  # [K, D]
+        if places is not None:
+            context = ToList.apply(context, places.kept)  # type: ignore[no-untyped-call]  # [K, D]
         return self.feed_forward_chunk(self.attention.output(context, hidden))  # type: ignore[no-any-return]
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, attention_mask: Tensor | None) -> Tensor:
@@ -93,9 +151,9 @@ class Layer(BertLayer):  # type: ignore[misc]
         )  # [R, H, S, D / H]
         return context.transpose(1, 2).flatten(2)
 
-    def varying(self, hidden: Tensor, *others: Any, kept: Tensor | None = None) -> tuple[Tensor, ...]:
+    def varying(self, hidden: Tensor, *others: Any, places: Places | None = None) -> tuple[Tensor, ...]:
         """Arguments of `forward` whose first dimension changes from call to call (engines/compiled.py)."""
-        return () if kept is None else (hidden, kept)
+        return () if places is None else (hidden, places.kept)
 
 
 class LastLayer(Layer):
@@ -106,50 +164,22 @@ class LastLayer(Layer):
     """
 
     def forward(  # type: ignore[override]
-        self, hidden: Tensor, attention_mask: Tensor | None, positions: Tensor, kept: Tensor | None = None
+        self, hidden: Tensor, attention_mask: Tensor | None, positions: Tensor, places: Places | None = None
     ) -> Tensor:
         """As `Layer`, with positions [R, S] -> [R, S, D]. A list must hold the positions."""
         attention, width = self.attention.self, hidden.shape[-1]
-        if kept is None:
+        if places is None:
             chosen = hidden.gather(1, positions.unsqueeze(-1).expand(-1, -1, width))  # [R, S, D]
         else:
-            assert attention_mask is not None
-            numbers = torch.empty_like(attention_mask, dtype=kept.dtype).flatten()  # [R * L], of places in the list
-            numbers = numbers.index_copy(0, kept, torch.arange(len(kept), device=kept.device))
-            numbers = numbers.view(len(positions), -1).gather(1, positions)  # [R, S]
-            chosen = hidden.index_select(0, numbers.flatten()).view(*positions.shape, width)  # [R, S, D]
+            numbers = places.numbers.gather(1, positions)  # [R, S]
+            chosen = hidden.index_select(0, numbers.view(-1)).view(*positions.shape, width)  # [R, S, D]
         context = self.attend(
             attention.query(chosen),
-            in_rows(attention.key(hidden), attention_mask, kept),
-            in_rows(attention.value(hidden), attention_mask, kept),
+            in_rows(attention.key(hidden), places),
+            in_rows(attention.value(hidden), places),
             attention_mask,
         )  # [R, S, D]
         return self.feed_forward_chunk(self.attention.output(context, chosen))  # type: ignore[no-any-return]
-
-
-def in_rows(projected: Tensor, attention_mask: Tensor | None, kept: Tensor | None) -> Tensor:
-    """A list [K, D] in rows [R, L, D], with zeros where it has nothing; rows as they are."""
-    if kept is None:
-        return projected
-    assert attention_mask is not None, "where places are left out, a mask says so"
-    rows, length, width = attention_mask.shape[0], attention_mask.shape[-1], projected.shape[-1]
-    return projected.new_zeros(rows * length, width).index_copy(0, kept, projected).view(rows, length, width)
-
-
-class Listed(torch.autograd.Function):
-    """Rows of a matrix, none of them twice. torch's own backward pass adds them up one by one."""
-
-    @staticmethod
-    def forward(ctx: Any, matrix: Tensor, kept: Tensor) -> Tensor:
-        """[N, D] and [K] -> [K, D]."""
-        ctx.save_for_backward(kept)
-        ctx.size = len(matrix)
-        return matrix.index_select(0, kept)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        (kept,) = ctx.saved_tensors
-        return gradient.new_zeros(ctx.size, gradient.shape[1]).index_copy_(0, kept, gradient), None
 
 
 class PredictionTransform(nn.Module):
@@ -243,13 +273,15 @@ class BertForMaskedPositions(nn.Module):
             representation_tap: [R, 1 + M, D] zeros, added to what the heads read.
             transform_tap: [R, M, D] zeros, added to the output of the transform's matrix.
         """
+        assert kept is None or attention_mask is not None, "where places are left out, a mask says so"
         mask = None if attention_mask is None else attention_mask[:, None, None, :]  # [R, 1, 1, L]
+        places = None if kept is None else Places.of(kept, tokens)
         hidden = self.embed(tokens, token_types, kept)  # [R, L, D], or [K, D]
         *layers, last = self.layers
         for layer in layers:
-            hidden = layer(hidden, mask, kept=kept)
+            hidden = layer(hidden, mask, places=places)
         first = torch.zeros_like(masked_positions[:, :1])  # the pooler reads [CLS]
-        selected = last(hidden, mask, torch.cat([first, masked_positions], dim=1), kept=kept)  # [R, 1 + M, D]
+        selected = last(hidden, mask, torch.cat([first, masked_positions], dim=1), places=places)  # [R, 1 + M, D]
         if representation_tap is not None:
             selected = selected + representation_tap.to(selected.dtype)
         words, embeddings = selected[:, 1:], self.bert.embeddings.word_embeddings.weight
