@@ -89,6 +89,7 @@ class Graphs:
         the forward pass alone may be one."""
         if self._forward is None or not objective.in_a_graph:
             return objective(forward, batch)
+        mark_varying(self._forward.module, **batch.fields)
         before = graphs_so_far() - self.made
         found = self._losses(objective, self._forward, batch)
         if made := graphs_so_far() - self.made - before:  # without those of a forward pass that a graph broke before
@@ -174,6 +175,18 @@ def kind(value: Any) -> Any:
     return value if isinstance(value, (bool, str)) else type(value)
 
 
+def mark_varying(module: nn.Module, *arguments: Any, **named: Any) -> None:
+    """Tell torch which arguments of a module change their first dimension from call to call, where the module has a
+    method `varying` that names them. One graph then serves all lengths; else the second length would need another.
+
+    The mark is an attribute of a tensor, which does not pass on to what is made of it: FSDP2 gives a block its inputs
+    as views. So it is made where the graph begins.
+    """
+    varying = getattr(module, "varying", None)
+    for each in varying(*arguments, **named) if varying is not None else ():
+        torch._dynamo.maybe_mark_dynamic(each, 0)
+
+
 class Compiled:
     """The forward pass of a module, as torch.compile makes it; it notes which call has led to graphs.
 
@@ -185,14 +198,11 @@ class Compiled:
     def __init__(self, module: nn.Module, graphs: Graphs) -> None:
         self.module, self.graphs = module, graphs
         self.function = torch.compile(type(module).forward)
-        self.varying = getattr(module, "varying", None)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         if torch.compiler.is_compiling():  # inside a larger graph
             return self.function(self.module, *arguments, **named)
-        if self.varying is not None:
-            for each in self.varying(*arguments, **named):
-                torch._dynamo.maybe_mark_dynamic(each, 0)
+        mark_varying(self.module, *arguments, **named)
         before = graphs_so_far()
         found = self.function(self.module, *arguments, **named)
         if made := graphs_so_far() - before:

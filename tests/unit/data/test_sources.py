@@ -12,6 +12,7 @@ from tests.unit.data.loaded import FIELDS, assert_same, joined, steps, table_of
 from tests.unit.data.stored import SPECIAL, config_for, write_dataset
 from trp_scale.config import Config, RefusedError
 from trp_scale.upstreams.base import open_sources
+from trp_scale.upstreams.pos_bert.batch import kept_places
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +35,8 @@ def test_shapes_and_types(dataset: Path) -> None:
     for number, batch in enumerate(window):
         assert batch.start == 3 * number and batch.rows == 3 and batch.keys.dtype == torch.int64
         assert set(batch.fields) == {*FIELDS, "kept"}
-        assert (batch["kept"].dtype, batch["kept"].ndim, batch["kept"].is_contiguous()) == (torch.int64, 1, True)
+        assert torch.equal(batch["kept"], torch.from_numpy(kept_places(batch["attention_mask"].numpy())))
+        assert batch["kept"].is_contiguous()
         for name, (dtype, shape) in FIELDS.items():
             assert (batch[name].dtype, tuple(batch[name].shape)) == (dtype, (3, *shape)), name
             assert batch[name].is_contiguous()
@@ -62,7 +64,7 @@ def test_batches_of_a_compiled_run_are_of_one_form(tmp_path: Path, how: str) -> 
     window = open_sources(config_for(short, training={"compile": how}), rank=0, world=1).train.next_window()
     padded = [bool((batch["tokens"] == SPECIAL["pad"]).any()) for batch in window]
     assert any(padded) and not all(padded)
-    assert all(set(batch.fields) == set(FIELDS) for batch in window)
+    assert all(set(batch.fields) == {*FIELDS, "kept"} for batch in window)
     assert [not bool(batch["attention_mask"].all()) for batch in window] == padded
 
 
