@@ -26,6 +26,7 @@ from trp_scale.core.run import RunContext
 from trp_scale.data.text.groups import GROUPS
 from trp_scale.distributed.groups import Group
 from trp_scale.engines.build import build_engine
+from trp_scale.models.initialise import without_content
 from trp_scale.training.loop import StepAgreement, Trainer
 from trp_scale.upstreams.pos_bert.batch import kept_places
 from trp_scale.upstreams.pos_bert.model import BertForMaskedPositions
@@ -138,8 +139,10 @@ def data_group() -> Group:
 
 
 def make_engine(layout: Layout, config: Config, group: Group) -> tuple[Engine, PosMaskedLanguageModelling]:
-    """The engine of a layout with the small model in it."""
-    module = BertForMaskedPositions(config.model, vocab_size=VOCABULARY, seed=config.training.seed)
+    """The engine of a layout with the small model in it, made as a run makes it."""
+    module = without_content(
+        lambda: BertForMaskedPositions(config.model, vocab_size=VOCABULARY, seed=config.training.seed)
+    )
     document = {"zero_optimization": {"stage": layout.stage}, **layout.document} if layout.stage is not None else None
     engine = build_engine(
         layout.engine, module, config, device=torch.device("cpu"), data_group=group, ds_document=document

@@ -15,6 +15,7 @@ from trp_scale.core.pieces import Piece, owned_ranges, shares
 from trp_scale.distributed.groups import Group
 from trp_scale.engines.plain import PlainEngine, take_gradients
 from trp_scale.engines.shards import sum_of_squares
+from trp_scale.models.initialise import filled
 
 BUCKET_BYTES = 25 << 20
 """Of gradients that are summed by one collective: large enough for a network's full rate, small enough that the first
@@ -165,7 +166,7 @@ class DdpEngine(PlainEngine):
     def place(self, module: nn.Module) -> nn.Module:
         if self.data_group.size > 1 and not dist.is_initialized():
             raise EngineError("--engine ddp needs a process group: start with torchrun or deepspeed")
-        return module.to(self.device)
+        return filled(module, self.device)
 
     def optimizer_of(self, module: nn.Module) -> torch.optim.Optimizer:
         if self.data_group.size > 1:

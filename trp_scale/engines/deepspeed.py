@@ -31,6 +31,7 @@ from trp_scale.engines.zero_layout import (
     WholeLayout,
     ZeroLayout,
 )
+from trp_scale.models.initialise import filled, first_values
 
 # Built by a C compiler at the first start, for a minute, on machines without a GPU; only inference calls it.
 deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
@@ -88,6 +89,12 @@ class DeepSpeedEngine(ShardOperations):
             # A block is gathered whole: not matrix by matrix, each with a collective of its own.
             blocks = {type(layer) for layer in module.layers if list(layer.children())}  # type: ignore[union-attr, attr-defined]
             set_z3_leaf_modules(module, list(blocks), raise_if_not_found=False)
+            deepspeed.init_distributed(dist_init_required=False)
+            for unit in (*module.layers, module) if first_values(module) else ():  # type: ignore[misc]
+                # At once in pieces: one block is whole, and nothing else.
+                deepspeed.zero.Init(module=filled(unit, device), config_dict_or_path=document)
+        else:
+            filled(module, device)
         self.engine, _, _, _ = deepspeed.initialize(
             model=module, optimizer=build_optimizer(module, config.optimizer), config=document, dist_init_required=False
         )

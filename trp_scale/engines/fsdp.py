@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from itertools import pairwise
 from typing import Any, cast
 
@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from trp_scale.core.engine import EngineError
 from trp_scale.engines.optimizer import Lamb
 from trp_scale.engines.plain import PlainEngine
+from trp_scale.models.initialise import Value, allocate, first_values
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -28,7 +29,9 @@ class FsdpEngine(PlainEngine):
     def place(self, module: nn.Module) -> nn.Module:
         if not torch.distributed.is_initialized():
             raise EngineError("--engine fsdp needs a process group: start with torchrun or deepspeed")
-        module = module.to(self.device)
+        values = first_values(module)
+        if not values:
+            module = module.to(self.device)
         mesh = init_device_mesh(self.device.type, (self.data_group.size,), mesh_dim_names=("data",))
         # With fp32 weights forwards read fp32 under autocast, so that a hook's perturbation is exact.
         read, sent = (DTYPES[name] for name in (self.config.training.weights, self.config.training.gradients))
@@ -40,7 +43,20 @@ class FsdpEngine(PlainEngine):
         # A block's weights are under way while the block before computes; backward FSDP2 sees to it by itself.
         for layer, following in pairwise(module.layers):  # type: ignore[arg-type]
             layer.set_modules_to_forward_prefetch([following])
+        if values:
+            allocate(module, self.device)
+            self.fill(module, values)
         return module
+
+    @torch.no_grad()
+    def fill(self, module: nn.Module, values: Mapping[str, Callable[[], Value]]) -> None:
+        """This rank's rows of every parameter: one tensor at a time is whole."""
+        for name, parameter in module.named_parameters():
+            value, local = values[name](), self.local(parameter).view(-1)
+            if isinstance(value, Tensor):
+                start = self.start_of(parameter)
+                value = value.reshape(-1)[start : start + local.numel()]
+            local[...] = value
 
     def masters_of(self, module: nn.Module) -> None:
         """The shards are: FSDP2 rounds what it gathers."""

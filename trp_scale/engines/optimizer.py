@@ -51,7 +51,8 @@ def decay_groups(
     found: dict[float, tuple[list[nn.Parameter], list[nn.Parameter]]] = {}
     for name, parameter in parameters:
         matrices, vectors = found.setdefault(scale_of(name), ([], []))
-        decayed = parameter.ndim >= 2 and not name.endswith(LEARNED_POSITIONS)
+        shape = getattr(parameter, "ds_shape", parameter.shape)  # of one that ZeRO-3 has cut
+        decayed = len(shape) >= 2 and not name.endswith(LEARNED_POSITIONS)
         (matrices if decayed else vectors).append(parameter)
     return [
         {"params": members, "weight_decay": decay, "lr_scale": scale, "matrices": decays}

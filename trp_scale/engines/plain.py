@@ -16,6 +16,7 @@ from trp_scale.distributed.groups import ALONE, Group
 from trp_scale.engines.compiled import compile_model
 from trp_scale.engines.optimizer import adamw_response, build_optimizer, empty_adamw_state, set_learning_rate
 from trp_scale.engines.shards import ShardOperations, sum_of_squares
+from trp_scale.models.initialise import filled
 
 
 class Masters:
@@ -100,7 +101,7 @@ class PlainEngine(ShardOperations):
         """Move the model to the device; FSDP2 shards it here."""
         if self.data_group.size != 1:
             raise EngineError(f"the plain engine runs on one rank, {self.data_group.size} found; use --engine fsdp")
-        return module.to(self.device)
+        return filled(module, self.device)
 
     def masters_of(self, module: nn.Module) -> Masters | None:
         """None where the module's own parameters are what the optimizer updates."""

@@ -1,9 +1,16 @@
-"""Initial weights from (seed, the tensor's name), so that sharded and unsharded models start equal (invariant 1)."""
+"""Initial weights from (seed, the tensor's name), so that sharded and unsharded models start equal (invariant 1).
+
+A model can be made without content: its parameters are shapes, on torch's meta device, and each knows what its first
+value is. An engine then fills what this rank holds, one tensor after the other, so that no rank ever has the whole.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,33 +35,106 @@ def xavier_uniform_tensor(seed: int, name: str, shape: tuple[int, ...], *, parts
     return (2.0 * torch.rand(shape, generator=generator) - 1.0) * bound
 
 
-@torch.no_grad()
-def write(module: nn.Module, rule: Callable[[str, nn.Parameter], Tensor | float]) -> None:
-    """Give every parameter what the rule says for its name, whatever its module drew before."""
-    for name, parameter in module.named_parameters():
-        value = rule(name, parameter)
+Value = Tensor | float
+"""Of all elements of a parameter, or of each."""
+
+NOTED = "first_value"
+"""Attribute of a parameter without content: what makes its first value, and how often it had been written to by then.
+torch writes to a shape without complaint and without effect; it counts, though."""
+
+
+def give(parameter: Tensor, make: Callable[[], Value]) -> None:
+    """Give a parameter this value; where it has no content, note what makes it."""
+    if parameter.is_meta:
+        setattr(parameter, NOTED, (make, parameter._version))
+        return
+    value = make()
+    with torch.no_grad():
         if isinstance(value, Tensor):
             parameter.copy_(value)
         else:
             parameter.fill_(value)
 
 
-@torch.no_grad()
+def write(module: nn.Module, rule: Callable[[str, nn.Parameter], Value]) -> None:
+    """Give every parameter what the rule says for its name, whatever its module drew before."""
+    for name, parameter in module.named_parameters():
+        give(parameter, partial(rule, name, parameter))
+
+
+def without_content(make: Callable[[], nn.Module]) -> nn.Module:
+    """The model that `make` makes, its parameters shapes whose first values are noted; or the model as it is, where
+    some first value is not noted, or was changed in place after it was."""
+    with _shapes():
+        module = make()
+    for parameter in module.parameters():
+        noted = getattr(parameter, NOTED, None)
+        if noted is None or noted[1] != parameter._version:
+            return make()
+    return module
+
+
+@contextmanager
+def _shapes() -> Iterator[None]:
+    """Parameters that modules register meanwhile go to the meta device; buffers stay."""
+    register = nn.Module.register_parameter
+
+    def registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not parameter.is_meta:
+            parameter = nn.Parameter(parameter.detach().to("meta"), requires_grad=parameter.requires_grad)
+        register(module, name, parameter)
+
+    nn.Module.register_parameter = registered  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter = register  # type: ignore[method-assign]
+
+
+def first_values(module: nn.Module) -> dict[str, Callable[[], Value]]:
+    """What makes the values of the parameters without content, by name: read it before the module is sharded."""
+    return {name: getattr(parameter, NOTED)[0] for name, parameter in module.named_parameters() if parameter.is_meta}
+
+
+def allocate(module: nn.Module, device: torch.device) -> nn.Module:
+    """Move the module to the device, with memory for parameters that have no content."""
+
+    def placed(tensor: Tensor) -> Tensor:
+        return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor.to(device)
+
+    return module._apply(placed)  # type: ignore[no-untyped-call, no-any-return]
+
+
+def filled(module: nn.Module, device: torch.device) -> nn.Module:
+    """The module on the device with all its content."""
+    values = first_values(module)
+    allocate(module, device)
+    for name, parameter in module.named_parameters():
+        if name in values:
+            give(parameter, values[name])
+    return module
+
+
 def initialise(module: nn.Module, *, seed: int, std: float) -> None:
     """BERT's initialisation: matrices normal with `std`, biases 0, norm weights 1.
 
     The row of an embedding's padding token is zero, as in transformers.
     """
+    padding: dict[str, Any] = {
+        f"{name}.weight": child.padding_idx
+        for name, child in module.named_modules()
+        if isinstance(child, nn.Embedding) and child.padding_idx is not None
+    }
 
-    def rule(name: str, parameter: nn.Parameter) -> Tensor | float:
-        if parameter.ndim >= 2:
-            return initial_tensor(seed, name, tuple(parameter.shape), std)
-        return 1.0 if name.endswith("LayerNorm.weight") else 0.0
+    def rule(name: str, parameter: nn.Parameter) -> Value:
+        if parameter.ndim < 2:
+            return 1.0 if name.endswith("LayerNorm.weight") else 0.0
+        value = initial_tensor(seed, name, tuple(parameter.shape), std)
+        if name in padding:
+            value[padding[name]].zero_()
+        return value
 
     write(module, rule)
-    for child in module.modules():
-        if isinstance(child, nn.Embedding) and child.padding_idx is not None:
-            child.weight[child.padding_idx].zero_()
 
 
 def initialise_vision(module: nn.Module, *, seed: int, std: float) -> None:
@@ -70,7 +150,7 @@ def initialise_multimodal(module: nn.Module, *, seed: int, std: float) -> None:
     """MultiMAE's initialisation (Bachmann et al., public code): the masked autoencoder's, but queries, keys and values
     are matrices of D rows each, and mask tokens start at 0."""
 
-    def rule(name: str, parameter: nn.Parameter) -> Tensor | float:
+    def rule(name: str, parameter: nn.Parameter) -> Value:
         if name.endswith("mask_token"):
             return 0.0
         parts = 3 if name.endswith("qkv.weight") else 2 if name.endswith("key_value.weight") else 1
@@ -79,7 +159,7 @@ def initialise_multimodal(module: nn.Module, *, seed: int, std: float) -> None:
     write(module, rule)
 
 
-def vision_weights(seed: int, name: str, parameter: nn.Parameter, std: float, *, parts: int = 1) -> Tensor | float:
+def vision_weights(seed: int, name: str, parameter: nn.Parameter, std: float, *, parts: int = 1) -> Value:
     """What `initialise_vision` gives one parameter; `parts` as in `xavier_uniform_tensor`."""
     if name.endswith(("_token", "_embedding")):
         return initial_tensor(seed, name, tuple(parameter.shape), std)

@@ -32,6 +32,7 @@ from trp_scale.data.train_source import check_partition
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group
 from trp_scale.engines.build import build_engine
+from trp_scale.models.initialise import without_content
 from trp_scale.recipes.checks import general_problems
 from trp_scale.upstreams.base import Upstream
 
@@ -118,7 +119,7 @@ def choose(
             document = None if ds_document is None else dict(ds_document)
             return build_engine(
                 engine_name,
-                upstream.model(),
+                without_content(upstream.model),
                 sized,
                 device=environment.device,
                 data_group=group,
@@ -239,7 +240,7 @@ def counted(
     Raises:
         RefusedError: the forward pass needs the content of its tensors.
     """
-    model = upstream.model()
+    model = without_content(upstream.model)
     saved = []
     for rows in FITTED:
         batch = first_rows(upstream, rows)

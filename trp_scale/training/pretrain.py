@@ -23,6 +23,7 @@ from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.stop import StopRequests
 from trp_scale.engines import compiled, ds_config
 from trp_scale.engines.build import build_engine, build_second_engine
+from trp_scale.models.initialise import without_content
 from trp_scale.observe.observer import Observer
 from trp_scale.observe.profile import StepProfile
 from trp_scale.observe.records import RunInfo
@@ -143,7 +144,7 @@ class Run:
             "ds_document": document,
             "ds_path": str(arguments.ds_config or ""),
         }
-        self.engine = build_engine(engine_name, self.upstream.model(), config, **settings)
+        self.engine = build_engine(engine_name, without_content(self.upstream.model), config, **settings)
         self.context = RunContext(
             config=config,
             objective=self.objective,

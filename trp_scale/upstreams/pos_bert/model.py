@@ -17,7 +17,7 @@ from transformers import BertConfig, BertModel
 from transformers.models.bert.modeling_bert import BertLayer
 
 from trp_scale.config import TextModelConfig
-from trp_scale.models.initialise import initialise
+from trp_scale.models.initialise import give, initialise
 
 VOCABULARY_MULTIPLE = 64
 """The vocabulary is padded to a multiple of this, so that its matrix products fill the hardware's tiles."""
@@ -306,10 +306,10 @@ class BertForMaskedPositions(nn.Module):
         """Arguments of `forward` whose first dimension changes from call to call (engines/compiled.py)."""
         return () if kept is None else (kept,)
 
-    @torch.no_grad()
     def set_output_bias(self, values: Tensor) -> None:
         """Start the word prediction at these logits, [V]; padding stays at 0."""
-        self.cls.predictions.bias[: len(values)].copy_(values)
+        bias = self.cls.predictions.bias
+        give(bias, lambda: F.pad(values, (0, len(bias) - len(values))))
 
     @torch.no_grad()
     def load_transformers(self, state: dict[str, Tensor]) -> None:
