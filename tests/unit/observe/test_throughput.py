@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import BertConfig, BertForPreTraining
 
 from benchmarks.text_steps import random_batch
+from tests.runs import flags
 from trp_scale.config import TextModelConfig
 from trp_scale.data.text.groups import GROUPS
+from trp_scale.distributed.environment import Environment
 from trp_scale.observe.throughput import bert_step_flops, peak_flops, peak_memory_bytes
+from trp_scale.recipes.arguments import parse
 from trp_scale.upstreams.pos_bert.model import BertForMaskedPositions
 from trp_scale.upstreams.pos_bert.objective import PosMaskedLanguageModelling
-from trp_scale.upstreams.pos_bert.settings import PosBertObjectiveConfig
+from trp_scale.upstreams.pos_bert.settings import PosBertConfig, PosBertObjectiveConfig
+from trp_scale.upstreams.pos_bert.upstream import TextUpstream
 
 
 @pytest.mark.parametrize(
@@ -80,6 +86,22 @@ def test_what_is_left_out_is_not_counted() -> None:
     found = bert_step_flops(model, **sizes, kept=129 / 144)
     assert found == pytest.approx(3 * counter.get_total_flops(), rel=1e-3)
     assert found < 0.97 * bert_step_flops(model, **sizes)
+
+
+def test_a_run_over_text_counts_as_much_padding_as_its_first_rows_have(text_dataset: Path, tmp_path: Path) -> None:
+    config = parse(flags(text_dataset, tmp_path)).config
+    assert isinstance(config, PosBertConfig)
+    task = TextUpstream(config, Environment())
+    batch, sizes = task.source.first_rows(min(2048, task.source.rows)), {"length": task.meta.length, "rows": 8}
+    share = float(batch["attention_mask"].float().mean())
+    assert config.batch.global_size == 8 and share < 0.97
+
+    def counted(kept: float) -> float:
+        vocabulary, limit = task.meta.vocab_size, task.sources.limit
+        return bert_step_flops(config.model, **sizes, predicted=limit, vocabulary=vocabulary, read=1 + limit, kept=kept)
+
+    # The list is filled up to the next 64th of all places.
+    assert counted(share) <= task.step_flops <= counted(share + 1 / 64) < counted(1.0)
 
 
 @pytest.mark.parametrize(
