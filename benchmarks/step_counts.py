@@ -1,7 +1,7 @@
 """What a training step asks of its device: operations, bytes moved, bytes saved for the backward pass, FLOPs.
 
     python benchmarks/step_counts.py [--models bert_base_128 mae_vit_b ...] [--precision fp32|bf16]
-        [--weights fp32|bf16] [--times 8] [--fused] [--roofline] [--costliest 10]
+        [--weights fp32|bf16] [--times 8] [--checkpointing full] [--fused] [--roofline] [--costliest 10]
 
 The real loop makes one step of one micro-batch on fake tensors, which have shapes and no content, so that a laptop
 counts a large model in seconds. Counted are operations that launch work: no views, no empty tensors; an operation over
@@ -99,6 +99,8 @@ class Options:
     """Of forward and backward."""
     weights: Literal["fp32", "bf16"] = "fp32"
     """What they read."""
+    checkpointing: Literal["none", "selective", "full"] = "none"
+    """training.activation_checkpointing. What selective keeps for itself is not among the bytes saved."""
     fused: bool = False
     """Count as if neighbouring operations were one kernel."""
     roofline: bool = False
@@ -417,11 +419,13 @@ def counted(
     rows: int = 0,
     weights: Literal["fp32", "bf16"] = "fp32",
     *,
+    checkpointing: Literal["none", "selective", "full"] = "none",
     fused: bool = False,
 ) -> Counts:
     """Of a step of MODELS' `name`."""
     workload = workload_of(MODELS[name], precision, rows)
     workload.config.training.weights = weights
+    workload.config.training.activation_checkpointing = checkpointing
     return FakeTraining(workload).counts(fused=fused)
 
 
@@ -429,7 +433,14 @@ def main(options: Options) -> None:
     """Count and print."""
     rows = {name: options.rows or MODELS[name].rows * options.times for name in options.models}
     found = {
-        name: counted(name, options.precision, rows[name], options.weights, fused=options.fused)
+        name: counted(
+            name,
+            options.precision,
+            rows[name],
+            options.weights,
+            checkpointing=options.checkpointing,
+            fused=options.fused,
+        )
         for name in options.models
     }
     if options.json:

@@ -201,6 +201,7 @@ MAY_CHANGE = (
     "training.max_hours",
     "training.max_skipped_steps",
     "training.compile",
+    "training.activation_checkpointing",
     "training.deterministic",
     "data.workers",
     "data.prefetch",

@@ -114,6 +114,10 @@ class TrainingConfig(Section):
     once, and on several ranks gradients still travel while the backward pass runs. whole: the model as one graph, on
     plain and ddp with its losses. Neither with ZeRO stage 3. auto: blocks where a pre-training run on GPUs can have it,
     else none, and the log why."""
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
+    """What a block keeps for its backward pass. full: its inputs; it is computed twice, a third more arithmetic.
+    selective: matrix products and attention too; norms and activations are computed twice. none: all. The result is
+    the same."""
 
     def problems(self, config: Any) -> Iterator[str]:
         if self.weights == "bf16" and self.precision != "bf16":
@@ -121,6 +125,20 @@ class TrainingConfig(Section):
                 f"--training.weights is bf16 and --training.precision {self.precision}; allowed: --training.precision "
                 "bf16, or --training.weights fp32"
             )
+        if self.activation_checkpointing != "none" and self.compile == "whole":
+            yield (
+                f"--training.activation_checkpointing is {self.activation_checkpointing} and --training.compile whole; "
+                "allowed: --training.compile blocks"
+            )
+        if self.activation_checkpointing == "selective" and self.compile == "blocks":
+            yield (
+                "--training.activation_checkpointing is selective and --training.compile blocks, which chooses what a "
+                "block keeps by itself; allowed: none or full"
+            )
+
+    def against_compiling(self, config: Any) -> Iterator[str]:
+        if self.activation_checkpointing == "selective":
+            yield "--training.activation_checkpointing selective chooses by operations, which a graph hides"
 
 
 @dataclass(kw_only=True)

@@ -7,16 +7,20 @@ A run has few modes: with gradients or without, in training or in validation, wi
 needs one graph of each form of what is compiled. A graph more than that means that something changes which was meant
 to stay, such as a shape: the run stands still while the graph is made, and again at the next change. Such graphs are
 counted, and named with the guard that failed.
+
+`training.activation_checkpointing`: what a block keeps for its backward pass, which makes the rest once more.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch.utils._triton import has_triton
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from trp_scale.core.batch import Batch, TaskLosses
 from trp_scale.core.objective import Objective
@@ -227,3 +231,45 @@ def compile_model(module: nn.Module, how: str, forward: PlainForward | None = No
     for part in [module] if how == "whole" else module.layers:  # type: ignore[union-attr]
         part.forward = Compiled(part, graphs)
     return graphs
+
+
+KEPT = ("mm", "addmm", "bmm", "baddbmm")
+"""Operations whose results selective checkpointing keeps, with attention: they take most of a block's time."""
+
+
+def keeps(context: Any, operation: Any, *arguments: Any, **named: Any) -> CheckpointPolicy:
+    """Whether the result of an operation is kept for the backward pass, or made again there."""
+    name = operation._opname
+    kept = name in KEPT or "attention" in name
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+class Checkpointed:
+    """The forward pass of a block that is made again in the backward pass, with the same dropout.
+
+    Args:
+        forward: the block's.
+        selective: keep what is dear to make; else the block's inputs alone.
+    """
+
+    def __init__(self, forward: Callable[..., Any], *, selective: bool) -> None:
+        self.forward = forward
+        self.options: dict[str, Any] = (
+            {"context_fn": partial(create_selective_checkpoint_contexts, keeps)} if selective else {}
+        )
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return self.forward(*arguments, **named)
+        return checkpoint(self.forward, *arguments, use_reentrant=False, **self.options, **named)
+
+
+def checkpoint_blocks(module: nn.Module, how: str) -> None:
+    """Have each of `module.layers` keep less for its backward pass, in place; after compile_model, so that compiled
+    blocks are made again as such.
+
+    Args:
+        how: training.activation_checkpointing: none, selective or full.
+    """
+    for block in module.layers if how != "none" else ():  # type: ignore[union-attr]
+        block.forward = Checkpointed(block.forward, selective=how == "selective")

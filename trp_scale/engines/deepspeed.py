@@ -19,7 +19,7 @@ from trp_scale.config import Config
 from trp_scale.core.engine import EngineError
 from trp_scale.core.pieces import Piece, Shards, whole_tensors
 from trp_scale.distributed.groups import Group
-from trp_scale.engines.compiled import compile_model
+from trp_scale.engines.compiled import checkpoint_blocks, compile_model
 from trp_scale.engines.optimizer import Lamb, adamw_response, build_optimizer, set_learning_rate
 from trp_scale.engines.shards import ShardOperations, sum_of_squares
 from trp_scale.engines.zero_layout import (
@@ -85,6 +85,7 @@ class DeepSpeedEngine(ShardOperations):
         self.device = device
         self.data_group = data_group
         self.graphs = compile_model(module, config.training.compile)
+        checkpoint_blocks(module, config.training.activation_checkpointing)
         if stage_3:
             # A block is gathered whole: not matrix by matrix, each with a collective of its own.
             blocks = {type(layer) for layer in module.layers if list(layer.children())}  # type: ignore[union-attr, attr-defined]

@@ -61,7 +61,7 @@ TOP_LEVEL = frozenset(
 """Keys that mean the same here as in DeepSpeed (0.19)."""
 
 WITHOUT_EFFECT = {
-    "activation_checkpointing": "no block of these models asks DeepSpeed for checkpointed activations",
+    "activation_checkpointing": "--training.activation_checkpointing does it, with torch's own, on every engine",
     "checkpoint": "checkpoints are written by the run itself (--checkpoint.every)",
     "compile": "--training.compile compiles with torch's own compiler, without DeepCompile",
 }

@@ -13,7 +13,7 @@ from trp_scale.config import Config
 from trp_scale.core.engine import EngineError
 from trp_scale.core.pieces import STATE_NAMES, FlatRange, Piece, Shards
 from trp_scale.distributed.groups import ALONE, Group
-from trp_scale.engines.compiled import compile_model
+from trp_scale.engines.compiled import checkpoint_blocks, compile_model
 from trp_scale.engines.optimizer import adamw_response, build_optimizer, empty_adamw_state, set_learning_rate
 from trp_scale.engines.shards import ShardOperations, sum_of_squares
 from trp_scale.models.initialise import filled
@@ -89,6 +89,7 @@ class PlainEngine(ShardOperations):
         self.device = device
         self.data_group = data_group
         self.graphs = compile_model(module, config.training.compile, self if self.plain_forward else None)
+        checkpoint_blocks(module, config.training.activation_checkpointing)
         self.module: nn.Module = self.place(module)
         self.masters = self.masters_of(self.module)
         self.optimizer = self.optimizer_of(self.module)

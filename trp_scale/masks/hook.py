@@ -185,7 +185,7 @@ def network_config(config: MaskedAutoencoderConfig) -> MaskedAutoencoderConfig:
     own.optimizer.kind, own.optimizer.clipping = "adamw", 0.0
     own.optimizer.lr, own.optimizer.weight_decay = settings.lr, settings.weight_decay
     own.optimizer.eps = settings.network_eps(config.optimizer.lr)
-    own.training.compile = "none"
+    own.training.compile = own.training.activation_checkpointing = "none"
     return own
 
 

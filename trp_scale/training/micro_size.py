@@ -32,6 +32,7 @@ from trp_scale.data.train_source import check_partition
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group
 from trp_scale.engines.build import build_engine
+from trp_scale.engines.compiled import checkpoint_blocks
 from trp_scale.models.initialise import without_content
 from trp_scale.recipes.checks import general_problems
 from trp_scale.upstreams.base import Upstream
@@ -240,27 +241,35 @@ def counted(
     Raises:
         RefusedError: the forward pass needs the content of its tensors.
     """
-    model = without_content(upstream.model)
+    model, how = without_content(upstream.model), config.training.activation_checkpointing
+    shares = [(model, 1.0)]
+    if how != "none":
+        keeping_less = without_content(upstream.model)
+        checkpoint_blocks(keeping_less, how)
+        shares = [(keeping_less, 1.0), (model, 1 / len(model.layers))]  # type: ignore[arg-type]  # a block, made again
     saved = []
     for rows in FITTED:
         batch = first_rows(upstream, rows)
         try:
-            saved.append(
-                saved_bytes(
-                    model,
+            found = [
+                share
+                * saved_bytes(
+                    each,
                     upstream.objective,
                     batch,
                     device=environment.device,
                     half=config.training.precision != "fp32",
                     rounded=config.training.weights == "bf16",
                 )
-            )
+                for each, share in shares
+            ]
         except RuntimeError as error:
             first = str(error).partition("\n")[0]
             raise RefusedError(
                 f"--batch.micro_size auto: what a row takes cannot be counted, the forward pass does not run on fake "
                 f"tensors ({type(error).__name__}: {first}); allowed: a number"
             ) from error
+        saved.append(round(sum(found)))
     row = (saved[1] - saved[0]) // (FITTED[1] - FITTED[0])
     parameters = sum(parameter.numel() for parameter in model.parameters())
     stage = None if ds_document is None else int(ds_document.get("zero_optimization", {}).get("stage", 0))

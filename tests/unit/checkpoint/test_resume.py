@@ -33,6 +33,7 @@ ALLOWED = {
     "training.max_hours",
     "training.max_skipped_steps",
     "training.compile",
+    "training.activation_checkpointing",
     "training.deterministic",
     "data.workers",
     "data.prefetch",

@@ -1,0 +1,104 @@
+"""Blocks that keep less for their backward pass: the same run, and fewer bytes kept."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.grids import grid
+from tests.ranks import Ranks
+from tests.runs import flags
+from tests.synthetic import TWO_RANKS, Layout, Result, run, small_config, trainer_for
+from tests.synthetic_images import run_images
+from tests.synthetic_masks import run_masks
+from tests.synthetic_modalities import run_modalities
+from trp_scale.config import RefusedError
+from trp_scale.distributed.environment import Environment
+from trp_scale.recipes.arguments import parse
+from trp_scale.training.micro_size import counted
+from trp_scale.upstreams.base import build_upstream
+
+WAYS = ("selective", "full")
+RUNS: dict[str, tuple[Callable[[Layout, dict[str, Any]], Result], dict[str, Any]]] = {
+    "minimax with dropout": (run, {"model": {"dropout": 0.1}}),
+    "GradNorm": (run, {"balancer": {"kind": "gradnorm"}}),
+    "AdPE": (run_images, {"adversary": {"kind": "relative_embedding", "norm": "l2", "lr": 300.0, "eps": 0.2}}),
+    "MM-MAE": (run_modalities, {}),
+    "learned masks": (run_masks, {"multilevel": {"network": "patchwise"}}),
+}
+
+
+def same(found: Result, wanted: Result, bound: float) -> None:
+    assert wanted.moved
+    for name, value in wanted.weights.items():
+        torch.testing.assert_close(found.weights[name], value, rtol=0, atol=bound, msg=name)
+
+
+@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("model", RUNS)
+def test_a_run_is_the_same_to_the_last_bit(model: str, how: str) -> None:
+    function, changes = RUNS[model]
+    same(
+        function(Layout(), {**changes, "training": {"activation_checkpointing": how}}), function(Layout(), changes), 0.0
+    )
+
+
+@pytest.mark.parametrize(("layout", "how"), grid(TWO_RANKS, WAYS))
+def test_every_engine_gives_what_one_rank_does(two_ranks: Ranks, layout: str, how: str) -> None:
+    found = two_ranks(run, TWO_RANKS[layout], {"training": {"activation_checkpointing": how}})[0]
+    same(found, run(Layout(), {}), 1e-5)
+
+
+def bytes_kept(how: str) -> int:
+    """By the blocks of a step's first forward pass, for its backward pass."""
+    trainer = trainer_for(Layout(), small_config(Layout(), training={"activation_checkpointing": how}))
+    kept: dict[int, int] = {}
+    weights = {parameter.untyped_storage().data_ptr() for parameter in trainer.engine.module.parameters()}  # type: ignore[attr-defined]
+
+    def keep(tensor: Tensor) -> Tensor:
+        if tensor.untyped_storage().data_ptr() not in weights:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    held = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: (held.append(tensor), keep(tensor))[1], lambda t: t):
+        losses = trainer.objective(trainer.engine, trainer.source.next_window()[0])
+    trainer.engine.close()
+    del losses
+    return sum(kept.values())
+
+
+def test_full_keeps_fewer_bytes_than_selective_would_and_none() -> None:
+    """What selective checkpointing keeps lies in its own store, which these hooks do not see."""
+    assert bytes_kept("full") < 0.6 * bytes_kept("none")
+
+
+def test_auto_counts_what_is_kept(text_dataset: Path, tmp_path: Path) -> None:
+    rows = {}
+    for how in ("none", "full"):
+        words = flags(text_dataset, tmp_path, batch__micro_size=1, training__activation_checkpointing=how)
+        config = parse(words).config
+        with Environment() as environment:
+            rows[how] = counted(build_upstream(config, environment), config, environment, "plain", None).row
+    assert rows["full"] < rows["none"]
+
+
+@pytest.mark.parametrize(
+    ("how", "compile", "allowed"), [("full", "whole", "blocks"), ("selective", "blocks", "none or full")]
+)
+def test_what_does_not_go_together_is_refused(
+    text_dataset: Path, tmp_path: Path, how: str, compile: str, allowed: str
+) -> None:
+    words = flags(text_dataset, tmp_path, training__activation_checkpointing=how, training__compile=compile)
+    with pytest.raises(RefusedError, match=f"activation_checkpointing is {how}.*allowed.*{allowed}"):
+        parse(words)
+
+
+def test_compiled_blocks_are_made_again() -> None:
+    together = {"training": {"activation_checkpointing": "full", "compile": "blocks"}}
+    same(run(Layout(), together), run(Layout(), {}), 1e-5)
