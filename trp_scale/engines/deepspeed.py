@@ -91,9 +91,8 @@ class DeepSpeedEngine(ShardOperations):
             blocks = {type(layer) for layer in module.layers if list(layer.children())}  # type: ignore[union-attr, attr-defined]
             set_z3_leaf_modules(module, list(blocks), raise_if_not_found=False)
             deepspeed.init_distributed(dist_init_required=False)
-            for unit in (*module.layers, module) if first_values(module) else ():  # type: ignore[misc]
-                # At once in pieces: one block is whole, and nothing else.
-                deepspeed.zero.Init(module=filled(unit, device), config_dict_or_path=document)
+            if first_values(module):
+                self._cut(module, document)
         else:
             filled(module, device)
         self.engine, _, _, _ = deepspeed.initialize(
@@ -104,6 +103,16 @@ class DeepSpeedEngine(ShardOperations):
             self._stage_3.add(self)
         self.layout = self._layout()
         self._steps = 0
+
+    def _cut(self, module: nn.Module, document: dict[str, Any]) -> None:
+        """Fill a model without content for stage 3, at once in pieces: one block is whole, and nothing else."""
+        half = {"bf16": torch.bfloat16, "fp16": torch.float16}
+        read = next((half[name] for name in half if document.get(name, {}).get("enabled")), torch.float32)
+        for unit in (*module.layers, module):  # type: ignore[misc]
+            for parameter in filled(unit, self.device).parameters():
+                if not hasattr(parameter, "ds_id"):  # else cut before; DeepSpeed rounds none that is
+                    parameter.data = parameter.data.to(read)
+            deepspeed.zero.Init(module=unit, config_dict_or_path=document)
 
     def _layout(self) -> ZeroLayout:
         """Where the states are, by the class of optimizer that DeepSpeed chose for stage and precision."""
