@@ -355,17 +355,28 @@ def read_full_state(path: Path, state: str = "weight", engine: str = "") -> dict
     Raises:
         CheckpointError: the checkpoint is not complete or damaged, or its run kept no average.
     """
+    document, names = stored_names(path, state, engine)
+    with open_pieces(path, document, Group("world")) as pieces:
+        return {short: pieces.whole(state, name) for short, name in names.items()}
+
+
+def stored_names(path: Path, state: str = "weight", engine: str = "") -> tuple[CheckpointDocument, dict[str, str]]:
+    """The document, and the names of one engine's tensors that have a state: as the engine has them -> as stored.
+    Arguments and errors as in read_full_state."""
     document = read_document(path)
     if state == WEIGHT_AVERAGE and not any(state in tensor.states for tensor in document.tensors.values()):
         raise CheckpointError(
             f"--weights average: {path} holds no average of the weights, its run had no hook {WEIGHT_AVERAGE}; "
             "allowed: --weights last"
         )
+    own = own_names(document, engine)
+    return document, {short: name for short, name in own.items() if state in document.tensors[name].states}
+
+
+def read_tensor(path: Path, document: CheckpointDocument, state: str, name: str) -> Tensor:
+    """One tensor, whole, on the CPU, by the name that it is stored under."""
     with open_pieces(path, document, Group("world")) as pieces:
-        own = own_names(document, engine)
-        return {
-            short: pieces.whole(state, name) for short, name in own.items() if state in document.tensors[name].states
-        }
+        return pieces.whole(state, name)
 
 
 def own_names(document: CheckpointDocument, engine: str = "") -> dict[str, str]:

@@ -5,18 +5,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from trp_scale.checkpoint.document import DOCUMENT_NAME
 from trp_scale.checkpoint.export import find_checkpoint
-from trp_scale.checkpoint.format import named_weights, read_full_state
+from trp_scale.checkpoint.format import named_weights, read_tensor, stored_names
 from trp_scale.config import RefusedError
+from trp_scale.models.initialise import give
 
 
 def give_weights(model: Model, path: str, load: Load[Model]) -> None:
@@ -43,15 +44,16 @@ def give_weights(model: Model, path: str, load: Load[Model]) -> None:
         load_given_weights(model, path, load)
 
 
-@torch.no_grad()
 def take_checkpoint(model: nn.Module, checkpoint: Path, state: str) -> None:
-    """Copy a checkpoint's weights, or what stands in for them, by name."""
-    stored, own = read_full_state(checkpoint, state), dict(model.named_parameters())
+    """Give a model a checkpoint's weights, or what stands in for them, by name; each is read when it is needed."""
+    document, stored = stored_names(checkpoint, state)
+    own = dict(model.named_parameters())
+    shapes = {name: tuple(document.tensors[each].shape) for name, each in stored.items()}
     missing = sorted(set(own) - set(stored))
     other = [
-        f"{name} {tuple(stored[name].shape)}, here {tuple(parameter.shape)}"
+        f"{name} {shapes[name]}, here {tuple(parameter.shape)}"
         for name, parameter in own.items()
-        if name in stored and stored[name].shape != parameter.shape
+        if name in stored and shapes[name] != tuple(parameter.shape)
     ]
     unexpected = sorted(set(stored) - set(own))
     if missing or other or unexpected:
@@ -65,7 +67,7 @@ def take_checkpoint(model: nn.Module, checkpoint: Path, state: str) -> None:
             "--vision settings as that run's"
         )
     for name, parameter in own.items():
-        parameter.copy_(stored[name])
+        give(parameter, partial(read_tensor, checkpoint, document, state, stored[name]))
 
 
 FILE = "model.safetensors"
