@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.grids import grid
 from tests.ranks import Ranks
 from tests.synthetic import TWO_RANKS, VOCABULARY, Layout, data_group, small_config
 from tests.synthetic_images import image_config
@@ -51,8 +52,7 @@ def engine_weights(name: str, layout: Layout) -> dict[str, Tensor]:
     return weights
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("layout", ["plain", *TWO_RANKS])
+@pytest.mark.parametrize(("layout", "name"), grid(["plain", *TWO_RANKS], MODELS))
 def test_every_engine_fills_what_the_model_made_whole_has(two_ranks: Ranks, name: str, layout: str) -> None:
     if layout == "plain":
         found = engine_weights(name, Layout())

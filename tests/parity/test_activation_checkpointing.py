@@ -39,8 +39,7 @@ def same(found: Result, wanted: Result, bound: float) -> None:
         torch.testing.assert_close(found.weights[name], value, rtol=0, atol=bound, msg=name)
 
 
-@pytest.mark.parametrize("how", WAYS)
-@pytest.mark.parametrize("model", RUNS)
+@pytest.mark.parametrize(("model", "how"), grid(RUNS, WAYS))
 def test_a_run_is_the_same_to_the_last_bit(model: str, how: str) -> None:
     function, changes = RUNS[model]
     same(
