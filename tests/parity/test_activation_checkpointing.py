@@ -19,6 +19,7 @@ from tests.synthetic_masks import run_masks
 from tests.synthetic_modalities import run_modalities
 from trp_scale.config import RefusedError
 from trp_scale.distributed.environment import Environment
+from trp_scale.engines import compiled
 from trp_scale.recipes.arguments import parse
 from trp_scale.training.micro_size import counted
 from trp_scale.upstreams.base import build_upstream
@@ -47,9 +48,25 @@ def test_a_run_is_the_same_to_the_last_bit(model: str, how: str) -> None:
     )
 
 
+def run_and_count(layout: Layout, how: str) -> tuple[Result, int]:
+    """The run, and how often a block's forward pass was checkpointed."""
+    original, calls = compiled.checkpoint, []
+
+    def counting(*arguments: Any, **named: Any) -> Any:
+        calls.append(None)
+        return original(*arguments, **named)
+
+    compiled.checkpoint = counting  # type: ignore[assignment]
+    try:
+        return run(layout, {"training": {"activation_checkpointing": how}}), len(calls)
+    finally:
+        compiled.checkpoint = original
+
+
 @pytest.mark.parametrize(("layout", "how"), grid(TWO_RANKS, WAYS))
 def test_every_engine_gives_what_one_rank_does(two_ranks: Ranks, layout: str, how: str) -> None:
-    found = two_ranks(run, TWO_RANKS[layout], {"training": {"activation_checkpointing": how}})[0]
+    found, calls = two_ranks(run_and_count, TWO_RANKS[layout], how)[0]
+    assert calls == 2 * 2 * len(found.steps)  # two blocks of two micro-batches
     same(found, run(Layout(), {}), 1e-5)
 
 

@@ -105,12 +105,13 @@ class DeepSpeedEngine(ShardOperations):
         self._steps = 0
 
     def _cut(self, module: nn.Module, document: dict[str, Any]) -> None:
-        """Fill a model without content for stage 3, at once in pieces: one block is whole, and nothing else."""
+        """Fill a model without content for stage 3, block by block. Each block is cut into the ranks' pieces before the
+        next is made, in the type that forwards read: DeepSpeed rounds no parameter that is cut."""
         half = {"bf16": torch.bfloat16, "fp16": torch.float16}
         read = next((half[name] for name in half if document.get(name, {}).get("enabled")), torch.float32)
         for unit in (*module.layers, module):  # type: ignore[misc]
             for parameter in filled(unit, self.device).parameters():
-                if not hasattr(parameter, "ds_id"):  # else cut before; DeepSpeed rounds none that is
+                if not hasattr(parameter, "ds_id"):  # it is not cut yet
                     parameter.data = parameter.data.to(read)
             deepspeed.zero.Init(module=unit, config_dict_or_path=document)
 

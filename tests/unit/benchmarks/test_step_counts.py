@@ -69,6 +69,14 @@ def test_fused_bert_keeps_its_arithmetic_and_moves_less() -> None:
         assert fused.moved[phase] < 0.9 * eager["moved"][phase]
 
 
+def test_selective_checkpointing_repeats_no_product_and_full_repeats_all() -> None:
+    found = {how: counted("bert_base_128", checkpointing=how) for how in ("selective", "full")}
+    none = TABLE["bert_base_128"]
+    assert found["selective"].flops == none["flops"] < 0.8 * found["full"].flops
+    assert none["operations"]["backward"] < found["selective"].operations["backward"]
+    assert found["selective"].operations["backward"] < found["full"].operations["backward"]
+
+
 @pytest.mark.parametrize(("name", "forward", "saved"), [("bert_base_128", 350, 1.38e9), ("mae_vit_b", 310, 2.65e9)])
 def test_bf16_weights_take_fewer_operations_and_bytes(name: str, forward: int, saved: float) -> None:
     found = counted(name, weights="bf16")

@@ -12,6 +12,7 @@ from transformers import BertConfig, BertForPreTraining
 from benchmarks.text_steps import random_batch
 from tests.runs import flags
 from trp_scale.config import TextModelConfig
+from trp_scale.core.batch import Batch
 from trp_scale.data.text.groups import GROUPS
 from trp_scale.distributed.environment import Environment
 from trp_scale.observe.throughput import bert_step_flops, peak_flops, peak_memory_bytes
@@ -53,38 +54,45 @@ def test_forward_agrees_with_what_torch_counts() -> None:
     assert ours / 3 == pytest.approx(counter.get_total_flops(), rel=1e-3)
 
 
-def test_forward_of_our_model_is_counted_as_it_is_computed() -> None:
-    """The last layer at the first and the masked positions alone, which a whole one would overstate."""
-    model = TextModelConfig(layers=2, hidden_size=64, heads=4, intermediate_size=160, max_positions=48, dropout=0.0)
-    module = BertForMaskedPositions(model, vocab_size=320, seed=0).eval()
+def small_model(layers: int) -> TextModelConfig:
+    return TextModelConfig(layers=layers, hidden_size=64, heads=4, intermediate_size=160, max_positions=48, dropout=0.0)
+
+
+def small_batch() -> Batch:
+    """3 rows of 48 pieces, 7 of them masked, out of 320."""
     batch = random_batch(3, 48, 7)
     batch.fields["tokens"] %= 320
     batch.fields["labels"] %= 320
+    return batch
+
+
+def forward_flops(model: TextModelConfig, batch: Batch) -> int:
+    """Counted by torch while it computes."""
+    module = BertForMaskedPositions(model, vocab_size=320, seed=0).eval()
     objective = PosMaskedLanguageModelling(PosBertObjectiveConfig(), GROUPS, 64)
     with torch.no_grad(), FlopCounterMode(display=False) as counter:
         objective(module, batch)
+    return int(counter.get_total_flops())
+
+
+def test_forward_of_our_model_is_counted_as_it_is_computed() -> None:
+    """The last layer at the first and the masked positions alone, which a whole one would overstate."""
+    model, batch = small_model(layers=2), small_batch()
     sizes = {"rows": 3, "length": 48, "predicted": 7, "vocabulary": 320}
-    counted = 3 * counter.get_total_flops()
+    counted = 3 * forward_flops(model, batch)
     assert bert_step_flops(model, **sizes, read=1 + 7) == pytest.approx(counted, rel=1e-3)
     assert bert_step_flops(model, **sizes) > 1.2 * counted
 
 
 def test_what_is_left_out_is_not_counted() -> None:
     """Attention goes over whole rows; all else over the places that are kept."""
-    model = TextModelConfig(layers=3, hidden_size=64, heads=4, intermediate_size=160, max_positions=48, dropout=0.0)
-    module = BertForMaskedPositions(model, vocab_size=320, seed=0).eval()
-    batch = random_batch(3, 48, 7)
-    batch.fields["tokens"] %= 320
-    batch.fields["labels"] %= 320
+    model, batch = small_model(layers=3), small_batch()
     real = torch.arange(48) < torch.tensor([[48], [40], [41]])
     batch.fields["attention_mask"], batch.fields["masked_positions"] = real, batch["masked_positions"] % 40
     batch.fields["kept"] = real.flatten().nonzero().flatten()
-    objective = PosMaskedLanguageModelling(PosBertObjectiveConfig(), GROUPS, 64)
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        objective(module, batch)
     sizes = {"rows": 3, "length": 48, "predicted": 7, "vocabulary": 320, "read": 1 + 7}
     found = bert_step_flops(model, **sizes, kept=129 / 144)
-    assert found == pytest.approx(3 * counter.get_total_flops(), rel=1e-3)
+    assert found == pytest.approx(3 * forward_flops(model, batch), rel=1e-3)
     assert found < 0.97 * bert_step_flops(model, **sizes)
 
 
