@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -18,9 +18,10 @@ from benchmarks.gpu_sizes import use_of_peak
 from benchmarks.image_steps import mae_workload
 from benchmarks.mlo_steps import cycle, cycle_steps, masks_trainer, plain_engines
 from benchmarks.rounds import alternate
-from benchmarks.steps import Workload
-from benchmarks.text_steps import VOCABULARY
+from benchmarks.steps import SameWindow, Workload
+from benchmarks.text_steps import VOCABULARY, ending_early, without_list
 from trp_scale.config.components import settings_of
+from trp_scale.core.batch import Batch
 from trp_scale.masks.flops import multilevel_step_flops
 from trp_scale.observe.throughput import bert_step_flops, mae_step_flops
 
@@ -105,8 +106,39 @@ def from_fp32(setting: Setting, layout: str, way: Way) -> Figures:
     return {**ours, **{f"autocast_{name}": value for name, value in autocast.items()}}
 
 
+def unpadded(setting: Setting) -> Figures:
+    """A step over rows that end early, of the places that are listed over whole rows; and how far their losses are
+    apart, over the loss, without dropout."""
+    release_memory()
+    work, _ = workload(setting, TEXT, WAYS["bf16 weights"])
+    listed = ending_early(work.rows)
+    with training(setting, "plain", replace(work, rows=listed)) as trainer:
+        engine = trainer.engine
+        engine.train(False)
+        given = {"whole": without_list(listed).to(engine.device), "listed": listed.to(engine.device)}
+        with torch.no_grad():
+            losses = {name: trainer.objective(engine, batch).sums for name, batch in given.items()}
+        engine.train(True)
+
+        def step(batch: Batch) -> None:
+            trainer.source = SameWindow([batch])
+            trainer.train_step()
+
+        steps = {"whole": partial(step, without_list(listed)), "listed": partial(step, listed)}
+        measured = alternate(steps, rounds=setting.rounds)
+    apart_by = (losses["listed"] - losses["whole"]).abs() / losses["whole"].abs().clamp(min=1.0)
+    return {
+        "rows": len(listed.keys),
+        "kept_places": len(listed["kept"]) / listed["tokens"].numel(),
+        "listed_over_whole": measured["listed"].wall / measured["whole"].wall,
+        "whole_step_ms": measured["whole"].wall * 1e3,
+        "losses_apart": float(apart_by.max()),
+    }
+
+
 def ways(setting: Setting) -> Iterator[Item]:
     """BERT-base and MAE ViT-B in each way; what compiling takes comes last."""
+    yield Item(name=f"{TEXT}, padding left out", measure=partial(unpadded, setting), seconds=10)
     for name, (layout, way) in COMPARED.items():
         yield Item(name=f"{name}, from fp32", measure=partial(from_fp32, setting, layout, way), seconds=10)
     for name, way in WAYS.items():

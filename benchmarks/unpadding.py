@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.rounds import alternate, print_pairs, print_ratios
 from benchmarks.steps import SameWindow, StepOptions, endless, loop_over
-from benchmarks.text_steps import small_bert
+from benchmarks.text_steps import small_bert, without_list
 from trp_scale.config import TextModelConfig
 from trp_scale.core.batch import Batch
 from trp_scale.core.run import RunContext
@@ -69,11 +69,6 @@ def settings(options: Options) -> PosBertConfig:
     return config
 
 
-def padded(batch: Batch) -> Batch:
-    """The batch without its list of places."""
-    return replace(batch, fields={name: value for name, value in batch.fields.items() if name != "kept"})
-
-
 class Turns:
     """The two candidates, which take the same rows in the same round.
 
@@ -108,7 +103,7 @@ class Turns:
         def call() -> None:
             batch = next(self.windows[kind])
             if kind == KINDS[0]:
-                batch = padded(batch)
+                batch = without_list(batch)
             else:
                 self.places += batch["tokens"].numel()
                 self.kept += len(batch.fields.get("kept", batch["tokens"].flatten()))
@@ -125,7 +120,7 @@ class Turns:
         losses = []
         for kind, trainer in self.trainers.items():
             trainer.engine.train(False)
-            given = (padded(batch) if kind == KINDS[0] else batch).to(trainer.engine.device)
+            given = (without_list(batch) if kind == KINDS[0] else batch).to(trainer.engine.device)
             losses.append(trainer.objective(trainer.engine, given).sums)
             trainer.engine.train(True)
         return float(((losses[0] - losses[1]).abs() / losses[0].abs().clamp(min=1.0)).max())

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks import gpu, gpu_images, gpu_memory, gpu_modalities, gpu_parity
+from benchmarks import gpu, gpu_images, gpu_memory, gpu_modalities, gpu_parity, text_steps
 from benchmarks.gpu_items import Figures, Item, Missing, measured
 from benchmarks.gpu_setting import ENGINES, Setting
 from trp_scale.config import RefusedError
@@ -86,6 +86,25 @@ def test_the_engines_agree_on_the_adversary_in_fp32(
         figures = items[f"adversary, fp32, {layout}"]
         assert figures["distance_over_travelled"] < 1e-4, layout
         assert figures["adversary_distance"] < 1e-3, layout
+
+
+def test_rows_that_end_early_are_measured_as_lists_and_whole(
+    run: tuple[subprocess.CompletedProcess[str], dict[str, Any]],
+) -> None:
+    (figures,) = [item["figures"] for item in run[1]["items"] if item["name"].endswith("padding left out")]
+    assert 0.5 < figures["kept_places"] < 1
+    assert figures["listed_over_whole"] > 0
+    assert figures["losses_apart"] < 1e-2, "bf16"
+
+
+def test_rows_that_end_early_lose_the_words_behind_their_ends() -> None:
+    whole = text_steps.random_batch(8)
+    early = text_steps.ending_early(whole)
+    last = early["attention_mask"].sum(1, keepdim=True) - 1
+    assert bool((last < 127).any())
+    assert torch.equal(early["label_weights"] == 1, whole["masked_positions"] <= last)
+    assert bool(early["attention_mask"].flatten()[early["kept"]].sum() == early["attention_mask"].sum())
+    assert "kept" not in text_steps.without_list(early).fields
 
 
 def test_key_biases_alone_are_left_out() -> None:
