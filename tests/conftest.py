@@ -31,6 +31,14 @@ def two_ranks() -> Iterator[Ranks]:
 
 
 @pytest.fixture(scope="session")
+def four_ranks() -> Iterator[Ranks]:
+    """Four of them, which take some seconds to start."""
+    ranks = Ranks(4)
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture(scope="session")
 def text_dataset(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A few hundred rows of real English, sharded."""
     return small_text_dataset(tmp_path_factory.mktemp("data") / "text")

@@ -97,17 +97,24 @@ class SilentObserver:
 
 @dataclass(kw_only=True)
 class Layout:
-    """How a run is split. `stage`: ZeRO stage for deepspeed."""
+    """How a run is split. `stage`: ZeRO stage for deepspeed. `settings`: sections that go with it."""
 
     engine: str = "plain"
     stage: int | None = None
     micro_size: int = 2
     document: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict)
+
+
+def hybrid(shard_ranks: int, **layout: Any) -> Layout:
+    """FSDP2 with a copy on each `shard_ranks` ranks."""
+    return Layout(engine="fsdp", settings={"fsdp": {"shard_ranks": shard_ranks}}, **layout)
 
 
 TWO_RANKS = {
     "ddp": Layout(engine="ddp"),
     "fsdp": Layout(engine="fsdp"),
+    "hybrid": hybrid(1),
     "zero0": Layout(engine="deepspeed", stage=0),
     "zero1": Layout(engine="deepspeed", stage=1),
     "zero2": Layout(engine="deepspeed", stage=2),
@@ -128,7 +135,7 @@ def small_config(layout: Layout, **changes: Any) -> Config:
         optimizer=OptimizerConfig(lr=1e-3, warmup_steps=0, schedule="constant"),
         balancer=settings_of("balancer", "minimax"),
     )
-    return changed(config, **changes)
+    return changed(config, **{**layout.settings, **changes})
 
 
 def data_group() -> Group:

@@ -118,7 +118,7 @@ def image_config(layout: Layout, **changes: Any) -> Config:
         balancer=settings_of("balancer", "uniform"),
         adversary=settings_of("adversary", "none"),
     )
-    return changed(config, **changes)
+    return changed(config, **{**layout.settings, **changes})
 
 
 def make_image_engine(layout: Layout, config: Config, group: Group) -> Engine:

@@ -133,7 +133,8 @@ def modality_config(layout: Layout | None = None, **changes: Any) -> Config:
         optimizer=OptimizerConfig(lr=1e-3, eps=1e-4, warmup_steps=0, schedule="constant"),
         balancer=settings_of("balancer", "uniform"),
     )
-    return changed(changed(config, semseg={"stride": STRIDE, "class_embedding": 8}), **changes)
+    sections = {**(layout.settings if layout else {}), **changes}
+    return changed(changed(config, semseg={"stride": STRIDE, "class_embedding": 8}), **sections)
 
 
 def make_modality_engine(layout: Layout, config: Config, group: Group) -> Engine:

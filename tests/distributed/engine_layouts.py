@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.ranks import Ranks
-from tests.synthetic import Layout
+from tests.synthetic import Layout, hybrid
 from trp_scale.engines.ds_config import read
 
 ROOT = Path(__file__).parents[2]
@@ -23,6 +23,7 @@ LAYOUTS = {
     "plain": Layout(),
     "ddp": Layout(engine="ddp"),
     "fsdp": Layout(engine="fsdp"),
+    "hybrid": hybrid(1),
     "zero0": shipped("tests/distributed/zero0.json"),
     "zero1": shipped("ds_configs/zero1.json"),
     "zero2": shipped("ds_configs/zero2.json"),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.ranks import Ranks
-from tests.synthetic import Layout, RecordingTrainer, data_group, small_config, trainer_for
+from tests.synthetic import Layout, RecordingTrainer, data_group, hybrid, small_config, trainer_for
 from trp_scale.checkpoint.agreement import check_shared_directory, on_rank_zero, together
 from trp_scale.checkpoint.format import read_full_state
 from trp_scale.checkpoint.manager import load, save
@@ -25,6 +25,7 @@ PATHS = {
         Layout(engine="deepspeed", stage=3),
         Layout(engine="fsdp"),
         Layout(engine="ddp"),
+        hybrid(1),
         Layout(engine="deepspeed", stage=2),
         Layout(engine="deepspeed", stage=1),
         Layout(engine="deepspeed", stage=0),

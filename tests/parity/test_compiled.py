@@ -26,7 +26,7 @@ from trp_scale.distributed.groups import ALONE
 Found = TypeVar("Found")
 
 CHANGES: dict[str, Any] = {"optimizer": {"eps": 1e-4}, "balancer": {"kind": "minimax", "estimate": "exact"}}
-LAYOUTS = [name for name in TWO_RANKS if name not in ("zero0", "zero3")]
+LAYOUTS = [name for name in TWO_RANKS if name not in ("hybrid", "zero0", "zero3")]
 GRAPHS = {"blocks": 4, "whole": 2}
 """A block and the last one, or the model; each with gradients and without (the pass that finds the weights)."""
 

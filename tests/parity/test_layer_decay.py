@@ -10,6 +10,7 @@ import torch
 
 from tests.parity.compare import too_far
 from tests.ranks import Ranks
+from tests.settings import changed
 from tests.synthetic import TWO_RANKS, Layout, RecordingTrainer, Result, SilentObserver, data_group
 from tests.synthetic_images import SyntheticImages, by_projection
 from tests.unit.models.encoder_peers import CLASSES, finetune_config
@@ -49,6 +50,7 @@ def tuned(layout: Layout, optimizer: dict[str, Any], **downstream: Any) -> Resul
     config.batch.micro_size, config.training = layout.micro_size, TrainingConfig(steps=3, seed=3)
     config.optimizer = OptimizerConfig(**{"warmup_steps": 0, "schedule": "constant", "weight_decay": 0.05, **optimizer})
     config.balancer = settings_of("balancer", "uniform")
+    config = changed(config, **layout.settings)
     document = {"zero_optimization": {"stage": layout.stage}} if layout.stage is not None else None
     engine = build_engine(
         layout.engine,

@@ -203,6 +203,7 @@ MAY_CHANGE = (
     "training.compile",
     "training.activation_checkpointing",
     "training.deterministic",
+    "fsdp.*",
     "data.workers",
     "data.prefetch",
     "data.verify",

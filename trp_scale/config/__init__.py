@@ -40,6 +40,7 @@ __all__ = [
     "CropsConfig",
     "DataConfig",
     "DecodedVisionConfig",
+    "FsdpConfig",
     "LoggingConfig",
     "MaskingConfig",
     "ModelConfig",
@@ -139,6 +140,15 @@ class TrainingConfig(Section):
     def against_compiling(self, config: Any) -> Iterator[str]:
         if self.activation_checkpointing == "selective":
             yield "--training.activation_checkpointing selective chooses by operations, which a graph hides"
+
+
+@dataclass(kw_only=True)
+class FsdpConfig(Section):
+    """Where --engine fsdp keeps weights, gradients and moments; the result is the same."""
+
+    shard_ranks: int = setting(0, at_least=0)
+    """Ranks that share one copy, neighbours by number; the others hold copies of it, and only gradients travel between
+    copies. The ranks of a node: what is gathered stays inside it. 0 = all ranks, one copy."""
 
 
 @dataclass(kw_only=True)
@@ -268,6 +278,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     batch: BatchConfig = field(default_factory=BatchConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
+    fsdp: FsdpConfig = field(default_factory=FsdpConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     balancer: Any = field(default_factory=default_settings("balancer", "minimax"), metadata={"role": "balancer"})
     """Settings of the balancer of this kind."""

@@ -1,27 +1,40 @@
-"""FSDP2 (torch's fully_shard): weights, gradients and moments sharded by rows over the data ranks."""
+"""FSDP2 (torch's fully_shard): weights, gradients and moments sharded by rows over the data ranks, or over those of a
+node, with a copy on each node."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from trp_scale.config.settings import near_divisors
 from trp_scale.core.engine import EngineError
+from trp_scale.core.pieces import Piece
 from trp_scale.engines.optimizer import Lamb
 from trp_scale.engines.plain import PlainEngine
+from trp_scale.engines.shards import sum_of_squares
 from trp_scale.models.initialise import Value, allocate, first_values
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class FsdpEngine(PlainEngine):
-    """Each block of `module.layers` is a unit of its own, the rest one more; gradients are reduced once per window."""
+    """Each block of `module.layers` is a unit of its own, the rest one more; gradients are reduced once per window.
+
+    With `fsdp.shard_ranks` the ranks are a table: a row shares one copy of everything, and the ranks of a column hold
+    the same part of it. A parameter has one owning copy, so that sums over all ranks and checkpoints have it once.
+
+    Attributes:
+        shard_ranks: columns of the table.
+        copies: rows of the table.
+    """
 
     name = "fsdp"
     plain_forward = False  # it gathers
@@ -32,7 +45,7 @@ class FsdpEngine(PlainEngine):
         values = first_values(module)
         if not values:
             module = module.to(self.device)
-        mesh = init_device_mesh(self.device.type, (self.data_group.size,), mesh_dim_names=("data",))
+        mesh = self._mesh()
         # With fp32 weights forwards read fp32 under autocast, so that a hook's perturbation is exact.
         read, sent = (DTYPES[name] for name in (self.config.training.weights, self.config.training.gradients))
         policy = MixedPrecisionPolicy(param_dtype=read, reduce_dtype=sent, cast_forward_inputs=False)
@@ -46,7 +59,27 @@ class FsdpEngine(PlainEngine):
         if values:
             allocate(module, self.device)
             self.fill(module, values)
+        self._owning_copies = balanced([parameter.numel() for parameter in module.parameters()], self.copies)
         return module
+
+    def _mesh(self) -> DeviceMesh:
+        """The ranks as FSDP2 is told of them: a row, or a table.
+
+        Raises:
+            EngineError: the rows of the table would not be of one length.
+        """
+        world, wanted = self.data_group.size, self.config.fsdp.shard_ranks
+        if wanted and world % wanted:
+            raise EngineError(
+                f"--fsdp.shard_ranks is {wanted} and does not divide the {world} ranks of this run; allowed: 0 for all "
+                f"of them, {near_divisors(world, wanted)}"
+            )
+        self.shard_ranks = wanted or world
+        self.copies = world // self.shard_ranks
+        if self.copies == 1:
+            return init_device_mesh(self.device.type, (world,), mesh_dim_names=("data",))
+        names = ("copies", "shards")
+        return init_device_mesh(self.device.type, (self.copies, self.shard_ranks), mesh_dim_names=names)
 
     @torch.no_grad()
     def fill(self, module: nn.Module, values: Mapping[str, Callable[[], Value]]) -> None:
@@ -64,7 +97,7 @@ class FsdpEngine(PlainEngine):
     def optimizer_of(self, module: nn.Module) -> torch.optim.Optimizer:
         optimizer = super().optimizer_of(module)
         if isinstance(optimizer, Lamb):
-            optimizer.shard(self.local, self.data_group)
+            optimizer.shard(self.local, self.data_group)  # which counts copies too: in a ratio of norms that is nothing
         return optimizer
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
@@ -109,9 +142,20 @@ class FsdpEngine(PlainEngine):
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
     def start_of(self, parameter: Tensor) -> int:
-        rows = -(-parameter.shape[0] // self.data_group.size)  # torch.chunk's rule, which FSDP2 shards by
+        rows = -(-parameter.shape[0] // self.shard_ranks)  # torch.chunk's rule, which FSDP2 shards by
         row_numel = parameter.numel() // max(parameter.shape[0], 1)
-        return min(self.data_group.rank * rows, parameter.shape[0]) * row_numel
+        return min(self.data_group.rank % self.shard_ranks * rows, parameter.shape[0]) * row_numel
+
+    def pieces(self) -> Iterator[Piece]:
+        copy = self.data_group.rank // self.shard_ranks
+        for piece, owning in zip(super().pieces(), self._owning_copies, strict=True):
+            yield piece if owning == copy else replace(piece, owner=False)
+
+    def check_gradients(self) -> Tensor:
+        # Each copy counts: one that is not finite is seen by all ranks, and all get the same bits.
+        squares = sum_of_squares(self._gradients(), self.device)
+        self._norm = (self.data_group.sum(squares) / self.copies).sqrt()
+        return self._norm
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         # After a forward without backward the outer unit is still gathered: its parameters would be whole tensors that
@@ -126,3 +170,12 @@ class FsdpEngine(PlainEngine):
             if self.data_group.rank == 0:
                 weights[name] = full.detach().float().cpu().clone()
         return weights
+
+
+def balanced(sizes: Sequence[int], places: int) -> list[int]:
+    """Each thing's place, one after the other where least lies."""
+    held, found = [0] * places, []
+    for size in sizes:
+        found.append(place := held.index(min(held)))
+        held[place] += size
+    return found

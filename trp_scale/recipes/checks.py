@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from trp_scale.config import Config, RefusedError
 from trp_scale.config.components import find
-from trp_scale.config.settings import Section, range_problems, sections
+from trp_scale.config.settings import Section, given, range_problems, sections
 
 
 def check(config: Config) -> None:
@@ -55,8 +55,11 @@ def check_engine(config: Config, engine: str, *, gpu: bool) -> None:
 
     Raises:
         RefusedError: fp16 without DeepSpeed or without a GPU, a snapshot of a GPU's memory without a GPU, bf16 weights
-            or gradients that DeepSpeed's file has to say.
+            or gradients that DeepSpeed's file has to say, settings of FSDP2 for another engine.
     """
+    if engine != "fsdp" and (settings := given(config.fsdp)):
+        name, value = next(iter(settings.items()))
+        raise RefusedError(f"--fsdp.{name} is {value} and the engine {engine}; allowed: --engine fsdp, or without it")
     if config.logging.memory_snapshot and not gpu:
         raise RefusedError("--logging.memory_snapshot needs a GPU, this machine shows none; allowed: without it")
     for name, key in (("weights", "bf16.enabled"), ("gradients", "communication_data_type")):

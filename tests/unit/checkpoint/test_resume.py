@@ -35,6 +35,7 @@ ALLOWED = {
     "training.compile",
     "training.activation_checkpointing",
     "training.deterministic",
+    "fsdp.shard_ranks",
     "data.workers",
     "data.prefetch",
     "data.verify",

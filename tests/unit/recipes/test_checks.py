@@ -72,6 +72,13 @@ def test_what_is_rarely_meant_is_allowed_with_a_caution(changes: dict[str, objec
     assert expected in caution
 
 
+def test_settings_of_fsdp_are_refused_on_another_engine() -> None:
+    sharded = config(fsdp__shard_ranks=8)
+    check_engine(sharded, "fsdp", gpu=False)
+    with pytest.raises(RefusedError, match=r"--fsdp.shard_ranks is 8 and the engine ddp; allowed: --engine fsdp"):
+        check_engine(sharded, "ddp", gpu=False)
+
+
 def test_fp16_needs_deepspeed_and_a_gpu() -> None:
     half = config(training__precision="fp16")
     refused: list[tuple[Callable[[], None], str]] = [

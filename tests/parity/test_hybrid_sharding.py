@@ -1,0 +1,180 @@
+"""FSDP2 with a copy of everything on each few ranks (`fsdp.shard_ranks`): the same run, each element owned once.
+
+One copy on each of two ranks is the layout `hybrid` of all grids of engines. Here: two copies, each over two ranks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.distributed.shard_probe import Double, ShardProbe, largest_difference
+from tests.distributed.test_checkpoint_engines import distance, go_on, states, step_path, uninterrupted
+from tests.parity.compare import RELATIVE, TRAVELLED, too_far
+from tests.parity.test_balancers import differences as balancer_differences
+from tests.parity.test_balancers import run as run_balancer
+from tests.parity.test_balancers import tensors
+from tests.parity.test_learned_masks import changes as mask_changes
+from tests.parity.test_learned_masks import differences as mask_differences
+from tests.parity.test_learned_masks import reference as mask_reference
+from tests.ranks import Ranks
+from tests.synthetic import Layout, Result, hybrid, run, small_config, trainer_for
+from tests.synthetic_images import run_images
+from tests.synthetic_masks import run_masks
+from trp_scale.core.engine import EngineError
+from trp_scale.engines.fsdp import balanced
+
+TWO_BY_TWO = hybrid(2, micro_size=1)
+"""Four ranks, two micro-batches each."""
+
+RUNS: dict[str, tuple[Callable[[Layout, dict[str, Any]], Result], dict[str, Any]]] = {
+    "minimax, clipped": (run, {"optimizer": {"kind": "sgd", "lr": 4.0, "clipping": 0.5}}),
+    "LAMB": (run, {"optimizer": {"kind": "lamb", "lr": 0.01, "clipping": 1.0, "weight_decay": 0.1}}),
+    "adversary": (
+        run_images,
+        {
+            "adversary": {"kind": "relative_embedding", "ascent": "sgd", "norm": "l2", "lr": 300.0, "eps": 0.2},
+            "optimizer": {"lr": 3e-3, "eps": 1e-4},
+        },
+    ),
+}
+
+
+@lru_cache
+def reference(name: str) -> Result:
+    """Plain, accumulation 4."""
+    function, changes = RUNS[name]
+    return function(Layout(), changes)
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_two_copies_over_two_ranks_each_give_the_weights_of_one_rank(four_ranks: Ranks, name: str) -> None:
+    function, changes = RUNS[name]
+    ours = four_ranks(function, TWO_BY_TWO, changes)
+    theirs = reference(name)
+    assert theirs.moved
+    assert too_far(ours[0], theirs) == []
+    for each in ours:
+        for step, (mine, other) in enumerate(zip(each.steps, theirs.steps, strict=True)):
+            assert mine.loss == pytest.approx(other.loss, rel=1e-5), step
+            assert mine.grad_norm == pytest.approx(other.grad_norm, rel=1e-4), step
+    if name == "adversary":
+        vector, expected = ours[3].vector, theirs.vector  # type: ignore[attr-defined]
+        apart = float((vector - expected).norm())
+        assert apart <= RELATIVE * float(expected.norm())
+        assert apart <= TRAVELLED * theirs.travelled  # type: ignore[attr-defined]
+
+
+def test_a_balancer_of_gradient_norms_is_the_same(four_ranks: Ranks) -> None:
+    first, *others = four_ranks(run_balancer, TWO_BY_TWO, "weights")
+    assert balancer_differences(first, "weights") == []
+    for _, state in others:
+        assert all(
+            torch.equal(ours, theirs) for (_, ours), (_, theirs) in zip(tensors(first[1]), tensors(state), strict=True)
+        )
+
+
+def test_three_levels_are_the_same(four_ranks: Ranks) -> None:
+    ours = four_ranks(run_masks, TWO_BY_TWO, mask_changes("patchwise"))[0]
+    assert ours.moved
+    assert mask_differences(ours, mask_reference("patchwise")) == []
+
+
+def held(layout: Layout) -> tuple[dict[str, Tensor], dict[str, tuple[int, bool]], bool]:
+    """This rank's parts after two steps, with their length and whether they are its own; whether a gradient that is not
+    finite on this rank's copy alone was seen."""
+    trainer = trainer_for(layout, small_config(layout))
+    trainer.engine.train(True)
+    for _ in range(2):
+        trainer.train_step()
+    parts = {piece.name: piece.tensors["exp_avg"].clone() for piece in trainer.engine.pieces()}
+    owned = {piece.name: (piece.region.size, piece.owner) for piece in trainer.engine.pieces()}
+    loss = trainer.objective(trainer.engine, trainer.source.next_window()[0]).sums.sum()
+    trainer.engine.backward(loss, last=True)
+    if trainer.engine.data_group.rank == 3:
+        next(trainer.engine.module.parameters()).grad.to_local().fill_(torch.inf)  # type: ignore[union-attr]
+    seen = not bool(trainer.engine.check_gradients().isfinite())
+    trainer.engine.discard_gradients()
+    trainer.engine.close()
+    return parts, owned, seen
+
+
+def test_copies_are_equal_bit_for_bit_and_each_part_is_owned_once(four_ranks: Ranks) -> None:
+    found = four_ranks(held, TWO_BY_TWO)
+    whole = sum(weight.numel() for weight in reference("minimax, clipped").weights.values())
+    written = []
+    for (parts, owned, seen), (copy, _, _) in zip(found, (*found[2:], *found[:2]), strict=True):
+        assert all(torch.equal(part, copy[name]) for name, part in parts.items())
+        assert seen, "another copy's gradient was not finite, and this rank did not see it"
+        assert sum(size for size, _ in owned.values()) <= 0.55 * whole
+        written.append(sum(size for size, owner in owned.values() if owner))
+    assert sum(written) == whole
+    assert max(written) < 0.35 * whole, "the ranks do not share the writing"
+
+
+def between_steps(layout: Layout) -> tuple[dict[str, Tensor], dict[str, Tensor], float, float, float]:
+    """Weights, a gradient, its norm, and losses at the weights and moved along it."""
+    probe = ShardProbe(layout)
+    probe.step(0)
+    weights, gradient = probe.engine.full_weights(), probe.engine.gradient_of(probe.shares(1, "reconstruction"))
+    at_weights = probe.look(3)
+    with probe.engine.perturbed(gradient, 0.05 / float(gradient.norm())):
+        moved = probe.look(3)
+    found = weights, probe.whole(gradient), float(gradient.norm()), at_weights, moved
+    probe.engine.close()
+    return found
+
+
+def test_gradients_and_norms_between_steps_count_each_element_once(four_ranks: Ranks) -> None:
+    weights, gradient, norm, at_weights, moved = four_ranks(between_steps, TWO_BY_TWO)[0]
+    double = Double(weights)
+    assert largest_difference(gradient, double.gradient(1, "reconstruction")) < 1e-5
+    assert norm == pytest.approx(float(torch.cat([each.flatten() for each in gradient.values()]).norm()), rel=1e-6)
+    assert at_weights == pytest.approx(double.look(3), rel=1e-5)
+    assert moved == pytest.approx(double.moved(gradient, 0.05 / norm).look(3), rel=1e-5)
+
+
+PATH = [Layout(), TWO_BY_TWO, Layout(engine="fsdp", micro_size=1), hybrid(1, micro_size=1), Layout()]
+"""One rank or four."""
+
+
+def test_a_checkpoint_goes_to_other_layouts_and_back(four_ranks: Ranks, tmp_path: Path) -> None:
+    reference = tmp_path / "reference"
+    expected = uninterrupted(reference, len(PATH))
+    checkpoint: Path | None = None
+    for number, layout in enumerate(PATH):
+        step, echo = 2 * (number + 1), tmp_path / f"echo{number}"
+        arguments = (layout, checkpoint, tmp_path / "run", echo)
+        found = [go_on(*arguments)] if layout.engine == "plain" else four_ranks(go_on, *arguments)
+        if checkpoint is not None:
+            stored, again = states(checkpoint), states(step_path(echo, step - 2))
+            for state, tensors in stored.items():
+                assert all(torch.equal(tensor, again[state][name]) for name, tensor in tensors.items()), (number, state)
+        assert all(values == pytest.approx(expected[number], rel=1e-5) for values in found)
+        checkpoint = step_path(tmp_path / "run", step)
+        present, wanted = states(checkpoint), states(step_path(reference, step))
+        assert all(distance(present[state], wanted[state]) < 1e-5 for state in wanted), number
+
+
+def refusal(layout: Layout) -> str:
+    try:
+        run(layout, {})
+    except EngineError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_that_do_not_divide_are_refused(four_ranks: Ranks) -> None:
+    said = "--fsdp.shard_ranks is 3 and does not divide the 4 ranks of this run; allowed: 0 for all of them, "
+    assert all(each.startswith(said) for each in four_ranks(refusal, hybrid(3)))
+
+
+def test_owning_copies_share_the_bytes() -> None:
+    assert balanced([4, 1, 4, 1, 2], 2) == [0, 1, 1, 0, 0]
+    assert balanced([5, 5], 1) == [0, 0]
