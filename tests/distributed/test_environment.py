@@ -14,6 +14,7 @@ import pytest
 import torch.distributed as dist
 
 from tests.ranks import free_port
+from trp_scale.config import RefusedError
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.launchers import RankInfo
 
@@ -108,6 +109,16 @@ def test_a_single_process_makes_a_group_only_when_asked() -> None:
         assert os.environ["LOCAL_RANK"] == "0"
     assert not dist.is_initialized()
     assert os.environ.get("LOCAL_RANK") == before
+
+
+def test_ranks_that_never_come_are_a_refusal() -> None:
+    alone = RankInfo(rank=0, world=2, master_port=free_port(), launcher="variables")
+    with (
+        pytest.raises(RefusedError, match="rank 1 of 2 has not come"),
+        Environment(alone, timeout_minutes=0.01, use_gpu=False),
+    ):
+        pass
+    assert not dist.is_initialized()
 
 
 def test_the_group_is_destroyed_when_a_single_process_fails() -> None:

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 
 from trp_scale.config import RefusedError
+from trp_scale.distributed.gathering import gather
 from trp_scale.distributed.groups import ALONE, Group
 from trp_scale.distributed.launchers import FIRST_WORD_SECONDS, RankInfo, discover, leave
 
@@ -65,23 +66,16 @@ class Environment:
         """Make torch's default process group if there is none; DeepSpeed and FSDP2 need one even for one rank."""
         if dist.is_initialized():
             return
+        store = gather(self.info, timeout=self.timeout)
         # DeepSpeed takes its device's number from LOCAL_RANK, which srun and a single process do not have.
         self._local_rank_before = os.environ.get("LOCAL_RANK")
         os.environ["LOCAL_RANK"] = str(self.info.local_rank if self.device.index is None else self.device.index)
         info, on_gpu = self.info, self.device.type == "cuda"
         options = {"device_id": self.device} if on_gpu else {}
-        store = dist.TCPStore(  # type: ignore[attr-defined]
-            info.master_addr,
-            info.master_port,
-            info.world,
-            # torchrun's agent has opened the store already; otherwise it is rank 0's to open.
-            is_master=info.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True",
-            timeout=self.timeout,
-        )
         dist.init_process_group(
             # Small vectors that the host reads are reduced by gloo on a GPU machine too: no wait for the GPU.
             "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-            store=dist.PrefixStore(f"trp_scale/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store),  # type: ignore[attr-defined]
+            store=store,
             rank=info.rank,
             world_size=info.world,
             timeout=self.timeout,

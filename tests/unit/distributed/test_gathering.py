@@ -1,0 +1,95 @@
+"""Ranks that await each other at the start: who is missing is said, and what can never be a run is refused."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from tests.ranks import free_port
+from trp_scale.config import RefusedError
+from trp_scale.distributed import gathering
+from trp_scale.distributed.gathering import gather
+from trp_scale.distributed.launchers import RankInfo
+
+Start = Callable[..., "Future[dist.Store]"]
+LONG, SHORT = timedelta(seconds=30), timedelta(seconds=1)
+
+
+@pytest.fixture
+def start(monkeypatch: pytest.MonkeyPatch) -> Start:
+    """Begins a rank in a thread; all at one port, with a word after 0.2 s."""
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    monkeypatch.setattr(gathering, "_SLICE", timedelta(seconds=0.1))
+    port, pool = free_port(), ThreadPoolExecutor(4)
+
+    def begin(rank: int, world: int, timeout: timedelta = LONG) -> Future[dist.Store]:
+        info = RankInfo(rank=rank, world=world, master_port=port)
+        return pool.submit(gather, info, timeout=timeout, first_report=0.2)
+
+    return begin
+
+
+def test_ranks_that_are_all_there_share_a_store_and_say_nothing(
+    start: Start, capfd: pytest.CaptureFixture[str]
+) -> None:
+    stores = [started.result() for started in [start(rank, 3) for rank in (2, 0, 1)]]
+    stores[1].set("told", "by rank 0")
+    assert [store.get("told") for store in stores] == [b"by rank 0"] * 3
+    assert [store.timeout for store in stores] == [LONG] * 3
+    assert "not come" not in capfd.readouterr().err
+
+
+def test_missing_ranks_are_named_while_they_are_awaited_and_when_it_is_over(
+    start: Start, capfd: pytest.CaptureFixture[str]
+) -> None:
+    began = [start(rank, 6, SHORT) for rank in (0, 3)]
+    for started in began:
+        with pytest.raises(RefusedError, match=r"ranks 1-2, 4-5 of 6 have not come to 127\.0\.0\.1:\d+ after 1 s"):
+            started.result()
+    said = [line for line in capfd.readouterr().err.splitlines() if line.endswith(": waiting")]
+    assert len(said) >= 2
+    assert all(line.startswith(f"[rank 0 on {socket.gethostname()}] ranks 1-2, 4-5 of 6") for line in said), said
+
+
+def test_a_late_rank_is_awaited(start: Start, capfd: pytest.CaptureFixture[str]) -> None:
+    first = start(0, 2)
+    while "rank 1 of 2 has not come" not in (said := capfd.readouterr().err):
+        assert not first.done(), said
+    start(1, 2).result()
+    first.result()
+
+
+def test_rank_0_is_named_where_nobody_listens(start: Start, capfd: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(RefusedError, match="rank 0 of 2 has not come"):
+        start(1, 2, SHORT).result()
+    assert "rank 0 of 2 has not come" in capfd.readouterr().err
+
+
+def test_another_world_at_the_same_port_is_refused(start: Start) -> None:
+    first = start(0, 2)
+    with pytest.raises(RefusedError, match=r"started rank 3 of 4, and others at .* are of 2: two launches"):
+        start(3, 4).result()
+    start(1, 2).result()
+    first.result()
+
+
+def test_a_rank_that_is_there_twice_is_refused(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    stores = [started.result() for started in [start(0, 2), start(1, 2)]]
+    assert stores
+    monkeypatch.setattr(gathering.os, "getpid", lambda: 7)
+    with pytest.raises(RefusedError, match=r"rank 1 of 2 at .* is there twice: .*, and .*, process 7; two launches"):
+        start(1, 2).result()
+
+
+def test_a_port_that_is_taken_is_refused(start: Start) -> None:
+    first = start(0, 2)
+    second = start(1, 2)
+    first.result()
+    with pytest.raises(RefusedError, match=r"port .* is taken, by another run or by what is left of one"):
+        start(0, 2).result()
+    second.result()

@@ -1,0 +1,185 @@
+"""The ranks of a run find each other at its start: one that is missing is named after seconds, and two launches that
+meet at one port are refused."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+from torch.distributed import DistNetworkError, DistStoreError, TCPStore  # type: ignore[attr-defined]
+from torch.distributed.distributed_c10d import PrefixStore, Store
+
+from trp_scale.config import RefusedError
+from trp_scale.distributed.launchers import RankInfo
+
+FIRST_REPORT_SECONDS = 10.0
+"""How long ranks are awaited before those that are missing are named; then after twice the time, and so on."""
+
+_SLICE = timedelta(seconds=2)  # a call into the store hears no signal until it ends
+_ALL_HERE = "all here"
+
+
+def gather(info: RankInfo, *, timeout: timedelta, first_report: float = FIRST_REPORT_SECONDS) -> Store:
+    """The store that the ranks of this run share, once all of them are there. Collective.
+
+    Says on standard error which ranks are missing, after `first_report` seconds and then ever more rarely. Under
+    torchrun the agents of all nodes await each other before any rank starts: a node that is missing is not seen here.
+
+    Args:
+        info: this process's place.
+        timeout: how long missing ranks are awaited, and of every later wait in the store.
+
+    Raises:
+        RefusedError: ranks are missing after `timeout`; the port of the rendezvous is taken; or another process is
+            there with the same rank or with another number of ranks.
+    """
+    wait = _Wait(info, timeout.total_seconds(), first_report)
+    run = f"trp_scale/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    store = PrefixStore(run, _open(info, timeout, wait))
+    try:
+        _register(store, info)
+        with _patience(store, _SLICE, afterwards=timeout):
+            while not _is_there(store, _ALL_HERE):
+                if wait.is_long:
+                    here = [rank for rank in range(info.world) if store.check([_place(rank)])]
+                    missing = [rank for rank in range(info.world) if rank not in here]
+                    wait.report(missing, speaks=info.rank == here[0])  # one speaks for all
+    except DistNetworkError as error:
+        raise RefusedError(
+            f"the process that holds {info.master_addr}:{info.master_port} left while ranks came there (rank 0, or "
+            f"torchrun's agent); what it printed says why ({str(error).splitlines()[0]})"
+        ) from None
+    return store
+
+
+class _Wait:
+    """How long this rank has waited, and what it has said of it."""
+
+    def __init__(self, info: RankInfo, seconds: float, first_report: float) -> None:
+        self._info, self._seconds, self._next = info, seconds, first_report
+        self._began = time.monotonic()
+
+    @property
+    def waited(self) -> float:
+        """Seconds."""
+        return time.monotonic() - self._began
+
+    @property
+    def is_long(self) -> bool:
+        """Whether it is time to say what is missing."""
+        return self.waited >= min(self._next, self._seconds)
+
+    def report(self, missing: list[int], *, speaks: bool) -> None:
+        """Name the missing ranks when it is time, or refuse when it is over."""
+        if not missing or not self.is_long:
+            return
+        info = self._info
+        said = (
+            f"{_numbers(missing)} of {info.world} {'has' if len(missing) == 1 else 'have'} not come to "
+            f"{info.master_addr}:{info.master_port} after {self.waited:.0f} s"
+        )
+        if self.waited >= self._seconds:
+            raise RefusedError(
+                f"{said}; start as many processes as WORLD_SIZE or SLURM_NTASKS says, on hosts that reach that address"
+            )
+        self._next = 2 * self.waited
+        if speaks:
+            print(f"[rank {info.rank} on {socket.gethostname()}] {said}: waiting", file=sys.stderr, flush=True)
+
+
+def _open(info: RankInfo, timeout: timedelta, wait: _Wait) -> Store:
+    """Connected; rank 0 opens it, unless torchrun's agent has."""
+    if info.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        try:
+            return _tcp_store(info, timeout, opens=True)
+        except DistNetworkError as error:
+            if "EADDRINUSE" not in str(error):
+                raise
+            raise RefusedError(
+                f"port {info.master_port} of {socket.gethostname()} is taken, by another run or by what is left of "
+                "one; give this one a port of its own (MASTER_PORT, or --master_port of the launcher)"
+            ) from None
+    while (store := _connected(info, min(timeout, _SLICE))) is None:
+        wait.report([0], speaks=info.local_rank == 0)
+    store.set_timeout(timeout)
+    return store
+
+
+def _connected(info: RankInfo, timeout: timedelta) -> Store | None:
+    """None where nobody has answered."""
+    try:
+        return _tcp_store(info, timeout, opens=False)
+    except (DistNetworkError, DistStoreError):
+        return None
+
+
+def _tcp_store(info: RankInfo, timeout: timedelta, *, opens: bool) -> Store:
+    store: Store = TCPStore(
+        info.master_addr, info.master_port, info.world, is_master=opens, timeout=timeout, wait_for_workers=False
+    )
+    return store
+
+
+def _register(store: Store, info: RankInfo) -> None:
+    """Tell the others that this rank is there; the last one tells that all are."""
+    world = _agreed(store, "world", str(info.world))
+    if world != str(info.world):
+        raise RefusedError(
+            f"{socket.gethostname()} started rank {info.rank} of {info.world}, and others at "
+            f"{info.master_addr}:{info.master_port} are of {world}: two launches share the port, or WORLD_SIZE differs "
+            "between hosts"
+        )
+    own = f"{socket.gethostname()}, process {os.getpid()}"
+    holder = _agreed(store, _place(info.rank), own)
+    if holder != own:
+        raise RefusedError(
+            f"rank {info.rank} of {info.world} at {info.master_addr}:{info.master_port} is there twice: {holder}, and "
+            f"{own}; two launches share the port, or two hosts were started with the same node rank"
+        )
+    if all(store.check([_place(rank)]) for rank in range(info.world)):
+        store.set(_ALL_HERE, "yes")
+
+
+def _agreed(store: Store, key: str, own: str) -> str:
+    """What the first process has written there."""
+    return store.compare_set(key, "", own).decode()
+
+
+def _is_there(store: Store, key: str) -> bool:
+    """Whether it has come within the store's timeout."""
+    try:
+        store.wait([key])
+    except DistStoreError:
+        return False
+    return True
+
+
+@contextmanager
+def _patience(store: Store, timeout: timedelta, *, afterwards: timedelta) -> Iterator[None]:
+    """Wait so long only."""
+    store.set_timeout(min(timeout, afterwards))
+    try:
+        yield
+    finally:
+        store.set_timeout(afterwards)
+
+
+def _place(rank: int) -> str:
+    return f"rank {rank}"
+
+
+def _numbers(ranks: list[int]) -> str:
+    """rank 3; ranks 0, 4-7."""
+    runs: list[list[int]] = []
+    for rank in ranks:
+        if runs and runs[-1][-1] == rank - 1:
+            runs[-1][1:] = [rank]
+        else:
+            runs.append([rank])
+    written = ", ".join("-".join(map(str, run)) for run in runs)
+    return f"rank{'s' if len(ranks) > 1 else ''} {written}"
