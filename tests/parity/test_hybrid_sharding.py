@@ -1,4 +1,5 @@
-"""FSDP2 with a copy of everything on each few ranks (`fsdp.shard_ranks`): the same run, each element owned once.
+"""FSDP2 with a copy of everything on each few ranks (`fsdp.shard_ranks`), and DeepSpeed's with a second copy of the
+weights (hpZ): the same run, each element owned once.
 
 One copy on each of two ranks is the layout `hybrid` of all grids of engines. Here: two copies, each over two ranks.
 """
@@ -24,7 +25,7 @@ from tests.parity.test_learned_masks import changes as mask_changes
 from tests.parity.test_learned_masks import differences as mask_differences
 from tests.parity.test_learned_masks import reference as mask_reference
 from tests.ranks import Ranks
-from tests.synthetic import Layout, Result, hybrid, run, small_config, trainer_for
+from tests.synthetic import Layout, Result, data_group, hybrid, make_engine, run, small_config, trainer_for
 from tests.synthetic_images import run_images
 from tests.synthetic_masks import run_masks
 from trp_scale.core.engine import EngineError
@@ -32,6 +33,13 @@ from trp_scale.engines.fsdp import balanced
 
 TWO_BY_TWO = hybrid(2, micro_size=1)
 """Four ranks, two micro-batches each."""
+HPZ: dict[str, Any] = {"stage": 3, "zero_hpz_partition_size": 2, "stage3_param_persistence_threshold": 0}
+COPIES = {
+    "FSDP2": TWO_BY_TWO,
+    "hpZ": Layout(engine="deepspeed", stage=3, micro_size=1, document={"zero_optimization": HPZ}),
+}
+"""hpZ keeps a second copy of the weights on each two ranks from the forward pass on. No parameter is so small that it
+stays whole."""
 
 RUNS: dict[str, tuple[Callable[[Layout, dict[str, Any]], Result], dict[str, Any]]] = {
     "minimax, clipped": (run, {"optimizer": {"kind": "sgd", "lr": 4.0, "clipping": 0.5}}),
@@ -69,6 +77,26 @@ def test_two_copies_over_two_ranks_each_give_the_weights_of_one_rank(four_ranks:
         apart = float((vector - expected).norm())
         assert apart <= RELATIVE * float(expected.norm())
         assert apart <= TRAVELLED * theirs.travelled  # type: ignore[attr-defined]
+
+
+def test_hpz_gives_the_weights_of_one_rank(four_ranks: Ranks) -> None:
+    ours = four_ranks(run, COPIES["hpZ"], {})[0]
+    assert ours.moved
+    assert too_far(ours, run(Layout(), {})) == []
+
+
+def test_hpz_of_one_engine_is_not_another_s(four_ranks: Ranks) -> None:
+    assert set(four_ranks(hpz_groups)) == {(True, False, True)}
+
+
+def hpz_groups() -> tuple[bool, ...]:
+    """Whether engines that are made one after the other have copies: one with, one without, one with."""
+    found = []
+    for layout in (COPIES["hpZ"], Layout(engine="deepspeed", stage=3, micro_size=1), COPIES["hpZ"]):
+        engine, _ = make_engine(layout, small_config(layout), data_group())
+        found.append(any(each.ds_zero_param_process_group is not None for each in engine.module.parameters()))  # type: ignore[attr-defined]
+        engine.close()
+    return tuple(found)
 
 
 def test_a_balancer_of_gradient_norms_is_the_same(four_ranks: Ranks) -> None:
@@ -131,8 +159,11 @@ def between_steps(layout: Layout) -> tuple[dict[str, Tensor], dict[str, Tensor],
     return found
 
 
-def test_gradients_and_norms_between_steps_count_each_element_once(four_ranks: Ranks) -> None:
-    weights, gradient, norm, at_weights, moved = four_ranks(between_steps, TWO_BY_TWO)[0]
+@pytest.mark.parametrize("name", COPIES)
+def test_between_steps_each_element_counts_once_and_forwards_read_what_was_written(
+    four_ranks: Ranks, name: str
+) -> None:
+    weights, gradient, norm, at_weights, moved = four_ranks(between_steps, COPIES[name])[0]
     double = Double(weights)
     assert largest_difference(gradient, double.gradient(1, "reconstruction")) < 1e-5
     assert norm == pytest.approx(float(torch.cat([each.flatten() for each in gradient.values()]).norm()), rel=1e-6)
@@ -140,7 +171,7 @@ def test_gradients_and_norms_between_steps_count_each_element_once(four_ranks: R
     assert moved == pytest.approx(double.moved(gradient, 0.05 / norm).look(3), rel=1e-5)
 
 
-PATH = [Layout(), TWO_BY_TWO, Layout(engine="fsdp", micro_size=1), hybrid(1, micro_size=1), Layout()]
+PATH = [Layout(), TWO_BY_TWO, COPIES["hpZ"], hybrid(1, micro_size=1), Layout()]
 """One rank or four."""
 
 

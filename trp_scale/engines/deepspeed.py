@@ -11,8 +11,8 @@ from weakref import WeakSet
 import deepspeed
 import torch
 from deepspeed.runtime.zero.config import ZeroStageEnum
+from deepspeed.utils import groups, set_z3_leaf_modules
 from deepspeed.utils import logger as deepspeed_logger
-from deepspeed.utils import set_z3_leaf_modules
 from torch import Tensor, nn
 
 from trp_scale.config import Config
@@ -91,6 +91,7 @@ class DeepSpeedEngine(ShardOperations):
             blocks = {type(layer) for layer in module.layers if list(layer.children())}  # type: ignore[union-attr, attr-defined]
             set_z3_leaf_modules(module, list(blocks), raise_if_not_found=False)
             deepspeed.init_distributed(dist_init_required=False)
+            self._group_for_backward(document)
             if first_values(module):
                 self._cut(module, document)
         else:
@@ -113,7 +114,16 @@ class DeepSpeedEngine(ShardOperations):
             for parameter in filled(unit, self.device).parameters():
                 if not hasattr(parameter, "ds_id"):  # it is not cut yet
                     parameter.data = parameter.data.to(read)
-            deepspeed.zero.Init(module=unit, config_dict_or_path=document)
+            intra = groups._get_zero_param_intra_parallel_group()
+            deepspeed.zero.Init(module=unit, config_dict_or_path=document, zero_param_parallel_group=intra)
+
+    def _group_for_backward(self, document: dict[str, Any]) -> None:
+        """hpZ: the ranks among which weights are gathered again. DeepSpeed keeps one such group for a process, gives it
+        to engines that ask for none, and would not make a second one."""
+        size = int(document["zero_optimization"].get("zero_hpz_partition_size", 1))
+        groups._ZERO_PARAM_INTRA_PARALLEL_GROUP = None
+        if size > 1:
+            groups._create_zero_param_parallel_group(size)
 
     def _layout(self) -> ZeroLayout:
         """Where the states are, by the class of optimizer that DeepSpeed chose for stage and precision."""

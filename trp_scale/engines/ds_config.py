@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeGuard
 
 from trp_scale.config import Config, RefusedError, nearest
+from trp_scale.config.settings import near_divisors
 
 Document = dict[str, Any]
 
@@ -157,7 +158,7 @@ def resolve(document: Mapping[str, Any], config: Config, *, world: int, accumula
         problems += [*_blocks(resolved, config)]
         problems += [*_stated_once(resolved, config, world, accumulation)]
         problems += [*_precision(resolved, config)]
-        problems += [*_zero(resolved, config)]
+        problems += [*_zero(resolved, config), *_copies(resolved, world)]
         problems += [*_left_over(resolved)]
     if problems:
         listed = "\n".join(f"  {problem}" for problem in problems)
@@ -324,6 +325,23 @@ def _zero(document: Document, config: Config) -> Iterator[str]:
         elif device == "cpu" and name == "offload_optimizer":
             # Otherwise DeepSpeed refuses any optimizer but its own C++ one, which it would have to compile here.
             document["zero_force_ds_cpu_optimizer"] = False
+
+
+def _copies(document: Document, world: int) -> Iterator[str]:
+    """hpZ: a second copy of the weights on each few ranks."""
+    zero, name = document["zero_optimization"], "zero_hpz_partition_size"
+    ranks = zero.get(name, 1)
+    if ranks == AUTO:
+        return  # _left_over names it
+    if isinstance(ranks, bool) or not isinstance(ranks, int) or ranks < 1:
+        yield f"zero_optimization.{name} is {ranks!r}; allowed: the ranks that share a copy, such as those of a node; 1"
+    elif ranks > 1 and zero["stage"] != 3:
+        yield f"zero_optimization.{name} is {ranks} at stage {zero['stage']}, where it has no effect; allowed: stage 3"
+    elif world % min(ranks, world):
+        yield (
+            f"zero_optimization.{name} is {ranks} and does not divide the {world} ranks of this run; allowed: "
+            f"{near_divisors(world, ranks)}"
+        )
 
 
 def _agree(block: Document, name: str, value: object, path: str, reason: str) -> Iterator[str]:

@@ -232,6 +232,9 @@ def test_sizes_follow_the_width_of_the_model() -> None:
         ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "allowed: none, cpu"),
         ({"zero_optimization": {"stage": 2, "sub_group_size": "auto"}}, 'zero_optimization.sub_group_size is "auto"'),
         ({"tensorboard": {"job_name": ["a", "auto"]}}, 'tensorboard.job_name.1 is "auto"'),
+        ({"zero_optimization": {"stage": 2, "zero_hpz_partition_size": 2}}, "is 2 at stage 2, where it has no effect"),
+        ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 0}}, "zero_hpz_partition_size is 0; allowed: "),
+        ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": "auto"}}, 'zero_hpz_partition_size is "auto"'),
         ({"train_batchsize": 256}, "train_batchsize: unknown or not supported; did you mean train_batch_size?"),
         ({"zero_optimization": {"stages": 2}}, "did you mean zero_optimization.stage?"),
         ({"data_efficiency": {"enabled": True}}, "data_efficiency: unknown or not supported"),
@@ -287,6 +290,16 @@ def test_bf16_at_stage_0_keeps_fp32_master_weights() -> None:
 def test_the_type_of_gradient_sums(stage: int, precision: str, dtype: str) -> None:
     document = {"zero_optimization": {"stage": stage}, "data_types": {"grad_accum_dtype": "auto"}}
     assert resolved(document, config(precision))["data_types"]["grad_accum_dtype"] == dtype
+
+
+def test_copies_of_hpz_are_of_as_many_ranks_each() -> None:
+    def document(ranks: int) -> dict[str, Any]:
+        return {"zero_optimization": {"stage": 3, "zero_hpz_partition_size": ranks}}
+
+    with pytest.raises(RefusedError, match="is 3 and does not divide the 4 ranks of this run; allowed: 1, 2, 4"):
+        resolved(document(3), world=4, accumulation=2)
+    for ranks in (1, 2, 4, 8):  # on fewer ranks than a node has they share one copy
+        resolved(document(ranks), world=4, accumulation=2)
 
 
 def test_offloading_allows_torchs_optimizer() -> None:
