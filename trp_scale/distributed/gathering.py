@@ -21,6 +21,7 @@ FIRST_REPORT_SECONDS = 10.0
 """How long ranks are awaited before those that are missing are named; then after twice the time, and so on."""
 
 _SLICE = timedelta(seconds=2)  # a call into the store hears no signal until it ends
+_PAUSE_SECONDS = 0.1
 _ALL_HERE = "all here"
 
 
@@ -74,14 +75,14 @@ class _Wait:
         """Whether it is time to say what is missing."""
         return self.waited >= min(self._next, self._seconds)
 
-    def report(self, missing: list[int], *, speaks: bool) -> None:
-        """Name the missing ranks when it is time, or refuse when it is over."""
+    def report(self, missing: list[int], *, speaks: bool, reason: str = "") -> None:
+        """Name the missing ranks when it is time, or refuse when it is over; `reason`: what connecting failed by."""
         if not missing or not self.is_long:
             return
         info = self._info
         said = (
             f"{_numbers(missing)} of {info.world} {'has' if len(missing) == 1 else 'have'} not come to "
-            f"{info.master_addr}:{info.master_port} after {self.waited:.0f} s"
+            f"{info.master_addr}:{info.master_port} after {self.waited:.0f} s{reason and f' ({reason})'}"
         )
         if self.waited >= self._seconds:
             raise RefusedError(
@@ -104,18 +105,19 @@ def _open(info: RankInfo, timeout: timedelta, wait: _Wait) -> Store:
                 f"port {info.master_port} of {socket.gethostname()} is taken, by another run or by what is left of "
                 "one; give this one a port of its own (MASTER_PORT, or --master_port of the launcher)"
             ) from None
-    while (store := _connected(info, min(timeout, _SLICE))) is None:
-        wait.report([0], speaks=info.local_rank == 0)
-    store.set_timeout(timeout)
-    return store
+    while reason := _no_answer(info):
+        wait.report([0], speaks=info.local_rank == 0, reason=reason)
+    return _tcp_store(info, timeout, opens=False)
 
 
-def _connected(info: RankInfo, timeout: timedelta) -> Store | None:
-    """None where nobody has answered."""
+def _no_answer(info: RankInfo) -> str:
+    """Why nobody answers at the port; empty where somebody does. (torch's own attempts print a stack for each.)"""
     try:
-        return _tcp_store(info, timeout, opens=False)
-    except (DistNetworkError, DistStoreError):
-        return None
+        with socket.create_connection((info.master_addr, info.master_port), _SLICE.total_seconds()):
+            return ""
+    except OSError as error:
+        time.sleep(_PAUSE_SECONDS)
+        return error.strerror or str(error)
 
 
 def _tcp_store(info: RankInfo, timeout: timedelta, *, opens: bool) -> Store:

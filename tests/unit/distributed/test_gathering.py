@@ -65,9 +65,17 @@ def test_a_late_rank_is_awaited(start: Start, capfd: pytest.CaptureFixture[str])
 
 
 def test_rank_0_is_named_where_nobody_listens(start: Start, capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(RefusedError, match="rank 0 of 2 has not come"):
+    with pytest.raises(RefusedError, match=r"rank 0 of 2 has not come to .* after 1 s \(Connection refused\)"):
         start(1, 2, SHORT).result()
     assert "rank 0 of 2 has not come" in capfd.readouterr().err
+
+
+def test_a_host_that_nobody_knows_is_named() -> None:
+    info = RankInfo(rank=1, world=2, master_addr="no.such.host.invalid", master_port=1)
+    with pytest.raises(
+        RefusedError, match=r"rank 0 of 2 has not come to no\.such\.host\.invalid:1 after .* \(.*not known"
+    ):
+        gather(info, timeout=timedelta(seconds=0.1))
 
 
 def test_another_world_at_the_same_port_is_refused(start: Start) -> None:
