@@ -79,11 +79,10 @@ def test_a_host_that_nobody_knows_is_named() -> None:
 
 
 def test_another_world_at_the_same_port_is_refused(start: Start) -> None:
-    first = start(0, 2)
+    stores = [started.result() for started in [start(0, 2), start(1, 2)]]
+    assert stores
     with pytest.raises(RefusedError, match=r"started rank 3 of 4, and others at .* are of 2: two launches"):
         start(3, 4).result()
-    start(1, 2).result()
-    first.result()
 
 
 def test_a_rank_that_is_there_twice_is_refused(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,9 +94,7 @@ def test_a_rank_that_is_there_twice_is_refused(start: Start, monkeypatch: pytest
 
 
 def test_a_port_that_is_taken_is_refused(start: Start) -> None:
-    first = start(0, 2)
-    second = start(1, 2)
-    first.result()
+    stores = [started.result() for started in [start(0, 2), start(1, 2)]]
+    assert stores
     with pytest.raises(RefusedError, match=r"port .* is taken, by another run or by what is left of one"):
         start(0, 2).result()
-    second.result()
