@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.grids import grid
+from tests.parity.test_compiled import traced
 from tests.ranks import Ranks
 from tests.runs import flags
 from tests.synthetic import TWO_RANKS, Layout, Result, run, small_config, trainer_for
@@ -117,4 +118,6 @@ def test_what_does_not_go_together_is_refused(
 
 def test_compiled_blocks_are_made_again() -> None:
     together = {"training": {"activation_checkpointing": "full", "compile": "blocks"}}
-    same(run(Layout(), together), run(Layout(), {}), 1e-5)
+    found, graphs = traced(lambda: run(Layout(), together))
+    assert graphs > 0
+    same(found, run(Layout(), {}), 1e-5)
