@@ -24,6 +24,7 @@ LAYOUTS = {
     "ddp": Layout(engine="ddp"),
     "fsdp": Layout(engine="fsdp"),
     "hybrid": hybrid(1),
+    "fsdp_offload": Layout(engine="fsdp", settings={"fsdp": {"offload": True}}),
     "zero0": shipped("tests/distributed/zero0.json"),
     "zero1": shipped("ds_configs/zero1.json"),
     "zero2": shipped("ds_configs/zero2.json"),

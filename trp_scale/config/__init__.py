@@ -149,6 +149,9 @@ class FsdpConfig(Section):
     shard_ranks: int = setting(0, at_least=0)
     """Ranks that share one copy, neighbours by number; the others hold copies of it, and only gradients travel between
     copies. The ranks of a node: what is gathered stays inside it. 0 = all ranks, one copy."""
+    offload: bool = False
+    """Keep weights, gradients and moments in host memory, where the optimizer then runs; a block's weights come to the
+    GPU when it computes. Slower, for models that would not fit."""
 
 
 @dataclass(kw_only=True)

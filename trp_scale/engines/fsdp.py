@@ -11,12 +11,12 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from trp_scale.config.settings import near_divisors
 from trp_scale.core.engine import EngineError
-from trp_scale.core.pieces import Piece
+from trp_scale.core.pieces import Piece, whole_tensors
 from trp_scale.engines.optimizer import Lamb
 from trp_scale.engines.plain import PlainEngine
 from trp_scale.engines.shards import sum_of_squares
@@ -39,25 +39,35 @@ class FsdpEngine(PlainEngine):
     name = "fsdp"
     plain_forward = False  # it gathers
 
+    @property
+    def offloads(self) -> bool:
+        """Whether weights, gradients and moments lie in host memory."""
+        return self.config.fsdp.offload
+
     def place(self, module: nn.Module) -> nn.Module:
         if not torch.distributed.is_initialized():
             raise EngineError("--engine fsdp needs a process group: start with torchrun or deepspeed")
+        self.decides_on_host = self.offloads  # the host's optimizer cannot read what the device has decided
         values = first_values(module)
         if not values:
             module = module.to(self.device)
         mesh = self._mesh()
         # With fp32 weights forwards read fp32 under autocast, so that a hook's perturbation is exact.
         read, sent = (DTYPES[name] for name in (self.config.training.weights, self.config.training.gradients))
-        policy = MixedPrecisionPolicy(param_dtype=read, reduce_dtype=sent, cast_forward_inputs=False)
+        shared: dict[str, Any] = {
+            "mesh": mesh,
+            "mp_policy": MixedPrecisionPolicy(param_dtype=read, reduce_dtype=sent, cast_forward_inputs=False),
+            "offload_policy": CPUOffloadPolicy(self.device.type != "cpu") if self.offloads else OffloadPolicy(),
+        }
         for layer in module.layers:  # type: ignore[union-attr, attr-defined]
-            fully_shard(layer, mesh=mesh, mp_policy=policy)
+            fully_shard(layer, **shared)
         # The embeddings stay gathered from the forward on: the prediction head uses them again at its end.
-        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=False)  # changes the class in place
+        fully_shard(module, **shared, reshard_after_forward=False)  # changes the class in place
         # A block's weights are under way while the block before computes; backward FSDP2 sees to it by itself.
         for layer, following in pairwise(module.layers):  # type: ignore[arg-type]
             layer.set_modules_to_forward_prefetch([following])
         if values:
-            allocate(module, self.device)
+            allocate(module, self.device, torch.device("cpu") if self.offloads else self.device)
             self.fill(module, values)
         self._owning_copies = balanced([parameter.numel() for parameter in module.parameters()], self.copies)
         return module
@@ -164,12 +174,8 @@ class FsdpEngine(PlainEngine):
         return self.module.named_parameters()
 
     def full_weights(self) -> dict[str, Tensor]:
-        weights = {}
-        for name, parameter in self.named_parameters():
-            full = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter  # collective
-            if self.data_group.rank == 0:
-                weights[name] = full.detach().float().cpu().clone()
-        return weights
+        found = whole_tensors(self.pieces(), (piece.tensors["weight"] for piece in self.pieces()), self.data_group)
+        return found if self.data_group.rank == 0 else {}
 
 
 def balanced(sizes: Sequence[int], places: int) -> list[int]:

@@ -146,7 +146,9 @@ class PlainEngine(ShardOperations):
     def step(self, lr: float, applied: Tensor | None = None) -> None:
         if self.config.optimizer.clipping > 0:
             factor = (self.config.optimizer.clipping / (self._norm + 1e-6)).clamp(max=1.0)
-            torch._foreach_mul_(self._gradients(), factor.float())
+            gradients = self._gradients()
+            if gradients:  # a rank may hold none; FSDP2 may keep them in host memory
+                torch._foreach_mul_(gradients, factor.float().to(gradients[0].device))
         set_learning_rate(self.optimizer, lr)
         self._leave_out(None if applied is None else ~applied)
         self.optimizer.step()

@@ -273,7 +273,9 @@ def counted(
     row = (saved[1] - saved[0]) // (FITTED[1] - FITTED[0])
     parameters = sum(parameter.numel() for parameter in model.parameters())
     stage = None if ds_document is None else int(ds_document.get("zero_optimization", {}).get("stage", 0))
-    states = state_bytes(engine_name, stage, environment.data.size) + METHODS
+    # Settings of FSDP2 are refused on other engines; what it keeps on the host is not on the device.
+    shared_by = config.fsdp.shard_ranks or environment.data.size
+    states = METHODS + (0.0 if config.fsdp.offload else state_bytes(engine_name, stage, shared_by))
     states += 2 * (config.training.weights == "bf16")  # beside the masters
     fixed = max(0, saved[0] - row * FITTED[0]) + round(states * parameters) + WORKSPACE
     return Need(fixed=fixed, row=max(1, row))

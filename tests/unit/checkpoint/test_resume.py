@@ -36,6 +36,7 @@ ALLOWED = {
     "training.activation_checkpointing",
     "training.deterministic",
     "fsdp.shard_ranks",
+    "fsdp.offload",
     "data.workers",
     "data.prefetch",
     "data.verify",

@@ -1,0 +1,67 @@
+"""Weights, gradients and moments in host memory: the same run. On a CPU that shows only that nothing changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tests.parity.compare import too_far
+from tests.parity.test_learned_masks import changes as mask_changes
+from tests.parity.test_learned_masks import differences as mask_differences
+from tests.parity.test_learned_masks import reference as mask_reference
+from tests.ranks import Ranks
+from tests.synthetic import Layout, Result, data_group, hybrid, make_engine, run, small_config
+from tests.synthetic_images import run_images
+from tests.synthetic_masks import run_masks
+from trp_scale.models.initialise import allocate
+
+OFFLOADED = Layout(engine="fsdp", settings={"fsdp": {"offload": True}})
+RUNS: dict[str, tuple[Callable[[Layout, dict[str, Any]], Result], dict[str, Any]]] = {
+    "clipped": (run, {"optimizer": {"kind": "sgd", "lr": 4.0, "clipping": 0.5}}),
+    "LAMB": (run, {"optimizer": {"kind": "lamb", "lr": 0.01, "clipping": 1.0, "weight_decay": 0.1}}),
+    "adversary": (
+        run_images,
+        {
+            "adversary": {"kind": "relative_embedding", "ascent": "sgd", "norm": "l2", "lr": 300.0, "eps": 0.2},
+            "optimizer": {"lr": 3e-3, "eps": 1e-4},
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_two_ranks_give_the_weights_of_one(two_ranks: Ranks, name: str) -> None:
+    function, changes = RUNS[name]
+    theirs = function(Layout(), changes)
+    assert theirs.moved
+    assert too_far(two_ranks(function, OFFLOADED, changes)[0], theirs) == []
+
+
+def test_three_levels_are_the_same(two_ranks: Ranks) -> None:
+    ours = two_ranks(run_masks, OFFLOADED, mask_changes("patchwise"))[0]
+    assert ours.moved
+    assert mask_differences(ours, mask_reference("patchwise")) == []
+
+
+def where(layout: Layout) -> tuple[set[bool], bool]:
+    """Whether FSDP2 keeps each parameter in host memory, and whether the loop waits for what is decided on the device,
+    which the host's optimizer cannot read."""
+    engine, _ = make_engine(layout, small_config(layout), data_group())
+    kept = {parameter.offload_to_cpu for parameter in engine._parameters()}  # type: ignore[attr-defined]
+    engine.close()
+    return kept, engine.decides_on_host
+
+
+@pytest.mark.parametrize(("layout", "expected"), [(OFFLOADED, True), (hybrid(1), False)])
+def test_all_parameters_lie_on_the_host_where_asked(two_ranks: Ranks, layout: Layout, expected: bool) -> None:
+    assert two_ranks(where, layout) == [({expected}, expected)] * 2
+
+
+def test_shapes_get_memory_on_the_host_and_buffers_on_the_device() -> None:
+    module = torch.nn.BatchNorm1d(3, device="meta")
+    module.running_mean = torch.zeros(3)
+    found = allocate(module, torch.device("meta"), torch.device("cpu"))
+    assert (found.weight.device.type, found.running_mean.device.type) == ("cpu", "meta")
