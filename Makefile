@@ -1,6 +1,7 @@
 # make pretrain   set up, build a small corpus, pre-train a small PoS-BERT on two ranks
 # make test       set up, run all tests but the exhaustive grids
 # make test-exhaustive   the pairs of those grids that make test leaves out
+# make test-cluster   under a SLURM of its own: as root, with Debian's packages slurm-wlm and munge
 # make setup | lint | types | wheel-test | clean
 #
 # PYTHON=python3.12 chooses the interpreter, RANKS=4 the ranks of `make pretrain`.
@@ -8,7 +9,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help setup pretrain test test-exhaustive lint types wheel-test clean
+.PHONY: help setup pretrain test test-exhaustive test-cluster lint types wheel-test clean
 
 PYTHON ?= python3
 RANKS ?= 2
@@ -26,7 +27,7 @@ CORES := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 THREADS := $(shell echo $$(( $(CORES) > $(RANKS) ? $(CORES) / $(RANKS) : 1 )))
 
 help:
-	@sed -n 's/^# //p' Makefile | head -n 5
+	@sed -n 's/^# //p' Makefile | head -n 6
 
 setup: $(INSTALLED)
 
@@ -51,6 +52,9 @@ test: $(INSTALLED)
 
 test-exhaustive: $(INSTALLED)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n $(CORES) --dist loadfile --no-loadscope-reorder -m exhaustive
+
+test-cluster: $(INSTALLED)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -rs -m cluster tests/cluster
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -69,9 +69,10 @@ def test_torchrun_on_two_nodes_says_what_is_missing(programs: Path) -> None:
     assert calls(programs) == []
 
 
-def batch(programs: Path, srun: str) -> subprocess.Popen[str]:
+def batch(programs: Path, srun: str, job: str = "JobState=RUNNING PreemptTime=None") -> subprocess.Popen[str]:
+    """`job`: what scontrol shows of it, beside when it started."""
     stand_in(programs, "srun", srun)
-    stand_in(programs, "scontrol")
+    stand_in(programs, "scontrol", f'[[ $* != *show* ]] || echo "JobId=77 StartTime=2026-01-02T08:00:00 {job}"')
     stand_in(programs, "scancel", f'touch "{programs.parent}/told"')
     return subprocess.Popen(
         [str(shutil.which("bash")), str(LAUNCH / "slurm" / "pretrain.sbatch"), "--recipe", "pos_bert_base"],
@@ -80,31 +81,51 @@ def batch(programs: Path, srun: str) -> subprocess.Popen[str]:
     )
 
 
+def acts(programs: Path) -> list[str]:
+    """Calls that do something."""
+    return [call for call in calls(programs) if not call.startswith("scontrol --oneliner show job 77")]
+
+
 def test_slurm_starts_one_step_and_passes_its_status_on(programs: Path) -> None:
     assert batch(programs, "exit 3").wait(timeout=30) == 3
-    (call,) = calls(programs)
-    assert call.startswith("srun --kill-on-bad-exit=1 --cpus-per-task=4 python -u launch/pretrain.py --resume auto")
-    assert call.endswith("--run_dir runs/slurm-77 --recipe pos_bert_base")
+    (call,) = acts(programs)
+    assert call.startswith("srun --kill-on-bad-exit=1 --cpus-per-task=4 --cpu-bind=cores python -u launch/pretrain.py")
+    assert call.endswith("--resume auto --run_dir runs/slurm-77 --recipe pos_bert_base")
 
 
-@pytest.mark.parametrize(("status", "requeued"), [(0, True), (1, False)])
-def test_slurm_requeues_after_the_run_has_stopped_well(programs: Path, status: int, requeued: bool) -> None:
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+@pytest.mark.parametrize(
+    ("status", "job", "requeued"),
+    [
+        (0, "JobState=RUNNING PreemptTime=None", True),
+        (1, "JobState=RUNNING PreemptTime=None", False),
+        (0, "JobState=COMPLETING PreemptTime=None", False),
+    ],
+    ids=["stopped well", "failed", "cancelled"],
+)
+def test_slurm_requeues_after_the_run_has_stopped_well(
+    programs: Path, number: int, status: int, job: str, requeued: bool
+) -> None:
     # The step ends only when it is told to, a moment later, as a run that writes its checkpoint does.
     told = programs.parent / "told"
-    process = batch(programs, f'while [[ ! -e "{told}" ]]; do sleep 0.05; done; sleep 0.3; exit {status}')
+    process = batch(programs, f'while [[ ! -e "{told}" ]]; do sleep 0.05; done; sleep 0.3; exit {status}', job)
     deadline = time.monotonic() + 20
     while not calls(programs) and time.monotonic() < deadline:
         time.sleep(0.05)
-    process.send_signal(signal.SIGUSR1)
+    process.send_signal(number)
     assert process.wait(timeout=30) == status
-    assert [call.split()[0] for call in calls(programs)] == ["srun", "scancel", *(["scontrol"] if requeued else [])]
-    assert "scancel --signal=USR1 77.0" in calls(programs)
-    assert not requeued or calls(programs)[-1] == "scontrol requeue 77"
+    ended = ["scontrol requeue 77"] if requeued else []
+    assert acts(programs)[1:] == ["scancel --signal=TERM 77.0", *ended]
 
 
-def test_a_run_that_ends_by_itself_is_not_requeued(programs: Path) -> None:
-    assert batch(programs, "exit 0").wait(timeout=30) == 0
-    assert [call.split()[0] for call in calls(programs)] == ["srun"]
+@pytest.mark.parametrize(
+    ("preempted", "requeued"), [("None", False), ("2026-01-02T09:00:00", True), ("2026-01-02T07:00:00", False)]
+)
+def test_a_run_that_ends_by_itself_is_requeued_only_where_preemption_told_it(
+    programs: Path, preempted: str, requeued: bool
+) -> None:
+    assert batch(programs, "exit 0", f"JobState=RUNNING PreemptTime={preempted}").wait(timeout=30) == 0
+    assert acts(programs)[1:] == (["scontrol requeue 77"] if requeued else [])
 
 
 def test_the_scripts_have_no_mistake_that_shellcheck_finds() -> None:

@@ -1,0 +1,64 @@
+"""launch/slurm/pretrain.sbatch under a real SLURM: preempted and cancelled."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.cluster.slurm import Slurm, cluster, lacking, wait_until
+from tests.runs import ROOT, environment, essence, flags, lines
+
+pytestmark = [pytest.mark.cluster, pytest.mark.skipif(bool(lacking()), reason=lacking())]
+
+SIZE = ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=0", "--cpus-per-task=1", "--time=10")
+STEPS = 500
+
+
+@pytest.fixture(scope="module")
+def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    with cluster(tmp_path_factory.mktemp("slurm")) as running:
+        yield running
+
+
+def submit(slurm: Slurm, text_dataset: Path, run_dir: Path) -> str:
+    """The number of a job that pre-trains on two nodes of one rank each."""
+    settings = {"training__steps": STEPS, "validation__every": 0, "logging__every": 10, "model__dropout": 0.1}
+    variables = {**environment(), "MASTER_ADDR": "127.0.0.1"}  # the nodes' names are no hosts
+    script = ROOT / "launch" / "slurm" / "pretrain.sbatch"
+    output = f"--output={run_dir.with_suffix('.log')}"
+    words = ["sbatch", "--parsable", "--partition=low", f"--chdir={ROOT}", output, *SIZE, script]
+    return slurm.call(*words, *flags(text_dataset, run_dir, **settings), **variables)
+
+
+def trains(run_dir: Path) -> bool:
+    return (run_dir / "metrics.jsonl").exists() and len(lines(run_dir)) > 3
+
+
+def test_a_preempted_run_goes_on_at_the_very_next_row(slurm: Slurm, text_dataset: Path, tmp_path: Path) -> None:
+    whole, broken = tmp_path / "whole", tmp_path / "broken"
+    first = submit(slurm, text_dataset, whole)
+    wait_until(lambda: slurm.job(first, "JobState") == "COMPLETED", f"job {first}, which writes {whole}.log")
+    assert slurm.job(first, "Restarts") == "0", "a run that ends by itself is not started again"
+    second = submit(slurm, text_dataset, broken)
+    wait_until(lambda: trains(broken), f"first steps in {broken}.log")
+    slurm.call("sbatch", "--partition=high", "--nodes=2", "--exclusive", "--output=/dev/null", "--wrap", "sleep 1")
+    wait_until(lambda: slurm.job(second, "JobState") == "PENDING", "the job back in the queue")
+    stopped = len(lines(broken))
+    assert stopped < STEPS // 10
+    slurm.call("scontrol", "update", f"JobId={second}", "StartTime=now")  # it would wait for two minutes
+    wait_until(lambda: slurm.job(second, "JobState") == "COMPLETED", f"job {second}, which goes on in {broken}.log")
+    assert slurm.job(second, "Restarts") == "1"
+    assert [essence(line) for line in lines(broken)] == [essence(line) for line in lines(whole)]
+    said = broken.with_suffix(".log").read_text()
+    assert "resuming from" in said and "KeyError" not in said, "the signal ended one of Python's helpers"
+
+
+def test_a_cancelled_run_stays_so(slurm: Slurm, text_dataset: Path, tmp_path: Path) -> None:
+    number = submit(slurm, text_dataset, tmp_path / "run")
+    wait_until(lambda: trains(tmp_path / "run"), "first steps")
+    slurm.call("scancel", number)
+    wait_until(lambda: slurm.job(number, "JobState") == "CANCELLED", "the job's end")
+    assert slurm.job(number, "Restarts") == "0"
+    assert slurm.call("squeue", "--noheader", f"--jobs={number}", "--states=PD,R") == ""
