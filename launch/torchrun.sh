@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Pre-train with FSDP2, or with DeepSpeed when --ds_config is given, on the GPUs of one node or of several.
+# Pre-train on the GPUs of one node or of several.
 #
 #   launch/torchrun.sh --recipe pos_bert_base --data.path /data/books
 #   NNODES=2 NODE_RANK=0 MASTER_ADDR=node1 launch/torchrun.sh ...    # on node1

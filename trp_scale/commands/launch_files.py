@@ -21,9 +21,9 @@ FILES = Path(__file__).parents[1] / "launch_files"
 
 @dataclass(kw_only=True)
 class LaunchFilesArguments:
-    """Write DeepSpeed's JSON files (ds_configs/), the scripts for launchers (launch/) and the SLURM batch script
-    (launch/slurm/) into a directory, to be started from there or changed. A file that is there already stays, and is
-    refused if it differs."""
+    """Write DeepSpeed's JSON files (ds_configs/), the scripts for launchers (launch/), the SLURM batch script
+    (launch/slurm/) and the Kubernetes Job (launch/kubernetes/) into a directory, to be started from there or changed. A
+    file that is there already stays, and is refused if it differs."""
 
     directory: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR")]
     """Directory to write them into; made if it is not there."""
