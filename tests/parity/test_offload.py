@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from deepspeed.ops.op_builder import CPUAdamBuilder
 
+from tests.distributed.test_checkpoint_engines import distance, go_on, states, step_path, uninterrupted
 from tests.parity.compare import too_far
 from tests.parity.test_learned_masks import changes as mask_changes
 from tests.parity.test_learned_masks import differences as mask_differences
@@ -65,3 +68,55 @@ def test_shapes_get_memory_on_the_host_and_buffers_on_the_device() -> None:
     module.running_mean = torch.zeros(3)
     found = allocate(module, torch.device("meta"), torch.device("cpu"))
     assert (found.weight.device.type, found.running_mean.device.type) == ("cpu", "meta")
+
+
+def host_adam(stage: int, **layout: Any) -> Layout:
+    """ZeRO with DeepSpeed's C++ Adam on the host."""
+    zero = {"stage": stage, "offload_optimizer": {"device": "cpu"}, "stage3_param_persistence_threshold": 0}
+    document = {"zero_optimization": zero, "zero_force_ds_cpu_optimizer": True}
+    return Layout(engine="deepspeed", stage=stage, document=document, **layout)
+
+
+DECAYED = {"optimizer": {"lr": 1e-2, "weight_decay": 0.1, "clipping": 0.5}}
+
+
+@pytest.fixture(scope="module")
+def built() -> None:
+    """DeepSpeed's C++ Adam, compiled where it is not yet: two minutes."""
+    try:
+        CPUAdamBuilder().load(verbose=False)
+    except Exception as error:  # whatever a compiler may say
+        pytest.skip(f"DeepSpeed's C++ Adam does not build here: {error}: {error.__cause__}")
+
+
+def optimizer_of(layout: Layout) -> str:
+    engine, _ = make_engine(layout, small_config(layout), data_group())
+    name = type(engine.layout.torch_optimizer).__name__  # type: ignore[attr-defined]
+    engine.close()
+    return name
+
+
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_the_host_s_own_adam_is_adamw(two_ranks: Ranks, stage: int) -> None:
+    """Decay apart from the gradient, of matrices only, and the moments' bias corrected."""
+    theirs = run(Layout(), DECAYED)
+    assert theirs.moved
+    assert two_ranks(optimizer_of, host_adam(stage)) == ["DeepSpeedCPUAdam"] * 2
+    assert too_far(two_ranks(run, host_adam(stage), DECAYED)[0], theirs) == []
+
+
+@pytest.mark.exhaustive
+@pytest.mark.usefixtures("built")
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_checkpoint_of_the_host_s_own_adam_goes_on(two_ranks: Ranks, stage: int, tmp_path: Path) -> None:
+    expected = uninterrupted(tmp_path / "reference", 3)
+    checkpoint: Path | None = None
+    for number, layout in enumerate((Layout(engine="fsdp"), host_adam(stage), host_adam(stage))):
+        step = 2 * (number + 1)
+        found = two_ranks(go_on, layout, checkpoint, tmp_path / "run", tmp_path / f"echo{number}")
+        assert all(values == pytest.approx(expected[number], rel=1e-5) for values in found)
+        checkpoint = step_path(tmp_path / "run", step)
+        present, wanted = states(checkpoint), states(step_path(tmp_path / "reference", step))
+        assert all(distance(present[state], wanted[state]) < 1e-5 for state in wanted), number

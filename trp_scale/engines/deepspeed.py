@@ -10,6 +10,7 @@ from weakref import WeakSet
 
 import deepspeed
 import torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.runtime.zero.config import ZeroStageEnum
 from deepspeed.utils import groups, set_z3_leaf_modules
 from deepspeed.utils import logger as deepspeed_logger
@@ -97,7 +98,7 @@ class DeepSpeedEngine(ShardOperations):
         else:
             filled(module, device)
         self.engine, _, _, _ = deepspeed.initialize(
-            model=module, optimizer=build_optimizer(module, config.optimizer), config=document, dist_init_required=False
+            model=module, optimizer=self._optimizer_of(module, document), config=document, dist_init_required=False
         )
         self.zero_stage: int | None = int(ZeroStageEnum(self.engine.zero_optimization_stage()))
         if self.zero_stage == 3:
@@ -116,6 +117,27 @@ class DeepSpeedEngine(ShardOperations):
                     parameter.data = parameter.data.to(read)
             intra = groups._get_zero_param_intra_parallel_group()
             deepspeed.zero.Init(module=unit, config_dict_or_path=document, zero_param_parallel_group=intra)
+
+    def _optimizer_of(self, module: nn.Module, document: dict[str, Any]) -> torch.optim.Optimizer:
+        """Torch's, or DeepSpeed's C++ Adam where the file asks for it.
+
+        Raises:
+            EngineError: it cannot be compiled here.
+        """
+        settings = self.config.optimizer
+        ours = build_optimizer(module, settings)
+        if not document.get("zero_force_ds_cpu_optimizer"):
+            return ours
+        try:
+            own: torch.optim.Optimizer = DeepSpeedCPUAdam(
+                ours.param_groups, lr=settings.lr, betas=(settings.beta1, settings.beta2), eps=settings.eps
+            )
+        except RuntimeError as error:
+            raise EngineError(
+                f"zero_force_ds_cpu_optimizer is true, and DeepSpeed's C++ Adam cannot be compiled here ({error}: "
+                f"{error.__cause__}); install ninja and a C++ compiler, or set it to false"
+            ) from error
+        return own
 
     def _group_for_backward(self, document: dict[str, Any]) -> None:
         """hpZ: the ranks among which weights are gathered again. DeepSpeed keeps one such group for a process, gives it

@@ -322,9 +322,22 @@ def _zero(document: Document, config: Config) -> Iterator[str]:
         device = (zero.get(name) or {}).get("device", "none")
         if device not in ("none", "cpu"):
             yield f"zero_optimization.{name}.device is {device!r}; allowed: none, cpu (checkpoints read host memory)"
-        elif device == "cpu" and name == "offload_optimizer":
-            # Otherwise DeepSpeed refuses any optimizer but its own C++ one, which it would have to compile here.
-            document["zero_force_ds_cpu_optimizer"] = False
+    yield from _host_adam(document, config, offloads=offloads)
+
+
+def _host_adam(document: Document, config: Config, *, offloads: bool) -> Iterator[str]:
+    """DeepSpeed's C++ Adam, which is compiled at the first start: only where the file asks for it. Where it says
+    nothing DeepSpeed would refuse any other optimizer on the host."""
+    name = "zero_force_ds_cpu_optimizer"
+    wanted = document.get(name, AUTO)
+    if wanted == AUTO:
+        document.pop(name, None)
+        if offloads:
+            document[name] = False
+    elif wanted is True and not offloads:
+        yield f"{name} is true and no optimizer is offloaded; allowed: with zero_optimization.offload_optimizer, false"
+    elif wanted is True and config.optimizer.kind != "adamw":
+        yield f"{name} is true, the recipe says {config.optimizer.kind} (--optimizer.kind); allowed: adamw, or false"
 
 
 def _copies(document: Document, world: int) -> Iterator[str]:

@@ -87,9 +87,10 @@ class ZeroLayout(ABC):
 
     def create_state(self) -> None:
         """Moments as AdamW makes them at its first step."""
-        if isinstance(self.torch_optimizer, torch.optim.AdamW):
+        if not isinstance(self.torch_optimizer, torch.optim.SGD):
             for weights in self.flat_weights():
                 self.torch_optimizer.state[weights] = empty_adamw_state(weights.detach())
+            self.set_steps(0)
 
     def spread(self, lamb: Lamb, group: Group) -> None:
         """Tell LAMB, which needs norms of whole parameters, how the ranks of `group` hold them."""
@@ -98,8 +99,11 @@ class ZeroLayout(ABC):
 
     def set_steps(self, steps: int) -> None:
         """Step count of the bias correction."""
+        counts_on_host = type(self.torch_optimizer).__name__ == "DeepSpeedCPUAdam"  # whose C++ takes no tensor
         for state in self.torch_optimizer.state.values():
-            if "step" in state:
+            if counts_on_host:
+                state["step"] = steps
+            elif "step" in state:
                 state["step"].fill_(steps)
 
 

@@ -308,6 +308,14 @@ def test_offloading_allows_torchs_optimizer() -> None:
     assert "zero_force_ds_cpu_optimizer" not in resolved({"zero_optimization": {"stage": 3}})
 
 
+def test_deepspeeds_own_adam_on_the_host_is_had_where_the_file_asks_for_it() -> None:
+    zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    assert resolved({"zero_optimization": zero, "zero_force_ds_cpu_optimizer": True})["zero_force_ds_cpu_optimizer"]
+    assert "no optimizer is offloaded" in refusal({"zero_force_ds_cpu_optimizer": True})
+    document = {"zero_optimization": zero, "zero_force_ds_cpu_optimizer": True}
+    assert "the recipe says lamb" in refusal(document, config(kind="lamb"))
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
