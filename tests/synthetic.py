@@ -138,8 +138,12 @@ def small_config(layout: Layout, **changes: Any) -> Config:
     return changed(config, **{**layout.settings, **changes})
 
 
-def data_group() -> Group:
-    """All ranks of the process group, or this process alone."""
+def data_group(config: Config | None = None) -> Group:
+    """All ranks of the process group, or this process alone; those that split the batch of a tensor parallel run."""
+    if config is not None and config.megatron.tensor_parallel > 1:
+        from trp_scale.engines.megatron import megatron_groups
+
+        return megatron_groups(config.megatron.tensor_parallel, local_world=dist.get_world_size())[0]
     if dist.is_initialized():
         return Group("data", rank=dist.get_rank(), size=dist.get_world_size())
     return Group("data")
@@ -182,7 +186,7 @@ class RecordingTrainer(Trainer):
 
 def trainer_for(layout: Layout, config: Config, **source: Any) -> RecordingTrainer:
     """A trainer over synthetic rows."""
-    group = data_group()
+    group = data_group(config)
     engine, objective = make_engine(layout, config, group)
     run = RunContext(config=config, objective=objective, engine=engine)
     return RecordingTrainer(
@@ -190,7 +194,7 @@ def trainer_for(layout: Layout, config: Config, **source: Any) -> RecordingTrain
         hooks=build_hooks(run),
         source=SyntheticSource(config, group, **source),  # type: ignore[arg-type]
         observer=SilentObserver(),  # type: ignore[arg-type]
-        agreement=StepAgreement(group, 0),
+        agreement=StepAgreement(data_group(), 0, copies=config.megatron.tensor_parallel),
         save=lambda: None,
         validate=lambda: None,
         stop_requested=lambda: None,

@@ -37,7 +37,7 @@ this list, nothing below and nothing beside it."""
 
 RECIPES_ARE_READ_BY = {"checkpoint", "upstreams", "training", "downstream", "commands", "api", "cli"}
 
-ONLY_WHEN_ASKED = ("wandb", "tensorboard", "datasets", "deepspeed", "nltk", "textblob", "webdataset")
+ONLY_WHEN_ASKED = ("wandb", "tensorboard", "datasets", "deepspeed", "megatron", "nltk", "textblob", "webdataset")
 
 PICKLING_MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
 
@@ -221,12 +221,12 @@ def test_unpickling_is_seen(source: str) -> None:
 
 
 def test_extras_and_deepspeed_are_imported_only_when_asked() -> None:
-    """Import every module but the DeepSpeed engine's own in a fresh interpreter that has none of them (a library that
-    takes one where it finds it, as timm does with wandb, goes on without)."""
+    """Import every module but the engines of DeepSpeed and megatron-core in a fresh interpreter that has none of them
+    (a library that takes one where it finds it, as timm does with wandb, goes on without)."""
     names = [
         ".".join(path.with_suffix("").parts).removesuffix(".__init__")
         for _, path in sources(PACKAGE)
-        if path.parts[-2:] != ("engines", "deepspeed.py")
+        if path.parts[-2:] not in (("engines", "deepspeed.py"), ("engines", "megatron.py"))
     ]
     code = (
         f"import importlib, sys\nfor name in {ONLY_WHEN_ASKED!r}: sys.modules[name] = None\n"

@@ -204,6 +204,7 @@ MAY_CHANGE = (
     "training.activation_checkpointing",
     "training.deterministic",
     "fsdp.*",
+    "megatron.*",
     "data.workers",
     "data.prefetch",
     "data.verify",

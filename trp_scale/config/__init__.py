@@ -155,6 +155,15 @@ class FsdpConfig(Section):
 
 
 @dataclass(kw_only=True)
+class MegatronConfig(Section):
+    """How --engine megatron cuts matrices over ranks; the result is the same."""
+
+    tensor_parallel: int = setting(1, at_least=1)
+    """Ranks that share each large matrix, neighbours by number on one node; must divide the ranks of a node, the heads
+    and the width of the feed-forward layers. The batch is split over the groups of so many ranks."""
+
+
+@dataclass(kw_only=True)
 class OptimizerConfig(Section):
     """AdamW and its schedule (TRP 001, Table 4)."""
 
@@ -282,6 +291,7 @@ class Config:
     batch: BatchConfig = field(default_factory=BatchConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     fsdp: FsdpConfig = field(default_factory=FsdpConfig)
+    megatron: MegatronConfig = field(default_factory=MegatronConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     balancer: Any = field(default_factory=default_settings("balancer", "minimax"), metadata={"role": "balancer"})
     """Settings of the balancer of this kind."""

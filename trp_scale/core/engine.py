@@ -153,7 +153,7 @@ class Stores(Protocol):
     """What a checkpoint needs.
 
     Attributes:
-        name: plain, ddp, fsdp or deepspeed.
+        name: plain, ddp, fsdp, megatron or deepspeed.
         zero_stage: ZeRO stage, None where the word does not apply.
     """
 

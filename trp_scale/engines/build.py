@@ -27,7 +27,7 @@ def build_engine(
     """The engine `name` holding `module`.
 
     Args:
-        name: plain, ddp, fsdp or deepspeed.
+        name: plain, ddp, fsdp, megatron or deepspeed.
         module: the model, whole, on the CPU, the same on all ranks.
         config: settings of the run.
         device: where to train.
@@ -48,6 +48,10 @@ def build_engine(
         from trp_scale.engines.fsdp import FsdpEngine
 
         return FsdpEngine(module, config, device=device, data_group=data_group)
+    if name == "megatron":
+        from trp_scale.engines.megatron import MegatronEngine
+
+        return MegatronEngine(module, config, device=device, data_group=data_group)
     if name == "deepspeed":
         from trp_scale.data.train_source import check_partition
         from trp_scale.engines.deepspeed import DeepSpeedEngine
@@ -60,7 +64,7 @@ def build_engine(
             ds_document, config, world=data_group.size, accumulation=accumulation, path=ds_path or "--ds_config"
         )
         return DeepSpeedEngine(module, config, device=device, data_group=data_group, document=document)
-    raise EngineError(f"engine {name!r} is not known; plain, ddp, fsdp and deepspeed are")
+    raise EngineError(f"engine {name!r} is not known; plain, ddp, fsdp, megatron and deepspeed are")
 
 
 OF_THE_FIRST = ("optimizer", "scheduler", "gradient_clipping")

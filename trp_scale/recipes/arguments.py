@@ -32,7 +32,7 @@ from trp_scale.recipes.loader import (
     upstream_settings,
 )
 
-EngineName = Literal["plain", "ddp", "fsdp", "deepspeed"]
+EngineName = Literal["plain", "ddp", "fsdp", "megatron", "deepspeed"]
 
 WHOLE = 1_000_000_000
 """Parameters of the encoder's blocks that a rank holds whole unless told otherwise: weights, gradients and two moments
@@ -55,7 +55,8 @@ class Arguments:
     """Directory for everything the run leaves behind; runs/<recipe>-<date>-<time> when it is not given."""
     engine: EngineName | None = None
     """Who holds parameters and optimizer. Not given: deepspeed with --ds_config; plain in one process; on several ranks
-    ddp, where each holds all, or fsdp, which shards, for encoders of more than 10^9 parameters."""
+    ddp, where each holds all, or fsdp, which shards, for encoders of more than 10^9 parameters. megatron: tensor
+    parallel."""
     ds_config: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """DeepSpeed's JSON file; what the recipe states is "auto" in it."""
     resume: Annotated[str, tyro.conf.arg(metavar="auto|never|PATH")] = "auto"
@@ -72,7 +73,7 @@ class Arguments:
         """
         if self.engine == "plain" and world > 1:
             raise RefusedError(
-                f"--engine plain is for one process, this run has {world}; allowed: ddp, fsdp, deepspeed"
+                f"--engine plain is for one process, this run has {world}; allowed: ddp, fsdp, megatron, deepspeed"
             )
         if self.engine is not None:
             return self.engine

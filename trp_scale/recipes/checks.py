@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from trp_scale.config import Config, RefusedError
+from trp_scale.config import Config, PretrainConfig, RefusedError
 from trp_scale.config.components import find
 from trp_scale.config.settings import Section, given, range_problems, sections
 
@@ -60,6 +60,13 @@ def check_engine(config: Config, engine: str, *, gpu: bool) -> None:
     if engine != "fsdp" and (settings := given(config.fsdp)):
         name, value = next(iter(settings.items()))
         raise RefusedError(f"--fsdp.{name} is {value} and the engine {engine}; allowed: --engine fsdp, or without it")
+    if engine != "megatron" and (settings := given(config.megatron)):
+        name, value = next(iter(settings.items()))
+        raise RefusedError(
+            f"--megatron.{name} is {value} and the engine {engine}; allowed: --engine megatron, or without it"
+        )
+    if engine == "megatron":
+        check_megatron(config)
     if config.logging.memory_snapshot and not gpu:
         raise RefusedError("--logging.memory_snapshot needs a GPU, this machine shows none; allowed: without it")
     for name, key in (("weights", "bf16.enabled"), ("gradients", "communication_data_type")):
@@ -77,6 +84,35 @@ def check_engine(config: Config, engine: str, *, gpu: bool) -> None:
         )
     if not gpu:
         raise RefusedError("--training.precision fp16 needs a GPU, this machine shows none; allowed: bf16, fp32")
+
+
+def check_megatron(config: Config) -> None:
+    """Refuse what tensor parallel runs do not have yet.
+
+    Raises:
+        RefusedError: naming each flag, the value found and what is allowed.
+    """
+    training, problems = config.training, []
+    if not isinstance(config, PretrainConfig):
+        problems.append("it pre-trains and does not fine-tune; allowed: --engine ddp or fsdp")
+    if config.hooks:
+        problems.append(f"--hooks is {' '.join(config.hooks)}, which are not tested on cut matrices; allowed: none")
+    for name, value in (("precision", "fp32"), ("weights", "fp32"), ("gradients", "fp32")):
+        if (found := getattr(training, name)) != value:
+            problems.append(f"--training.{name} is {found}, which is not tested; allowed: {value}")
+    if training.compile not in ("none", "auto"):
+        problems.append(f"--training.compile is {training.compile}; allowed: none, auto")
+    if training.activation_checkpointing != "none":
+        problems.append(
+            f"--training.activation_checkpointing is {training.activation_checkpointing}, which is not tested; "
+            "allowed: none"
+        )
+    if config.batch.micro_size == "auto":
+        problems.append("--batch.micro_size is auto, whose trial is of one rank; allowed: a number")
+    if config.optimizer.kind == "lamb":
+        problems.append("--optimizer.kind is lamb, which needs the lengths of whole matrices; allowed: adamw, sgd")
+    if problems:
+        raise RefusedError("--engine megatron: " + "; ".join(problems))
 
 
 def hook_problems(config: Config) -> Iterator[str]:

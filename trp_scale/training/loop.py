@@ -377,10 +377,12 @@ class StepAgreement:
     Args:
         group: all ranks.
         max_corrupt_blocks: unreadable blocks allowed before the run stops on all ranks.
+        copies: ranks that read the same rows, as those of a tensor parallel group do.
     """
 
-    def __init__(self, group: Group, max_corrupt_blocks: int) -> None:
+    def __init__(self, group: Group, max_corrupt_blocks: int, *, copies: int = 1) -> None:
         self.group = group
+        self.copies = copies
         self.max_corrupt_blocks = max_corrupt_blocks
         self.corrupt: set[str] = set()
 
@@ -400,7 +402,7 @@ class StepAgreement:
             torch.cat([counts, torch.tensor([float(stop), float(len(found))], dtype=torch.float64)])
         )
         new = self.count_corrupt(found) if answer[-1] > 0 else []
-        return Agreed(counts=answer[:-2], stop=bool(answer[-2] > 0), new_corrupt=new)
+        return Agreed(counts=answer[:-2] / self.copies, stop=bool(answer[-2] > 0), new_corrupt=new)
 
     def count_corrupt(self, found: set[str]) -> list[str]:
         """Gather the blocks that could not be read, on all ranks together; rare, or after a validation.

@@ -65,6 +65,11 @@ def pretrain(arguments: Arguments) -> Ended:
         check_engine(arguments.config, engine_name, gpu=environment.device.type == "cuda")
         if engine_name != "plain":
             environment.ensure_process_group()
+        if engine_name == "megatron":
+            from trp_scale.engines.megatron import megatron_groups
+
+            ranks, local_world = arguments.config.megatron.tensor_parallel, environment.info.local_world
+            environment.data, _ = megatron_groups(ranks, local_world=local_world)
         run_dir = rundir.create_run_directory(arguments, environment.world)
         check_shared_directory(run_dir, environment.world)
         hours = arguments.config.training.max_hours
@@ -81,7 +86,7 @@ class Run:
         arguments: the command line.
         environment: ranks and device.
         run_dir: made, and the same on all ranks.
-        engine_name: plain, ddp, fsdp or deepspeed.
+        engine_name: plain, ddp, fsdp, megatron or deepspeed.
         stop_requested: why this rank wants to stop, or None.
         build: opens what the run learns from; it may complete the settings from the data.
     Attributes:
@@ -116,6 +121,8 @@ class Run:
         if config.training.compile == "auto":
             stage = None if document is None else document.get("zero_optimization", {}).get("stage")
             reasons = against_compiling(config)
+            if engine_name == "megatron":
+                reasons.append("megatron-core's layers are not compiled")
             config.training.compile, why = compiled.choose(environment.device, stage, reasons, self.world)
             chosen.append(why)
         if config.batch.micro_size == "auto":
@@ -158,7 +165,9 @@ class Run:
         self.hooks = build_hooks(self.context, self.upstream.hooks(self.context))
         self.engines = EngineGroup(self.engine, self.hooks.engines(), self.hooks.sharded_state)
         self.state = TrainingState()
-        self.agreement = StepAgreement(self.world, config.data.max_corrupt_blocks)
+        self.agreement = StepAgreement(
+            self.world, config.data.max_corrupt_blocks, copies=config.megatron.tensor_parallel
+        )
         if selection.checkpoint is not None:
             self.resume(selection.checkpoint)
         step = self.state.step

@@ -37,6 +37,7 @@ ALLOWED = {
     "training.deterministic",
     "fsdp.shard_ranks",
     "fsdp.offload",
+    "megatron.tensor_parallel",
     "data.workers",
     "data.prefetch",
     "data.verify",

@@ -79,6 +79,30 @@ def test_settings_of_fsdp_are_refused_on_another_engine() -> None:
         check_engine(sharded, "ddp", gpu=False)
 
 
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, "--hooks is weight_average"),
+        ({"training__precision": "bf16"}, "--training.precision is bf16"),
+        ({"training__weights": "bf16"}, "--training.weights is bf16"),
+        ({"training__compile": "whole"}, "--training.compile is whole"),
+        ({"training__activation_checkpointing": "full"}, "--training.activation_checkpointing is full"),
+        ({"batch__micro_size": "auto"}, "--batch.micro_size is auto"),
+        ({"optimizer__kind": "lamb"}, "--optimizer.kind is lamb"),
+    ],
+)
+def test_what_tensor_parallel_runs_do_not_have_is_refused(changes: dict[str, object], expected: str) -> None:
+    fine = {"megatron__tensor_parallel": 2, "training__precision": "fp32", "batch__micro_size": 2}
+    check_engine(config(**fine), "megatron", gpu=False)
+    with pytest.raises(RefusedError) as caught:
+        wrong = config(**{**fine, **changes})
+        wrong.hooks = [] if changes else ["weight_average"]
+        check_engine(wrong, "megatron", gpu=False)
+    assert expected in str(caught.value)
+    with pytest.raises(RefusedError, match=r"--megatron.tensor_parallel is 2 and the engine ddp"):
+        check_engine(config(**fine), "ddp", gpu=False)
+
+
 def test_fp16_needs_deepspeed_and_a_gpu() -> None:
     half = config(training__precision="fp16")
     refused: list[tuple[Callable[[], None], str]] = [

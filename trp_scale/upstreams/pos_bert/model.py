@@ -8,6 +8,7 @@ Parameter names are those of transformers' `BertForPreTraining`, so that weights
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -18,6 +19,7 @@ from transformers.models.bert.modeling_bert import BertLayer
 
 from trp_scale.config import TextModelConfig
 from trp_scale.models.initialise import give, initialise
+from trp_scale.models.tensor_plan import TensorPlan
 
 VOCABULARY_MULTIPLE = 64
 """The vocabulary is padded to a multiple of this, so that its matrix products fill the hardware's tiles."""
@@ -45,6 +47,10 @@ def bert_config(model: TextModelConfig, vocab_size: int, **changes: Any) -> Bert
     return BertConfig(**(values | changes))
 
 
+WordLosses = Callable[[Tensor, Tensor], Tensor]
+"""Logits [N, V] in fp32 and labels [N] -> cross-entropies [N]."""
+
+
 class BertOutput(NamedTuple):
     """What the objective needs; a tuple, because ZeRO-3 looks for the tensors of an output to hang its hooks on.
 
@@ -52,11 +58,13 @@ class BertOutput(NamedTuple):
         prediction_logits: [R, M, V_padded], rows beyond the vocabulary are -inf.
         next_sentence_logits: [R, 2], index 0 = the second sentence follows the first (transformers' convention).
         shared_inputs: [R, M, D] without a graph, what entered the transform; only with a tap at its output.
+        word_losses: of the prediction logits, where a tensor parallel rank has a part of the vocabulary; None: torch's.
     """
 
     prediction_logits: Tensor
     next_sentence_logits: Tensor
     shared_inputs: Tensor | None = None
+    word_losses: WordLosses | None = None
 
 
 class Places(NamedTuple):
@@ -139,8 +147,8 @@ class Layer(BertLayer):  # type: ignore[misc]
 
         def heads(projected: Tensor) -> Tensor:
             rows, length, width = projected.shape
-            count = attention.num_attention_heads
-            return projected.view(rows, length, count, width // count).transpose(1, 2)  # [R, H, *, D / H]
+            size = attention.attention_head_size  # tensor parallel ranks have some of the heads: D is their width
+            return projected.view(rows, length, width // size, size).transpose(1, 2)  # [R, H, *, D / H]
 
         context = F.scaled_dot_product_attention(
             heads(queries),
@@ -236,6 +244,8 @@ class BertForMaskedPositions(nn.Module):
         seed: initial weights follow from it and from each tensor's name.
     """
 
+    word_losses: WordLosses | None = None
+
     def __init__(self, model: TextModelConfig, *, vocab_size: int, seed: int) -> None:
         super().__init__()
         self.config = bert_config(model, vocab_size)
@@ -250,6 +260,26 @@ class BertForMaskedPositions(nn.Module):
     def layers(self) -> nn.ModuleList:
         """The repeated blocks, each a unit of sharding."""
         return self.bert.encoder.layer  # type: ignore[no-any-return]
+
+    @property
+    def tensor_plan(self) -> TensorPlan:
+        """Heads, hidden units of the feed-forward layers and the vocabulary are cut; next-sentence head, pooler,
+        transform and norms are not."""
+        layer = "bert.encoder.layer.*"
+        return TensorPlan(
+            columns=(*(f"{layer}.attention.self.{each}" for each in PROJECTIONS), f"{layer}.intermediate.dense"),
+            rows=(f"{layer}.attention.output.dense", f"{layer}.output.dense"),
+            vocabulary=("bert.embeddings.word_embeddings",),
+            first_dimension=("cls.predictions.bias", "cls.predictions.out_of_vocabulary"),
+            entered=("cls.predictions.transform",),
+            losses="word_losses",
+            divided={
+                "--model.heads": self.config.num_attention_heads,
+                "--model.intermediate_size": self.config.intermediate_size,
+                "the padded vocabulary of": padded_vocabulary(self.config.vocab_size),
+            },
+            dropout=self.config.attention_probs_dropout_prob,
+        )
 
     def forward(
         self,
@@ -289,6 +319,7 @@ class BertForMaskedPositions(nn.Module):
             prediction_logits=self.cls.predictions(words, embeddings, transform_tap),
             next_sentence_logits=self.cls.seq_relationship(self.bert.pooler(selected)),
             shared_inputs=None if transform_tap is None else words.detach(),
+            word_losses=self.word_losses,
         )
 
     def embed(self, tokens: Tensor, token_types: Tensor, kept: Tensor | None) -> Tensor:
@@ -343,6 +374,8 @@ class BertForMaskedPositions(nn.Module):
         for name in PADDED_PARAMETERS:
             own[name][self.config.vocab_size :].zero_()
 
+
+PROJECTIONS = ("query", "key", "value")
 
 PADDED_PARAMETERS = ("bert.embeddings.word_embeddings.weight", "cls.predictions.bias")
 """Parameters whose first dimension is the padded vocabulary."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -84,9 +85,8 @@ class PosMaskedLanguageModelling:
             kept=batch.fields.get("kept"),
             **{name: batch.extras[name] for name in TAPS.values() if name in batch.extras},
         )
-        words = F.cross_entropy(
-            output.prediction_logits.flatten(0, 1).float(), batch["labels"].flatten(), reduction="none"
-        )  # [R * M]
+        cross_entropies = output.word_losses or partial(F.cross_entropy, reduction="none")
+        words = cross_entropies(output.prediction_logits.flatten(0, 1).float(), batch["labels"].flatten())  # [R * M]
         weighted = words.double() * batch["label_weights"].flatten().double()
         rows = F.cross_entropy(output.next_sentence_logits.float(), batch["next_sentence"], reduction="none")  # [R]
         if self.config.next_sentence == "off":

@@ -1,0 +1,147 @@
+"""Invariant 1 on the engine megatron: matrices cut over ranks give the weights of one rank that has them whole."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.parity.compare import too_far
+from tests.parity.test_partition import BALANCING, sometimes_absent
+from tests.ranks import RankError, Ranks
+from tests.synthetic import Layout, Result, data_group, run, small_config, trainer_for
+from trp_scale.checkpoint import manager
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed: the extra [megatron]")
+
+
+def megatron(tensor_parallel: int, **layout: Any) -> Layout:
+    return Layout(engine="megatron", settings={"megatron": {"tensor_parallel": tensor_parallel}}, **layout)
+
+
+METHODS: dict[str, dict[str, Any]] = {
+    **BALANCING,
+    "gradnorm": {"kind": "gradnorm", "lr": 0.05},
+    "gradnorm, representation": {"kind": "gradnorm", "lr": 0.05, "at": "representation", "total": "paper"},
+}
+LAYOUTS = {"1": megatron(1), "2": megatron(2)}
+
+
+def changes(method: str, **others: Any) -> dict[str, Any]:
+    return {"balancer": METHODS[method], "optimizer": {"lr": 1e-3, "clipping": 1.0}, **others}
+
+
+@lru_cache
+def reference(method: str) -> Result:
+    return run(Layout(micro_size=2), changes(method), sometimes_absent)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "method"), [("1", "uniform"), ("1", "exact"), *(("2", method) for method in METHODS)]
+)
+def test_two_ranks_give_the_weights_of_one(two_ranks: Ranks, ranks: str, method: str) -> None:
+    ours, theirs = two_ranks(run, LAYOUTS[ranks], changes(method), sometimes_absent)[0], reference(method)
+    assert ours.moved
+    assert too_far(ours, theirs) == []
+    for step, (mine, other) in enumerate(zip(ours.steps, theirs.steps, strict=True)):
+        assert mine.loss == pytest.approx(other.loss, rel=1e-5), step
+        assert mine.grad_norm == pytest.approx(other.grad_norm, rel=1e-4), step
+        assert mine.task_weights == pytest.approx(other.task_weights, rel=1e-5), step
+
+
+def test_four_ranks_cut_matrices_and_split_the_batch(four_ranks: Ranks) -> None:
+    ours = four_ranks(run, LAYOUTS["2"], changes("exact"), sometimes_absent)[0]
+    assert too_far(ours, reference("exact")) == []
+
+
+def elements_and_copies(layout: Layout) -> tuple[int, int, bool]:
+    """Elements that this rank holds and those that it speaks for; whether what is not cut is alike on both."""
+    trainer = trainer_for(layout, small_config(layout))
+    trainer.run()
+    pieces = list(trainer.engine.pieces())
+    alike = [piece.tensors["weight"] for piece in pieces if piece.region.size == torch.Size(piece.shape).numel()]
+    whole = torch.cat(alike)
+    other = whole.clone()
+    dist.broadcast(other, 0)
+    trainer.engine.close()
+    held = sum(piece.region.size for piece in pieces)
+    return held, sum(piece.region.size for piece in pieces if piece.owner), torch.equal(whole, other)
+
+
+def test_a_rank_holds_half_of_what_is_cut_and_copies_stay_alike(two_ranks: Ranks) -> None:
+    (held, first, alike), (_, second, other) = two_ranks(elements_and_copies, LAYOUTS["2"])
+    assert alike and other
+    total = sum(tensor.numel() for tensor in reference("exact").weights.values())
+    assert first + second == total
+    assert held < 0.7 * total
+
+
+def start(layout: Layout, directory: str, steps: int) -> Any:
+    config = small_config(layout, training={"steps": steps})
+    trainer = trainer_for(layout, config)
+    group = data_group()
+    if directory:
+        loaded = manager.load(Path(directory), engine=trainer.engine, group=group)
+        trainer.hooks.load_state_dict(loaded.hooks)
+        trainer.state.step = loaded.step
+        trainer.source.cursor = loaded.step * config.batch.global_size  # type: ignore[attr-defined]
+    return trainer, group
+
+
+def half(layout: Layout, run_dir: str, before: str = "", steps: int = 4) -> str:
+    """Train up to step `steps` and write a checkpoint there."""
+    trainer, group = start(layout, before, steps)
+    trainer.run()
+    path = manager.save(
+        Path(run_dir),
+        step=steps,
+        engine=trainer.engine,
+        hooks_state=trainer.hooks.state_dict(),
+        cursors={},
+        config={},
+        group=group,
+        keep=0,
+        extra={},
+    )
+    trainer.engine.close()
+    return str(path)
+
+
+def rest(layout: Layout, directory: str) -> Result:
+    """Train from there to step 8."""
+    trainer, _ = start(layout, directory, 8)
+    initial = trainer.engine.full_weights()
+    trainer.run()
+    weights = trainer.engine.full_weights()
+    trainer.engine.close()
+    return Result(weights=weights, initial=initial, steps=[], moved=True)
+
+
+def test_a_checkpoint_goes_from_cut_matrices_to_whole_ones_and_back(two_ranks: Ranks, tmp_path: Path) -> None:
+    plain = Layout(micro_size=2)
+    straight = run(plain, {})
+    of_two = two_ranks(half, LAYOUTS["2"], str(tmp_path / "of_two"))[0]
+    of_one = half(plain, str(tmp_path / "of_one"))
+    assert too_far(rest(plain, of_two), straight) == []
+    for layout in (LAYOUTS["1"], Layout(engine="fsdp"), Layout(engine="deepspeed", stage=2)):
+        assert too_far(two_ranks(rest, layout, of_two)[0], straight) == []
+    assert too_far(two_ranks(rest, LAYOUTS["2"], of_one)[0], straight) == []
+
+
+@pytest.mark.parametrize(
+    ("layout", "model", "said"),
+    [
+        (megatron(3), {}, "tensor_parallel is 3 and does not divide the 2 ranks of this run; allowed: 1, 2"),
+        (megatron(2), {"heads": 1}, "tensor_parallel is 2 and does not divide --model.heads 1"),
+        (megatron(2), {"intermediate_size": 63}, "does not divide --model.intermediate_size 63"),
+        (megatron(2), {"dropout": 0.1}, "--model.dropout is 0.1"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(two_ranks: Ranks, layout: Layout, model: dict[str, Any], said: str) -> None:
+    with pytest.raises(RankError) as caught:
+        two_ranks(run, layout, {"model": model})
+    assert said in str(caught.value)

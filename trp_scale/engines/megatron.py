@@ -1,0 +1,267 @@
+"""Tensor parallel on megatron-core: each rank of a group holds a part of every large matrix, groups split the batch.
+
+megatron-core's layers take the places of the model's own, by the plan that the model declares
+(models/tensor_plan.py). What is not cut is held, and updated alike, by every rank of the group; one of them speaks for
+it in norms and checkpoints.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from trp_scale.config import Config
+from trp_scale.core.engine import EngineError
+from trp_scale.core.pieces import STATE_NAMES, Box, Piece, Shards, whole_tensors
+from trp_scale.distributed.groups import Group
+from trp_scale.engines.ddp import DdpEngine
+from trp_scale.engines.shards import sum_of_squares
+from trp_scale.models.initialise import Value, allocate, first_values
+from trp_scale.models.tensor_plan import TensorPlan, matches
+
+try:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that Transformer Engine and Apex, which nothing here uses, are not there
+        from megatron.core import ModelParallelConfig, parallel_state
+        from megatron.core.tensor_parallel import (
+            ColumnParallelLinear,
+            RowParallelLinear,
+            VocabParallelEmbedding,
+            copy_to_tensor_model_parallel_region,
+            vocab_parallel_cross_entropy,
+        )
+except ImportError as error:
+    raise EngineError(
+        f"--engine megatron needs megatron-core ({error}): pip install 'trp-scale[megatron]'; or --engine ddp or fsdp"
+    ) from error
+
+
+def megatron_groups(tensor_parallel: int, *, local_world: int) -> tuple[Group, Group]:
+    """The groups that split the batch and the matrices: neighbours by number, on one node, share the matrices.
+
+    Args:
+        tensor_parallel: ranks of a tensor group.
+        local_world: ranks of a node.
+
+    Raises:
+        EngineError: it does not divide the ranks of a node, and so not all ranks.
+    """
+    world = dist.get_world_size()
+    for ranks, where in ((world, "of this run"), (local_world, "of a node, whose links a tensor group stays on")):
+        if ranks % tensor_parallel:
+            raise EngineError(
+                f"--megatron.tensor_parallel is {tensor_parallel} and does not divide the {ranks} ranks {where}; "
+                f"allowed: {', '.join(str(n) for n in range(1, ranks + 1) if ranks % n == 0)}"
+            )
+    made = parallel_state.model_parallel_is_initialized()
+    if made and parallel_state.get_tensor_model_parallel_world_size() != tensor_parallel:
+        parallel_state.destroy_model_parallel()
+        made = False
+    if not made:
+        parallel_state.initialize_model_parallel(tensor_parallel, create_gloo_process_groups=False)
+    return (
+        _group("data", parallel_state.get_data_parallel_group()),
+        _group("tensor", parallel_state.get_tensor_model_parallel_group()),
+    )
+
+
+def _group(name: str, handle: Any) -> Group:
+    return Group(name, rank=handle.rank(), size=handle.size(), handle=handle)
+
+
+class Columns(ColumnParallelLinear):  # type: ignore[misc]
+    """[..., I] on all ranks -> [..., O / ranks]."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs)[0]  # type: ignore[no-any-return]
+
+
+class Rows(RowParallelLinear):  # type: ignore[misc]
+    """[..., I / ranks] -> [..., O], on all ranks."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs)[0]  # type: ignore[no-any-return]
+
+
+class Vocabulary(VocabParallelEmbedding):  # type: ignore[misc]
+    """[...] int64 -> [..., D] on all ranks. A padding token's row gets no gradient, as in torch's embedding."""
+
+    padding_idx: int | None = None
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        found = super().forward(tokens)
+        if self.padding_idx is None:
+            return found  # type: ignore[no-any-return]
+        return torch.where((tokens == self.padding_idx).unsqueeze(-1), found.detach(), found)
+
+
+def cut_layer(kind: str, layer: nn.Module, tensor_group: Group) -> nn.Module:
+    """megatron-core's layer in the place of this one; its parameters have memory and no values."""
+    settings: dict[str, Any] = {
+        "config": ModelParallelConfig(
+            tensor_model_parallel_size=tensor_group.size,
+            use_cpu_initialization=True,
+            perform_initialization=False,
+            params_dtype=torch.float32,
+        ),
+        "init_method": lambda weight: None,
+        "tp_group": tensor_group.handle,
+    }
+    if kind == "vocabulary":
+        assert isinstance(layer, nn.Embedding)
+        embedding = Vocabulary(layer.num_embeddings, layer.embedding_dim, **settings)
+        embedding.padding_idx = layer.padding_idx
+        return embedding
+    assert isinstance(layer, nn.Linear)
+    settings |= {"bias": layer.bias is not None, "skip_bias_add": False}
+    if kind == "columns":
+        return Columns(layer.in_features, layer.out_features, gather_output=False, **settings)
+    return Rows(layer.in_features, layer.out_features, input_is_parallel=True, **settings)
+
+
+def enter(group: Group, module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+    """A forward hook: the gradient of this output is summed over the ranks, each of which reads it for its part."""
+    return copy_to_tensor_model_parallel_region(output, group=group.handle)  # type: ignore[no-any-return]
+
+
+class MegatronEngine(DdpEngine):
+    """Tensor parallel inside groups of `megatron.tensor_parallel` ranks, data parallel between them.
+
+    Args:
+        module: a model with a `tensor_plan`.
+        config, device: as for all engines.
+        data_group: of `megatron_groups`.
+    """
+
+    name = "megatron"
+    plain_forward = False
+
+    def __init__(self, module: nn.Module, config: Config, *, device: torch.device, data_group: Group) -> None:
+        ranks = config.megatron.tensor_parallel
+        self.world = Group("world", dist.get_rank(), dist.get_world_size())
+        plan = getattr(module, "tensor_plan", None)
+        if not isinstance(plan, TensorPlan):
+            raise EngineError(
+                f"--engine megatron: {type(module).__name__} does not say how it is cut; allowed: an upstream whose "
+                "model has a tensor_plan (pos_bert), or --engine ddp or fsdp"
+            )
+        for flag, size in plan.divided.items():
+            if size % ranks:
+                raise EngineError(
+                    f"--megatron.tensor_parallel is {ranks} and does not divide {flag} {size}; allowed: a number that "
+                    "divides it"
+                )
+        if plan.dropout and ranks > 1:
+            raise EngineError(
+                f"--model.dropout is {plan.dropout:g}, and heads on different ranks would draw the same dropout; "
+                "allowed: --model.dropout 0, or --megatron.tensor_parallel 1"
+            )
+        self.plan = plan
+        self.tensor_group = megatron_groups(ranks, local_world=ranks)[1]
+        self.boxes: dict[str, Box] = {}
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        super().__init__(module, config, device=device, data_group=data_group)
+
+    def place(self, module: nn.Module) -> nn.Module:
+        """Put megatron-core's layers in, and fill each parameter with this rank's part of its first value."""
+        values: dict[str, Callable[[], Value]] = {
+            name: partial(_value, parameter.detach()) for name, parameter in module.named_parameters()
+        }
+        values |= first_values(module)
+        self.shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+        for name, layer in list(module.named_modules()):
+            kind = self.plan.kind(name)
+            if kind == "entered":
+                layer.register_forward_hook(partial(enter, self.tensor_group))
+            elif kind:
+                module.set_submodule(name, cut_layer(kind, layer, self.tensor_group))
+        self._cut_first_dimension(module)
+        if self.plan.losses:
+            setattr(module, self.plan.losses, vocab_parallel_cross_entropy)
+        allocate(module, self.device)
+        for name, parameter in module.named_parameters():
+            self.boxes[name] = self._box(name, tuple(parameter.shape))
+            value = values[name]()
+            with torch.no_grad():
+                if isinstance(value, Tensor):
+                    parameter.copy_(self.boxes[name].of(value))
+                else:
+                    parameter.fill_(value)
+        return module
+
+    def _cut_first_dimension(self, module: nn.Module) -> None:
+        for path, owner in module.named_modules():
+            for name, tensor in [*owner.named_parameters(path, False), *owner.named_buffers(path, False)]:
+                if not matches(name, self.plan.first_dimension):
+                    continue
+                part = tensor.detach().chunk(self.tensor_group.size)[self.tensor_group.rank].clone()
+                kept = nn.Parameter(part) if isinstance(tensor, nn.Parameter) else part
+                setattr(owner, name.rpartition(".")[2], kept)
+
+    def _box(self, name: str, own: tuple[int, ...]) -> Box:
+        """Which elements of the whole parameter this rank has: a range of the one dimension in which it is smaller."""
+        bounds = []
+        for part, whole in zip(own, self.shapes[name], strict=True):
+            start = 0 if part == whole else part * self.tensor_group.rank
+            bounds.append((start, start + part))
+        return Box(tuple(bounds))
+
+    def is_cut(self, name: str) -> bool:
+        """Whether the ranks of a tensor group hold different elements of this parameter."""
+        return self.boxes[name].size != torch.Size(self.shapes[name]).numel()
+
+    def check_gradients(self) -> Tensor:
+        cut: list[Tensor] = []
+        alike: list[Tensor] = []
+        for name, parameter in self.named_parameters():
+            if parameter.grad is not None:
+                (cut if self.is_cut(name) else alike).append(parameter.grad)
+        squares = self.tensor_group.sum(sum_of_squares(cut, self.device))
+        self._norm = (squares + sum_of_squares(alike, self.device)).sqrt()
+        return self._norm
+
+    def pieces(self) -> Iterator[Piece]:
+        """One of each parameter. The data ranks, which hold the same, own them in turn."""
+        for number, (name, parameter) in enumerate(self.named_parameters()):
+            state = self.optimizer.state.get(parameter, {})
+            moments = {key: state[key].reshape(-1) for key in STATE_NAMES if key in state}
+            speaks = self.is_cut(name) or self.tensor_group.rank == 0
+            yield Piece(
+                name=name,
+                shape=self.shapes[name],
+                region=self.boxes[name],
+                tensors={"weight": parameter.detach().reshape(-1), **moments},
+                owner=speaks and number % self.data_group.size == self.data_group.rank,
+            )
+
+    def piece_gradients(self) -> list[Tensor]:
+        return [
+            torch.zeros_like(parameter).reshape(-1) if parameter.grad is None else parameter.grad.reshape(-1)
+            for _, parameter in self.named_parameters()
+        ]
+
+    def _shards(self, parts: list[Tensor]) -> Shards:
+        return replace(super()._shards(parts), group=self.world)
+
+    def watch_micro_batches(self) -> None:
+        raise EngineError(
+            "--engine megatron does not show the gradients of micro-batches whole; allowed: --engine ddp or fsdp, or "
+            "without --logging.noise_scale and other hooks that read them"
+        )
+
+    def full_weights(self) -> dict[str, Tensor]:
+        pieces = list(self.pieces())
+        found = whole_tensors(pieces, [piece.tensors["weight"] for piece in pieces], self.world)
+        return found if self.world.rank == 0 else {}
+
+
+def _value(tensor: Tensor) -> Tensor:
+    """Of a parameter that has content."""
+    return tensor
