@@ -37,7 +37,7 @@ from torch.utils._pytree import tree_leaves
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.image_steps import mae_workload, mm_mae_workload
-from benchmarks.step_counts import CPU, launches
+from benchmarks.step_counts import CPU
 from benchmarks.steps import Workload, endless, trainer_of
 from benchmarks.text_steps import text_workload
 from trp_scale.config.components import settings_of
@@ -46,6 +46,7 @@ from trp_scale.core.hooks import StepContext
 from trp_scale.core.objective import task_losses
 from trp_scale.core.run import RunContext
 from trp_scale.engines.plain import PlainEngine
+from trp_scale.planning.operations import launches
 from trp_scale.recipes.loader import load_recipe
 from trp_scale.upstreams.mae.settings import MaeConfig
 from trp_scale.upstreams.mm_mae.settings import MmMaeConfig

@@ -34,10 +34,6 @@ import tyro
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
-from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -48,12 +44,11 @@ from benchmarks.text_steps import text_workload
 from trp_scale.config import TextModelConfig
 from trp_scale.core.batch import Batch
 from trp_scale.engines.plain import PlainEngine
-from trp_scale.models import vit
+from trp_scale.planning.operations import RecordsOperations, attention_of_a_gpu, replace_parameters
 from trp_scale.recipes.loader import load_recipe
 from trp_scale.training.loop import Agreed
 from trp_scale.training.micro_size import storage
 from trp_scale.upstreams.mae.settings import MaeConfig
-from trp_scale.upstreams.mm_mae import model as mm_mae_model
 from trp_scale.upstreams.mm_mae.settings import MmMaeConfig
 
 CPU = torch.device("cpu")
@@ -146,97 +141,14 @@ HOST_SECONDS = {"forward": 8e-6, "backward": 5.5e-6, "update": 8e-6}
 """Of the host, to launch an operation."""
 
 
-STAND_ALONE = (
-    "sort",
-    "topk",
-    "cumsum",
-    "scatter",
-    "index_put",
-    "index_add",
-    "embedding_dense_backward",
-    "_foreach",
-    "_fused",
-)
-"""Parts of the names of operations that are fused with none, beside those that have FLOPs."""
-
-
-@dataclass(kw_only=True)
-class Kernel:
-    """Operations that are counted as one. Attributes: names: of them; read: bytes by storage that was there before;
-    made: storages that they made, alive or not, with their bytes."""
-
-    names: set[str] = field(default_factory=set)
-    read: dict[int, int] = field(default_factory=dict)
-    made: dict[int, tuple[StorageWeakRef, int]] = field(default_factory=dict)
-
-    def add(self, name: str, given: list[Tensor], writes: list[Tensor]) -> None:
-        """One operation more."""
-        self.names.add(name)
-        for tensor in given:
-            if storage(tensor) not in self.made:
-                self.read[storage(tensor)] = max(self.read.get(storage(tensor), 0), size_of(tensor))
-        for tensor in writes:
-            self.made[storage(tensor)] = (weak(tensor), size_of(tensor))
-
-    def moved(self) -> int:
-        """Bytes read, and written to what is still alive."""
-        alive = [size for found, size in self.made.values() if not found.expired()]  # type: ignore[no-untyped-call]
-        return sum(self.read.values()) + sum(alive)
-
-
-class CountsOperations(TorchDispatchMode):
-    """Adds to `counts` what is asked of the device while it is active; `phase` says where.
-
-    Args:
-        fused: neighbours are one kernel, but for those that stand alone.
-    """
+class CountsOperations(RecordsOperations):  # type: ignore[no-untyped-call]
+    """Adds to `counts` what is asked of the device while it is active."""
 
     def __init__(self, *, fused: bool = False) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__(fused=fused)
         self.counts = Counts(device=dict.fromkeys(ACCELERATORS, 0.0))
-        self.fused = fused
-        self.kernel: Kernel | None = None
-        self._phase = "forward"
 
-    @property
-    def phase(self) -> str:
-        return self._phase
-
-    @phase.setter
-    def phase(self, phase: str) -> None:
-        self.end_kernel()
-        self._phase = phase
-
-    def __exit__(self, *error: Any) -> None:
-        self.end_kernel()
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-
-    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), named: Any = None) -> Any:
-        named = named or {}
-        given = [each for each in tree_leaves((arguments, named)) if isinstance(each, Tensor)]
-        alone = stands_alone(function)
-        if alone:
-            self.end_kernel()
-        result = function(*arguments, **named)
-        made = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
-        if launches(function, made):
-            writes = written(function, arguments, named, made)
-            if self.fused and not alone:
-                self.kernel = self.kernel or Kernel()
-                self.kernel.add(short(function), given, writes)
-                return result
-            count = flop_registry.get(function._overloadpacket)
-            flops = int(count(*arguments, **named, out_val=result)) if count is not None else 0
-            self._add(short(function), sum(map(size_of, [*given, *writes])), flops)
-        return result
-
-    def end_kernel(self) -> None:
-        """Count what was put together."""
-        kernel, self.kernel = self.kernel, None
-        if kernel is not None:
-            self._add(" + ".join(sorted(kernel.names)), kernel.moved(), 0)
-
-    def _add(self, name: str, moved: int, flops: int) -> None:
+    def add(self, name: str, moved: int, flops: int) -> None:
         self.counts.operations[self.phase] += 1
         self.counts.moved[self.phase] += moved
         self.counts.flops += flops
@@ -248,45 +160,6 @@ class CountsOperations(TorchDispatchMode):
             self.counts.device[place] += seconds
         seconds, number = self.counts.by_name.get((self.phase, name), (0.0, 0))
         self.counts.by_name[self.phase, name] = (seconds + taken["H100"], number + 1)
-
-
-def short(function: Any) -> str:
-    """An operation's name without its library and variant."""
-    return str(function._opname)
-
-
-def weak(tensor: Tensor) -> StorageWeakRef:
-    """Says whether the tensor's content is still there."""
-    return StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-
-
-def size_of(tensor: Tensor) -> int:
-    """Bytes."""
-    return tensor.numel() * tensor.element_size()
-
-
-def stands_alone(function: Any) -> bool:
-    """Whether an operation is a kernel of its own even where neighbours are fused."""
-    return function._overloadpacket in flop_registry or any(part in function.name() for part in STAND_ALONE)
-
-
-def launches(function: Any, made: list[Tensor]) -> bool:
-    """Whether an operation gives the device work: not a view, not memory without content, not a question."""
-    if function.namespace == "prim" or function.is_view or "empty" in function.name() or "detach" in function.name():
-        return False
-    if function._overloadpacket in (torch.ops.aten._unsafe_view, torch.ops.aten.lift_fresh, torch.ops.aten.alias):
-        return False
-    return bool(made) or function._schema.is_mutable
-
-
-def written(function: Any, arguments: Any, named: Any, made: list[Tensor]) -> list[Tensor]:
-    """Tensors whose content an operation writes: those it changes in place, or those it makes."""
-    parameters = function._schema.arguments
-    given = [*arguments, *(named[each.name] for each in parameters[len(arguments) :] if each.name in named)]
-    if not function._schema.is_mutable:
-        return made
-    changed = [value for each, value in zip(parameters, given, strict=False) if each.is_write]
-    return [each for each in tree_leaves(changed) if isinstance(each, Tensor)]
 
 
 class InPlace(PlainEngine):
@@ -347,31 +220,6 @@ def agreed(counts: Tensor, window: list[Batch], *, stop: bool) -> Agreed:
 
 
 @contextmanager
-def attention_of_a_gpu() -> Iterator[None]:
-    """Fused attention in the precision of its inputs, and without dropout: for a CPU the models widen bf16 before it
-    (vit.attend), and torch takes its plain attention where there is dropout."""
-    fused = nn.functional.scaled_dot_product_attention
-    places: tuple[Any, ...] = (vit, mm_mae_model)
-
-    def attention(*arguments: Any, dropout_p: float = 0.0, **named: Any) -> Tensor:
-        return fused(*arguments, **named)
-
-    def attend(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None) -> Tensor:
-        return fused(queries, keys, values, attn_mask=bias)
-
-    widening = vit.attend
-    nn.functional.scaled_dot_product_attention = attention
-    for place in places:
-        place.attend = attend
-    try:
-        yield
-    finally:
-        nn.functional.scaled_dot_product_attention = fused
-        for place in places:
-            place.attend = widening
-
-
-@contextmanager
 def entering(engine: Any, name: str, counter: CountsOperations, phase: str) -> Iterator[None]:
     """Calls of the engine's method `name` begin a phase."""
     method: Callable[..., Any] = getattr(engine, name)
@@ -385,19 +233,6 @@ def entering(engine: Any, name: str, counter: CountsOperations, phase: str) -> I
         yield
     finally:
         delattr(engine, name)
-
-
-def replace_parameters(module: nn.Module, made: Callable[[Tensor], Tensor]) -> None:
-    """Each parameter and buffer by `made` of it; one that is used twice stays one."""
-    done: dict[int, Any] = {}
-    for part in module.modules():
-        for name, parameter in part._parameters.items():
-            if parameter is not None:
-                known = done.setdefault(id(parameter), (parameter, nn.Parameter(made(parameter.detach()))))
-                part._parameters[name] = known[1]
-        for name, buffer in part._buffers.items():
-            if buffer is not None:
-                part._buffers[name] = made(buffer)
 
 
 def workload_of(model: Model, precision: Precision, rows: int = 0) -> Workload:

@@ -46,6 +46,9 @@ COMMANDS: dict[str, dict[str, Command]] = {
     },
     "train": {
         "recipes": Command("trp_scale.recipes.listing:recipes", "list the recipes, or print all settings of one"),
+        "plan": Command(
+            "trp_scale.commands.training:plan", "predict memory, time and the best layout of a run on a cluster"
+        ),
         "pretrain": Command(
             "trp_scale.commands.training:pretrain", "pre-train from a recipe, in one process or on many ranks"
         ),

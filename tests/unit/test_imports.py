@@ -26,7 +26,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("balancing", "adversary", "masks", "averaging", "monitoring", "modalities"),
     ("upstreams", "theory"),
     ("training",),
-    ("preparation", "downstream"),
+    ("preparation", "downstream", "planning"),
     ("components",),
     ("commands", "api"),
     ("cli",),
@@ -35,7 +35,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 """The core, which knows no kind, then the rooms that hold one thing whole. A part imports itself and parts above it in
 this list, nothing below and nothing beside it."""
 
-RECIPES_ARE_READ_BY = {"checkpoint", "upstreams", "training", "downstream", "commands", "api", "cli"}
+RECIPES_ARE_READ_BY = {"checkpoint", "upstreams", "training", "downstream", "planning", "commands", "api", "cli"}
 
 ONLY_WHEN_ASKED = ("wandb", "tensorboard", "datasets", "deepspeed", "megatron", "nltk", "textblob", "webdataset")
 

@@ -1,4 +1,5 @@
-"""Commands that train: `pretrain`, `finetune`, `sweep`. Under a launcher each rank runs the same command line."""
+"""Commands that train: `pretrain`, `finetune`, `sweep`; and `plan`, which says what that would take. Under a launcher
+each rank runs the same command line."""
 
 from __future__ import annotations
 
@@ -12,11 +13,25 @@ import tyro
 from trp_scale.command_line import read_known
 
 
+def plan(argv: Sequence[str]) -> int:
+    """`trp-scale plan`."""
+    from trp_scale.planning.arguments import parse_plan
+
+    arguments = parse_plan(argv)
+    from trp_scale.planning.command import print_plan
+
+    return print_plan(arguments)
+
+
 def pretrain(argv: Sequence[str]) -> int:
     """`trp-scale pretrain`."""
     from trp_scale.recipes.arguments import parse
 
     arguments = parse(argv)
+    if arguments.dry_run:
+        from trp_scale.planning.command import print_dry_run
+
+        return print_dry_run(arguments)
     from trp_scale.training.pretrain import pretrain as train
 
     return train(arguments).status

@@ -17,6 +17,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
+from trp_scale.config import CropConfig
 from trp_scale.core.batch import Batch
 from trp_scale.data.images.crops import Cropper, Crops
 from trp_scale.data.images.maps import MapFormat, StoredMaps
@@ -212,6 +213,16 @@ class Modality(ABC):
             self.name: torch.from_numpy(values),
             f"{self.name}_counts": torch.from_numpy(count_patches(known, self.side)),
         }
+
+    def unknown(self, rows: int, crops: CropConfig) -> dict[str, Tensor]:
+        """What a batch holds of rows of which nothing is known."""
+        cropper, sizes = Cropper(crops), np.ones((rows, 2), dtype=np.int64)
+        drawn = cropper.draw(np.zeros(rows, dtype=np.uint64), sizes)
+        return self.fields(DecodedRows(samples=[None] * rows, corrupt=[]), drawn, cropper, self.stored_unknown(rows))
+
+    def stored_unknown(self, rows: int) -> Sequence[Any]:
+        """What `fields` asks of the data sets of rows that are not there; most ask nothing."""
+        return []
 
     @abstractmethod
     def standardise(self, numbers: Map, stored: Any, *, mirrored: bool) -> npt.NDArray[Any]:

@@ -179,6 +179,10 @@ class Depth(Modality):
         ]
         return {**found, STATISTICS: torch.tensor(of_crops, dtype=torch.float32)}
 
+    def stored_unknown(self, rows: int) -> Sequence[StoredDepth]:
+        blank = StoredDepth(name=self.name, suffix="", directory="", scale=None, larger_is="farther")
+        return [blank] * rows
+
     def standardise(self, numbers: Map, stored: StoredDepth, *, mirrored: bool) -> npt.NDArray[np.uint16]:
         """As stored: the device standardises it."""
         return numbers

@@ -62,6 +62,9 @@ class Arguments:
     resume: Annotated[str, tyro.conf.arg(metavar="auto|never|PATH")] = "auto"
     """auto: go on from the newest whole checkpoint of the run directory, if there is one. never: start anew, in an
     empty directory. PATH: start from this checkpoint or run directory."""
+    dry_run: bool = False
+    """Print how the run would lie on its ranks and how long it would take, by the planner, and end: nothing is
+    allocated or written."""
     local_rank: int = -1
     """Passed by the deepspeed launcher; ranks are read from the environment."""
 

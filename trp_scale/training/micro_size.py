@@ -16,6 +16,7 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -241,26 +242,55 @@ def counted(
     Raises:
         RefusedError: the forward pass needs the content of its tensors.
     """
-    model, how = without_content(upstream.model), config.training.activation_checkpointing
+    activations = saved_by_rows(
+        upstream.model,
+        upstream.objective,
+        partial(first_rows, upstream),
+        config,
+        device=environment.device,
+        rounded=config.training.weights == "bf16",
+    )
+    model = without_content(upstream.model)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    stage = None if ds_document is None else int(ds_document.get("zero_optimization", {}).get("stage", 0))
+    # Settings of FSDP2 are refused on other engines; what it keeps on the host is not on the device.
+    shared_by = config.fsdp.shard_ranks or environment.data.size
+    states = METHODS + (0.0 if config.fsdp.offload else state_bytes(engine_name, stage, shared_by))
+    states += 2 * (config.training.weights == "bf16")  # beside the masters
+    return Need(fixed=activations.fixed + round(states * parameters) + WORKSPACE, row=activations.row)
+
+
+def saved_by_rows(
+    make_model: Callable[[], nn.Module],
+    objective: Objective,
+    rows_of: Callable[[int], Batch],
+    config: Config,
+    *,
+    device: torch.device,
+    rounded: bool,
+) -> Need:
+    """What a forward pass keeps for its backward pass, by the rows of the micro-batch.
+
+    Args:
+        make_model: makes the model; called twice where blocks keep less.
+        rows_of: a batch of so many rows.
+        rounded: weights are read in bf16.
+
+    Raises:
+        RefusedError: the forward pass needs the content of its tensors.
+    """
+    model, how = without_content(make_model), config.training.activation_checkpointing
     shares = [(model, 1.0)]
     if how != "none":
-        keeping_less = without_content(upstream.model)
+        keeping_less = without_content(make_model)
         checkpoint_blocks(keeping_less, how)
         shares = [(keeping_less, 1.0), (model, 1 / len(model.layers))]  # type: ignore[arg-type]  # a block, made again
-    saved = []
+    half, saved = config.training.precision != "fp32", []
     for rows in FITTED:
-        batch = first_rows(upstream, rows)
+        batch = rows_of(rows)
         try:
             found = [
-                share
-                * saved_bytes(
-                    each,
-                    upstream.objective,
-                    batch,
-                    device=environment.device,
-                    half=config.training.precision != "fp32",
-                    rounded=config.training.weights == "bf16",
-                )
+                share * saved_bytes(each, objective, batch, device=device, half=half, rounded=rounded)
                 for each, share in shares
             ]
         except RuntimeError as error:
@@ -271,14 +301,7 @@ def counted(
             ) from error
         saved.append(round(sum(found)))
     row = (saved[1] - saved[0]) // (FITTED[1] - FITTED[0])
-    parameters = sum(parameter.numel() for parameter in model.parameters())
-    stage = None if ds_document is None else int(ds_document.get("zero_optimization", {}).get("stage", 0))
-    # Settings of FSDP2 are refused on other engines; what it keeps on the host is not on the device.
-    shared_by = config.fsdp.shard_ranks or environment.data.size
-    states = METHODS + (0.0 if config.fsdp.offload else state_bytes(engine_name, stage, shared_by))
-    states += 2 * (config.training.weights == "bf16")  # beside the masters
-    fixed = max(0, saved[0] - row * FITTED[0]) + round(states * parameters) + WORKSPACE
-    return Need(fixed=fixed, row=max(1, row))
+    return Need(fixed=max(0, saved[0] - row * FITTED[0]), row=max(1, row))
 
 
 def state_bytes(engine_name: str, stage: int | None, ranks: int) -> float:

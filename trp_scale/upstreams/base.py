@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 from torch import nn
 
-from trp_scale.config import Config, PretrainConfig
+from trp_scale.config import Config, PretrainConfig, RefusedError
 from trp_scale.config.components import find
 from trp_scale.core.batch import Batch, WindowSource
 from trp_scale.core.hooks import Hook
@@ -21,6 +22,40 @@ from trp_scale.data.rows import Rows
 from trp_scale.data.sources import Sources
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataFacts:
+    """What shapes depend on beside the settings, and a data set would say.
+
+    Attributes:
+        length: pieces of a sequence; 0: as many as the model has positions for.
+        vocabulary: pieces.
+        classes: of each modality's maps, where they have any.
+    """
+
+    length: int = 0
+    vocabulary: int = 30522
+    classes: Mapping[str, int] = field(default_factory=lambda: {"semseg": 133})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outline:
+    """A run as far as it is known without its data: enough to count its memory and arithmetic.
+
+    Attributes:
+        model: makes the model.
+        objective: task losses of a batch.
+        rows: a batch of so many rows, with the shapes and types of the data's and no content worth reading.
+        step_flops: model FLOPs of a training step on all ranks.
+        positions: of a row.
+    """
+
+    model: Callable[[], nn.Module]
+    objective: Objective
+    rows: Callable[[int], Batch]
+    step_flops: float
+    positions: int
 
 
 class Upstream(Protocol):
@@ -51,6 +86,23 @@ class Upstream(Protocol):
     @staticmethod
     def open_sources(config: Any, *, rank: int, world: int, device_type: str = "cpu") -> Sources:
         """Open a run's data on one rank (data/sources.py)."""
+        ...
+
+    @classmethod
+    def facts(cls, config: Any) -> DataFacts:
+        """What the data set at `data.path` says of the shapes.
+
+        Raises: as `open_rows`.
+        """
+        ...
+
+    @classmethod
+    def outline(cls, config: Any, facts: DataFacts, *, ranks: int) -> Outline:
+        """The run without its data, for `trp-scale plan`.
+
+        Raises:
+            RefusedError: this upstream cannot say it.
+        """
         ...
 
     @property
@@ -110,6 +162,17 @@ class UpstreamParts:
     def labelled(config: Any, *, rank: int, world: int, pin: bool) -> sources.OpenLabelled | None:
         """Takes labelled rows out of the data (data/sources.py); None: there are no such sources."""
         return None
+
+    @classmethod
+    def facts(cls, config: Any) -> DataFacts:
+        return DataFacts()
+
+    @classmethod
+    def outline(cls, config: Any, facts: DataFacts, *, ranks: int) -> Outline:
+        raise RefusedError(
+            f"--upstream {config.upstream} cannot be planned: {cls.__name__} has no method `outline`, which says what "
+            "its runs are made of without their data; allowed: an upstream of the package, or one that defines it"
+        )
 
     def fullest(self, batch: Batch) -> Batch:
         return batch

@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from functools import partial
 from typing import ClassVar
 
+import torch
 from torch import nn
 
 from trp_scale.checkpoint.initial_weights import give_weights
-from trp_scale.core.batch import WindowSource
+from trp_scale.config import split_patches
+from trp_scale.core.batch import Batch, WindowSource
 from trp_scale.core.hooks import Hook, built
 from trp_scale.core.objective import PatchObjective
 from trp_scale.core.run import RunContext
@@ -19,13 +21,28 @@ from trp_scale.distributed.environment import Environment
 from trp_scale.masks.flops import multilevel_step_flops
 from trp_scale.masks.joint import JointObjective
 from trp_scale.masks.labelled import open_downstream
-from trp_scale.upstreams.base import UpstreamParts
+from trp_scale.upstreams.base import DataFacts, Outline, UpstreamParts
 from trp_scale.upstreams.mae.batch import open_rows
 from trp_scale.upstreams.mae.model import MaskedAutoencoder
 from trp_scale.upstreams.mae.objective import MaskedPatchReconstruction
 from trp_scale.upstreams.mae.settings import MaeConfig
 from trp_scale.upstreams.mae.u_mae import Uniformity, UniformPatchReconstruction
 from trp_scale.upstreams.mae.weights import load_given
+
+
+def blank_rows(config: MaeConfig, rows: int) -> Batch:
+    """Black images, their first patches visible."""
+    crops, side = config.crops.count, config.crops.size
+    split = split_patches(side, config.vision.patch_size, config.masking.ratio)
+    order = torch.arange(split.patches).expand(rows, crops, -1)
+    fields = {
+        "images": torch.zeros(rows, crops, 3, side, side, dtype=torch.uint8),
+        "visible": order[..., : split.visible].contiguous(),
+        "masked": order[..., split.visible :].contiguous(),
+        "labels": torch.zeros(rows, dtype=torch.int64),
+        "row_weights": torch.ones(rows),
+    }
+    return Batch(fields=fields, keys=torch.arange(rows), start=0)
 
 
 class ImageUpstream(UpstreamParts):
@@ -58,6 +75,17 @@ class ImageUpstream(UpstreamParts):
         crops = config.batch.global_size * config.crops.count
         self.positions_per_step = crops * (config.crops.size // config.vision.patch_size) ** 2
         self.step_flops = multilevel_step_flops(config, ranks=data.size, computed=True)
+
+    @classmethod
+    def outline(cls, config: MaeConfig, facts: DataFacts, *, ranks: int) -> Outline:
+        """The pass over masked images; what learned masks add to it is in `step_flops` alone."""
+        return Outline(
+            model=partial(MaskedAutoencoder, config),
+            objective=MaskedPatchReconstruction(config.objective, config.vision.patch_size),
+            rows=partial(blank_rows, config),
+            step_flops=multilevel_step_flops(config, ranks=ranks, computed=True),
+            positions=config.crops.count * config.patches,
+        )
 
     @staticmethod
     def labelled(config: MaeConfig, *, rank: int, world: int, pin: bool) -> OpenLabelled | None:

@@ -3,23 +3,45 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, ClassVar
 
+import torch
 from torch import nn
 
 from trp_scale.checkpoint.initial_weights import give_weights
+from trp_scale.core.batch import Batch
 from trp_scale.core.hooks import Hook, built
 from trp_scale.core.run import RunContext
+from trp_scale.data.images.dataset import ImageMeta
+from trp_scale.data.mixture import parse_paths
 from trp_scale.data.sources import within_cpus
 from trp_scale.distributed.environment import Environment
 from trp_scale.observe.throughput import TRAINING_OVER_FORWARD
-from trp_scale.upstreams.base import UpstreamParts
+from trp_scale.upstreams.base import DataFacts, Outline, UpstreamParts
 from trp_scale.upstreams.mm_mae.batch import open_rows
 from trp_scale.upstreams.mm_mae.model import MultimodalMaskedAutoencoder
 from trp_scale.upstreams.mm_mae.objective import MultimodalReconstruction
 from trp_scale.upstreams.mm_mae.settings import MmMaeConfig
 from trp_scale.upstreams.mm_mae.tokens import RunModalities
 from trp_scale.upstreams.mm_mae.weights import CLASSES, load_multimae
+
+
+def classes_of(modalities: RunModalities, meta: ImageMeta) -> dict[str, int]:
+    """Of each modality's maps, where they have any."""
+    return {name: classes for name, maps in meta.maps.items() if (classes := modalities.used[name].classes(maps))}
+
+
+def blank_rows(config: MmMaeConfig, rows: int) -> Batch:
+    """Samples of which nothing is known in any modality."""
+    fields = {
+        "visible": torch.arange(config.modalities.visible_tokens).expand(rows, -1).contiguous(),
+        "labels": torch.zeros(rows, dtype=torch.int64),
+        "row_weights": torch.ones(rows),
+    }
+    for modality in RunModalities(config).used.values():
+        fields |= modality.unknown(rows, config.crops)
+    return Batch(fields=fields, keys=torch.arange(rows), start=0)
 
 
 class MultimodalUpstream(UpstreamParts):
@@ -39,14 +61,29 @@ class MultimodalUpstream(UpstreamParts):
         )
         self.source = self.sources.train
         self.objective = MultimodalReconstruction(config)
-        self.classes = {
-            name: classes
-            for name, maps in self.sources.meta.maps.items()
-            if (classes := self.objective.modalities.used[name].classes(maps))
-        }
+        self.classes = classes_of(self.objective.modalities, self.sources.meta)
         rows, inputs = config.batch.global_size, len(config.modalities.inputs)
         self.positions_per_step = rows * inputs * self.objective.patches_per_row
         self.step_flops = mm_mae_step_flops(config, rows=rows, classes=self.classes, computed=True)
+
+    @classmethod
+    def facts(cls, config: MmMaeConfig) -> DataFacts:
+        meta = open_rows(config, parse_paths(config.data.path)).meta
+        assert isinstance(meta, ImageMeta)
+        return DataFacts(classes=classes_of(RunModalities(config), meta))
+
+    @classmethod
+    def outline(cls, config: MmMaeConfig, facts: DataFacts, *, ranks: int) -> Outline:
+        """With as many classes as `facts` has."""
+        rows, inputs = config.batch.global_size, len(config.modalities.inputs)
+        classes = {name: count for name, count in facts.classes.items() if name in RunModalities(config).used}
+        return Outline(
+            model=partial(MultimodalMaskedAutoencoder, config, classes),
+            objective=MultimodalReconstruction(config),
+            rows=partial(blank_rows, config),
+            step_flops=mm_mae_step_flops(config, rows=rows, classes=classes, computed=True),
+            positions=inputs * config.patches,
+        )
 
     def model(self) -> nn.Module:
         model = MultimodalMaskedAutoencoder(self.config, self.classes)

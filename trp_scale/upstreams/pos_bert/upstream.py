@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,13 +13,16 @@ from torch import Tensor, nn
 
 from trp_scale.checkpoint.initial_weights import give_weights
 from trp_scale.checkpoint.run_directory import TOKENIZER, copy_tokenizer
+from trp_scale.config import RefusedError
 from trp_scale.core.batch import Batch
+from trp_scale.data.mixture import parse_paths
 from trp_scale.data.sources import within_cpus
 from trp_scale.data.text.dataset import TextMeta
+from trp_scale.data.text.groups import GROUPS
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group
 from trp_scale.observe.throughput import bert_step_flops
-from trp_scale.upstreams.base import UpstreamParts
+from trp_scale.upstreams.base import DataFacts, Outline, UpstreamParts
 from trp_scale.upstreams.pos_bert.batch import keeping_all, open_rows
 from trp_scale.upstreams.pos_bert.model import BertForMaskedPositions
 from trp_scale.upstreams.pos_bert.objective import PosMaskedLanguageModelling
@@ -38,6 +41,20 @@ def piece_counts(batch: Batch, meta: TextMeta) -> Tensor:
     counts = torch.bincount(tokens.flatten(), minlength=meta.vocab_size).double()
     counts[[meta.special_tokens[name] for name in ("pad", "cls", "sep", "mask")]] = 0.0
     return counts
+
+
+def blank_rows(length: int, predicted: int, rows: int) -> Batch:
+    """Rows in which nothing is written and nothing left out as padding, with `predicted` masked positions each."""
+    fields = {
+        **dict.fromkeys(("tokens", "token_types"), torch.zeros(rows, length, dtype=torch.int64)),
+        **dict.fromkeys(
+            ("masked_positions", "labels", "label_groups"), torch.zeros(rows, predicted, dtype=torch.int64)
+        ),
+        "label_weights": torch.ones(rows, predicted),
+        "next_sentence": torch.zeros(rows, dtype=torch.int64),
+        "row_weights": torch.ones(rows),
+    }
+    return Batch(fields=fields, keys=torch.arange(rows), start=0)
 
 
 class TextUpstream(UpstreamParts):
@@ -60,6 +77,35 @@ class TextUpstream(UpstreamParts):
         self.meta = self.sources.meta
         self.objective = PosMaskedLanguageModelling(config.objective, self.meta.groups, config.model.hidden_size)
         self.positions_per_step = config.batch.global_size * self.meta.length
+
+    @classmethod
+    def facts(cls, config: PosBertConfig) -> DataFacts:
+        meta = open_rows(config, parse_paths(config.data.path)).meta
+        assert isinstance(meta, TextMeta)
+        return DataFacts(length=meta.length, vocabulary=meta.vocab_size)
+
+    @classmethod
+    def outline(cls, config: PosBertConfig, facts: DataFacts, *, ranks: int) -> Outline:
+        """Sequences without padding."""
+        model, length = config.model, facts.length or config.model.max_positions
+        if length > model.max_positions:
+            raise RefusedError(f"--length is {length}, allowed: up to --model.max_positions {model.max_positions}")
+        predicted = config.masking.limit or round(config.masking.ratio * length)
+        return Outline(
+            model=partial(BertForMaskedPositions, model, vocab_size=facts.vocabulary, seed=config.training.seed),
+            objective=PosMaskedLanguageModelling(config.objective, GROUPS, model.hidden_size),
+            rows=partial(blank_rows, length, predicted),
+            step_flops=bert_step_flops(
+                model,
+                rows=config.batch.global_size,
+                length=length,
+                predicted=predicted,
+                vocabulary=facts.vocabulary,
+                next_sentence=config.objective.next_sentence != "off",
+                read=1 + predicted,
+            ),
+            positions=length,
+        )
 
     @cached_property
     def step_flops(self) -> float:

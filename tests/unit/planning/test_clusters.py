@@ -1,0 +1,42 @@
+"""GPUs and networks: rates, latencies, and how long a collective takes."""
+
+from __future__ import annotations
+
+import pytest
+
+from trp_scale.errors import RefusedError
+from trp_scale.observe.throughput import peak_flops
+from trp_scale.planning.clusters import GPUS, Cluster, gpu_of
+
+
+@pytest.mark.parametrize(("name", "device"), [("a100-80", "A100"), ("h100", "H100"), ("h200", "H200")])
+def test_peaks_are_those_that_a_run_reports_by(name: str, device: str) -> None:
+    assert GPUS[name].peak == peak_flops(f"NVIDIA {device}", "bf16")
+
+
+def test_within_a_node_a_ring_has_nvlink() -> None:
+    """7/8 of 8 GB, twice, at 0.75 x 300 GB/s; 15 us for the call, and twice 7 hops of 1 us."""
+    cluster = Cluster(gpu=GPUS["a100-80"], gpus=8)
+    assert cluster.seconds("all-reduce", 8e9) == pytest.approx(15e-6 + 2 * (7e9 / 225e9 + 7e-6))
+
+
+def test_between_nodes_a_ring_has_all_adapters_of_a_node() -> None:
+    """8 x 25 GB/s are less than NVLink's 300; of 15 hops one is between nodes."""
+    cluster = Cluster(gpu=GPUS["a100-40"], gpus=16)
+    assert cluster.nodes == 2
+    assert cluster.link == pytest.approx(0.75 * 200e9)
+    assert cluster.seconds("gather", 16e9) == pytest.approx(15e-6 + 15e9 / 150e9 + 14e-6 + 5e-6)
+
+
+def test_one_rank_sends_nothing() -> None:
+    assert Cluster(gpu=GPUS["h100"], gpus=1).seconds("all-reduce", 1e9) == 0.0
+    assert Cluster(gpu=GPUS["h100"], gpus=1).agreement() == 0.0
+
+
+def test_the_agreement_of_hosts_grows_with_the_ranks() -> None:
+    assert Cluster(gpu=GPUS["h100"], gpus=256).agreement() == pytest.approx(2 * 255 * 30e-6)
+
+
+def test_an_unknown_gpu_is_refused_with_the_known_ones() -> None:
+    with pytest.raises(RefusedError, match=r"--gpu h10: not known; did you mean h100.*allowed: a100-40, a100-80, h100"):
+        gpu_of("h10")

@@ -1,0 +1,136 @@
+"""Bytes of a rank and collectives of a step, against sums made by hand."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from tests.unit.planning.small import ZERO, counted
+from trp_scale.planning.layouts import Collective, Layout, memory, traffic
+
+FP32 = 4
+
+
+def sent(found: list[Collective], kind: str) -> list[int]:
+    """Sizes of the collectives of one kind, each as often as it is made, but for the small sums of each step."""
+    small = {8 * 4, 16 * 2, 8} if kind == "all-reduce" else set()
+    return sorted(
+        size for each in found for size in [each.size] * each.times if each.kind == kind and size not in small
+    )
+
+
+def messages(layout: Layout, *, ranks: int = 2, accumulation: int = 1) -> list[Collective]:
+    return traffic(counted(), layout, ranks=ranks, accumulation=accumulation)
+
+
+def zero(stage: int, **settings: Any) -> Layout:
+    return Layout(engine="deepspeed", stage=stage, zero={**ZERO, **settings})
+
+
+def test_one_rank_sends_nothing() -> None:
+    assert not messages(Layout(engine="plain"), ranks=1)
+
+
+def test_ddp_sums_all_gradients_once_whatever_the_accumulation() -> None:
+    """100 numbers fit into one bucket."""
+    for accumulation in (1, 4):
+        assert sent(messages(Layout(engine="ddp"), accumulation=accumulation), "all-reduce") == [400]
+    assert sent(messages(Layout(engine="ddp", sent=2)), "all-reduce") == [200]
+
+
+def test_fsdp_gathers_blocks_twice_and_the_rest_once_in_each_micro_batch() -> None:
+    """2 x 3 blocks of 20 numbers and once 40; gradients of each unit once a window."""
+    once = messages(Layout(engine="fsdp"))
+    assert sent(once, "gather") == [80] * 6 + [160]
+    assert sent(once, "scatter") == [80] * 3 + [160]
+    twice = messages(Layout(engine="fsdp", read=2), accumulation=2)
+    assert sent(twice, "gather") == [40] * 12 + [80] * 2
+    assert sent(twice, "scatter") == [80] * 3 + [160]
+
+
+def test_zero_1_sends_each_bucket_to_its_owners() -> None:
+    """Matrices are 40 + 3 x 16 = 88 numbers, 44 a rank; biases 12, 6 a rank.
+
+    From last to first: bias 4, matrix 16, bias 4 fill a bucket of 24 (the next 16 would make 40); matrix 16, bias 4,
+    matrix 16 the second of 36; the embedding's 40 go alone. The matrices at 40, 56 and 72 of the flat group: the first
+    has 4 numbers on rank 0 and 12 on rank 1.
+    """
+    found = messages(zero(1))
+    first = {1: 4 + 16 + 2, 0: 2}  # biases 8..12 and 4..8 of 12
+    second = {1: 16 + 12, 0: 4 + 4}
+    last = {0: 40}
+    expected = [FP32 * size for bucket in (first, second, last) for size in bucket.values()]
+    assert sent(found, "reduce") == sorted(expected)
+    assert sum(each.size for each in found if each.kind == "reduce") == 400
+    assert sent(found, "gather") == [48, 352]
+    assert Counter(each.phase for each in found if each.kind == "reduce") == {"last": 5}
+
+
+def test_zero_2_reduces_in_every_micro_batch() -> None:
+    once, four = messages(zero(2)), messages(zero(2), accumulation=4)
+    total = [sum(each.size * each.times for each in found if each.kind == "reduce") for found in (once, four)]
+    assert total == [400, 1600]
+    assert sent(four, "gather") == [48, 352]
+
+
+def test_zero_3_gathers_blocks_and_keeps_the_last_for_its_backward_pass() -> None:
+    """Biases of 4 stay on every rank, and are gathered after the update one by one. Forward 3 blocks and the embedding,
+    backward 2 blocks. Gradients: 24, 36 and 40 numbers."""
+    found = messages(zero(3))
+    assert sent(found, "gather") == [16] * 3 + [64] * 5 + [160]
+    assert sent(found, "scatter") == [96, 144, 160]
+    assert len(messages(zero(3), accumulation=3)) == len(found)
+    assert sum(each.times for each in messages(zero(3), accumulation=3) if each.kind == "scatter") == 9
+
+
+def states(layout: Layout, *, ranks: int, accumulation: int = 1) -> dict[str, float]:
+    """What is not 0 beside activations and workspace."""
+    found = vars(memory(counted(), layout, ranks=ranks, micro=5, accumulation=accumulation))
+    return {name: size for name, size in found.items() if size and name not in ("activations", "workspace")}
+
+
+def test_memory_of_whole_weights() -> None:
+    """100 parameters: weights, gradients and two moments of 4 bytes each."""
+    assert states(Layout(engine="plain"), ranks=1) == {"weights": 400, "gradients": 400, "moments": 800}
+    assert states(Layout(engine="plain", read=2), ranks=1)["weights"] == 600  # the rounded copy beside the masters
+
+
+def test_memory_of_ddp_has_the_buckets_beside_gradients() -> None:
+    found = states(Layout(engine="ddp", sent=2), ranks=8, accumulation=2)
+    assert found == {"weights": 400, "gradients": 400, "moments": 800, "buckets": 200}
+
+
+def test_memory_of_fsdp_is_shared_by_the_ranks_but_for_what_is_gathered() -> None:
+    """The rest of 40 and two blocks of 20 are whole in a pass."""
+    found = states(Layout(engine="fsdp", read=2), ranks=4)
+    assert found["weights"], found["moments"] == (100, 200)
+    assert found["gathered"] == 2 * (40 + 2 * 20)
+    whole = states(Layout(engine="fsdp"), ranks=4, accumulation=2)
+    assert whole["gradients"] == 100 + 400  # micro-batches are added up whole
+
+
+def test_memory_of_zero() -> None:
+    """Stage 1 and 2 keep the weights that forwards read, and a third of the masters with their moments on three ranks;
+    stage 3 shares both."""
+    assert states(zero(1), ranks=3)["moments"] == 400
+    assert states(zero(1), ranks=3)["weights"] == 400
+    assert states(zero(3), ranks=4)["weights"] == 100
+    assert states(zero(3), ranks=4)["moments"] == 300
+
+
+def test_offloaded_moments_are_on_the_host() -> None:
+    layout = zero(3, offload_optimizer={"device": "cpu"}, offload_param={"device": "cpu"})
+    found = states(layout, ranks=4)
+    assert layout.offloads
+    assert found["host"] == 300
+    assert "moments" not in found and "weights" not in found
+
+
+def test_activations_grow_with_the_micro_batch_and_masks_with_their_network() -> None:
+    taken = memory(counted(network=7), Layout(engine="plain"), ranks=1, micro=5, accumulation=1)
+    assert taken.activations == 1000 + 5 * 10
+    assert taken.masks == 16 * 7
+    assert taken.hooks == 2 * 400  # a copy of the weights and a direction
+    assert taken.device == pytest.approx(sum(size for name, size in vars(taken).items() if name != "host"))

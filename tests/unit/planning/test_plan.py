@@ -1,0 +1,101 @@
+"""Which layouts fit, in which order they come, and what is refused."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from trp_scale.errors import RefusedError
+from trp_scale.planning.clusters import GPUS, Cluster
+from trp_scale.planning.command import best_on
+from trp_scale.planning.counting import Counted
+from trp_scale.planning.plan import Given, Plan, fitting, nearest_that_fits, planned, refusal
+from trp_scale.recipes.loader import load_recipe
+from trp_scale.upstreams.base import DataFacts
+
+H100 = GPUS["h100"]
+SMALL = replace(H100, name="small", memory=3 * 2**30)
+"""So little that micro-batches and layouts matter to a tiny model."""
+
+
+@pytest.fixture(scope="module")
+def counted() -> Counted:
+    config = load_recipe("pos_bert_tiny")
+    config.batch.global_size, config.batch.micro_size, config.training.precision = 4096, "auto", "bf16"
+    config.data.path = "(none)"
+    return Counted(config, DataFacts(length=64, vocabulary=8000))
+
+
+def test_the_fastest_layout_comes_first(counted: Counted) -> None:
+    plans = planned(counted, Cluster(gpu=H100, gpus=8))
+    assert {plan.layout.name for plan in plans} >= {"ddp", "fsdp", "ZeRO-1", "ZeRO-2", "ZeRO-3", "ZeRO-3 offload"}
+    assert all(plan.fits for plan in plans)
+    assert [plan.seconds for plan in plans] == sorted(plan.seconds for plan in plans)
+    for plan in plans:
+        assert plan.micro * plan.accumulation * 8 == 4096
+
+
+def test_the_largest_micro_batch_that_fits_is_taken(counted: Counted) -> None:
+    (whole,) = fitting(planned(counted, Cluster(gpu=H100, gpus=8), Given(engine="ddp")))
+    assert (whole.micro, whole.accumulation) == (512, 1)
+    parts = fitting(planned(counted, Cluster(gpu=SMALL, gpus=8), Given(engine="ddp")))[0]
+    assert parts.accumulation > 1
+    assert parts.memory.device <= 0.8 * SMALL.memory
+    again = parts.memory.activations + counted.saved("none", False).row * parts.micro
+    assert parts.memory.device - parts.memory.activations + again > 0.8 * SMALL.memory  # twice as many would not fit
+
+
+def test_what_does_not_fit_is_refused_with_the_nearest_that_does(counted: Counted) -> None:
+    tiny = replace(SMALL, memory=2 * 2**30)
+    cluster = Cluster(gpu=tiny, gpus=8)
+    plans = planned(counted, cluster)
+    assert not fitting(plans)
+    nearest = nearest_that_fits(counted, cluster)
+    assert nearest is not None and nearest.cluster.gpus == 8 and nearest.cluster.gpu.name == "a100-40"
+    message = str(refusal(counted, plans))
+    assert message.startswith("no layout fits on 8 x small: ")
+    assert "the nearest that fits: --gpus 8 --gpu a100-40" in message
+
+
+def test_a_batch_that_does_not_divide_is_refused_with_the_ranks_that_do(counted: Counted) -> None:
+    with pytest.raises(RefusedError, match="global batch 4096 does not divide over 12 ranks"):
+        planned(counted, Cluster(gpu=H100, gpus=12))
+
+
+def test_the_curve_has_a_plan_or_a_reason_for_each_number(counted: Counted) -> None:
+    found = best_on(counted, H100, [8, 64, 100])
+    assert isinstance(found[100], RefusedError)
+    eight, many = found[8], found[64]
+    assert isinstance(eight, Plan) and isinstance(many, Plan)
+    assert many.rows_a_second < 8 * eight.rows_a_second
+
+
+def test_commands_name_what_the_plan_fixes(counted: Counted) -> None:
+    plans = {plan.layout.name: plan for plan in planned(counted, Cluster(gpu=H100, gpus=16))}
+    assert plans["fsdp"].command("R") == (
+        "torchrun --nnodes 2 --rdzv_endpoint HOST:29500 --nproc_per_node 8 launch/pretrain.py --engine fsdp --recipe R "
+        "--batch.micro_size 256 --data.path DATA"
+    )
+    assert (
+        plans["ZeRO-2"]
+        .command("R")
+        .startswith("deepspeed --hostfile HOSTFILE launch/pretrain.py --ds_config ds_configs/zero2.json --recipe R")
+    )
+    (alone, *_) = fitting(planned(counted, Cluster(gpu=H100, gpus=1)))
+    assert alone.command("R").startswith("trp-scale pretrain --recipe R --batch.micro_size")
+    assert not alone.messages and alone.step is not None and alone.step.exposed == 0
+
+
+def test_hours_follow_from_the_step(counted: Counted) -> None:
+    plan = planned(counted, Cluster(gpu=H100, gpus=8))[0]
+    assert plan.days == pytest.approx(counted.config.training.steps * plan.seconds / 86400)
+    assert plan.gpu_hours == pytest.approx(plan.days * 24 * 8)
+
+
+@pytest.mark.parametrize(("name", "value"), [("shard_ranks", 8), ("offload", True)])
+def test_what_is_not_counted_is_refused(name: str, value: object) -> None:
+    config = load_recipe("pos_bert_tiny")
+    setattr(config.fsdp, name, value)
+    with pytest.raises(RefusedError, match=f"--fsdp.{name} {value}.* is not planned"):
+        planned(Counted(config, DataFacts(length=64)), Cluster(gpu=H100, gpus=8))

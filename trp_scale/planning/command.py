@@ -1,0 +1,159 @@
+"""`trp-scale plan`, and `trp-scale pretrain --dry_run`: how a run would lie on a cluster, without a GPU and without
+data."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+
+from trp_scale.command_line import speaks
+from trp_scale.config import RefusedError
+from trp_scale.data.mixture import parse_paths
+from trp_scale.distributed.launchers import discover
+from trp_scale.engines import ds_config
+from trp_scale.planning import tables
+from trp_scale.planning.arguments import NO_DATA, PlanArguments
+from trp_scale.planning.clusters import GPUS, Cluster, Gpu, gpu_of
+from trp_scale.planning.counting import Counted
+from trp_scale.planning.plan import Given, Plan, fitting, planned, refusal
+from trp_scale.recipes.arguments import Arguments
+from trp_scale.upstreams.base import DataFacts, upstream_of
+
+
+def print_plan(arguments: PlanArguments) -> int:
+    """`trp-scale plan`."""
+    facts, whence = facts_of(arguments)
+    counted = Counted(arguments.config, facts)
+    given = given_of(arguments)
+    cluster = Cluster(gpu=gpu_of(arguments.gpu), gpus=arguments.gpus)
+    for line in report(counted, cluster, given, recipe=arguments.recipe, best=arguments.best):
+        print(line, flush=True)
+    for line in predicted(counted, cluster.gpu, arguments.worlds(), given):
+        print(line, flush=True)
+    print("\nassumed:")
+    print("\n".join(f"- {line}" for line in [whence, *tables.assumed(cluster.gpu)]))
+    return 0
+
+
+def facts_of(arguments: PlanArguments) -> tuple[DataFacts, str]:
+    """What the shapes of the data are, and where that is known from: the data set, where there is one, or the flags."""
+    path = arguments.config.data.path
+    if path != NO_DATA and all((member.path / "dataset.json").is_file() for member in parse_paths(path)):
+        return upstream_of(arguments.config).facts(arguments.config), f"shapes as {path} has them"
+    facts = DataFacts(
+        length=arguments.length, vocabulary=arguments.vocabulary, classes={"semseg": arguments.semseg_classes}
+    )
+    flags = "--length and --vocabulary" if arguments.config.reads == "text" else "--semseg_classes"
+    return facts, f"there is no data set to read: its shapes are those of {flags}"
+
+
+def given_of(arguments: Arguments) -> Given:
+    """What the command line fixes of a layout."""
+    if arguments.ds_config is None:
+        return Given(engine=arguments.engine)
+    return Given(engine="deepspeed", document=ds_config.read(arguments.ds_config), path=str(arguments.ds_config))
+
+
+def report(counted: Counted, cluster: Cluster, given: Given, *, recipe: str, best: int) -> Iterator[str]:
+    """The best layouts with their commands, and what each takes.
+
+    Raises:
+        RefusedError: nothing fits; names the nearest that does.
+    """
+    yield from tables.described(counted, cluster)
+    plans = planned(counted, cluster, given)
+    found = fitting(plans)
+    if not found:
+        raise refusal(counted, plans, given)
+    yield ""
+    yield from tables.ranking(found[:best])
+    yield ""
+    yield from tables.memory_of(plans)
+    yield ""
+    yield f"best: {found[0].layout.name}"
+    yield from tables.time_of(found[0])
+    yield ""
+    yield from (f"{number}. {one.command(recipe)}" for number, one in enumerate(found[:best], 1))
+
+
+def predicted(counted: Counted, gpu: Gpu, worlds: Sequence[int], given: Given) -> Iterator[str]:
+    """The curve over numbers of GPUs; nothing where none is asked for."""
+    if not worlds:
+        return
+    yield ""
+    yield from tables.curve(best_on(counted, gpu, worlds, given))
+
+
+def best_on(
+    counted: Counted, gpu: Gpu, worlds: Sequence[int], given: Given | None = None
+) -> dict[int, Plan | RefusedError]:
+    """The fastest plan on each number of GPUs, or why there is none."""
+    found: dict[int, Plan | RefusedError] = {}
+    for gpus in worlds:
+        try:
+            plans = planned(counted, Cluster(gpu=gpu, gpus=gpus), given)
+        except RefusedError as error:
+            found[gpus] = error
+            continue
+        that_fit = fitting(plans)
+        found[gpus] = that_fit[0] if that_fit else RefusedError("no layout fits")
+    return found
+
+
+def dry_run(arguments: Arguments, world: int) -> Iterator[str]:
+    """The plan of a `trp-scale pretrain` command on the ranks that it was started on, with the shapes of its data.
+
+    Raises:
+        RefusedError: it does not fit.
+    """
+    gpu, why = this_gpu()
+    config = arguments.config
+    counted = Counted(config, upstream_of(config).facts(config))
+    given = replace(given_of(arguments), engine=arguments.engine_for(world))
+    yield from tables.described(counted, Cluster(gpu=gpu, gpus=world))
+    yield from report_of_one(counted, Cluster(gpu=gpu, gpus=world), given)
+    yield "\nassumed:"
+    yield from (f"- {line}" for line in [*why, *tables.assumed(gpu)])
+
+
+def report_of_one(counted: Counted, cluster: Cluster, given: Given) -> Iterator[str]:
+    """The plan of one layout, that of the command.
+
+    Raises:
+        RefusedError: it does not fit.
+    """
+    stated = counted.config.training.activation_checkpointing
+    plans = [one for one in planned(counted, cluster, given) if one.layout.checkpointing == stated]
+    found = fitting(plans)
+    if not found:
+        raise refusal(counted, plans, given)
+    yield ""
+    yield from tables.ranking(found)
+    yield ""
+    yield from tables.memory_of(found)
+    yield ""
+    yield from tables.time_of(found[0])
+
+
+def this_gpu() -> tuple[Gpu, list[str]]:
+    """This machine's, or one that is assumed, and what there is to say of it."""
+    if torch.cuda.is_available():
+        name = torch.cuda.get_device_name(0).lower()
+        large = torch.cuda.get_device_properties(0).total_memory > 50 * 2**30
+        for known in GPUS.values():
+            kind, _, size = known.name.partition("-")
+            if kind in name and (not size or (size == "80") == large):
+                return known, []
+        return GPUS["a100-80"], [f"this machine's {name} is not known here; as if it were an a100-80"]
+    return GPUS["a100-80"], ["this machine shows no GPU; as if it had a100-80 (trp-scale plan --gpu asks for others)"]
+
+
+def print_dry_run(arguments: Arguments) -> int:
+    """`trp-scale pretrain --dry_run`; of several ranks, rank 0 speaks."""
+    if speaks():
+        for line in dry_run(arguments, discover(os.environ).world):
+            print(line, flush=True)
+    return 0

@@ -1,0 +1,192 @@
+"""What a run's model asks for, counted on tensors without content: parameters by unit of sharding, the operations of
+the passes over a micro-batch with their bytes and FLOPs, and what the forward pass keeps. Nothing is allocated, no GPU
+and no data is needed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import cache, cached_property
+from typing import Any, Literal
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from trp_scale.config import Config, RefusedError
+from trp_scale.engines.compiled import checkpoint_blocks
+from trp_scale.masks.masking_network import NETWORKS
+from trp_scale.models.initialise import without_content
+from trp_scale.planning.clusters import Gpu
+from trp_scale.planning.operations import (
+    Operation,
+    RecordsOperations,
+    attention_of_a_gpu,
+    replace_parameters,
+)
+from trp_scale.training.micro_size import FITTED, Need, saved_by_rows
+from trp_scale.upstreams.base import DataFacts, Outline, upstream_of
+
+CPU = torch.device("cpu")
+
+Numbers = npt.NDArray[np.float64]
+Checkpointing = Literal["none", "selective", "full"]
+
+SHARE_OF_MEMORY, SHARE_OF_PEAK, SHARE_OF_PEAK_IN_ATTENTION = 0.8, 0.7, 0.35
+"""What an operation reaches of a GPU's memory rate, of its peak in matrix products, and of its peak in attention."""
+LAUNCH = 2.3e-6
+"""Seconds that the smallest operation takes on the device."""
+HOST = {"forward": 8e-6, "backward": 5.5e-6}
+"""Seconds of the host to launch an operation."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """The operations of a forward or a backward pass over a micro-batch, each by the rows in it.
+
+    Attributes:
+        moved, flops: [operations, 2] what does not depend on the rows, and what each row adds.
+        attention: [operations] whether it is fused attention.
+        host: seconds to launch one.
+    """
+
+    moved: Numbers
+    flops: Numbers
+    attention: npt.NDArray[np.bool_]
+    host: float
+
+    def seconds(self, rows: int, gpu: Gpu, peak: float) -> float:
+        """On the device: of each operation the longest of memory, arithmetic and launch (a roofline)."""
+        by_rows = np.array([1.0, rows])
+        reached = np.where(self.attention, SHARE_OF_PEAK_IN_ATTENTION, SHARE_OF_PEAK)
+        memory = self.moved @ by_rows / (SHARE_OF_MEMORY * gpu.memory_rate)
+        arithmetic = self.flops @ by_rows / (reached * peak)
+        return float(np.maximum(np.maximum(memory, arithmetic), LAUNCH).sum())
+
+    def launching(self) -> float:
+        """Seconds of the host to launch all of it."""
+        return self.host * len(self.moved)
+
+    def total_flops(self, rows: int) -> float:
+        """FLOPs of matrix products and attention."""
+        return float((self.flops @ np.array([1.0, rows])).sum())
+
+
+class Counted:
+    """A run's model, counted as it is asked for.
+
+    Args:
+        config: settings of the run.
+        facts: what the shapes depend on beside them.
+    """
+
+    def __init__(self, config: Config, facts: DataFacts) -> None:
+        self.config, self.facts = config, facts
+        self.outline: Outline = self.outline_on(1)
+        self.passes = cache(self._passes)
+        self.saved = cache(self._saved)
+
+    def outline_on(self, ranks: int) -> Outline:
+        """The run on so many ranks."""
+        return upstream_of(self.config).outline(self.config, self.facts, ranks=ranks)
+
+    @cached_property
+    def model(self) -> nn.Module:
+        """Its parameters are shapes."""
+        return without_content(self.outline.model)
+
+    @cached_property
+    def parameters(self) -> int:
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    @cached_property
+    def blocks(self) -> list[int]:
+        """Parameters of each block, a unit of sharding of its own."""
+        return [sum(each.numel() for each in layer.parameters()) for layer in self.model.layers]  # type: ignore[union-attr]
+
+    @property
+    def rest(self) -> int:
+        """Parameters outside the blocks: embeddings and heads, one more unit."""
+        return self.parameters - sum(self.blocks)
+
+    @cached_property
+    def network(self) -> int:
+        """Parameters of the masking network; 0 where none learns masks."""
+        masks = getattr(self.config, "multilevel", None)
+        if masks is None or not masks.learns:
+            return 0
+        made = without_content(lambda: NETWORKS[masks.network](self.config))  # type: ignore[arg-type]
+        return sum(each.numel() for each in made.parameters())
+
+    @cached_property
+    def crop_bytes(self) -> int:
+        """Of a row, as a loader hands it over."""
+        batch = self.outline.rows(1)
+        return sum(field.nbytes for field in batch.fields.values())
+
+    def with_checkpointing(self, how: Checkpointing) -> Config:
+        return replace(self.config, training=replace(self.config.training, activation_checkpointing=how))
+
+    def _saved(self, how: Checkpointing, rounded: bool) -> Need:
+        """Bytes that a forward pass keeps for its backward pass."""
+        with attention_of_a_gpu():
+            return saved_by_rows(
+                self.outline.model,
+                self.outline.objective,
+                self.outline.rows,
+                self.with_checkpointing(how),
+                device=CPU,
+                rounded=rounded,
+            )
+
+    def _passes(self, how: Checkpointing, rounded: bool, fused: bool) -> dict[str, Pass]:
+        """Forward and backward, by these names."""
+        few, more = (self._recorded(rows, how, rounded=rounded, fused=fused) for rows in FITTED)
+        if [(one.phase, one.name) for one in few] != [(one.phase, one.name) for one in more]:
+            raise RefusedError(
+                f"--upstream {getattr(self.config, 'upstream', '')}: with {FITTED[0]} and {FITTED[1]} rows its passes "
+                "are of different operations, so that other numbers of rows cannot be predicted"
+            )
+        found = {}
+        for phase, host in HOST.items():
+            pairs = [(a, b) for a, b in zip(few, more, strict=True) if a.phase == phase]
+            found[phase] = Pass(
+                moved=_lines([(a.moved, b.moved) for a, b in pairs]),
+                flops=_lines([(a.flops, b.flops) for a, b in pairs]),
+                attention=np.array(["attention" in a.name for a, _ in pairs]),
+                host=host,
+            )
+        return found
+
+    def _recorded(self, rows: int, how: Checkpointing, *, rounded: bool, fused: bool) -> list[Operation]:
+        """The operations of both passes over so many rows."""
+        model, half = without_content(self.outline.model), self.config.training.precision != "fp32"
+        checkpoint_blocks(model, how)
+        batch = self.outline.rows(rows)
+        with FakeTensorMode(allow_non_fake_inputs=True) as mode, attention_of_a_gpu():
+
+            def fake(tensor: Tensor) -> Tensor:
+                made = mode.from_tensor(tensor, static_shapes=True).to(CPU)
+                return made.bfloat16() if rounded and tensor.is_floating_point() and tensor.is_meta else made
+
+            def forward(*arguments: Any, **named: Any) -> Any:
+                with torch.autocast("cpu", torch.bfloat16, enabled=half and not rounded):
+                    return model(*arguments, **named)
+
+            replace_parameters(model, fake)
+            faked = replace(batch, fields={name: fake(field) for name, field in batch.fields.items()})
+            with RecordsOperations(fused=fused) as recorder:
+                losses = self.outline.objective(forward, faked)
+                recorder.phase = "backward"
+                (losses.sums / losses.counts.clamp(min=1)).sum().backward()  # type: ignore[no-untyped-call]
+        operations: list[Operation] = recorder.recorded
+        return operations
+
+
+def _lines(pairs: list[tuple[int, int]]) -> Numbers:
+    """[n, 2] the lines through each pair of values at FITTED's rows: value at 0, and slope."""
+    values = np.array(pairs, dtype=np.float64).reshape(-1, 2)
+    slope = (values[:, 1] - values[:, 0]) / (FITTED[1] - FITTED[0])
+    return np.stack([np.maximum(values[:, 0] - slope * FITTED[0], 0.0), slope], axis=1)

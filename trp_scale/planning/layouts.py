@@ -1,0 +1,313 @@
+"""Where a run's states lie on each engine, and what its ranks send each other: bytes and collectives of a step.
+
+Collectives follow what the engines do: ddp's own buckets, FSDP2's units, DeepSpeed 0.19.8's buckets, partitions and
+gathers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import nn
+
+from trp_scale.engines.ddp import BUCKET_BYTES, Member, buckets_of
+from trp_scale.engines.optimizer import decay_groups
+from trp_scale.planning.counting import Checkpointing, Counted
+from trp_scale.training.micro_size import WORKSPACE
+
+MASTER = 4
+"""Bytes of a number of the optimizer's: weights, gradients and each moment."""
+AUTOCAST_CACHE = 2
+"""Bytes a parameter of the bf16 copies that autocast keeps of weights; they are among what a forward pass saves."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layout:
+    """An engine with what decides where things lie.
+
+    Attributes:
+        engine: as --engine has it.
+        stage: of ZeRO; None: another engine's.
+        checkpointing: training.activation_checkpointing.
+        read, sent: bytes of a weight that forwards read, and of a gradient that travels.
+        ds_config: DeepSpeed's file, as the command line would name it.
+        zero: its block zero_optimization, resolved.
+    """
+
+    engine: str
+    stage: int | None = None
+    checkpointing: Checkpointing = "none"
+    read: int = 4
+    sent: int = 4
+    ds_config: str = ""
+    zero: Mapping[str, Any] | None = None
+
+    @property
+    def name(self) -> str:
+        """For a table."""
+        engine = self.engine if self.stage is None else f"ZeRO-{self.stage}"
+        if self.offloads:
+            engine += " offload"
+        return engine if self.checkpointing == "none" else f"{engine}, {self.checkpointing} checkpointing"
+
+    @property
+    def offloads(self) -> bool:
+        """Whether moments, and the weights' masters, are in host memory."""
+        block = (self.zero or {}).get("offload_optimizer") or {}
+        return bool(block.get("device", "none") != "none")
+
+    @property
+    def rounded(self) -> bool:
+        """Whether forwards read bf16 weights in place of autocast."""
+        return self.read < MASTER
+
+    @property
+    def compiles(self) -> bool:
+        """Whether blocks can be compiled."""
+        return self.stage != 3 and self.checkpointing != "selective"
+
+    def key(self, name: str) -> int:
+        """A number of DeepSpeed's block."""
+        return int((self.zero or {})[name])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Memory:
+    """Bytes of one rank at the peak of a step, by what they are of."""
+
+    weights: float
+    gradients: float
+    moments: float
+    gathered: float = 0.0
+    buckets: float = 0.0
+    activations: float = 0.0
+    masks: float = 0.0
+    hooks: float = 0.0
+    workspace: float = float(WORKSPACE)
+    host: float = 0.0
+
+    @property
+    def device(self) -> float:
+        """Of the GPU."""
+        return float(sum(getattr(self, each.name) for each in fields(self) if each.name != "host"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Collective:
+    """Several alike. Attributes: kind: as in Cluster.seconds; size: bytes of the whole tensor; phase: forward,
+    backward (of each micro-batch), last (the window's last backward pass), or update; times: how many."""
+
+    kind: str
+    size: int
+    phase: str
+    times: int = 1
+
+
+def traffic(counted: Counted, layout: Layout, *, ranks: int, accumulation: int) -> list[Collective]:
+    """The collectives of a step on all ranks. Those of hooks are not among them."""
+    if ranks == 1:
+        return []
+    tasks = len(counted.outline.objective.tasks)
+    found = [
+        Collective(kind="all-reduce", size=8 * (tasks + 2), phase="start"),  # counts, wishes to stop
+        Collective(kind="all-reduce", size=16 * tasks, phase="update"),  # losses
+    ]
+    if layout.engine != "ddp":
+        found.append(Collective(kind="all-reduce", size=8, phase="update"))  # the gradient's norm
+    if counted.config.optimizer.kind == "lamb" and layout.engine != "ddp" and layout.stage != 0:
+        number = len(list(counted.model.parameters()))
+        found.append(Collective(kind="all-reduce", size=16 * number, phase="update"))  # norms of all matrices
+    by_engine = {"ddp": _ddp, "fsdp": _fsdp}
+    by_stage = {0: _zero_0, 1: _zero_1_and_2, 2: _zero_1_and_2, 3: _zero_3}
+    make = by_engine[layout.engine] if layout.stage is None else by_stage[layout.stage]
+    return [*found, *make(counted, layout, ranks, accumulation)]
+
+
+def _ddp(counted: Counted, layout: Layout, ranks: int, accumulation: int) -> Iterator[Collective]:
+    members = [Member(read=each, own=each) for each in counted.model.parameters() if each.requires_grad]
+    for bucket in buckets_of(members, BUCKET_BYTES, torch.bfloat16 if layout.sent < MASTER else None):
+        yield Collective(kind="all-reduce", size=layout.sent * bucket.flat.numel(), phase="last")
+
+
+def _fsdp(counted: Counted, layout: Layout, ranks: int, accumulation: int) -> Iterator[Collective]:
+    """Blocks are gathered in the forward pass and again in the backward pass of each micro-batch, the rest once;
+    gradients go once a window."""
+    gathers = {"forward": [counted.rest, *counted.blocks], "backward": counted.blocks}
+    for phase, sizes in gathers.items():
+        for size in sizes:
+            yield Collective(kind="gather", size=layout.read * size, phase=phase, times=accumulation)
+    for size in (*counted.blocks, counted.rest):
+        yield Collective(kind="scatter", size=layout.sent * size, phase="last")
+
+
+def _zero_0(counted: Counted, layout: Layout, ranks: int, accumulation: int) -> Iterator[Collective]:
+    """After the backward pass, in pieces of DeepSpeed's default of 5 10^8 numbers."""
+    numbers, most = counted.parameters, 500_000_000
+    while numbers > 0:
+        yield Collective(kind="all-reduce", size=layout.sent * min(numbers, most), phase="update")
+        numbers -= most
+
+
+def _zero_1_and_2(counted: Counted, layout: Layout, ranks: int, accumulation: int) -> Iterator[Collective]:
+    """Gradients go bucket by bucket, each part to the rank that owns it: on stage 1 in the window's last backward pass,
+    on stage 2 in every one. New weights are gathered after the update, each group of parameters by one collective."""
+    groups = _groups(counted.model)
+    owners = _Owners(groups, ranks)
+    for bucket in in_buckets(_last_to_first(counted.model), layout.key("reduce_bucket_size")):
+        parts: dict[int, int] = {}
+        for parameter in bucket:
+            for rank, size in owners.of(parameter):
+                parts[rank] = parts.get(rank, 0) + size
+        for size in parts.values():
+            if layout.stage == 1:
+                yield Collective(kind="reduce", size=layout.sent * size, phase="last")
+            else:
+                yield Collective(kind="reduce", size=layout.sent * size, phase="backward", times=accumulation)
+    for group in groups:
+        size = layout.read * sum(each.numel() for each in group)
+        yield Collective(kind="gather", size=size, phase="update")
+
+
+def _zero_3(counted: Counted, layout: Layout, ranks: int, accumulation: int) -> Iterator[Collective]:
+    """Blocks are gathered whole, other parameters one by one, forward and backward. The last block stays for its
+    backward pass. So does the largest of the others, which the model's end asks for again. Small ones stay on every
+    rank, and each is gathered by itself after the update."""
+    small = layout.key("stage3_param_persistence_threshold")
+    of_blocks = {id(each) for layer in counted.model.layers for each in layer.parameters()}  # type: ignore[union-attr]
+    blocks = [
+        sum(each.numel() for each in layer.parameters() if each.numel() > small)
+        for layer in counted.model.layers  # type: ignore[union-attr]
+    ]
+    others = sorted(
+        each.numel() for each in counted.model.parameters() if id(each) not in of_blocks and each.numel() > small
+    )
+    gathers = {"forward": [*others, *blocks], "backward": [*others[:-1], *blocks[:-1]]}
+    for phase, sizes in gathers.items():
+        for size in sizes:
+            yield Collective(kind="gather", size=layout.read * size, phase=phase, times=accumulation)
+    for bucket in in_buckets(_last_to_first(counted.model), layout.key("reduce_bucket_size")):
+        size = layout.sent * sum(each.numel() for each in bucket)
+        yield Collective(kind="scatter", size=size, phase="backward", times=accumulation)
+    for parameter in counted.model.parameters():
+        if parameter.numel() <= small:
+            yield Collective(kind="gather", size=layout.read * parameter.numel(), phase="update")
+    yield Collective(kind="all-reduce", size=8, phase="update", times=2)  # DeepSpeed's own
+
+
+def in_buckets(parameters: Sequence[nn.Parameter], limit: int) -> Iterator[list[nn.Parameter]]:
+    """As DeepSpeed puts gradients together: in order, at most `limit` numbers, or one parameter."""
+    bucket: list[nn.Parameter] = []
+    size = 0
+    for parameter in parameters:
+        if bucket and size + parameter.numel() > limit:
+            yield bucket
+            bucket, size = [], 0
+        bucket.append(parameter)
+        size += parameter.numel()
+    if bucket:
+        yield bucket
+
+
+def _last_to_first(model: nn.Module) -> list[nn.Parameter]:
+    """As a backward pass makes their gradients."""
+    return [each for each in reversed(list(model.parameters())) if each.requires_grad]
+
+
+def _groups(model: nn.Module) -> list[list[nn.Parameter]]:
+    """The optimizer's."""
+    named = ((name, each) for name, each in model.named_parameters() if each.requires_grad)
+    return [group["params"] for group in decay_groups(named, 1.0)]
+
+
+class _Owners:
+    """Which rank owns which part of a parameter: each group is one flat tensor, cut into equal parts."""
+
+    def __init__(self, groups: Sequence[Sequence[nn.Parameter]], ranks: int) -> None:
+        self.places: dict[int, tuple[int, int]] = {}  # a parameter's first number in its group, and a rank's share
+        for group in groups:
+            share = -(-sum(each.numel() for each in group) // ranks)
+            start = 0
+            for each in group:
+                self.places[id(each)] = (start, share)
+                start += each.numel()
+
+    def of(self, parameter: nn.Parameter) -> Iterator[tuple[int, int]]:
+        """(rank, numbers) of each part."""
+        start, share = self.places[id(parameter)]
+        stop = start + parameter.numel()
+        while start < stop:
+            end = min(stop, (start // share + 1) * share)
+            yield start // share, end - start
+            start = end
+
+
+def memory(counted: Counted, layout: Layout, *, ranks: int, micro: int, accumulation: int) -> Memory:
+    """Of one rank.
+
+    Args:
+        micro: rows of a micro-batch.
+        accumulation: micro-batches of a step.
+    """
+    states = _states(counted, layout, ranks, accumulation)
+    activations = counted.saved(layout.checkpointing, layout.rounded).of(micro)
+    share = ranks if layout.engine == "fsdp" or layout.stage == 3 else 1
+    network = 4 * MASTER * counted.network / share
+    # A hook's copy of the weights and its direction (benchmarks/mlo_memory.py), and the average of the weights.
+    copies = 2 * bool(counted.network) + ("weight_average" in counted.config.hooks)
+    return Memory(activations=activations, masks=network, hooks=copies * MASTER * counted.parameters / share, **states)
+
+
+def _states(counted: Counted, layout: Layout, ranks: int, accumulation: int) -> dict[str, float]:
+    """Fields of Memory that do not depend on the rows."""
+    every, several = counted.parameters, accumulation > 1
+    block = max(counted.blocks, default=0)
+    copy = layout.read * every if layout.rounded else 0
+    if layout.engine == "plain" or (ranks == 1 and layout.stage is None):
+        return {"weights": MASTER * every + copy, "gradients": MASTER * every, "moments": 2 * MASTER * every}
+    if layout.engine == "ddp":
+        # Flat buckets stay; gradients of earlier micro-batches lie beside them until they are packed.
+        beside = MASTER * every if several else min(MASTER * every, BUCKET_BYTES)
+        return {
+            "weights": MASTER * every + copy,
+            "gradients": beside,
+            "moments": 2 * MASTER * every,
+            "buckets": layout.sent * every,
+        }
+    if layout.engine == "fsdp":
+        return {
+            "weights": MASTER * every / ranks,
+            "gradients": MASTER * every / ranks + (MASTER * every if several else MASTER * counted.rest),
+            "moments": 2 * MASTER * every / ranks,
+            "gathered": layout.read * (counted.rest + 2 * block),
+            "buckets": layout.sent * max(block, counted.rest),
+        }
+    return _zero_states(counted, layout, ranks)
+
+
+def _zero_states(counted: Counted, layout: Layout, ranks: int) -> dict[str, float]:
+    """The same on DeepSpeed."""
+    every, block = counted.parameters, max(counted.blocks, default=0)
+    if layout.stage == 0:
+        return {"weights": MASTER * every, "gradients": MASTER * every, "moments": 2 * MASTER * every}
+    bucket = MASTER * layout.key("reduce_bucket_size")
+    master_and_moments, where = 3 * MASTER * every / ranks, "host" if layout.offloads else "moments"
+    if layout.stage in (1, 2):
+        kept = layout.read * every if layout.stage == 1 else MASTER * every / ranks
+        return {
+            "weights": layout.read * every,
+            "gradients": kept,
+            where: master_and_moments,
+            "buckets": 2 * bucket,
+        } | ({} if where == "moments" else {"moments": 0.0})
+    largest = max((each.numel() for each in counted.model.parameters()), default=0)
+    held = 0 if ((layout.zero or {}).get("offload_param") or {}).get("device", "none") != "none" else layout.read
+    return {
+        "weights": held * every / ranks,
+        "gradients": MASTER * every / ranks,
+        where: master_and_moments,
+        "gathered": layout.read * (counted.rest + 2 * block),
+        "buckets": bucket + MASTER * largest,
+    } | ({} if where == "moments" else {"moments": 0.0})

@@ -1,0 +1,273 @@
+"""Plans: for each engine, stage and way of checkpointing the micro-batch that fits, the time of a step, and the best of
+them first. What does not fit is refused with the nearest that does."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from trp_scale.config import Config, RefusedError
+from trp_scale.data.train_source import check_partition
+from trp_scale.engines import ds_config
+from trp_scale.planning.clusters import GPUS, Cluster
+from trp_scale.planning.counting import Checkpointing, Counted
+from trp_scale.planning.layouts import MASTER, Collective, Layout, Memory, memory, traffic
+from trp_scale.planning.step import Step, step_of
+from trp_scale.training.micro_size import SURE, candidates
+
+SHIPPED = Path(__file__).parents[1] / "launch_files" / "ds_configs"
+SHIPPED_FILES = ("zero1.json", "zero2.json", "zero3.json", "zero3_offload.json")
+"""DeepSpeed's files that are tried where none is given."""
+
+ENOUGH_POSITIONS = 4096
+"""Of a micro-batch that keeps a GPU busy: above it checkpointing activations cannot gain."""
+STATED = 0.95
+"""Share of a GPU's memory that a stated micro-batch may take; one that is chosen takes SURE, as a run would."""
+MOST_GPUS = 4096
+"""Looked at for the nearest cluster that fits."""
+SECONDS_A_DAY = 86400
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A layout on a cluster. Attributes: micro: rows of a micro-batch; accumulation: of them in a step; limit: bytes of
+    a GPU's memory that it may take; messages: collectives of a step."""
+
+    layout: Layout
+    cluster: Cluster
+    micro: int
+    accumulation: int
+    memory: Memory
+    limit: float
+    messages: list[Collective]
+    step: Step | None
+    steps: int
+
+    @property
+    def fits(self) -> bool:
+        return self.short <= 0
+
+    @property
+    def short(self) -> float:
+        """Bytes that are missing, on the GPU or on its host."""
+        host = self.memory.host - self.cluster.gpu.host_memory
+        return max(self.memory.device - self.limit, host)
+
+    @property
+    def seconds(self) -> float:
+        """Of a step."""
+        assert self.step is not None, "of a plan that fits"
+        return self.step.seconds
+
+    @property
+    def days(self) -> float:
+        return self.steps * self.seconds / SECONDS_A_DAY
+
+    @property
+    def gpu_hours(self) -> float:
+        return self.days * 24 * self.cluster.gpus
+
+    @property
+    def rows_a_second(self) -> float:
+        return self.micro * self.accumulation * self.cluster.gpus / self.seconds
+
+    @property
+    def collectives(self) -> int:
+        """Of a step, small ones too."""
+        return sum(each.times for each in self.messages)
+
+    def bytes_sent(self) -> float:
+        """That a rank sends in a step, of rings over all ranks."""
+        ranks, sent = self.cluster.gpus, 0.0
+        for each in self.messages:
+            trips = 2 if each.kind == "all-reduce" else 1
+            sent += trips * each.times * each.size * (ranks - 1) / ranks
+        return sent
+
+    def command(self, recipe: str) -> str:
+        """The command line of this plan, on each node but for DeepSpeed's, which starts the others."""
+        gpus, per_node = self.cluster.gpus, min(self.cluster.gpus, self.cluster.gpu.per_node)
+        flags = f"--recipe {recipe} --batch.micro_size {self.micro}"
+        if self.layout.checkpointing != "none":
+            flags += f" --training.activation_checkpointing {self.layout.checkpointing}"
+        flags += " --data.path DATA"
+        if self.layout.engine == "plain":
+            return f"trp-scale pretrain {flags}"
+        if self.layout.engine == "deepspeed":
+            hosts = "" if gpus <= per_node else "--hostfile HOSTFILE "
+            return f"deepspeed {hosts}launch/pretrain.py --ds_config {self.layout.ds_config} {flags}"
+        nodes = "" if gpus <= per_node else f"--nnodes {self.cluster.nodes} --rdzv_endpoint HOST:29500 "
+        return f"torchrun {nodes}--nproc_per_node {per_node} launch/pretrain.py --engine {self.layout.engine} {flags}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Given:
+    """What the command line fixes of a layout. Attributes: engine: None: all are tried; document: DeepSpeed's file as
+    read, with its path; None: those shipped are tried."""
+
+    engine: str | None = None
+    document: Mapping[str, Any] | None = None
+    path: str = ""
+
+
+def layouts(config: Config, gpus: int, given: Given) -> Iterator[Layout]:
+    """All that these settings allow on so many GPUs.
+
+    Raises:
+        RefusedError: DeepSpeed's file contradicts the recipe, or settings whose cost is not known here.
+    """
+    if config.fsdp.shard_ranks or config.fsdp.offload:
+        raise RefusedError(
+            f"--fsdp.shard_ranks {config.fsdp.shard_ranks} --fsdp.offload {config.fsdp.offload}: what these take and "
+            "send is not planned; allowed in a plan: their defaults, 0 and False"
+        )
+    stated = config.training.activation_checkpointing
+    ways: tuple[Checkpointing, ...] = (stated,) if stated != "none" else ("none", "full")
+    bytes_of = {"fp32": 4, "bf16": 2}
+    read, sent = bytes_of[config.training.weights], bytes_of[config.training.gradients]
+    engines = ("plain",) if gpus == 1 else ("ddp", "fsdp")
+    for engine in engines if given.engine is None and given.document is None else (given.engine,):
+        if engine is not None and engine != "deepspeed":
+            yield from (Layout(engine=engine, checkpointing=way, read=read, sent=sent) for way in ways)
+    for path, document in _documents(config, gpus, given):
+        resolved = _resolved(config, document, path, gpus)
+        half = any(resolved.get(name, {}).get("enabled") for name in ("bf16", "fp16"))
+        of_name = {"bf16": 2, "bfp16": 2, "fp16": 2, "fp32": 4}
+        travels = of_name.get(str(resolved.get("communication_data_type")), 2 if half else 4)
+        for way in ways:
+            yield Layout(
+                engine="deepspeed",
+                stage=ds_config.zero_stage(resolved),
+                checkpointing=way,
+                read=2 if half else 4,
+                sent=travels,
+                ds_config=path,
+                zero=resolved["zero_optimization"],
+            )
+
+
+def _documents(config: Config, gpus: int, given: Given) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    if given.document is not None:
+        yield given.path, given.document
+    elif given.engine in (None, "deepspeed") and gpus > 1 and config.training.weights == "fp32":
+        for name in SHIPPED_FILES:
+            if config.optimizer.kind == "lamb" and "offload" in name:
+                continue  # the engine refuses it
+            yield f"ds_configs/{name}", json.loads((SHIPPED / name).read_text(encoding="utf-8"))
+
+
+def _resolved(config: Config, document: Mapping[str, Any], path: str, gpus: int) -> dict[str, Any]:
+    """DeepSpeed's file with its values filled in; how a layout lies does not depend on the micro-batch."""
+    sized = replace(config, batch=replace(config.batch, micro_size=1))
+    accumulation = check_partition(config.batch.global_size, 1, gpus)
+    document = {key: value for key, value in document.items() if key not in OF_THE_BATCH}
+    return ds_config.resolve(document, sized, world=gpus, accumulation=accumulation, path=path)
+
+
+OF_THE_BATCH = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
+"""Keys that the run itself compares with the micro-batch that it takes."""
+
+
+def planned(counted: Counted, cluster: Cluster, given: Given | None = None) -> list[Plan]:
+    """A plan of each layout: those that fit first, the fastest of them first; then those that do not, from the one that
+    lacks least.
+
+    Raises:
+        RefusedError: the global batch does not divide over the GPUs, or no micro-batch goes with the settings.
+    """
+    given = given or Given()
+    sizes = _sizes(counted.config, cluster.gpus)
+    found: list[Plan] = []
+    enough: set[tuple[str, int | None, str]] = set()
+    for layout in layouts(counted.config, cluster.gpus, given):
+        same = (layout.engine, layout.stage, layout.ds_config)
+        if same in enough:
+            continue
+        one = best(counted, layout, cluster, sizes)
+        busy = one.micro * counted.outline.positions >= ENOUGH_POSITIONS or one.accumulation == 1
+        if one.fits and busy:
+            enough.add(same)
+        found.append(one)
+    return sorted(found, key=lambda plan: (not plan.fits, plan.seconds if plan.fits else plan.short))
+
+
+def _sizes(config: Config, gpus: int) -> list[int]:
+    if config.batch.micro_size == "auto":
+        return candidates(config, gpus)
+    check_partition(config.batch.global_size, config.batch.micro_rows, gpus)
+    return [config.batch.micro_rows]
+
+
+def best(counted: Counted, layout: Layout, cluster: Cluster, sizes: Sequence[int]) -> Plan:
+    """The largest micro-batch that fits, or the smallest where none does."""
+    config, gpus = counted.config, cluster.gpus
+    limit = (SURE if config.batch.micro_size == "auto" else STATED) * cluster.gpu.memory
+    for micro in reversed(sizes):
+        accumulation = config.batch.global_size // (gpus * micro)
+        taken = memory(counted, layout, ranks=gpus, micro=micro, accumulation=accumulation)
+        if taken.device <= limit:
+            break
+    plan = Plan(
+        layout=layout,
+        cluster=cluster,
+        micro=micro,
+        accumulation=accumulation,
+        memory=taken,
+        limit=limit,
+        messages=[],
+        step=None,
+        steps=config.training.steps,
+    )
+    if not plan.fits:
+        return plan
+    messages = traffic(counted, layout, ranks=gpus, accumulation=accumulation)
+    step = step_of(counted, layout, cluster, messages, micro=micro, accumulation=accumulation)
+    return replace(plan, messages=messages, step=step)
+
+
+def fitting(plans: Sequence[Plan]) -> list[Plan]:
+    """Those that fit, the fastest first."""
+    return [plan for plan in plans if plan.fits]
+
+
+def nearest_that_fits(counted: Counted, cluster: Cluster, given: Given | None = None) -> Plan | None:
+    """The smallest cluster that some layout fits on: other GPUs before more of them; None: none of those tried."""
+    larger = [gpu for gpu in GPUS.values() if gpu.memory > cluster.gpu.memory]
+    gpus = cluster.gpus
+    while gpus <= MOST_GPUS:
+        kinds = [cluster.gpu, *larger] if gpus > cluster.gpus else larger
+        for gpu in kinds:
+            try:
+                found = fitting(planned(counted, Cluster(gpu=gpu, gpus=gpus), given))
+            except RefusedError:
+                continue  # the batch does not divide over so many
+            if found:
+                return found[0]
+        gpus *= 2
+    return None
+
+
+def refusal(counted: Counted, plans: Sequence[Plan], given: Given | None = None) -> RefusedError:
+    """That nothing fits, what is lacking, and the nearest that does."""
+    least = min(plans, key=lambda plan: plan.short)
+    cluster, other = least.cluster, nearest_that_fits(counted, least.cluster, given)
+    words = (
+        f"no layout fits on {cluster.gpus} x {cluster.gpu.name}: {least.layout.name} with micro-batches of "
+        f"{least.micro} lacks least and takes {least.memory.device / 2**30:.1f} GiB of "
+        f"{least.limit / 2**30:.1f} GiB"
+    )
+    if least.memory.host > cluster.gpu.host_memory:
+        words += f", and {least.memory.host / 2**30:.1f} GiB of its host's memory"
+    if other is None:
+        return RefusedError(f"{words}; none of up to {MOST_GPUS} GPUs fits; allowed: a smaller model or micro-batch")
+    return RefusedError(
+        f"{words}; the nearest that fits: --gpus {other.cluster.gpus} --gpu {other.cluster.gpu.name}, "
+        f"{other.layout.name}, micro-batches of {other.micro}, "
+        f"{other.memory.device / 2**30:.1f} GiB"
+    )
+
+
+__all__ = ["MASTER", "Given", "Plan", "best", "fitting", "layouts", "nearest_that_fits", "planned", "refusal"]

@@ -1,0 +1,162 @@
+"""How long one step takes on a cluster: arithmetic by a roofline, collectives by rates and latencies, what overlaps
+with what, and the loader. Nothing of it is measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from trp_scale.config import Config
+from trp_scale.observe.throughput import TRAINING_OVER_FORWARD, mae_step_flops
+from trp_scale.planning.clusters import Cluster, Gpu
+from trp_scale.planning.counting import SHARE_OF_MEMORY, Counted
+from trp_scale.planning.layouts import MASTER, Collective, Layout
+
+ROWS_A_CORE = {"image": 700.0, "text": 3.2e6}
+"""What a core of a loader makes in a second: crops of 224 px, or positions of text."""
+LAUNCH_OF_A_COLLECTIVE = 20e-6
+"""Seconds of the host."""
+UPDATE_BYTES = 32
+"""Of a parameter that is updated: weight, gradient and moments read, three of them written, the norm read again."""
+HOST_LINK, HOST_UPDATE = 20e9, 1.0e9
+"""With moments in host memory: bytes a second between GPU and host, and parameters that a rank's cores update."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """Seconds of a step.
+
+    Attributes:
+        compute: forward and backward passes, and the passes that methods add.
+        update: the optimizer.
+        exposed: collectives that nothing hides.
+        communication: all collectives, hidden or not.
+        host: of the host, which runs beside the device.
+        loader: to make the rows of a step on all cores of the rank.
+        cores: that a rank's loader needs to keep up.
+        flops: model FLOPs a second and GPU, over its peak.
+    """
+
+    compute: float
+    update: float
+    exposed: float
+    communication: float
+    host: float
+    loader: float
+    cores: float
+    flops: float
+
+    @property
+    def seconds(self) -> float:
+        """The longest of what runs side by side."""
+        return max(self.compute + self.update + self.exposed, self.host, self.loader)
+
+    @property
+    def bound(self) -> str:
+        """What it waits for."""
+        found = {"loader": self.loader, "host": self.host, "communication": self.exposed, "GPU": self.compute}
+        if self.seconds in (self.loader, self.host):
+            return "loader" if self.seconds == self.loader else "host"
+        return max(("communication", "GPU"), key=lambda name: found[name])
+
+
+def peak_of(config: Config, gpu: Gpu) -> float:
+    """Of its matrix products in the run's precision."""
+    if config.training.precision != "fp32":
+        return gpu.peak
+    return gpu.tf32 if config.training.tf32 else gpu.fp32
+
+
+def step_of(
+    counted: Counted, layout: Layout, cluster: Cluster, messages: list[Collective], *, micro: int, accumulation: int
+) -> Step:
+    """One step of all ranks.
+
+    Args:
+        messages: of `traffic`.
+        micro: rows of a micro-batch.
+        accumulation: micro-batches of a step.
+    """
+    config, gpu, peak = counted.config, cluster.gpu, peak_of(counted.config, cluster.gpu)
+    fused = layout.compiles and config.training.compile in ("auto", "blocks", "whole")
+    passes = counted.passes(layout.checkpointing, layout.rounded, fused)
+    forward, backward = (passes[name].seconds(micro, gpu, peak) for name in ("forward", "backward"))
+    taken = {phase: _seconds(messages, cluster, phase) for phase in ("forward", "backward", "last", "update")}
+    gathers = [each for each in messages if each.phase == "forward"]
+    first = cluster.seconds(gathers[0].kind, gathers[0].size) if gathers else 0.0
+    each_forward, each_backward = taken["forward"] / accumulation, taken["backward"] / accumulation
+    exposed = accumulation * (max(0.0, each_forward - forward) + first)
+    exposed += (accumulation - 1) * max(0.0, each_backward - backward)
+    exposed += max(0.0, each_backward + taken["last"] - backward) + _tail(messages, cluster) + taken["update"]
+    times = extra_passes(counted, accumulation, cluster.gpus)
+    compute = accumulation * (forward + backward) * times + accumulation * forward * prepass(config, accumulation)
+    launching = sum(passes[name].launching() for name in passes) * times
+    collectives = sum(each.times for each in messages) * LAUNCH_OF_A_COLLECTIVE
+    rows = micro * accumulation
+    positions = counted.outline.positions
+    made = rows * (positions if config.reads == "text" else getattr(getattr(config, "crops", None), "count", 1))
+    model = counted.outline_on(cluster.gpus).step_flops
+    found = Step(
+        compute=compute,
+        update=_update(counted, layout, cluster),
+        exposed=exposed,
+        communication=sum(taken.values()),
+        host=accumulation * launching + collectives + cluster.agreement(),
+        loader=made / ROWS_A_CORE[config.reads] / gpu.cores,
+        cores=0.0,
+        flops=0.0,
+    )
+    share = model / cluster.gpus / found.seconds / peak
+    return Step(**{**vars(found), "flops": share, "cores": made / ROWS_A_CORE[config.reads] / found.seconds})
+
+
+def _seconds(messages: list[Collective], cluster: Cluster, phase: str) -> float:
+    return sum(each.times * cluster.seconds(each.kind, each.size) for each in messages if each.phase == phase)
+
+
+def _tail(messages: list[Collective], cluster: Cluster) -> float:
+    """The last collective of gradients: it begins when the backward pass has ended."""
+    last = [each for each in messages if each.phase == "last" or (each.phase == "backward" and each.kind != "gather")]
+    return cluster.seconds(last[-1].kind, last[-1].size) if last else 0.0
+
+
+def _update(counted: Counted, layout: Layout, cluster: Cluster) -> float:
+    """The optimizer's step over what a rank owns."""
+    whole = layout.engine in ("plain", "ddp") or layout.stage == 0
+    own = counted.parameters / (1 if whole else cluster.gpus)
+    if layout.offloads:
+        return own * 2 * MASTER / HOST_LINK + own / HOST_UPDATE
+    seconds = UPDATE_BYTES * own / (SHARE_OF_MEMORY * cluster.gpu.memory_rate)
+    return seconds * (2 if counted.config.optimizer.kind == "lamb" else 1)
+
+
+def prepass(config: Config, accumulation: int) -> int:
+    """Forward passes that exact minimax adds to each micro-batch: none where a window is one micro-batch."""
+    exact = getattr(config.balancer, "estimate", "") == "exact"
+    return int(exact and accumulation > 1)
+
+
+def extra_passes(counted: Counted, accumulation: int, ranks: int) -> float:
+    """A step's arithmetic with learned masks over one without: 1 where none are learned."""
+    config = counted.config
+    if not counted.network:
+        return 1.0
+    rows = config.batch.global_size * config.crops.count  # type: ignore[attr-defined]
+    plain = mae_step_flops(config, rows=rows, computed=True)  # type: ignore[arg-type]
+    return counted.outline_on(ranks).step_flops / plain
+
+
+def assumptions() -> list[str]:
+    """What is assumed of a step, in words."""
+    return [
+        "an operation takes the longest of its bytes at 80 % of the memory's rate, its FLOPs at 70 % of the peak (35 % "
+        "in attention) and 2.3 us; --training.compile auto fuses all that lies between two products, which is the best "
+        "it could do; ZeRO-3 is not compiled",
+        "gathers and reductions hide behind the pass that they belong to, but for the first gather of a forward pass "
+        "and the last reduction; what comes after the update is not hidden",
+        f"a loader's core makes {ROWS_A_CORE['image']:.0f} crops of 224 px or {ROWS_A_CORE['text'] / 1e6:.1f} M "
+        "positions of text a second; all cores of the node are the loaders'",
+        "the passes of learned masks take the time of as many FLOPs of plain MAE; their collectives, and those of "
+        "other hooks, are left out",
+        f"the backward pass does {TRAINING_OVER_FORWARD - 1} times the forward's arithmetic in model FLOPs; "
+        "checkpoints, validation, restarts and slow ranks are left out",
+    ]

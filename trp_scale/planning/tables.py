@@ -1,0 +1,143 @@
+"""Plans as tables, in Markdown, which reads well on a terminal too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
+
+from trp_scale.config import RefusedError
+from trp_scale.planning import clusters, step
+from trp_scale.planning.counting import Counted
+from trp_scale.planning.plan import Plan
+
+GIB = 2**30
+
+
+def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
+    """Lines of a Markdown table with columns of one width."""
+    widths = [max(len(row[column]) for row in (head, *rows)) for column in range(len(head))]
+
+    def line(cells: Sequence[str]) -> str:
+        return "| " + " | ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)) + " |"
+
+    return [line(head), "| " + " | ".join("-" * width for width in widths) + " |", *map(line, rows)]
+
+
+RANKING = ("layout", "micro x acc.", "GiB a GPU", "step ms", "rows/s", "peak", "GB sent", "collectives", "bound by")
+
+
+def ranking(plans: Sequence[Plan]) -> list[str]:
+    """A line for each plan that fits."""
+    return table(RANKING, [_ranked(plan) for plan in plans])
+
+
+def _ranked(plan: Plan) -> list[str]:
+    assert plan.step is not None, "of a plan that fits"
+    return [
+        plan.layout.name,
+        f"{plan.micro} x {plan.accumulation}",
+        f"{plan.memory.device / GIB:.1f}",
+        f"{plan.seconds * 1e3:,.0f}",
+        f"{plan.rows_a_second:,.0f}",
+        f"{plan.step.flops:.0%}",
+        f"{plan.bytes_sent() / 1e9:.2f}",
+        f"{plan.collectives:,}",
+        plan.step.bound,
+    ]
+
+
+def memory_of(plans: Sequence[Plan]) -> list[str]:
+    """GiB of each kind, a line for each plan."""
+    names = [each.name for each in fields(plans[0].memory)]
+    rows = [
+        [plan.layout.name, *(f"{getattr(plan.memory, name) / GIB:.2f}" for name in names), _fit(plan)] for plan in plans
+    ]
+    used = [0, *(n for n in range(1, len(names) + 1) if any(row[n] != "0.00" for row in rows)), len(names) + 1]
+    head = ["GiB a GPU", *names, "fits"]
+    return table([head[n] for n in used], [[row[n] for n in used] for row in rows])
+
+
+def _fit(plan: Plan) -> str:
+    return "yes" if plan.fits else f"lacks {plan.short / GIB:.1f}"
+
+
+def time_of(plan: Plan) -> list[str]:
+    """How long a run takes, and where a step's time goes."""
+    found = plan.step
+    assert found is not None, "of a plan that fits"
+    parts = {
+        "arithmetic": found.compute,
+        "update": found.update,
+        "collectives not hidden": found.exposed,
+        "all collectives": found.communication,
+        "host": found.host,
+        "loader": found.loader,
+    }
+    listed = ", ".join(f"{name} {seconds * 1e3:,.1f}" for name, seconds in parts.items())
+    return [
+        f"{plan.steps:,} steps take {plan.days:,.2f} days, {plan.gpu_hours:,.0f} GPU-hours",
+        f"milliseconds of a step: {listed}",
+        f"the loader needs {found.cores:.1f} cores a GPU of {plan.cluster.gpu.cores}",
+    ]
+
+
+CURVE = ("GPUs", "layout", "micro x acc.", "GiB a GPU", "step ms", "rows/s", "efficiency", "peak", "days", "GPU-hours")
+
+
+def curve(found: Mapping[int, Plan | RefusedError]) -> list[str]:
+    """The best plan on each number of GPUs. Efficiency: rows a second and GPU over those of the first that fits."""
+    plans = [plan for plan in found.values() if isinstance(plan, Plan)]
+    rows = []
+    for gpus, plan in found.items():
+        if isinstance(plan, RefusedError):
+            rows.append([str(gpus), _short(plan), *[""] * (len(CURVE) - 2)])
+            continue
+        assert plan.step is not None, "of a plan that fits"
+        each, first = (one.rows_a_second / one.cluster.gpus for one in (plan, plans[0]))
+        rows.append(
+            [
+                str(gpus),
+                plan.layout.name,
+                f"{plan.micro} x {plan.accumulation}",
+                f"{plan.memory.device / GIB:.1f}",
+                f"{plan.seconds * 1e3:,.0f}",
+                f"{plan.rows_a_second:,.0f}",
+                f"{each / first:.0%}",
+                f"{plan.step.flops:.0%}",
+                f"{plan.days:,.2f}",
+                f"{plan.gpu_hours:,.0f}",
+            ]
+        )
+    return table(CURVE, rows)
+
+
+def _short(error: RefusedError) -> str:
+    """The first words of a refusal."""
+    return str(error).partition(":")[0]
+
+
+def described(counted: Counted, cluster: clusters.Cluster) -> Iterator[str]:
+    """What is planned, in three lines."""
+    config, outline = counted.config, counted.outline
+    network = f", and {counted.network / 1e6:,.1f} M of the masking network" if counted.network else ""
+    yield (
+        f"{counted.parameters / 1e6:,.1f} M parameters in {len(counted.blocks)} blocks and "
+        f"{counted.rest / 1e6:,.1f} M outside{network}"
+    )
+    yield (
+        f"{config.batch.global_size:,} rows of {outline.positions:,} positions a step, "
+        f"{counted.outline_on(cluster.gpus).step_flops / 1e15:,.3f} PFLOP, {config.training.steps:,} steps, "
+        f"{config.training.precision}"
+    )
+    yield f"{cluster.gpus} x {cluster.gpu.name} in {cluster.nodes} node{'s' if cluster.nodes > 1 else ''}"
+
+
+def assumed(gpu: clusters.Gpu) -> list[str]:
+    """Lines of what a plan rests on."""
+    return [
+        f"predicted, not measured; {gpu.name}: {gpu.peak / 1e12:.0f} TFLOP/s in bf16, {gpu.memory / GIB:.0f} GiB at "
+        f"{gpu.memory_rate / 1e12:.2f} TB/s, {gpu.nvlink / 1e9:.0f} GB/s within a node, {gpu.network / 1e9:.0f} GB/s "
+        f"between nodes, {gpu.cores} cores ({gpu.source})",
+        *clusters.assumptions(),
+        *step.assumptions(),
+    ]
