@@ -124,6 +124,8 @@ def layouts(config: Config, gpus: int, given: Given) -> Iterator[Layout]:
             f"--fsdp.shard_ranks {config.fsdp.shard_ranks} --fsdp.offload {config.fsdp.offload}: what these take and "
             "send is not planned; allowed in a plan: their defaults, 0 and False"
         )
+    if given.engine == "megatron":
+        raise RefusedError("--engine megatron is not planned; allowed in a plan: plain, ddp, fsdp, deepspeed")
     stated = config.training.activation_checkpointing
     ways: tuple[Checkpointing, ...] = (stated,) if stated != "none" else ("none", "full")
     bytes_of = {"fp32": 4, "bf16": 2}

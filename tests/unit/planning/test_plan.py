@@ -11,7 +11,7 @@ from trp_scale.planning.clusters import GPUS, Cluster
 from trp_scale.planning.command import best_on
 from trp_scale.planning.counting import Counted
 from trp_scale.planning.plan import Given, Plan, fitting, nearest_that_fits, planned, refusal
-from trp_scale.recipes.loader import load_recipe
+from trp_scale.recipes.loader import load_recipe, to_dict
 from trp_scale.upstreams.base import DataFacts
 
 H100 = GPUS["h100"]
@@ -91,6 +91,45 @@ def test_hours_follow_from_the_step(counted: Counted) -> None:
     plan = planned(counted, Cluster(gpu=H100, gpus=8))[0]
     assert plan.days == pytest.approx(counted.config.training.steps * plan.seconds / 86400)
     assert plan.gpu_hours == pytest.approx(plan.days * 24 * 8)
+
+
+def test_an_engine_that_is_not_counted_is_refused(counted: Counted) -> None:
+    with pytest.raises(RefusedError, match="--engine megatron is not planned; allowed in a plan: plain, ddp"):
+        planned(counted, Cluster(gpu=H100, gpus=8), Given(engine="megatron"))
+
+
+LARGER = {
+    "pos_bert_1b": (1.2e9, "pos_bert_large", {"batch"}),
+    "pos_bert_3b": (3.0e9, "pos_bert_1b", set()),
+    "mae_vit_h": (6.3e8, "mae_vit_l", {"vision"}),
+    "mae_vit_g": (1.8e9, "mae_vit_h", set()),
+    "mm_mae_vit_l": (3.0e8, "mm_mae_vit_b_in1k_1600", set()),
+    "mlo_mae_vit_l": (3.0e8, "mlo_mae_imagenet", set()),
+}
+"""Parameters of the encoder's blocks, about, the recipe that each extends, and what else differs than the model, the
+steps and the optimizer."""
+
+
+@pytest.mark.parametrize("name", LARGER)
+def test_a_larger_recipe_has_the_size_of_its_name(name: str) -> None:
+    blocks, base, others = LARGER[name]
+    config, smaller = load_recipe(name), load_recipe(base)
+    different = {section for section in to_dict(config) if to_dict(config)[section] != to_dict(smaller)[section]}
+    assert different - {"model", "training", "optimizer"} == others
+    encoder = sum(Counted(config, DataFacts()).blocks[: config.model.layers])
+    assert encoder == pytest.approx(blocks, rel=0.07)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "mae_vit_h" else pytest.param(name, marks=pytest.mark.exhaustive) for name in LARGER]
+)
+def test_a_larger_recipe_fits_on_sixty_four_gpus(name: str) -> None:
+    config = load_recipe(name)
+    config.data.path = "(none)"
+    if config.batch.micro_size != "auto":
+        config.batch.micro_size = 4  # of learned masks, where the recipe states one for 8 ranks
+    found = fitting(planned(Counted(config, DataFacts()), Cluster(gpu=GPUS["a100-80"], gpus=64)))
+    assert "fsdp" in {plan.layout.engine for plan in found}
 
 
 @pytest.mark.parametrize(("name", "value"), [("shard_ranks", 8), ("offload", True)])
