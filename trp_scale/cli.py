@@ -63,6 +63,9 @@ COMMANDS: dict[str, dict[str, Command]] = {
             "trp_scale.commands.launch_files:launch_files", "write out DeepSpeed's files, launch and SLURM scripts"
         ),
     },
+    "look at the machines": {
+        "doctor": Command("trp_scale.commands.doctor:doctor", "find what of the machines would stop or slow a run"),
+    },
     "look at what was trained": {
         "report": Command("trp_scale.commands.measuring:report", "print what a run has reached so far, or at its end"),
         "evaluate": Command(

@@ -63,11 +63,11 @@ def test_each_command_explains_its_flags(command: str, capsys: pytest.CaptureFix
     assert (f"trp-scale {command} --help-all explains every flag." in screens[0]) == (first < every)
 
 
-@pytest.mark.parametrize("command", sorted({*COMMANDS} - {"theory"}))
+@pytest.mark.parametrize("command", sorted({*COMMANDS} - {"theory", "doctor"}))
 def test_a_command_without_a_word_behind_it_says_what_it_needs(
     command: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """But `recipes`, which lists them, and `theory`, which needs nothing."""
+    """But `recipes`, which lists them, and `theory` and `doctor`, which need nothing."""
     monkeypatch.chdir(tmp_path)
     try:
         status = cli.main([command])
@@ -154,7 +154,7 @@ def test_a_refusal_is_one_message_without_a_traceback(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("script", "command"),
     [
-        *((f"launch/{name}.py", name) for name in ("pretrain", "finetune", "evaluate", "probe")),
+        *((f"launch/{name}.py", name) for name in ("pretrain", "finetune", "evaluate", "probe", "doctor")),
         *((f"data_tools/{name}.py", name.replace("_", "-")) for name in ("shard_text", "shard_images", "pseudo_label")),
         ("data_tools/inspect_shards.py", "inspect"),
         ("data_tools/verify.py", "verify"),

@@ -1,0 +1,130 @@
+"""What `trp-scale doctor` finds over ranks, two of which pass for two hosts."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ranks import Ranks
+from trp_scale.distributed import doctor
+from trp_scale.distributed.doctor import Finding
+from trp_scale.distributed.environment import Environment
+from trp_scale.distributed.groups import Group
+from trp_scale.distributed.launchers import RankInfo
+
+
+def world() -> Group:
+    return Group("world", dist.get_rank(), dist.get_world_size())
+
+
+def clocks(ahead: float) -> list[Finding]:
+    now = time.time
+    with mock.patch.object(doctor.time, "time", lambda: now() + ahead * dist.get_rank()):
+        return [*doctor._clocks(world(), first_here=True)]
+
+
+def versions() -> list[Finding]:
+    with mock.patch.object(doctor.platform, "python_version", lambda: f"3.{10 + dist.get_rank()}.1"):
+        return [*doctor._versions(world())]
+
+
+def network() -> list[Finding]:
+    host = f"host{dist.get_rank()}"
+    with (
+        mock.patch.object(doctor.socket, "gethostname", lambda: host),
+        mock.patch.object(doctor.socket, "gethostbyname", lambda name: f"127.0.1.{dist.get_rank() + 1}"),
+    ):
+        return [*doctor._interfaces(world())]
+
+
+def compute(slow: int) -> list[Finding]:
+    environment = Environment(RankInfo(rank=dist.get_rank(), world=2, local_world=2), use_gpu=False)
+    work = (dist.get_rank() == slow) * 9 + 1.0
+    with mock.patch.object(doctor, "_seconds", lambda *_: work):
+        return [*doctor._compute(environment)]
+
+
+def reduce(damaged: bool) -> list[Finding]:
+    environment = Environment(RankInfo(rank=dist.get_rank(), world=2, local_world=2), use_gpu=False)
+    right = dist.all_reduce
+
+    def wrong(numbers: torch.Tensor, group: object) -> None:
+        right(numbers)
+        numbers[-1] += damaged and dist.get_rank() == 1
+
+    with mock.patch.object(doctor.dist, "all_reduce", wrong):
+        return [*doctor._all_reduce(environment, 1)]
+
+
+def storage(folders: list[str]) -> list[Finding]:
+    return [*doctor._storage(world(), Path(folders[dist.get_rank()]), 1)]
+
+
+def examined() -> list[Finding]:
+    place = RankInfo(rank=dist.get_rank(), world=2, local_rank=0, local_world=1, launcher="variables")
+    with (
+        mock.patch.object(doctor.socket, "gethostname", lambda: f"host{dist.get_rank()}"),
+        mock.patch.object(doctor, "OPEN_FILES", 1 + dist.get_rank() * 10**12),
+        Environment(place, use_gpu=False) as environment,
+    ):
+        return doctor.examine(environment, mebibytes=1)
+
+
+@pytest.mark.parametrize(("ahead", "state"), [(0.0, "ok"), (-3.0, "warning"), (90.0, "warning")])
+def test_clocks_that_differ_are_told(two_ranks: Ranks, ahead: float, state: str) -> None:
+    first, second = two_ranks(clocks, ahead)
+    (found,) = first
+    assert first == second
+    assert found.state == state
+    measured = float(found.found.removeprefix("at most ").partition(" ms")[0]) / 1e3
+    assert abs(measured - abs(ahead)) < 0.5
+
+
+def test_other_versions_are_wrong(two_ranks: Ranks) -> None:
+    for (found,) in two_ranks(versions):
+        assert (found.state, found.found) == ("wrong", "Python is 3.10.1 on rank 0; 3.11.1 on rank 1")
+
+
+def test_a_name_that_is_the_hosts_own_loopback_is_wrong_between_hosts(two_ranks: Ranks) -> None:
+    for rank, (found,) in enumerate(two_ranks(network)):
+        assert found.state == "wrong"
+        assert found.found == f"the host's name host{rank} is 127.0.1.{rank + 1}"
+        assert "set GLOO_SOCKET_IFNAME to one of " in found.change
+
+
+def test_a_slow_rank_is_named(two_ranks: Ranks) -> None:
+    for (found,) in two_ranks(compute, 1):
+        assert found.state == "warning" and found.found.endswith("on the slowest of rank 1")
+    for (found,) in two_ranks(compute, -1):
+        assert found.state == "ok"
+
+
+def test_sums_that_are_not_right_are_wrong_on_all_ranks(two_ranks: Ranks) -> None:
+    for (found,) in two_ranks(reduce, True):
+        assert found.state == "wrong" and found.found.endswith("the sums are not right")
+    for (found,) in two_ranks(reduce, False):
+        assert found.state == "ok" and "over gloo on 2 ranks of 1 host(s), 1 MiB" in found.found
+
+
+def test_storage_that_is_not_shared_is_wrong_and_nothing_stays(two_ranks: Ranks, tmp_path: Path) -> None:
+    folders = [tmp_path / name for name in ("one", "other")]
+    for folder in folders:
+        folder.mkdir()
+    for (found,) in two_ranks(storage, [str(folder) for folder in folders]):
+        assert found.state == "wrong" and "No such file or directory (ranks 0, 1)" in found.found
+    for (found,) in two_ranks(storage, [str(tmp_path)] * 2):
+        assert found.state in ("ok", "warning") and "read by all ranks" in found.found
+    assert not [file for file in tmp_path.rglob("*") if file.is_file()]
+
+
+def test_what_one_host_alone_has_is_told_with_its_name(two_ranks: Ranks) -> None:
+    for findings in two_ranks(examined):
+        limits = {each.state: each.where for each in findings if each.check == "limits"}
+        assert limits == {"ok": ("host0",), "warning": ("host1",)}
+        (memory,) = [each for each in findings if each.check == "cpus"]
+        assert memory.where == ("host0", "host1")

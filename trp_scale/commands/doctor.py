@@ -1,0 +1,77 @@
+"""`trp-scale doctor`: what of the machines would stop or slow a run."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import textwrap
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from trp_scale.command_line import read
+from trp_scale.errors import RefusedError
+
+if TYPE_CHECKING:
+    from trp_scale.distributed.doctor import Finding
+    from trp_scale.distributed.environment import Environment
+
+
+@dataclass(kw_only=True)
+class DoctorArguments:
+    """Examine the machines before a run: GPUs and driver, versions, CPUs, limits, shared memory, ports and network,
+    clocks, speed of each rank, all-reduce and storage. Under torchrun, deepspeed or srun it examines all hosts of the
+    job. Ends with status 1 where something is wrong, 0 otherwise."""
+
+    storage: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    """Directory on the storage that the hosts share: each rank writes a file there, reads another's and removes its
+    own. Not given: storage is not measured."""
+    mebibytes: Annotated[int, tyro.conf.arg(metavar="MIB")] = 64
+    """Size of each of those files, and of what is all-reduced."""
+    timeout_minutes: float = 2.0
+    """How long ranks that have not come are awaited."""
+    json: bool = False
+    """Print one JSON object in place of lines."""
+
+
+def doctor(argv: Sequence[str]) -> int:
+    """`trp-scale doctor`."""
+    arguments = read(DoctorArguments, argv, prog="trp-scale doctor")
+    if arguments.mebibytes < 1:
+        raise RefusedError(f"--mebibytes is {arguments.mebibytes}; allowed: 1 or more")
+    if arguments.timeout_minutes <= 0:
+        raise RefusedError(f"--timeout_minutes is {arguments.timeout_minutes}; allowed: above 0")
+    from trp_scale.distributed.doctor import examine
+    from trp_scale.distributed.environment import Environment
+
+    with Environment(timeout_minutes=arguments.timeout_minutes) as environment:
+        findings = examine(environment, arguments.storage, mebibytes=arguments.mebibytes)
+        if environment.info.rank == 0:
+            print(_as_json(environment, findings) if arguments.json else "\n".join(_lines(findings)), flush=True)
+        environment.world.barrier()  # nobody ends, and with it the job, before it is printed
+    return int(any(each.state == "wrong" for each in findings))
+
+
+def _as_json(environment: Environment, findings: Sequence[Finding]) -> str:
+    info = environment.info
+    place = {"ranks": info.world, "launcher": info.launcher, "device": environment.device.type}
+    return json.dumps({**place, "findings": [asdict(each) for each in findings]}, indent=1)
+
+
+def _lines(findings: Sequence[Finding]) -> Iterator[str]:
+    """A line or more each, and how many there are of each state."""
+    width = min(120, shutil.get_terminal_size().columns)
+    names = max(len(each.check) for each in findings)
+    indent = " " * (8 + names + 2)
+    hosts = {place for each in findings for place in each.where}
+    for each in findings:
+        where = f" ({', '.join(each.where)})" if len(hosts) > 1 and each.where and {*each.where} != hosts else ""
+        first = f"{each.state:<7} {each.check:<{names}}  "
+        yield textwrap.fill(each.found + where, width, initial_indent=first, subsequent_indent=indent)
+        if each.change:
+            yield textwrap.fill(each.change, width, initial_indent=f"{indent}to do: ", subsequent_indent=indent)
+    counts = [(state, sum(each.state == state for each in findings)) for state in ("ok", "warning", "wrong")]
+    yield ", ".join(f"{count} {state}" for state, count in counts)
