@@ -189,10 +189,11 @@ class Lamb(torch.optim.AdamW):
         self, numbers: list[int], matrices: list[tuple[Tensor, Tensor]], device: torch.device
     ) -> Iterable[Tensor]:
         """For each part of a matrix |w| / |u| of the whole matrix, 0-dimensional float64."""
-        zero = torch.zeros((), device=device)
+        wide = torch.float64 if device.type == "cpu" else torch.float32  # engines/shards.py: parts
+        zero = torch.zeros((), dtype=wide, device=device)
         rows = []
         for parts in zip(*matrices, strict=True):
-            norms = dict(zip(numbers, torch._foreach_norm(list(parts)), strict=True))
+            norms = dict(zip(numbers, torch._foreach_norm(list(parts), 2, wide), strict=True))
             rows.append(torch.stack([norms.get(number, zero) for number in range(self._count)]))
         squares = torch.stack(rows).double().square() if rows else zero.double().expand(2, self._count)
         weight, direction = self._group.sum(squares).sqrt()  # [parameters]

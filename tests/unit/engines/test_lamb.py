@@ -66,6 +66,16 @@ def test_it_steps_as_timm_does(weight_decay: float) -> None:
             torch.testing.assert_close(mine, other, rtol=1e-7, atol=1e-9)
 
 
+def test_a_large_matrix_moves_by_the_rate_times_its_length_in_fp32() -> None:
+    module = nn.Sequential(nn.Linear(4096, 4096, bias=False))
+    optimizer = lamb_of(module, lr=0.5)
+    before = matrix(module).detach().double()
+    give_gradients(module, 0)
+    optimizer.step()
+    moved = matrix(module).detach().double() - before
+    assert float(moved.norm() / before.norm()) == pytest.approx(0.5, rel=1e-5)
+
+
 def test_each_matrix_moves_by_the_rate_times_its_length() -> None:
     module = network()
     optimizer = lamb_of(module)
