@@ -1,6 +1,6 @@
 # make pretrain   set up, build a small corpus, pre-train a small PoS-BERT on two ranks
 # make test       set up, run all tests but the exhaustive grids
-# make test-exhaustive   the pairs of those grids that make test leaves out
+# make test-exhaustive   what make test leaves out: pairs of grids, and slow tests near to others
 # make test-cluster   under a SLURM of its own: as root, with Debian's packages slurm-wlm and munge
 # make setup | lint | types | wheel-test | clean
 #

@@ -98,10 +98,9 @@ def _start(
     answers.put(measure(layout, *arguments))
 
 
-def measure(layout: str, options: Options) -> tuple[int, int]:
-    """A few training steps on one rank: peak bytes, and parameters."""
-    engine_name, world, _ = LAYOUTS[layout]
-    config = PosBertConfig(
+def settings(options: Options, world: int) -> PosBertConfig:
+    """Of a run on so many ranks."""
+    return PosBertConfig(
         model=TextModelConfig(
             layers=options.layers,
             hidden_size=options.hidden_size,
@@ -113,6 +112,12 @@ def measure(layout: str, options: Options) -> tuple[int, int]:
         optimizer=OptimizerConfig(warmup_steps=0),
         balancer=settings_of("balancer", "uniform"),
     )
+
+
+def measure(layout: str, options: Options) -> tuple[int, int]:
+    """A few training steps on one rank: peak bytes, and parameters."""
+    engine_name, world, _ = LAYOUTS[layout]
+    config = settings(options, world)
     if engine_name == "deepspeed":
         import deepspeed  # noqa: F401  its import belongs to the base line
     with Environment() as environment:

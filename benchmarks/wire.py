@@ -16,6 +16,7 @@ import os
 import sys
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
@@ -38,6 +39,8 @@ from trp_scale.distributed.environment import Environment
 from trp_scale.training.loop import Trainer
 
 PORT = 29621
+ACCUMULATIONS = (1, 4)
+"""Micro-batches of a step."""
 KINDS = {
     "allreduce": "all-reduce",
     "allgather": "gather",
@@ -140,18 +143,36 @@ def gain(environment: Environment, layout: str, options: Options) -> list[float]
     return found
 
 
-def on_rank(rank: int, options: Options, answers: Any) -> None:
+def on_rank(rank: int, world: int, options: Options, answers: Any) -> None:
     """All engines in turn; rank 0 puts what it found of each."""
-    values = {"RANK": rank, "WORLD_SIZE": 2, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": PORT}
+    values = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": PORT}
     os.environ.update({name: str(value) for name, value in values.items()})
     with Environment() as environment:
         torch.set_num_threads(1)
         environment.ensure_process_group()
         for layout in options.engines:
-            counts = [counted(environment, layout, workload(options, 2, number)) for number in (1, 4)]
+            counts = [counted(environment, layout, workload(options, world, number)) for number in ACCUMULATIONS]
             gains = gain(environment, layout, options) if options.rounds else []
             if rank == 0:
                 answers.put((layout, [(dict(each.calls), dict(each.bytes)) for each in counts], gains))
+
+
+Found = tuple[str, list[tuple[dict[str, int], dict[str, int]]], list[float]]
+"""An engine; calls and bytes by kind of each number of micro-batches; and what a second rank is worth."""
+
+
+def on_ranks(world: int, options: Options) -> Iterator[Found]:
+    """What processes of their own find, engine by engine."""
+    os.environ["OMP_NUM_THREADS"] = "1"  # read when the processes below start
+    context = multiprocessing.get_context("spawn")
+    answers = context.SimpleQueue()
+    processes = [context.Process(target=on_rank, args=(rank, world, options, answers)) for rank in range(world)]
+    for process in processes:
+        process.start()
+    for _ in options.engines:
+        yield answers.get()
+    for process in processes:
+        process.join()
 
 
 def main(options: Options) -> None:
@@ -161,22 +182,13 @@ def main(options: Options) -> None:
     columns = [*KINDS.values()]
     print(f"{'engine':<7}{'micro':>6}{'calls':>7}" + "".join(f"{name + ' B/p':>16}" for name in columns), end="")
     print(f"{'on the wire B/p':>17}{'2 ranks / 1':>13}")
-    os.environ["OMP_NUM_THREADS"] = "1"  # read when the processes below start
-    context = multiprocessing.get_context("spawn")
-    answers = context.SimpleQueue()
-    processes = [context.Process(target=on_rank, args=(rank, options, answers)) for rank in range(2)]
-    for process in processes:
-        process.start()
-    for _ in options.engines:
-        layout, counts, gains = answers.get()
-        for accumulation, (calls, payload) in zip((1, 4), counts, strict=True):
+    for layout, counts, gains in on_ranks(2, options):
+        for accumulation, (calls, payload) in zip(ACCUMULATIONS, counts, strict=True):
             each = {name: payload.get(name, 0) / parameters for name in columns}
             wire = sum(each.values()) + each["all-reduce"]
             worth = f"{median(gains):.2f}" if gains and accumulation == 1 else ""
             print(f"{layout:<7}{accumulation:>6}{sum(calls.values()):>7}", end="")
             print("".join(f"{each[name]:>16.2f}" for name in columns) + f"{wire:>17.2f}{worth:>13}", flush=True)
-    for process in processes:
-        process.join()
 
 
 if __name__ == "__main__":

@@ -113,7 +113,9 @@ def seed_with_rank_1_first(data: Path) -> int:
     raise AssertionError("no seed of 20")
 
 
-@pytest.mark.parametrize(("launcher", "allowed"), [("torchrun", 0), ("deepspeed", 1)])
+@pytest.mark.parametrize(
+    ("launcher", "allowed"), [pytest.param("torchrun", 0, marks=pytest.mark.exhaustive), ("deepspeed", 1)]
+)
 def test_a_block_that_a_loader_worker_of_a_launched_rank_comes_across(
     damaged: tuple[Path, str, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: str, allowed: int
 ) -> None:

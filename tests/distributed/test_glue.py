@@ -59,6 +59,7 @@ def test_two_ranks_learn_what_one_does(
     assert figures[0] == pytest.approx(figures[1], abs=1e-3)
 
 
+@pytest.mark.exhaustive
 def test_kill_9_at_a_random_step_and_go_on(text_dataset: Path, tmp_path: Path) -> None:
     root = write_cola(tmp_path / "glue", 60, DEV)
     many = changes(text_dataset, training__steps=60, checkpoint__every=2, model__dropout=0.1, optimizer__lr=1e-3)

@@ -68,6 +68,7 @@ def test_kill_9_at_a_random_step_and_resume(request: pytest.FixtureRequest, tmp_
     same_run(tmp_path / "killed", tmp_path / "whole")
 
 
+@pytest.mark.exhaustive
 def test_kill_9_of_a_whole_deepspeed_run_at_a_random_step_and_start_it_again(
     two_ranks: Ranks, text_dataset: Path, tmp_path: Path
 ) -> None:

@@ -20,7 +20,10 @@ HERE = {
     **LAYOUTS,
     "zero2_offload": Layout(engine="deepspeed", stage=2, document={"zero_optimization": OFFLOAD}),
 }
-every_engine = pytest.mark.parametrize("name", HERE)
+every_engine = pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.exhaustive) if name in ("zero0", "zero2_offload") else name for name in HERE],
+)
 
 KINDS = {
     "unused decoder": ("recognition",),

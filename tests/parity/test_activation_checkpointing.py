@@ -14,12 +14,14 @@ from tests.grids import grid
 from tests.parity.test_compiled import traced
 from tests.ranks import Ranks
 from tests.runs import flags
-from tests.synthetic import TWO_RANKS, Layout, Result, run, small_config, trainer_for
+from tests.synthetic import TWO_RANKS, Layout, Result, make_engine, run, small_config, trainer_for
 from tests.synthetic_images import run_images
 from tests.synthetic_masks import run_masks
 from tests.synthetic_modalities import run_modalities
 from trp_scale.config import RefusedError
+from trp_scale.core.engine import EngineError
 from trp_scale.distributed.environment import Environment
+from trp_scale.distributed.groups import ALONE
 from trp_scale.engines import compiled
 from trp_scale.recipes.arguments import parse
 from trp_scale.training.micro_size import counted
@@ -64,11 +66,28 @@ def run_and_count(layout: Layout, how: str) -> tuple[Result, int]:
         compiled.checkpoint = original
 
 
-@pytest.mark.parametrize(("layout", "how"), grid(TWO_RANKS, WAYS))
+STAGE_3 = [name for name, layout in TWO_RANKS.items() if layout.stage == 3]
+"""Refuse selective."""
+
+
+@pytest.mark.parametrize(
+    ("layout", "how"), [*grid([name for name in TWO_RANKS if name not in STAGE_3], WAYS), *grid(STAGE_3, ["full"])]
+)
 def test_every_engine_gives_what_one_rank_does(two_ranks: Ranks, layout: str, how: str) -> None:
     found, calls = two_ranks(run_and_count, TWO_RANKS[layout], how)[0]
     assert calls == 2 * 2 * len(found.steps)  # two blocks of two micro-batches
     same(found, run(Layout(), {}), 1e-5)
+
+
+def refused() -> str:
+    layout = TWO_RANKS["zero3"]
+    with pytest.raises(EngineError) as caught:
+        make_engine(layout, small_config(layout, training={"activation_checkpointing": "selective"}), ALONE)
+    return str(caught.value)
+
+
+def test_selective_is_refused_on_stage_3(two_ranks: Ranks) -> None:
+    assert "selective gives wrong gradients with ZeRO stage 3" in two_ranks(refused)[0]
 
 
 def bytes_kept(how: str) -> int:

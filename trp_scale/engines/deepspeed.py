@@ -82,6 +82,11 @@ class DeepSpeedEngine(ShardOperations):
         stage_3 = document["zero_optimization"]["stage"] == 3
         if config.training.compile in ("blocks", "whole") and stage_3:
             raise EngineError("--training.compile does not work with ZeRO stage 3 (gathered weights); use stage 2")
+        if config.training.activation_checkpointing == "selective" and stage_3:
+            raise EngineError(
+                "--training.activation_checkpointing selective gives wrong gradients with ZeRO stage 3, which gathers "
+                "weights again while operations are left out; allowed: full, none, or another stage"
+            )
         self.config = config
         self.device = device
         self.data_group = data_group

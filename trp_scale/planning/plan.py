@@ -99,7 +99,9 @@ class Plan:
         if self.layout.engine == "deepspeed":
             hosts = "" if gpus <= per_node else "--hostfile HOSTFILE "
             return f"deepspeed {hosts}launch/pretrain.py --ds_config {self.layout.ds_config} {flags}"
-        nodes = "" if gpus <= per_node else f"--nnodes {self.cluster.nodes} --rdzv_endpoint HOST:29500 "
+        nodes = (
+            "" if gpus <= per_node else f"--nnodes {self.cluster.nodes} --rdzv_backend c10d --rdzv_endpoint HOST:29500 "
+        )
         return f"torchrun {nodes}--nproc_per_node {per_node} launch/pretrain.py --engine {self.layout.engine} {flags}"
 
 

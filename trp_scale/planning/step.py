@@ -3,6 +3,7 @@ with what, and the loader. Nothing of it is measured."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from trp_scale.config import Config
@@ -20,6 +21,10 @@ UPDATE_BYTES = 32
 HOST_LINK, HOST_UPDATE = 20e9, 1.0e9
 """With moments in host memory: bytes a second between GPU and host, and parameters that a rank's cores update."""
 
+WAITING = 0.015
+"""Of a step, for each doubling of the nodes: ranks wait for the slowest of them. Fitted to what llm-foundry publishes
+of 125, 350 and 760 M parameters on 16 to 128 A100 (`benchmarks/plan_checks.py`)."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Step:
@@ -29,6 +34,7 @@ class Step:
         compute: forward and backward passes, and the passes that methods add.
         update: the optimizer.
         exposed: collectives that nothing hides.
+        waiting: for the slowest rank.
         communication: all collectives, hidden or not.
         host: of the host, which runs beside the device.
         loader: to make the rows of a step on all cores of the rank.
@@ -39,6 +45,7 @@ class Step:
     compute: float
     update: float
     exposed: float
+    waiting: float
     communication: float
     host: float
     loader: float
@@ -48,7 +55,7 @@ class Step:
     @property
     def seconds(self) -> float:
         """The longest of what runs side by side."""
-        return max(self.compute + self.update + self.exposed, self.host, self.loader)
+        return max(self.compute + self.update + self.exposed + self.waiting, self.host, self.loader)
 
     @property
     def bound(self) -> str:
@@ -95,10 +102,12 @@ def step_of(
     positions = counted.outline.positions
     made = rows * (positions if config.reads == "text" else getattr(getattr(config, "crops", None), "count", 1))
     model = counted.outline_on(cluster.gpus).step_flops
+    update = _update(counted, layout, cluster)
     found = Step(
         compute=compute,
-        update=_update(counted, layout, cluster),
+        update=update,
         exposed=exposed,
+        waiting=WAITING * math.log2(cluster.nodes) * (compute + update + exposed),
         communication=sum(taken.values()),
         host=accumulation * launching + collectives + cluster.agreement(),
         loader=made / ROWS_A_CORE[config.reads] / gpu.cores,
@@ -153,6 +162,7 @@ def assumptions() -> list[str]:
         "it could do; ZeRO-3 is not compiled",
         "gathers and reductions hide behind the pass that they belong to, but for the first gather of a forward pass "
         "and the last reduction; what comes after the update is not hidden",
+        f"for each doubling of the nodes a step takes {WAITING:.1%} longer, since ranks wait for the slowest of them",
         f"a loader's core makes {ROWS_A_CORE['image']:.0f} crops of 224 px or {ROWS_A_CORE['text'] / 1e6:.1f} M "
         "positions of text a second; all cores of the node are the loaders'",
         "the passes of learned masks take the time of as many FLOPs of plain MAE; their collectives, and those of "

@@ -69,6 +69,7 @@ def time_of(plan: Plan) -> list[str]:
         "arithmetic": found.compute,
         "update": found.update,
         "collectives not hidden": found.exposed,
+        "waiting for the slowest": found.waiting,
         "all collectives": found.communication,
         "host": found.host,
         "loader": found.loader,

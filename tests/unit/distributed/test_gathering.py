@@ -49,10 +49,10 @@ def test_missing_ranks_are_named_while_they_are_awaited_and_when_it_is_over(
 ) -> None:
     began = [start(rank, 6, SHORT) for rank in (0, 3)]
     for started in began:
-        with pytest.raises(RefusedError, match=r"ranks 1-2, 4-5 of 6 have not come to 127\.0\.0\.1:\d+ after 1 s"):
+        with pytest.raises(RefusedError, match=r"ranks 1-2, 4-5 of 6 have not come to 127\.0\.0\.1:\d+ after \d s"):
             started.result()
     said = [line for line in capfd.readouterr().err.splitlines() if line.endswith(": waiting")]
-    assert len(said) >= 2
+    assert said
     assert all(line.startswith(f"[rank 0 on {socket.gethostname()}] ranks 1-2, 4-5 of 6") for line in said), said
 
 
@@ -65,7 +65,7 @@ def test_a_late_rank_is_awaited(start: Start, capfd: pytest.CaptureFixture[str])
 
 
 def test_rank_0_is_named_where_nobody_listens(start: Start, capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(RefusedError, match=r"rank 0 of 2 has not come to .* after 1 s \(Connection refused\)"):
+    with pytest.raises(RefusedError, match=r"rank 0 of 2 has not come to .* after \d s \(Connection refused\)"):
         start(1, 2, SHORT).result()
     assert "rank 0 of 2 has not come" in capfd.readouterr().err
 

@@ -74,8 +74,8 @@ def test_the_curve_has_a_plan_or_a_reason_for_each_number(counted: Counted) -> N
 def test_commands_name_what_the_plan_fixes(counted: Counted) -> None:
     plans = {plan.layout.name: plan for plan in planned(counted, Cluster(gpu=H100, gpus=16))}
     assert plans["fsdp"].command("R") == (
-        "torchrun --nnodes 2 --rdzv_endpoint HOST:29500 --nproc_per_node 8 launch/pretrain.py --engine fsdp --recipe R "
-        "--batch.micro_size 256 --data.path DATA"
+        "torchrun --nnodes 2 --rdzv_backend c10d --rdzv_endpoint HOST:29500 --nproc_per_node 8 launch/pretrain.py "
+        "--engine fsdp --recipe R --batch.micro_size 256 --data.path DATA"
     )
     assert (
         plans["ZeRO-2"]
@@ -85,6 +85,15 @@ def test_commands_name_what_the_plan_fixes(counted: Counted) -> None:
     (alone, *_) = fitting(planned(counted, Cluster(gpu=H100, gpus=1)))
     assert alone.command("R").startswith("trp-scale pretrain --recipe R --batch.micro_size")
     assert not alone.messages and alone.step is not None and alone.step.exposed == 0
+
+
+def test_ranks_of_more_nodes_wait_longer_for_the_slowest(counted: Counted) -> None:
+    for nodes, doublings in ((1, 0), (16, 4)):
+        plan = planned(counted, Cluster(gpu=H100, gpus=8 * nodes), Given(engine="ddp"))[0]
+        assert plan.step is not None
+        step = plan.step
+        assert step.waiting == pytest.approx(0.015 * doublings * (step.compute + step.update + step.exposed))
+        assert step.seconds >= step.compute + step.update + step.exposed + step.waiting
 
 
 def test_hours_follow_from_the_step(counted: Counted) -> None:

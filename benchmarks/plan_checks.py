@@ -1,0 +1,206 @@
+"""What `trp-scale plan` predicts, beside what was counted, measured or published.
+
+    python benchmarks/plan_checks.py [--parts traffic memory published] [--worlds 2 4]
+
+traffic: collectives of a step and bytes a parameter on the wire, over those of BERT 4 x 256 and 8 x 128 on ranks over
+gloo (benchmarks/wire.py counts them). memory: a rank's bytes without the planner's workspace, over the peak of the
+resident set in BERT-base (benchmarks/memory.py); its activations are those of a CPU's attention.
+published: rows a second and GPU on many GPUs over those on few, predicted and as published for models of the same
+widths and depths. Of these the first has pre-training of BERT; MPT predicts a next piece at every place, where ours
+predicts masked ones.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Literal
+
+import tyro
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks import memory as measured_memory
+from benchmarks import wire
+from benchmarks.gpu_setting import ENGINES
+from benchmarks.text_steps import LENGTH, VOCABULARY
+from trp_scale.config import Config
+from trp_scale.planning.clusters import GPUS, Cluster
+from trp_scale.planning.counting import Counted
+from trp_scale.planning.layouts import Layout, memory, traffic
+from trp_scale.planning.plan import Given, best, layouts
+from trp_scale.recipes.loader import load_recipe
+from trp_scale.training.micro_size import WORKSPACE
+from trp_scale.upstreams.base import DataFacts
+
+Part = Literal["traffic", "memory", "published"]
+SHIPPED = Path(__file__).resolve().parent.parent / "ds_configs"
+
+
+@dataclass(kw_only=True)
+class Options:
+    """What to check."""
+
+    parts: list[Part] = field(default_factory=lambda: ["traffic", "memory", "published"])
+    """Which."""
+    worlds: list[int] = field(default_factory=lambda: [2, 4])
+    """Ranks that traffic is counted on."""
+
+
+def layout_of(name: str, config: Config, gpus: int) -> Layout:
+    """That of an engine by its name in benchmarks/wire.py: its file is the shipped one, where there is one."""
+    stage = ENGINES[name]
+    if stage is None:
+        given = Given(engine=name)
+    else:
+        shipped = SHIPPED / f"zero{stage}.json"
+        document = json.loads(shipped.read_text()) if shipped.exists() else {"zero_optimization": {"stage": stage}}
+        given = Given(engine="deepspeed", document=document, path=str(shipped))
+    return next(iter(layouts(config, gpus, given)))
+
+
+def traffic_over_counted(layers: int, hidden_size: int, world: int) -> None:
+    """Print a line for each engine and number of micro-batches."""
+    options = wire.Options(layers=layers, hidden_size=hidden_size, rows=4)
+    print(f"\ntraffic of BERT {layers} x {hidden_size} on {world} ranks: predicted, counted")
+    for name, counts, _ in wire.on_ranks(world, options):
+        for accumulation, (calls, payload) in zip(wire.ACCUMULATIONS, counts, strict=True):
+            work = wire.workload(options, world, accumulation)
+            counted = Counted(work.config, DataFacts(length=LENGTH, vocabulary=VOCABULARY))
+            layout = layout_of(name, work.config, world)
+            messages = traffic(counted, layout, ranks=world, accumulation=accumulation)
+            doubled = [each.size * each.times * (2 if each.kind == "all-reduce" else 1) for each in messages]
+            sent = sum(payload.values()) + payload.get("all-reduce", 0)
+            bytes_of = [each / counted.parameters for each in (sum(doubled), sent)]
+            made = [sum(each.times for each in messages), sum(calls.values())]
+            print(
+                f"{name:<6} {accumulation} micro-batches  "
+                f"collectives {made[0]:>4} {made[1]:>4} ({made[0] / made[1]:.2f})  "
+                f"bytes a parameter {bytes_of[0]:6.2f} {bytes_of[1]:6.2f} ({bytes_of[0] / bytes_of[1]:.3f})",
+                flush=True,
+            )
+
+
+def memory_over_measured() -> None:
+    """Print a line for each layout of benchmarks/memory.py."""
+    options = measured_memory.Options()
+    print(f"\nmemory of a rank, BERT {options.layers} x {options.hidden_size}: predicted, measured, in MB")
+    for name, (engine, world, _) in measured_memory.LAYOUTS.items():
+        found = measured_memory.on_ranks(name, measured_memory.measure, options)
+        peak = max(each for each, _ in found) / 2**20
+        config = measured_memory.settings(options, world)
+        counted = Counted(config, DataFacts(length=LENGTH, vocabulary=VOCABULARY))
+        layout = layout_of("plain" if engine == "plain" else name, config, world)
+        rows = measured_memory.ROWS
+        predicted = memory(counted, layout, ranks=world, micro=rows, accumulation=1).device - WORKSPACE
+        print(f"{name:<6} {predicted / 2**20:6.0f} {peak:6.0f} ({predicted / 2**20 / peak:.2f})", flush=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Published:
+    """A figure of scaling. Attributes: source: where it stands; sizes: layers and width; length: pieces; gpu: by its
+    name; few, many: GPUs; micro: rows of a micro-batch; rows: of a step on few and on many; half: bf16 weights;
+    scaling: published."""
+
+    source: str
+    sizes: tuple[int, int]
+    length: int
+    gpu: str
+    few: int
+    many: int
+    micro: int
+    rows: tuple[int, int]
+    engine: str
+    half: bool
+    scaling: float
+
+
+LLM_FOUNDRY = "llm-foundry, scripts/train/benchmarking, A100 40GB, 1600 Gbps"
+PUBLISHED = (
+    Published(
+        source="NVIDIA's BERT-large, batch 64k",
+        sizes=(24, 1024),
+        length=128,
+        gpu="a100-80",
+        few=8,
+        many=256,
+        micro=64,
+        rows=(65536, 65536),
+        engine="ddp",
+        half=False,
+        scaling=0.949,
+    ),
+    *(
+        Published(
+            source=f"{LLM_FOUNDRY}, {name}",
+            sizes=sizes,
+            length=2048,
+            gpu="a100-40",
+            few=16,
+            many=128,
+            micro=micro,
+            rows=(16 * micro, 128 * micro),
+            engine="fsdp",
+            half=True,
+            scaling=scaling,
+        )
+        for name, sizes, micro, scaling in (
+            ("125m", (12, 768), 26, 123936 / 130535),
+            ("350m", (24, 1024), 18, 51934 / 55413),
+            ("760m", (24, 1536), 12, 28940 / 29607),
+        )
+    ),
+)
+
+
+def scaling(point: Published) -> tuple[float, float]:
+    """Predicted: rows a second and GPU on many over few; and the use of the peak on few."""
+    config = load_recipe("pos_bert_large")
+    layers, width = point.sizes
+    model = replace(config.model, layers=layers, hidden_size=width, heads=width // 64, intermediate_size=4 * width)
+    config.model = replace(model, max_positions=point.length)
+    config.data.path, config.training.precision = "(none)", "bf16"
+    if point.half:
+        config.training.weights = config.training.gradients = "bf16"
+    config.batch.micro_size = point.micro
+    speeds, used = [], 0.0
+    for gpus, rows in zip((point.few, point.many), point.rows, strict=True):
+        config.batch.global_size = rows
+        counted = Counted(config, DataFacts(length=point.length))
+        layout = next(iter(layouts(config, gpus, Given(engine=point.engine))))
+        plan = best(counted, layout, Cluster(gpu=GPUS[point.gpu], gpus=gpus), [point.micro])
+        if plan.step is None:
+            raise SystemExit(f"{point.source}: {plan.short / 2**30:.1f} GiB do not fit on {gpus} x {point.gpu}")
+        speeds.append(plan.rows_a_second / gpus)
+        used = used or plan.step.flops
+    return speeds[1] / speeds[0], used
+
+
+def published() -> None:
+    """Print a line for each."""
+    print("\nscaling from few GPUs to many: predicted, published")
+    for point in PUBLISHED:
+        found, used = scaling(point)
+        print(
+            f"{found:6.1%} {point.scaling:6.1%} ({found - point.scaling:+.1%})  {point.few} to {point.many}, "
+            f"{used:.0%} of the peak on {point.few}: {point.source}",
+            flush=True,
+        )
+
+
+def main(options: Options) -> None:
+    """Print all parts."""
+    if "traffic" in options.parts:
+        for world in options.worlds:
+            for layers, hidden_size in ((4, 256), (8, 128)):
+                traffic_over_counted(layers, hidden_size, world)
+    if "memory" in options.parts:
+        memory_over_measured()
+    if "published" in options.parts:
+        published()
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__, use_underscores=True))
