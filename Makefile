@@ -1,7 +1,7 @@
 # make pretrain   set up, build a small corpus, pre-train a small PoS-BERT on two ranks
 # make test       set up, run all tests but the exhaustive grids
 # make test-exhaustive   what make test leaves out: pairs of grids, and slow tests near to others
-# make test-cluster   under a SLURM of its own: as root, with Debian's packages slurm-wlm and munge
+# make test-cluster   under a SLURM of its own, and on namespaces as hosts: as root; it says which packages are missing
 # make setup | lint | types | wheel-test | clean
 #
 # PYTHON=python3.12 chooses the interpreter, RANKS=4 the ranks of `make pretrain`.

@@ -8,11 +8,11 @@ import shutil
 import signal
 import socket
 import subprocess
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.cluster.waiting import wait_until
 from tests.ranks import free_port
 
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "srun", "scontrol", "munged")
@@ -81,14 +81,6 @@ class Slurm:
         """A field that scontrol shows of a job."""
         shown = self.call("scontrol", "--oneliner", "show", "job", number).split()
         return next((word.partition("=")[2] for word in shown if word.startswith(f"{field}=")), "")
-
-
-def wait_until(true: Callable[[], object], what: str, seconds: float = 90.0) -> None:
-    """Look every tenth of a second."""
-    deadline = time.monotonic() + seconds
-    while not true():
-        assert time.monotonic() < deadline, f"not after {seconds:g} s: {what}"
-        time.sleep(0.1)
 
 
 @contextlib.contextmanager

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster.slurm import Slurm, cluster, lacking, wait_until
+from tests.cluster.slurm import Slurm, cluster, lacking
+from tests.cluster.waiting import wait_until
 from tests.runs import ROOT, environment, essence, flags, lines
 
 pytestmark = [pytest.mark.cluster, pytest.mark.skipif(bool(lacking()), reason=lacking())]

@@ -70,13 +70,13 @@ def why_not_run(command: Command) -> str | None:
     """Why a command is only looked at here; None for those that are run. tests/unit/test_readme.py parses them all."""
     reasons = {
         "make": "it would install 6 GB: make is asked what it would do",
-        "sbatch": "SLURM is not part of a test machine; the script is tested with a stand-in for srun",
+        "sbatch": "under a real SLURM: tests/cluster/test_slurm.py",
         "source": "activates the environment that the tests already run in",
     }
     if command.words[:2] == ("trp-scale", "sweep"):
         return "six runs, each a process: tests/unit/downstream runs one of two"
     if "--hostfile" in command.words:
-        return "it starts ranks on other machines over ssh"
+        return "on two hosts: tests/cluster/test_hosts.py"
     return reasons.get(command.words[0])
 
 
