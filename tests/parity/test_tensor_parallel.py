@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from tests.distributed.test_precision import LOSSES, TRAVELLED, apart
 from tests.parity.compare import too_far
 from tests.parity.test_partition import BALANCING, sometimes_absent
 from tests.ranks import Ranks
 from tests.synthetic import Layout, Result, data_group, run, small_config, trainer_for
 from trp_scale.checkpoint import manager
 from trp_scale.core.engine import EngineError
+from trp_scale.core.seeds import drawn_apart
+from trp_scale.upstreams.pos_bert.model import Layer
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed: the extra [megatron]")
 
@@ -54,14 +58,61 @@ def test_two_ranks_give_the_weights_of_one(two_ranks: Ranks, ranks: str, method:
         assert mine.task_weights == pytest.approx(other.task_weights, rel=1e-5), step
 
 
-def test_four_ranks_cut_matrices_and_split_the_batch(four_ranks: Ranks) -> None:
-    ours = four_ranks(run, LAYOUTS["2"], changes("exact"), sometimes_absent)[0]
-    assert too_far(ours, reference("exact")) == []
+DROPOUT = {"model": {"dropout": 0.2}}
+
+
+def half_by_half(layer: Layer, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+    """A whole layer's attention with the dropout of two ranks, each of which has half of the heads."""
+    whole = [each.chunk(2, dim=-1) for each in (queries, keys, values)]
+    before, parts = torch.get_rng_state(), []
+    for member, half in enumerate(zip(*whole, strict=True)):
+        torch.set_rng_state(before)
+        layer.drawing = partial(drawn_apart, torch.device("cpu"), member)
+        parts.append(attend(layer, *half, mask))
+    return torch.cat(parts, dim=-1)
+
+
+attend = Layer.attend
+
+
+@lru_cache
+def reference_with_dropout() -> Result:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Layer, "attend", half_by_half)
+        return run(Layout(micro_size=2), changes("exact", **DROPOUT), sometimes_absent)
+
+
+def test_each_rank_draws_the_dropout_of_its_heads_and_all_the_same_elsewhere(two_ranks: Ranks) -> None:
+    ours = two_ranks(run, LAYOUTS["2"], changes("exact", **DROPOUT), sometimes_absent)[0]
+    assert too_far(ours, reference_with_dropout()) == []
+    assert too_far(ours, run(Layout(micro_size=2), changes("exact", **DROPOUT), sometimes_absent))
+    assert too_far(ours, reference("exact"))
+
+
+HALF = {"precision": "bf16", "weights": "bf16", "gradients": "bf16"}
+
+
+@pytest.mark.parametrize("training", [{"precision": "bf16"}, HALF], ids=["autocast", "weights"])
+def test_bf16_follows_plain_bf16(two_ranks: Ranks, training: dict[str, str]) -> None:
+    ours = two_ranks(run, LAYOUTS["2"], {"training": training})[0]
+    theirs = run(Layout(), {"training": {**training, "gradients": "fp32"}})
+    exact = run(Layout(), {})
+    losses, weights = apart(ours, theirs)
+    assert losses < LOSSES and weights < TRAVELLED
+    assert apart(ours, exact)[0] > 1e-6, "this was fp32"
+    assert all(tensor.dtype == torch.float32 for tensor in ours.weights.values())
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("others", [DROPOUT, {}], ids=["dropout", "none"])
+def test_four_ranks_cut_matrices_and_split_the_batch(four_ranks: Ranks, others: dict[str, Any]) -> None:
+    ours = four_ranks(run, LAYOUTS["2"], changes("exact", **others), sometimes_absent)[0]
+    assert too_far(ours, reference_with_dropout() if others else reference("exact")) == []
 
 
 def elements_and_copies(layout: Layout) -> tuple[int, int, bool]:
     """Elements that this rank holds and those that it speaks for; whether what is not cut is alike on both."""
-    trainer = trainer_for(layout, small_config(layout))
+    trainer = trainer_for(layout, small_config(layout, **DROPOUT))
     trainer.run()
     pieces = list(trainer.engine.pieces())
     alike = [piece.tensors["weight"] for piece in pieces if piece.region.size == torch.Size(piece.shape).numel()]
@@ -137,7 +188,6 @@ REFUSED: list[tuple[int, dict[str, Any], str]] = [
     (3, {}, "tensor_parallel is 3 and does not divide the 2 ranks of this run; allowed: 1, 2"),
     (2, {"heads": 1}, "tensor_parallel is 2 and does not divide --model.heads 1"),
     (2, {"intermediate_size": 63}, "does not divide --model.intermediate_size 63"),
-    (2, {"dropout": 0.1}, "--model.dropout is 0.1"),
 ]
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -18,3 +20,16 @@ def reseed(device: torch.device, seed: int) -> None:
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.manual_seed(seed)
+
+
+@contextmanager
+def drawn_apart(device: torch.device, member: int) -> Iterator[None]:
+    """What is drawn inside is this member's own, and afterwards all members, which stood alike, stand alike again.
+
+    Its seed is one number more of the generator on the host, so it follows from the last `reseed` and from what was
+    drawn since; nobody waits for a device.
+    """
+    seed = int(torch.randint(1 << 62, (), generator=torch.default_generator))
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        reseed(device, tensor_seed(seed, f"member/{member}"))
+        yield

@@ -20,11 +20,12 @@ from torch import Tensor, nn
 from trp_scale.config import Config
 from trp_scale.core.engine import EngineError
 from trp_scale.core.pieces import STATE_NAMES, Box, Piece, Shards, whole_tensors
+from trp_scale.core.seeds import drawn_apart
 from trp_scale.distributed.groups import Group
 from trp_scale.engines.ddp import DdpEngine
 from trp_scale.engines.shards import sum_of_squares
 from trp_scale.models.initialise import Value, allocate, first_values
-from trp_scale.models.tensor_plan import TensorPlan, matches
+from trp_scale.models.tensor_plan import DrawsInHeads, TensorPlan, matches
 
 try:
     with warnings.catch_warnings():
@@ -35,8 +36,10 @@ try:
             RowParallelLinear,
             VocabParallelEmbedding,
             copy_to_tensor_model_parallel_region,
+            reduce_from_tensor_model_parallel_region,
             vocab_parallel_cross_entropy,
         )
+        from megatron.core.tensor_parallel.layers import linear_with_grad_accumulation_and_async_allreduce
 except ImportError as error:
     raise EngineError(
         f"--engine megatron needs megatron-core ({error}): pip install 'trp-scale[megatron]'; or --engine ddp or fsdp"
@@ -76,18 +79,41 @@ def _group(name: str, handle: Any) -> Group:
     return Group(name, rank=handle.rank(), size=handle.size(), handle=handle)
 
 
+def product(layer: Any, inputs: Tensor, bias: Tensor | None, *, sum_gradient: bool) -> Tensor:
+    """inputs weight^T + bias, by megatron-core's product, which sums the inputs' gradient over the ranks meanwhile.
+
+    Its backward pass knows of no autocast on a CPU; so weights and inputs are cast here as torch's own layer has them.
+    """
+    weight, kind = layer.weight, inputs.device.type
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        inputs, weight, bias = inputs.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    with torch.autocast(kind, enabled=False):
+        return linear_with_grad_accumulation_and_async_allreduce(  # type: ignore[no-any-return]
+            input=inputs,
+            weight=weight,
+            bias=bias,
+            gradient_accumulation_fusion=False,
+            allreduce_dgrad=sum_gradient and layer.tp_group.size() > 1,
+            sequence_parallel=False,
+            tp_group=layer.tp_group,
+        )
+
+
 class Columns(ColumnParallelLinear):  # type: ignore[misc]
     """[..., I] on all ranks -> [..., O / ranks]."""
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return super().forward(inputs)[0]  # type: ignore[no-any-return]
+        return product(self, inputs, self.bias, sum_gradient=True)
 
 
 class Rows(RowParallelLinear):  # type: ignore[misc]
     """[..., I / ranks] -> [..., O], on all ranks."""
 
     def forward(self, inputs: Tensor) -> Tensor:
-        return super().forward(inputs)[0]  # type: ignore[no-any-return]
+        part = product(self, inputs, None, sum_gradient=False)
+        whole = reduce_from_tensor_model_parallel_region(part, group=self.tp_group)
+        return whole if self.bias is None else whole + self.bias.to(whole.dtype)  # type: ignore[no-any-return]
 
 
 class Vocabulary(VocabParallelEmbedding):  # type: ignore[misc]
@@ -128,7 +154,10 @@ def cut_layer(kind: str, layer: nn.Module, tensor_group: Group) -> nn.Module:
 
 def enter(group: Group, module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
     """A forward hook: the gradient of this output is summed over the ranks, each of which reads it for its part."""
-    return copy_to_tensor_model_parallel_region(output, group=group.handle)  # type: ignore[no-any-return]
+    entered = copy_to_tensor_model_parallel_region(output, group=group.handle)
+    if entered.requires_grad:  # megatron-core sums a copy of a gradient that is not contiguous, and drops the sum
+        entered.register_hook(torch.Tensor.contiguous)
+    return entered  # type: ignore[no-any-return]
 
 
 class MegatronEngine(DdpEngine):
@@ -158,11 +187,6 @@ class MegatronEngine(DdpEngine):
                     f"--megatron.tensor_parallel is {ranks} and does not divide {flag} {size}; allowed: a number that "
                     "divides it"
                 )
-        if plan.dropout and ranks > 1:
-            raise EngineError(
-                f"--model.dropout is {plan.dropout:g}, and heads on different ranks would draw the same dropout; "
-                "allowed: --model.dropout 0, or --megatron.tensor_parallel 1"
-            )
         self.plan = plan
         self.tensor_group = megatron_groups(ranks, local_world=ranks)[1]
         self.boxes: dict[str, Box] = {}
@@ -182,6 +206,8 @@ class MegatronEngine(DdpEngine):
                 layer.register_forward_hook(partial(enter, self.tensor_group))
             elif kind:
                 module.set_submodule(name, cut_layer(kind, layer, self.tensor_group))
+            if isinstance(layer, DrawsInHeads) and self.tensor_group.size > 1:
+                layer.drawing = partial(drawn_apart, self.device, self.tensor_group.rank)
         self._cut_first_dimension(module)
         if self.plan.losses:
             setattr(module, self.plan.losses, vocab_parallel_cross_entropy)

@@ -6,9 +6,11 @@ the matrix that reads them by rows; between the two no rank needs another (Shoey
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from typing import Protocol, runtime_checkable
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,7 +26,6 @@ class TensorPlan:
         losses: attribute of the model that takes a function: logits whose columns are cut [N, V / ranks] and labels [N]
             -> cross-entropies [N].
         divided: sizes that the number of ranks must divide, by the flag that sets them.
-        dropout: probability of dropout inside what is cut.
     """
 
     columns: tuple[str, ...] = ()
@@ -34,7 +35,6 @@ class TensorPlan:
     entered: tuple[str, ...] = ()
     losses: str = ""
     divided: Mapping[str, int] = field(default_factory=dict)
-    dropout: float = 0.0
 
     def kind(self, module: str) -> str:
         """columns, rows, vocabulary, entered, or nothing."""
@@ -47,3 +47,15 @@ class TensorPlan:
 def matches(name: str, patterns: tuple[str, ...]) -> bool:
     """Whether one of the patterns stands for this name."""
     return any(fnmatchcase(name, pattern) for pattern in patterns)
+
+
+@runtime_checkable
+class DrawsInHeads(Protocol):
+    """A module with dropout inside what is cut.
+
+    Attributes:
+        drawing: it makes one of these contexts around what it draws there. Ranks, whose heads differ, must not draw the
+            same; an engine puts in what makes them draw apart.
+    """
+
+    drawing: Callable[[], AbstractContextManager[None]]

@@ -97,9 +97,6 @@ def check_megatron(config: Config) -> None:
         problems.append("it pre-trains and does not fine-tune; allowed: --engine ddp or fsdp")
     if config.hooks:
         problems.append(f"--hooks is {' '.join(config.hooks)}, which are not tested on cut matrices; allowed: none")
-    for name, value in (("precision", "fp32"), ("weights", "fp32"), ("gradients", "fp32")):
-        if (found := getattr(training, name)) != value:
-            problems.append(f"--training.{name} is {found}, which is not tested; allowed: {value}")
     if training.compile not in ("none", "auto"):
         problems.append(f"--training.compile is {training.compile}; allowed: none, auto")
     if training.activation_checkpointing != "none":

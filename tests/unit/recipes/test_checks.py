@@ -83,8 +83,6 @@ def test_settings_of_fsdp_are_refused_on_another_engine() -> None:
     ("changes", "expected"),
     [
         ({}, "--hooks is weight_average"),
-        ({"training__precision": "bf16"}, "--training.precision is bf16"),
-        ({"training__weights": "bf16"}, "--training.weights is bf16"),
         ({"training__compile": "whole"}, "--training.compile is whole"),
         ({"training__activation_checkpointing": "full"}, "--training.activation_checkpointing is full"),
         ({"batch__micro_size": "auto"}, "--batch.micro_size is auto"),

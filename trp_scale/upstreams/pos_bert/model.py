@@ -9,6 +9,7 @@ Parameter names are those of transformers' `BertForPreTraining`, so that weights
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -132,6 +133,9 @@ class Layer(BertLayer):  # type: ignore[misc]
     transformers'.
     """
 
+    drawing: Callable[[], AbstractContextManager[None]] = nullcontext
+    """See models/tensor_plan.py: DrawsInHeads."""
+
     def forward(self, hidden: Tensor, attention_mask: Tensor | None, places: Places | None = None) -> Tensor:
         """[R, L, D] and [R, 1, 1, L] bool or None -> [R, L, D]; with places, a list [K, D] and a mask -> [K, D]."""
         projections = self.attention.self.query, self.attention.self.key, self.attention.self.value
@@ -150,13 +154,11 @@ class Layer(BertLayer):  # type: ignore[misc]
             size = attention.attention_head_size  # tensor parallel ranks have some of the heads: D is their width
             return projected.view(rows, length, width // size, size).transpose(1, 2)  # [R, H, *, D / H]
 
-        context = F.scaled_dot_product_attention(
-            heads(queries),
-            heads(keys),
-            heads(values),
-            attn_mask=attention_mask,
-            dropout_p=attention.dropout.p if self.training else 0.0,
-        )  # [R, H, S, D / H]
+        dropout = attention.dropout.p if self.training else 0.0
+        with self.drawing() if dropout else nullcontext():
+            context = F.scaled_dot_product_attention(
+                heads(queries), heads(keys), heads(values), attn_mask=attention_mask, dropout_p=dropout
+            )  # [R, H, S, D / H]
         return context.transpose(1, 2).flatten(2)
 
     def varying(self, hidden: Tensor, *others: Any, places: Places | None = None) -> tuple[Tensor, ...]:
@@ -278,7 +280,6 @@ class BertForMaskedPositions(nn.Module):
                 "--model.intermediate_size": self.config.intermediate_size,
                 "the padded vocabulary of": padded_vocabulary(self.config.vocab_size),
             },
-            dropout=self.config.attention_probs_dropout_prob,
         )
 
     def forward(
