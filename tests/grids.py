@@ -1,4 +1,4 @@
-"""Grids of which every test run takes a diagonal, and `make test-exhaustive` the rest."""
+"""Which of a test's parameters every run takes; `make test-exhaustive` takes the rest."""
 
 from __future__ import annotations
 
@@ -7,6 +7,19 @@ from itertools import product
 from typing import Any
 
 import pytest
+
+
+def always(values: Iterable[Any], *kept: Any) -> list[Any]:
+    """The values as parameters of a test. Those in `kept` are always run, the others are marked exhaustive.
+
+    Raises:
+        ValueError: one in `kept` is no value.
+    """
+    rows = [value if isinstance(value, tuple) else (value,) for value in values]
+    taken = [value if isinstance(value, tuple) else (value,) for value in kept]
+    if missing := [value for value in taken if value not in rows]:
+        raise ValueError(f"no values of this test: {missing}")
+    return [pytest.param(*row, marks=() if row in taken else pytest.mark.exhaustive) for row in rows]
 
 
 def grid(*axes: Iterable[Any]) -> list[Any]:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from deepspeed.accelerator import get_accelerator
 
+from tests.grids import always
 from tests.ranks import Ranks
 from tests.synthetic import Layout
 from tests.synthetic_images import image_config, image_trainer, run_images
@@ -48,7 +49,10 @@ def searching_run(stage: int, update: dict[str, Any], power: int) -> dict[str, A
         del accelerator.is_fp16_supported
 
 
-@pytest.mark.parametrize(("stage", "update"), [(0, PARALLEL), (1, SEQUENTIAL), (2, PARALLEL), (3, SEQUENTIAL)])
+@pytest.mark.parametrize(
+    ("stage", "update"),
+    always([(0, PARALLEL), (1, SEQUENTIAL), (2, PARALLEL), (3, SEQUENTIAL)], (1, SEQUENTIAL), (3, SEQUENTIAL)),
+)
 def test_under_the_scaler_of_fp16(two_ranks: Ranks, stage: int, update: dict[str, Any]) -> None:
     first, second = two_ranks(searching_run, stage, update, 22)
     assert first["applied"] == second["applied"]
@@ -63,7 +67,10 @@ def test_under_the_scaler_of_fp16(two_ranks: Ranks, stage: int, update: dict[str
     assert vectors[-1].dtype == torch.float32
 
 
-@pytest.mark.parametrize(("stage", "update"), [(0, SEQUENTIAL), (1, PARALLEL), (3, PARALLEL), (3, SEQUENTIAL)])
+@pytest.mark.parametrize(
+    ("stage", "update"),
+    always([(0, SEQUENTIAL), (1, PARALLEL), (3, PARALLEL), (3, SEQUENTIAL)], (0, SEQUENTIAL), (3, SEQUENTIAL)),
+)
 def test_the_loss_scale_is_not_in_the_gradient(two_ranks: Ranks, stage: int, update: dict[str, Any]) -> None:
     """From a scale that never overflows, fp16 climbs as fp32 does, within fp16's rounding."""
     ours = two_ranks(searching_run, stage, update, 8)[0]

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tests.distributed.test_precision import apart
-from tests.grids import grid
+from tests.grids import always, grid
 from tests.ranks import Ranks
 from tests.runs import essence, flags, lines, pretrain_here
 from tests.synthetic import Layout, Result, SyntheticSource, data_group, make_engine, run, small_config
@@ -37,7 +37,7 @@ def kinds(stage: int) -> tuple[set[torch.dtype], set[torch.dtype]]:
     return weights, pieces
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", always([1, 2, 3], 2, 3))
 def test_losses_follow_plain_and_master_weights_are_fp32(two_ranks: Ranks, stage: int) -> None:
     for weights, pieces in two_ranks(kinds, stage):
         assert weights == {torch.bfloat16}
@@ -89,7 +89,7 @@ def alone(model: str, micro_size: int = 2, **training: str) -> Result:
     return function(Layout(micro_size=micro_size), {**changes, "training": training})
 
 
-@pytest.mark.parametrize("model", RUNS)
+@pytest.mark.parametrize("model", always(RUNS, "PoS-BERT", "AdPE"))
 def test_bf16_weights_are_as_near_to_fp32_as_autocast_is(model: str) -> None:
     exact, autocast, ours = alone(model), alone(model, precision="bf16"), alone(model, **ROUNDED)
     losses, weights = apart(ours, exact)
@@ -167,7 +167,7 @@ def test_a_dropped_window_leaves_nothing_behind(two_ranks: Ranks, layout: str) -
     assert clean and all(torch.equal(after[name], clean[name]) for name in clean)
 
 
-@pytest.mark.parametrize("engine", ["plain", "ddp", "fsdp"])
+@pytest.mark.parametrize("engine", always(["plain", "ddp", "fsdp"], "fsdp"))
 def test_two_halves_are_the_whole_bit_for_bit(
     two_ranks: Ranks, text_dataset: Path, tmp_path: Path, engine: str
 ) -> None:

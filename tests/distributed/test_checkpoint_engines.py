@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.grids import always
 from tests.ranks import Ranks
 from tests.synthetic import Layout, RecordingTrainer, data_group, hybrid, small_config, trainer_for
 from trp_scale.checkpoint.agreement import check_shared_directory, on_rank_zero, together
@@ -106,7 +107,7 @@ def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     return float(difference / torch.stack([tensor.double().norm() for tensor in expected.values()]).norm())
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", always(PATHS, "through every engine"))
 def test_a_run_that_changes_its_engine_at_every_checkpoint(path: str, tmp_path: Path, two_ranks: Ranks) -> None:
     reference = tmp_path / "reference"
     expected = uninterrupted(reference, len(PATHS[path]))

@@ -113,6 +113,7 @@ def seed_with_rank_1_first(data: Path) -> int:
     raise AssertionError("no seed of 20")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("launcher", "allowed"), [pytest.param("torchrun", 0, marks=pytest.mark.exhaustive), ("deepspeed", 1)]
 )

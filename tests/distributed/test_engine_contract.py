@@ -12,13 +12,14 @@ from torch import Tensor
 
 from tests.distributed.engine_layouts import LAYOUTS, on_each_rank
 from tests.distributed.engine_probe import LR, CountsReductions, Probe, Reference
+from tests.grids import always
 from tests.ranks import Ranks
 from tests.synthetic import Layout
 from trp_scale.core.pieces import Region
 from trp_scale.models.initialise import initial_tensor
 
 STATES = ("weight", "exp_avg", "exp_avg_sq")
-every_engine = pytest.mark.parametrize("name", LAYOUTS)
+every_engine = pytest.mark.parametrize("name", always(LAYOUTS, "plain", "ddp", "fsdp", "zero2", "zero3"))
 
 
 def listed(probe: Probe) -> list[tuple[str, tuple[int, ...], Region, bool, tuple[str, ...]]]:

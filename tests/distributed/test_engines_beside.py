@@ -126,6 +126,7 @@ def states(checkpoint: Path) -> dict[tuple[str, str], Named]:
     return {(engine, state): read_full_state(checkpoint, state, engine) for engine, state in kinds}
 
 
+@pytest.mark.exhaustive
 def test_two_engines_that_change_at_every_checkpoint(tmp_path: Path, two_ranks: Ranks, reference: Path) -> None:
     for number, layout in enumerate(PATH):
         arguments = (layout, number, tmp_path / "run")

@@ -39,7 +39,11 @@ def launched(launcher: list[str], directory: Path, behaviour: str = "ends") -> l
     ("launcher", "argv"),
     [
         ("torchrun", ["torch.distributed.run", "--standalone", "--nproc_per_node", "2"]),
-        ("deepspeed", ["deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", "PORT"]),
+        pytest.param(
+            "deepspeed",
+            ["deepspeed.launcher.runner", "--num_gpus", "2", "--master_port", "PORT"],
+            marks=pytest.mark.exhaustive,
+        ),
     ],
 )
 def test_two_ranks_find_each_other(launcher: str, argv: list[str], tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from PIL import Image
 
 from tests.distributed.test_resume import LAYOUTS
 from tests.extending import files, forgetting, write_files
+from tests.grids import always
 from tests.ranks import Ranks
 from tests.runs import flags, image_flags, lines, pretrain_here
 from tests.unit.data.images.source_images import stored
@@ -132,7 +133,7 @@ def test_one_process_goes_on_bit_for_bit(modules: Path, plain: Path, text_datase
     same_states(tmp_path, plain, 0.0)
 
 
-@pytest.mark.parametrize("layout", LINES)
+@pytest.mark.parametrize("layout", always(LINES, "fsdp"))
 def test_two_ranks_go_on_bit_for_bit_and_from_one_process(
     two_ranks: Ranks, modules: Path, plain: Path, text_dataset: Path, tmp_path: Path, layout: str
 ) -> None:
@@ -261,7 +262,7 @@ def test_one_process_goes_on_with_it_bit_for_bit(modules: Path, seeing: Path, se
     same_states(tmp_path, seeing, 0.0, OWN_MAPS)
 
 
-@pytest.mark.parametrize("layout", LINES)
+@pytest.mark.parametrize("layout", always(LINES, "zero3"))
 def test_two_ranks_go_on_with_it_bit_for_bit_and_from_one_process(
     two_ranks: Ranks, modules: Path, seeing: Path, seen_twice: Path, tmp_path: Path, layout: str
 ) -> None:
@@ -319,7 +320,7 @@ def test_one_process_goes_on_with_the_upstream_bit_for_bit(
     same_states(tmp_path, banded, 0.0, OWN_MAPS)
 
 
-@pytest.mark.parametrize("layout", LINES)
+@pytest.mark.parametrize("layout", always(LINES, "fsdp"))
 def test_two_ranks_go_on_with_the_upstream_bit_for_bit_and_from_one_process(
     two_ranks: Ranks, modules: Path, banded: Path, image_dataset: Path, tmp_path: Path, layout: str
 ) -> None:

@@ -86,6 +86,7 @@ def test_two_ranks_learn_what_one_does(
         )
 
 
+@pytest.mark.exhaustive
 def test_kill_9_at_a_random_step_and_go_on(image_dataset: Path, tmp_path: Path) -> None:
     """With drop path, and with images from a worker process."""
     changes = {"training__steps": 60, "checkpoint__every": 2, "data__workers": 1, "downstream__drop_path": 0.2}

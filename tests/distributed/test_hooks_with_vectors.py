@@ -82,6 +82,7 @@ def distance(found: Named, expected: Named) -> float:
     return float(difference / torch.stack([tensor.double().norm() for tensor in expected.values()]).norm())
 
 
+@pytest.mark.exhaustive
 def test_a_run_that_changes_its_engine_at_every_checkpoint(tmp_path: Path, two_ranks: Ranks) -> None:
     start, _ = hooked(LAYOUTS["plain"])
     average = {name: tensor.double() for name, tensor in start.engine.full_weights().items()}

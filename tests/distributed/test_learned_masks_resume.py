@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from safetensors.torch import load_file
 from torch import Tensor
@@ -58,6 +59,7 @@ def stored(run_dir: Path, step: int = STEPS) -> dict[str, Tensor]:
     return found
 
 
+@pytest.mark.exhaustive
 def test_kill_9_in_the_middle_of_a_cycle_and_resume(image_dataset: Path, tmp_path: Path) -> None:
     """Gone on with from step 5: after one of two steps of the encoder, and before the first of two updates."""
     whole, killed = tmp_path / "whole", tmp_path / "killed"

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.grids import always
 from tests.ranks import Ranks
 from tests.runs import flags, pretrain_here
 from trp_scale.checkpoint.format import read_full_state
@@ -52,7 +53,7 @@ def test_the_rank_with_the_least_memory_decides(
 LAYOUTS: dict[str, dict[str, Any]] = {"fsdp": {"engine": "fsdp"}, "zero2": {"ds_config": "ds_configs/zero2.json"}}
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", always(LAYOUTS, "zero2"))
 def test_two_ranks_learn_what_one_does_and_a_run_keeps_its_number(
     two_ranks: Ranks, text_dataset: Path, tmp_path: Path, layout: str
 ) -> None:

@@ -1,9 +1,9 @@
 """The README's commands, run: in its order, in one directory, with less text, smaller models and fewer steps.
 
 A command keeps its words; what makes it small is appended, and of two equal flags the last one counts. The first line
-under torchrun, that of deepspeed and that of fine-tuning are started as processes of their own (10 s each); the other
-lines under torchrun run on the two ranks that tests share, and all others in this process, through the function that
-the script or the console command calls.
+under torchrun and that of deepspeed are started as processes of their own (10 s each); the other lines under torchrun
+run on the two ranks that tests share, and all others in this process, through the function that the script or the
+console command calls.
 """
 
 from __future__ import annotations
@@ -141,13 +141,9 @@ def made_small(command: Command, books: Path) -> list[str]:
 
 
 def is_launched(command: Command) -> bool:
-    """Whether the command is started as it stands; one for each launcher and script is enough."""
+    """Whether the command is started as it stands; one for each launcher is enough."""
     launcher = command.words[0]
-    if launcher not in ("torchrun", "deepspeed"):
-        return False
-    script = command.words[script_place(command.words) or 0]
-    others = [one for one in RUN if one.words[0] == launcher and script in one.words]
-    return command == others[0]
+    return launcher in ("torchrun", "deepspeed") and command == next(one for one in RUN if one.words[0] == launcher)
 
 
 def run(command: Command, books: Path, two_ranks: Ranks) -> tuple[int, str]:

@@ -19,6 +19,7 @@ import pytest
 import torch
 
 from tests.distributed.launched import kill_all, launch, wait_for_steps
+from tests.grids import always
 from tests.ranks import Ranks
 from tests.runs import essence, flags, image_flags, lines, pretrain_here, start
 from trp_scale.checkpoint.format import read_full_state
@@ -124,7 +125,13 @@ def test_a_run_goes_on_from_before_a_damaged_checkpoint(two_ranks: Ranks, text_d
 
 
 @pytest.mark.parametrize(
-    ("layout", "estimate"), [*((name, "exact") for name in LAYOUTS), ("fsdp", "lagged"), ("zero2", "lagged")]
+    ("layout", "estimate"),
+    always(
+        [*((name, "exact") for name in LAYOUTS), ("fsdp", "lagged"), ("zero2", "lagged")],
+        ("zero3", "exact"),
+        ("fsdp", "lagged"),
+        ("ddp", "exact"),
+    ),
 )
 def test_two_halves_are_the_whole_with_dropout(
     two_ranks: Ranks, text_dataset: Path, tmp_path: Path, layout: str, estimate: str
@@ -168,6 +175,7 @@ def test_one_run_over_plain_zero3_and_fsdp(two_ranks: Ranks, text_dataset: Path,
                 assert apart < (1e-5 if state == "weight" else 1e-4), (step, state, name)
 
 
+@pytest.mark.exhaustive
 def test_the_first_step_after_loading_moves_the_weights_as_it_would_have(
     two_ranks: Ranks, text_dataset: Path, tmp_path: Path
 ) -> None:

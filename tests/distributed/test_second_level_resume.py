@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.distributed.engine_layouts import on_each_rank
+from tests.grids import always
 from tests.ranks import Ranks
 from tests.synthetic import Layout
 from tests.synthetic_masks import mask_config, masks_run
@@ -69,14 +70,18 @@ def go_on(layout: Layout, level: str, directory: Path, resume: bool) -> dict[str
 
 @pytest.mark.parametrize(
     ("level", "layout"),
-    [
-        ("joint", "plain"),
+    always(
+        [
+            ("joint", "plain"),
+            ("joint", "zero3"),
+            ("fine_tuning", "plain"),
+            ("fine_tuning", "ddp"),
+            ("fine_tuning", "fsdp"),
+            ("fine_tuning", "zero2"),
+        ],
         ("joint", "zero3"),
-        ("fine_tuning", "plain"),
-        ("fine_tuning", "ddp"),
         ("fine_tuning", "fsdp"),
-        ("fine_tuning", "zero2"),
-    ],
+    ),
 )
 def test_a_resumed_run_is_the_whole_one_bit_for_bit(two_ranks: Ranks, tmp_path: Path, level: str, layout: str) -> None:
     whole = on_each_rank(two_ranks, layout, go_on, level, tmp_path, False)[0]

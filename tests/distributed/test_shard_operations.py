@@ -12,6 +12,7 @@ import torch
 
 from tests.distributed.engine_layouts import LAYOUTS
 from tests.distributed.shard_probe import LR, Double, Named, ShardProbe, largest_difference
+from tests.grids import always
 from tests.ranks import Ranks
 from tests.synthetic import Layout
 
@@ -20,10 +21,7 @@ HERE = {
     **LAYOUTS,
     "zero2_offload": Layout(engine="deepspeed", stage=2, document={"zero_optimization": OFFLOAD}),
 }
-every_engine = pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.exhaustive) if name in ("zero0", "zero2_offload") else name for name in HERE],
-)
+every_engine = pytest.mark.parametrize("name", always(HERE, "plain", "ddp", "fsdp", "zero2", "zero3"))
 
 KINDS = {
     "unused decoder": ("recognition",),

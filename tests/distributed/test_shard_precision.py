@@ -11,6 +11,7 @@ import torch
 from tests.distributed.engine_layouts import LAYOUTS
 from tests.distributed.half_precision import fp16_layout, fp16_on_a_cpu
 from tests.distributed.shard_probe import Double, Named, ShardProbe, largest_difference
+from tests.grids import always
 from tests.ranks import Ranks
 from tests.synthetic import Layout
 
@@ -89,7 +90,7 @@ HALF = {
 }
 
 
-@pytest.mark.parametrize("name", HALF)
+@pytest.mark.parametrize("name", always(HALF, "bf16 weights, stage 2", "fp16, stage 0", "fp16, stage 3"))
 def test_half_precision_weights_are_said_to_round_and_the_loss_scale_is_divided_out(
     two_ranks: Ranks, name: str
 ) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.distributed.launched import launch, rank_of_two, wait_for_steps
+from tests.grids import always
 from tests.runs import flags, lines, pretrain_here
 from trp_scale.checkpoint.run_directory import checkpoints, incompleteness
 
@@ -24,7 +25,10 @@ def one_whole_checkpoint_at_the_last_step(run_dir: Path) -> int:
 
 
 # Every signal is heard alike (tests/unit/distributed/test_stop.py); each launcher takes ten seconds of both cores.
-@pytest.mark.parametrize(("launcher", "request_to_stop"), [("torchrun", signal.SIGTERM), ("deepspeed", signal.SIGINT)])
+@pytest.mark.parametrize(
+    ("launcher", "request_to_stop"),
+    always([("torchrun", signal.SIGTERM), ("deepspeed", signal.SIGINT)], ("deepspeed", signal.SIGINT)),
+)
 def test_a_signal_to_one_of_two_ranks(
     text_dataset: Path, tmp_path: Path, launcher: str, request_to_stop: signal.Signals
 ) -> None:

@@ -135,6 +135,7 @@ def test_what_does_not_go_together_is_refused(
         parse(words)
 
 
+@pytest.mark.exhaustive
 def test_compiled_blocks_are_made_again() -> None:
     together = {"training": {"activation_checkpointing": "full", "compile": "blocks"}}
     found, graphs = traced(lambda: run(Layout(), together))

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache, partial
+from itertools import product
 from typing import Any, TypeVar
 
 import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from tests.grids import grid
+from tests.grids import always
 from tests.parity import test_learned_masks, test_modalities, test_uniformity
 from tests.parity.compare import too_far
 from tests.ranks import Ranks
@@ -50,14 +51,14 @@ def reference() -> Result:
     return run(Layout(micro_size=2), {**CHANGES, "training": {"steps": 5}})
 
 
-@pytest.mark.parametrize("how", GRAPHS)
+@pytest.mark.parametrize("how", always(GRAPHS, "blocks"))
 def test_one_rank_gives_the_weights_of_the_plain_run(how: str) -> None:
     found, graphs = compiled(Layout(micro_size=2), how)
     assert found.moved and too_far(found, reference()) == []
     assert graphs == GRAPHS[how]
 
 
-@pytest.mark.parametrize(("layout", "how"), grid(LAYOUTS, GRAPHS))
+@pytest.mark.parametrize(("layout", "how"), always(product(LAYOUTS, GRAPHS), ("fsdp", "whole"), ("zero1", "blocks")))
 def test_two_ranks_give_the_weights_of_the_plain_run(two_ranks: Ranks, layout: str, how: str) -> None:
     found, graphs = two_ranks(compiled, TWO_RANKS[layout], how)[0]
     assert too_far(found, reference()) == []
@@ -75,7 +76,7 @@ def losses(result: Result) -> list[float]:
     return [loss for stats in result.steps for loss in (stats.loss, *stats.task_losses)]
 
 
-@pytest.mark.parametrize(("layout", "how"), grid(["plain", "ddp"], GRAPHS))
+@pytest.mark.parametrize(("layout", "how"), always(product(["plain", "ddp"], GRAPHS), ("ddp", "whole")))
 def test_bf16_weights_give_the_losses_of_the_plain_run_with_them(two_ranks: Ranks, layout: str, how: str) -> None:
     """To 1e-5, a hundredth of what bf16 changes: the traced operations are the same, in the same precision."""
 
@@ -90,7 +91,9 @@ def test_bf16_weights_give_the_losses_of_the_plain_run_with_them(two_ranks: Rank
     assert losses(ours) != pytest.approx(losses(reference()), rel=1e-4), "nothing was rounded"
 
 
-@pytest.mark.parametrize(("variant", "how"), grid(["flattened", "look ahead"], GRAPHS))
+@pytest.mark.parametrize(
+    ("variant", "how"), always(product(["flattened", "look ahead"], GRAPHS), ("look ahead", "whole"))
+)
 def test_masks_that_are_learned(how: str, variant: str) -> None:
     """Differences of losses at moved weights, and steps on a second source."""
     changes = test_learned_masks.changes(variant)
@@ -99,7 +102,7 @@ def test_masks_that_are_learned(how: str, variant: str) -> None:
     assert graphs > 0 and test_learned_masks.differences(found, test_learned_masks.reference(variant)) == []
 
 
-@pytest.mark.parametrize(("balancing", "how"), grid(["minimax", "gradnorm"], GRAPHS))
+@pytest.mark.parametrize(("balancing", "how"), always(product(["minimax", "gradnorm"], GRAPHS), ("gradnorm", "blocks")))
 def test_several_modalities(how: str, balancing: str) -> None:
     """With taps and without."""
     changes = test_modalities.changes(balancing)

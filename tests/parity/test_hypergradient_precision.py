@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.grids import always
 from tests.ranks import Ranks
 from tests.synthetic import TWO_RANKS, Layout
 from tests.synthetic_hypergradients import Agreement, Path, agreement, exact, flat, update
@@ -45,7 +46,9 @@ def measured(two_ranks: Ranks, layout: Layout, settings: Changes) -> dict[Path, 
 FP32 = [*((name, "flattened") for name in ("plain", "ddp", "fsdp", "zero1", "zero2", "zero3")), ("zero2", "patchwise")]
 
 
-@pytest.mark.parametrize(("name", "network"), FP32)
+@pytest.mark.parametrize(
+    ("name", "network"), always(FP32, ("plain", "flattened"), ("fsdp", "flattened"), ("zero3", "flattened"))
+)
 def test_fp32_is_exact_to_four_digits(two_ranks: Ranks, name: str, network: str) -> None:
     """Measured: cosines of 1 - 1e-8, norms right to 1e-4."""
     layout = TWO_RANKS.get(name, Layout(micro_size=4))
@@ -55,7 +58,7 @@ def test_fp32_is_exact_to_four_digits(two_ranks: Ranks, name: str, network: str)
         assert found.ratio == pytest.approx(1.0, abs=1e-2), path
 
 
-@pytest.mark.parametrize("name", ["plain", "ddp", "fsdp", "zero2"])
+@pytest.mark.parametrize("name", always(["plain", "ddp", "fsdp", "zero2"], "plain", "fsdp"))
 def test_bf16_autocast_is_nearly_exact(two_ranks: Ranks, name: str) -> None:
     """Both sides of the difference are taken in fp32. Measured: cosines of 0.9997, norms right to 4 %."""
     layout = TWO_RANKS.get(name, Layout(micro_size=4))
@@ -100,7 +103,7 @@ def test_rounding_to_tf32_keeps_ten_bits() -> None:
     assert RoundedProducts().rounded(value).tolist() == [1 + 2.0**-10, 1.0, 1 + 2.0**-10, -3.0]
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", always(["fp32", "bf16"], "fp32"))
 def test_tf32_is_nearly_exact_with_a_longer_difference(precision: str) -> None:
     """Emulated, all products of the update. Measured: cosines of 0.99 with a difference of 1e-2, 0.9998 with 0.1, where
     fp32 itself has 0.99997, and 0.5 with 1e-3; norms right to 1.3 %, in bf16 to 2.3 % on CPUs that multiply in it. In

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.grids import grid
+from tests.grids import always, grid
 from tests.parity.compare import RELATIVE, TRAVELLED, distances, too_far
 from tests.ranks import Ranks
 from tests.synthetic import TWO_RANKS, Layout, Result
@@ -103,7 +103,7 @@ def test_accumulation_gives_the_same_weights_with_surface_normals(loss: str) -> 
     assert weights[2][3] == 0.0 and weights[1][3] > 0.0, "absent from one step"
 
 
-@pytest.mark.parametrize("layout", ["fsdp", "zero3"])
+@pytest.mark.parametrize("layout", always(["fsdp", "zero3"], "fsdp"))
 def test_two_ranks_give_the_same_weights_with_surface_normals(two_ranks: Ranks, layout: str) -> None:
     ours = two_ranks(run_modalities, TWO_RANKS[layout], normals("cosine"), without_normals)[0]
     theirs = with_normals("cosine")

@@ -130,6 +130,7 @@ def run_script(path: Path, *arguments: object) -> subprocess.CompletedProcess[st
     return subprocess.run(command, env=environment(), cwd=path.parent, capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.exhaustive
 def test_the_script_of_the_document_runs_and_its_run_goes_on(text_dataset: Path, tmp_path: Path) -> None:
     """Its balancer is the script's own; a loader worker imports the script again."""
     script = write_files(tmp_path / "own") / "experiment.py"

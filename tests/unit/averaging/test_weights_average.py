@@ -106,6 +106,7 @@ def test_probe_takes_the_flag() -> None:
     assert parse_probe(flags).from_ == "runs/one"
 
 
+@pytest.mark.exhaustive
 def test_a_run_with_the_hooks_by_the_command_line(image_dataset: Path, tmp_path: Path) -> None:
     """Stopped and resumed it keeps the same average, bit for bit. Its validation is of the average: what another run
     that starts from the average, and stays there, has too."""

@@ -46,6 +46,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[subprocess.CompletedP
     return done, json.loads(output.read_text(encoding="utf-8"))
 
 
+@pytest.mark.exhaustive
 def test_every_section_is_measured_or_says_why_not(
     run: tuple[subprocess.CompletedProcess[str], dict[str, Any]],
 ) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from benchmarks.graphs import counted, workload_of
+from tests.grids import always
 
 
 @pytest.fixture(autouse=True)
@@ -16,7 +17,7 @@ def forgotten() -> Iterator[None]:
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("name", ["pos_bert_tiny", "adpe_tiny", "mm_mae_tiny"])
+@pytest.mark.parametrize("name", always(["pos_bert_tiny", "adpe_tiny", "mm_mae_tiny"], "pos_bert_tiny"))
 def test_a_whole_forward_pass_with_its_losses_is_one_graph(name: str) -> None:
     found = counted(workload_of(name), "whole")
     assert (found.graphs, found.surplus, found.outside) == (1, 0, 0)

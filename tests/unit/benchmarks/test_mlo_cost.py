@@ -84,6 +84,7 @@ def two_blocks(options: Options) -> MaeConfig:
     return settings
 
 
+@pytest.mark.exhaustive
 def test_the_table_has_a_row_for_each(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mlo_cost, "large", two_blocks)
     monkeypatch.setitem(ENCODERS, "tiny", (1, 24, 3))

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from benchmarks.step_counts import CountsOperations, counted
+from tests.grids import always
 
 KEPT = Path(__file__).parent / "step_counts.json"
 REWRITE = (
@@ -61,6 +62,7 @@ def test_fused_operations_read_once_and_write_what_is_still_needed() -> None:
     assert {name for _, name in counter.counts.by_name} == {"add + mul + sum", "mm", "exp"}
 
 
+@pytest.mark.exhaustive
 def test_fused_bert_keeps_its_arithmetic_and_moves_less() -> None:
     fused, eager = counted("bert_base_128", fused=True), TABLE["bert_base_128"]
     assert fused.flops == eager["flops"] and fused.saved == eager["saved"]
@@ -69,6 +71,7 @@ def test_fused_bert_keeps_its_arithmetic_and_moves_less() -> None:
         assert fused.moved[phase] < 0.9 * eager["moved"][phase]
 
 
+@pytest.mark.exhaustive
 def test_selective_checkpointing_repeats_no_product_and_full_repeats_all() -> None:
     found = {how: counted("bert_base_128", checkpointing=how) for how in ("selective", "full")}
     none = TABLE["bert_base_128"]
@@ -77,7 +80,10 @@ def test_selective_checkpointing_repeats_no_product_and_full_repeats_all() -> No
     assert found["selective"].operations["backward"] < found["full"].operations["backward"]
 
 
-@pytest.mark.parametrize(("name", "forward", "saved"), [("bert_base_128", 350, 1.38e9), ("mae_vit_b", 310, 2.65e9)])
+@pytest.mark.parametrize(
+    ("name", "forward", "saved"),
+    always([("bert_base_128", 350, 1.38e9), ("mae_vit_b", 310, 2.65e9)], ("bert_base_128", 350, 1.38e9)),
+)
 def test_bf16_weights_take_fewer_operations_and_bytes(name: str, forward: int, saved: float) -> None:
     found = counted(name, weights="bf16")
     assert found.operations["forward"] <= forward < TABLE[name]["operations"]["forward"]
@@ -85,7 +91,7 @@ def test_bf16_weights_take_fewer_operations_and_bytes(name: str, forward: int, s
     assert found.flops == TABLE[name]["flops"]
 
 
-@pytest.mark.parametrize("name", TABLE)
+@pytest.mark.parametrize("name", always(TABLE, "bert_base_128", "adpe_vit_b"))
 def test_no_step_asks_for_more_than_is_kept(name: str) -> None:
     """Counts of the pinned torch; other versions split operations in other ways."""
     found, kept = counted(name), TABLE[name]

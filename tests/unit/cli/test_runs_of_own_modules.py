@@ -8,6 +8,7 @@ from typing import NamedTuple
 import pytest
 
 from tests.extending import forgetting, write_files
+from tests.grids import always
 from tests.runs import image_flags
 from tests.unit.downstream.test_finetune import tuning_flags
 from trp_scale import cli
@@ -55,7 +56,7 @@ def arguments(made: Made, command: str, output: Path) -> list[str]:
     return [command.split()[0], *line.split()]
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", always(COMMANDS, "represent", "finetune", "evaluate"))
 def test_a_run_is_read_with_its_module_only(
     made: Made, command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

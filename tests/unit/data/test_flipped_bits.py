@@ -44,6 +44,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Counter[str]
     return counts
 
 
+@pytest.mark.exhaustive
 def test_nothing_else_happens_to_any_kind_of_member(outcomes: dict[str, Counter[str]]) -> None:
     stored = {f"{mode} {suffix}" for mode in ("plain", "verify") for suffix in SUFFIXES + ARRAYS}
     decoders = {f"decoder {form.suffix}" for form in map_formats().values()}

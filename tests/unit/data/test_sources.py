@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.grids import grid
 from tests.unit.data.loaded import FIELDS, assert_same, joined, steps, table_of
 from tests.unit.data.stored import SPECIAL, config_for, write_dataset
 from trp_scale.config import Config, RefusedError
@@ -94,8 +95,7 @@ def test_every_world_sees_the_same_global_batches(
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes")
-@pytest.mark.parametrize("workers", [1, 3])
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize(("workers", "world"), grid([1, 3], [1, 2, 3, 4]))
 def test_workers_change_nothing(
     dataset: Path, reference: list[dict[str, torch.Tensor]], workers: int, world: int
 ) -> None:
@@ -185,8 +185,7 @@ def test_other_words_are_spared_when_asked(dataset: Path) -> None:
     assert len(groups) > 100 and (groups < 9).all()
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(("world", "workers"), grid([1, 2, 3], [0, 1]))
 def test_validation_covers_the_held_out_rows_once(dataset: Path, world: int, workers: int) -> None:
     config = config_for(dataset, data={"validation_fraction": 0.3, "workers": workers})
     config.batch.micro_size, config.batch.global_size = 4, 24

@@ -79,6 +79,7 @@ def test_close_ends_the_workers(train: TrainSource) -> None:
     assert all(gone(process, within=5.0) for process in workers if process is not None)
 
 
+@pytest.mark.exhaustive
 def test_close_ends_a_worker_that_does_not_answer(train: TrainSource) -> None:
     before = set(multiprocessing.active_children())
     train.next_window()
@@ -105,6 +106,7 @@ def training_process(dataset: Path, then: str) -> tuple[subprocess.Popen[str], l
     return process, workers
 
 
+@pytest.mark.exhaustive
 def test_workers_end_when_the_training_process_is_killed(dataset: Path) -> None:
     process, workers = training_process(dataset, "wait")
     process.kill()

@@ -31,6 +31,7 @@ def first_cola(root: Path, published: Path, count: int) -> Path:
     return write_glue(root, {f"CoLA/{name}.tsv": "\n".join(lines) + "\n" for name in ("train", "dev")})
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("sentences", ["labelled at random", "published"])
 def test_two_hundred_cola_sentences_are_fitted(tmp_path: Path, text_dataset: Path, sentences: str) -> None:
     if sentences == "published":
@@ -69,6 +70,7 @@ def test_a_pos_bert_tiny_beats_the_majority_on_sst2(tmp_path: Path) -> None:
     assert len(task.values) == 3 and min(task.values) > 0.509 + 0.1, "444 of the 872 sentences are of one class"
 
 
+@pytest.mark.exhaustive
 def test_every_task_from_a_run_of_ours_and_on_from_what_that_learned(text_dataset: Path, tmp_path: Path) -> None:
     source = tmp_path / "source"
     pretrain_here(flags(text_dataset, source, training__steps=1))

@@ -175,6 +175,7 @@ def test_the_probe_reads_classes_that_the_features_hold(
     assert linear_probe(trained, size=32) == 1.0
 
 
+@pytest.mark.exhaustive
 def test_a_sweep_trains_each_combination_once(scenes: Path, tmp_path: Path) -> None:
     flags = ["--data.path", str(scenes), *FLAGS]
     vary = ["crops.count=1,2"]

@@ -201,6 +201,7 @@ def test_a_run_says_what_its_start_took(
     assert "s of them for compiling" in report and "graphs compiled: 4 in" in report
 
 
+@pytest.mark.exhaustive
 def test_a_run_warns_of_a_graph_that_no_mode_needed(
     text_dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

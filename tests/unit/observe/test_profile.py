@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.grids import always
 from tests.runs import essence, flags, lines, pretrain_here
 from trp_scale.config import LoggingConfig, RefusedError
 from trp_scale.recipes.arguments import parse
@@ -21,7 +22,9 @@ def untraced(text_dataset: Path, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return run_dir
 
 
-@pytest.mark.parametrize(("steps", "name", "count"), [("2:3", "steps-2-3", 2), ("4:9", "steps-4-4", 1)])
+@pytest.mark.parametrize(
+    ("steps", "name", "count"), always([("2:3", "steps-2-3", 2), ("4:9", "steps-4-4", 1)], ("2:3", "steps-2-3", 2))
+)
 def test_the_named_steps_are_traced_and_none_is_changed(
     text_dataset: Path,
     untraced: Path,

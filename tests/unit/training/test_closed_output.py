@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.grids import always
 from tests.runs import flags, lines, start
 from trp_scale.checkpoint.run_directory import checkpoints
 
 
-@pytest.mark.parametrize("read", [0, 1], ids=["before the first line", "after a line"])
+@pytest.mark.parametrize("read", always([0, 1], 1), ids=["before the first line", "after a line"])
 def test_it_goes_on_to_its_end_and_its_checkpoint(text_dataset: Path, tmp_path: Path, read: int) -> None:
     process = start(flags(text_dataset, tmp_path / "run", data__workers=1))
     assert process.stdout is not None

@@ -51,6 +51,7 @@ def test_workers_are_capped_and_change_nothing(
     assert "(rank 0, loader workers: 2 of 64, capped by its CPUs)" in (tmp_path / "64" / "report.txt").read_text()
 
 
+@pytest.mark.exhaustive
 def test_what_learned_masks_share_is_the_capped_number(
     tmp_path: Path, started: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:

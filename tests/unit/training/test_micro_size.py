@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.grids import always
 from tests.runs import flags, image_flags, pretrain_here
 from tests.synthetic import LENGTH, VOCABULARY, Layout, batch, small_config, trainer_for
 from trp_scale.checkpoint.format import read_full_state
@@ -215,7 +216,7 @@ def test_a_forward_pass_that_reads_its_tensors_is_refused(text_dataset: Path, tm
         micro_size.choose(config, environment, build=build, engine_name="plain", free=1 << 40)
 
 
-@pytest.mark.parametrize("recipe", ["pos_bert_tiny", "adpe_tiny"])
+@pytest.mark.parametrize("recipe", always(["pos_bert_tiny", "adpe_tiny"], "adpe_tiny"))
 def test_a_run_learns_the_same_whatever_was_chosen_and_keeps_it(
     request: pytest.FixtureRequest, tmp_path: Path, recipe: str
 ) -> None:
@@ -269,6 +270,7 @@ def test_exact_weights_of_one_micro_batch_come_out_of_the_pass_that_is_weighted(
     assert forwards == passes
 
 
+@pytest.mark.exhaustive
 def test_text_is_counted_as_if_nothing_were_padded(text_dataset: Path, tmp_path: Path) -> None:
     """The first rows may be shorter than any later ones: what they leave out is no room."""
     config = settings(text_dataset, tmp_path)

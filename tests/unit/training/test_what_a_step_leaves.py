@@ -27,6 +27,7 @@ def no_collection() -> Iterator[None]:
     gc.enable()
 
 
+@pytest.mark.exhaustive
 @pytest.mark.usefixtures("no_collection")
 def test_batches_and_open_files_stay_as_many_over_two_hundred_steps(
     text_dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.grids import always
 from tests.unit.data.images.stored import CLASSES, config_for, joined, sample, sample_of_key, write_images
 from trp_scale.config import Config, RefusedError
 from trp_scale.core.batch import Batch
@@ -95,7 +96,7 @@ def test_each_source_has_an_order_of_its_own(images: Path) -> None:
     assert torch.cat([b.keys for b in train]).tolist() != torch.cat([b.keys for b in d_train]).tolist()
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", always([0, 1], 0))
 def test_every_world_sees_the_same_batches(images: Path, workers: int) -> None:
     sizes = {"batch_size": 8, "micro_size": 2}
 

@@ -219,6 +219,7 @@ def test_settings_of_another_kind_of_input_are_refused(tmp_path: Path) -> None:
         shard(tmp_path / "out", tar, class_names="nowhere.txt")
 
 
+@pytest.mark.exhaustive
 def test_the_command_takes_a_modality_twice(tmp_path: Path) -> None:
     root = Path(__file__).resolve().parents[4]
     images = class_folder(tmp_path / "images", classes=1, each=3)

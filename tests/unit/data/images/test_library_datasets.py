@@ -93,6 +93,7 @@ def test_a_torchvision_dataset_is_read_and_never_downloaded(tmp_path: Path) -> N
     assert not (tmp_path / "none").exists()
 
 
+@pytest.mark.exhaustive
 def test_two_processes_read_a_torchvision_dataset(tmp_path: Path) -> None:
     digits(tmp_path / "root")
     one = shard(tmp_path / "one", f"torchvision:MNIST={tmp_path / 'root'}", samples_per_shard=4)

@@ -67,6 +67,7 @@ def test_more_processes_write_the_same_bytes(made: Path, tmp_path: Path, process
     assert content(tmp_path / "more") == content(made)
 
 
+@pytest.mark.exhaustive
 def test_processes_agree_on_files_too(tmp_path: Path) -> None:
     folder = class_folder(tmp_path / "images")
     (folder / "c1" / "bad.jpg").write_bytes(b"")
@@ -76,6 +77,7 @@ def test_processes_agree_on_files_too(tmp_path: Path) -> None:
     assert content(tmp_path / "1") == content(tmp_path / "2")
 
 
+@pytest.mark.exhaustive
 def test_a_killed_run_goes_on_to_the_same_bytes(made: Path, tmp_path: Path) -> None:
     output = tmp_path / "killed"
     command = [sys.executable, "-m", "trp_scale", "shard-images", "--embedded", "--count", "96", "--size", "32"]

@@ -151,6 +151,7 @@ def test_counts_suffixes_and_kinds_are_noticed(copy: Path) -> None:
             verify_dataset(copy)
 
 
+@pytest.mark.exhaustive
 def test_the_script_names_the_sample_and_exits_with_1(copy: Path) -> None:
     shard = copy / "shards" / "image-000000.tar"
     block = read_index(shard).blocks[1]
@@ -164,6 +165,7 @@ def test_the_script_names_the_sample_and_exits_with_1(copy: Path) -> None:
     assert f"{shard}: block {block.key}, member jpg, bytes {member.offset}-{last}" in result.stderr
 
 
+@pytest.mark.exhaustive
 def test_images_are_shown_with_their_classes_and_maps(whole: Path, tmp_path: Path) -> None:
     shard = whole / "shards" / "image-000000.tar"
     keys = [block.key for block in read_index(shard).blocks]

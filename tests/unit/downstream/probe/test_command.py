@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.grids import always
 from tests.runs import image_flags, pretrain_here
 from tests.unit.downstream.probe.small_encoder import small_config, striped_images
 from trp_scale import cli
@@ -58,7 +59,7 @@ def probe(tmp_path: Path, source: Path | str, data: Path, *more: object, name: s
     return tmp_path / name
 
 
-@pytest.mark.parametrize("method", ["logistic", "linear", "knn"])
+@pytest.mark.parametrize("method", always(["logistic", "linear", "knn"], "logistic"))
 def test_results_of_a_probe_and_its_kept_features(
     stripes: Path, others: Path, learned: Path, tmp_path: Path, method: str
 ) -> None:

@@ -69,6 +69,7 @@ def document(output: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.exhaustive
 def test_the_average_of_the_weights_is_looked_at(image_dataset: Path, tmp_path: Path) -> None:
     run, alone = tmp_path / "run", tmp_path / "alone"
     averaging = ["--hooks", "weight_average", "--weight_average.decay", "0.5"]
@@ -159,6 +160,7 @@ def timm_similarity(model: Any, data: Path, pooling: str) -> Any:
     return class_similarity(features.numpy(), np.array([labels[place] for place in positions]))
 
 
+@pytest.mark.exhaustive
 def test_maps_of_fine_tuned_runs_beside_the_truth(run: Path, image_dataset: Path, tmp_path: Path) -> None:
     for kind in ("segmentation", "depth"):
         one = finetuned(run, image_dataset, tmp_path / f"run-{kind}", f"{kind}_tiny")

@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from tests.fixtures import small_text_dataset
+from tests.grids import always
 from trp_scale.data.index import Block, DataError, Member, read_index, read_json, write_index, write_json
 from trp_scale.preparation.text.stored import read_block, row_texts
 from trp_scale.preparation.verify import verify_dataset
@@ -131,7 +132,7 @@ class Trap:
         return Path.mkdir, (self.place,)
 
 
-@pytest.mark.parametrize("suffix", ["tags.pyd", "pickle", "tokens.npy.gz"])
+@pytest.mark.parametrize("suffix", always(["tags.pyd", "pickle", "tokens.npy.gz"], "pickle"))
 def test_an_unlisted_member_is_refused_and_not_unpickled(copy: Path, tmp_path: Path, suffix: str) -> None:
     shard = copy / "shards" / "text-000000.tar"
     block = read_index(shard).blocks[0]
