@@ -1,7 +1,8 @@
-"""launch/slurm/pretrain.sbatch under a real SLURM: preempted and cancelled."""
+"""The batch files of launch/slurm under a real SLURM: preempted, cancelled, and as an array."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 from tests.cluster.slurm import Slurm, cluster, lacking
 from tests.cluster.waiting import wait_until
 from tests.runs import ROOT, environment, essence, flags, lines
+from tests.unit.downstream.glue.small_data import finetune_here, glue_flags, write_cola, write_stsb
 
 pytestmark = [pytest.mark.cluster, pytest.mark.skipif(bool(lacking()), reason=lacking())]
 
@@ -63,3 +65,23 @@ def test_a_cancelled_run_stays_so(slurm: Slurm, text_dataset: Path, tmp_path: Pa
     wait_until(lambda: slurm.job(number, "JobState") == "CANCELLED", "the job's end")
     assert slurm.job(number, "Restarts") == "0"
     assert slurm.call("squeue", "--noheader", f"--jobs={number}", "--states=PD,R") == ""
+
+
+def test_an_array_fine_tunes_each_task_with_each_seed_and_a_last_job_joins_them(
+    slurm: Slurm, text_dataset: Path, tmp_path: Path
+) -> None:
+    root = write_stsb(write_cola(tmp_path / "glue", 40, 20), 40, 20)
+    small = {"downstream__tokenizer": text_dataset / "tokenizer", "downstream__epochs": 0, "training__steps": 4}
+    here, there = (
+        glue_flags(root, tmp_path / name, "cola,stsb", "scratch", **small, seeds=2) for name in ("here", "there")
+    )
+    script = ROOT / "launch" / "slurm" / "finetune.sbatch"
+    words = ["sbatch", "--parsable", f"--chdir={ROOT}", "--gpus-per-task=0", "--cpus-per-task=1", "--time=10"]
+    output = f"--output={tmp_path}/%j.log"
+    array = slurm.call(*words, output, "--array=0-3", script, *there, **environment())
+    last = slurm.call(*words, output, f"--dependency=afterok:{array}", script, *there, **environment())
+    wait_until(lambda: slurm.job(last, "JobState") == "COMPLETED", f"job {last}, see {tmp_path}", 240)
+    assert "seed_1" not in (tmp_path / f"{last}.log").read_text(), "the last job trains nothing"
+    assert finetune_here(here) == 0
+    one, other = (json.loads((tmp_path / name / "results.json").read_text()) for name in ("here", "there"))
+    assert one["tasks"] == other["tasks"] and len(one["tasks"]) == 2

@@ -37,6 +37,9 @@ class FinetuneArguments(Arguments):
     """Runs of each task, with training.seed, training.seed + 1, ..."""
     task: str = ""
     """GLUE: a task, several with commas between, or all; empty = the recipe's --downstream.task."""
+    only: int | None = None
+    """Of the runs, each task with each seed in this order, only that with this number, from 0. For job arrays; the same
+    command without it makes what is missing and joins all."""
     baseline: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     """Directory of another finetune: the table gives differences to it."""
 
@@ -66,6 +69,14 @@ def parse_finetune(argv: Sequence[str]) -> FinetuneArguments:
             f"--resume {arguments.resume}: allowed: auto or never; repeat --run_dir to go on with its runs"
         )
     tasks = config.tasks(arguments.task)
+    if arguments.only is not None:
+        runs = len(tasks) * arguments.seeds
+        if not 0 <= arguments.only < runs:
+            raise RefusedError(
+                f"--only is {arguments.only}, allowed: 0 ... {runs - 1} ({len(tasks)} tasks x {arguments.seeds} seeds)"
+            )
+        if arguments.run_dir is None:
+            raise RefusedError("--only needs --run_dir, the same for all runs: each would make a directory of its own")
     check(config)
     config.require_data(tasks)
     return arguments

@@ -52,8 +52,13 @@ def finetune(arguments: FinetuneArguments) -> int:
         check_shared_directory(run_dir, world)
         baseline = None if arguments.baseline is None else read_results(arguments.baseline)
         found = []
+        tasks = arguments.config.tasks(arguments.task)
         with StopRequests(run_dir, rank=environment.info.rank, max_hours=arguments.config.training.max_hours) as stop:
-            for task in arguments.config.tasks(arguments.task):
+            if arguments.only is not None:
+                task, number = divmod(arguments.only, arguments.seeds)
+                one = of_seed(arguments, tasks[task], number, run_dir)
+                return run_seed(one, environment, engine_name, stop.requested)[0]
+            for task in tasks:
                 of_task: list[SeedResult] = []
                 for number in range(arguments.seeds):
                     one = of_seed(arguments, task, number, run_dir)

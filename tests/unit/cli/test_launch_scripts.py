@@ -69,21 +69,29 @@ def test_torchrun_on_two_nodes_says_what_is_missing(programs: Path) -> None:
     assert calls(programs) == []
 
 
-def batch(programs: Path, srun: str, job: str = "JobState=RUNNING PreemptTime=None") -> subprocess.Popen[str]:
+def batch(
+    programs: Path,
+    srun: str,
+    job: str = "JobState=RUNNING PreemptTime=None",
+    *,
+    script: str = "pretrain.sbatch",
+    **variables: str,
+) -> subprocess.Popen[str]:
     """`job`: what scontrol shows of it, beside when it started."""
     stand_in(programs, "srun", srun)
     stand_in(programs, "scontrol", f'[[ $* != *show* ]] || echo "JobId=77 StartTime=2026-01-02T08:00:00 {job}"')
     stand_in(programs, "scancel", f'touch "{programs.parent}/told"')
     return subprocess.Popen(
-        [str(shutil.which("bash")), str(LAUNCH / "slurm" / "pretrain.sbatch"), "--recipe", "pos_bert_base"],
-        env=environ(programs, SLURM_JOB_ID="77", SLURM_CPUS_PER_TASK="4"),
+        [str(shutil.which("bash")), str(LAUNCH / "slurm" / script), "--recipe", "pos_bert_base"],
+        cwd=LAUNCH.parent,
+        env=environ(programs, SLURM_JOB_ID="77", SLURM_CPUS_PER_TASK="4", **variables),
         text=True,
     )
 
 
 def acts(programs: Path) -> list[str]:
     """Calls that do something."""
-    return [call for call in calls(programs) if not call.startswith("scontrol --oneliner show job 77")]
+    return [call for call in calls(programs) if not call.startswith("scontrol --oneliner show job")]
 
 
 def test_slurm_starts_one_step_and_passes_its_status_on(programs: Path) -> None:
@@ -128,10 +136,24 @@ def test_a_run_that_ends_by_itself_is_requeued_only_where_preemption_told_it(
     assert acts(programs)[1:] == (["scontrol requeue 77"] if requeued else [])
 
 
+def test_jobs_of_an_array_make_a_run_each_and_speak_of_themselves_alone(programs: Path) -> None:
+    """The array's last job has the array's number, 77."""
+    preempted = "JobState=RUNNING PreemptTime=2026-01-02T09:00:00"
+    place = {"SLURM_ARRAY_JOB_ID": "77", "SLURM_ARRAY_TASK_ID": "3"}
+    assert batch(programs, "exit 0", preempted, script="finetune.sbatch", **place).wait(timeout=30) == 0
+    assert acts(programs)[0].endswith("python -u launch/finetune.py --only 3 --recipe pos_bert_base")
+    assert {call.split()[-1] for call in calls(programs)[1:]} == {"77_3"}
+
+
+def test_the_job_that_joins_an_array_makes_all_runs(programs: Path) -> None:
+    assert batch(programs, "exit 0", script="finetune.sbatch").wait(timeout=30) == 0
+    assert acts(programs)[0].endswith("python -u launch/finetune.py --recipe pos_bert_base")
+
+
 def test_the_scripts_have_no_mistake_that_shellcheck_finds() -> None:
     shellcheck = shutil.which("shellcheck")
     if shellcheck is None:
         pytest.skip("shellcheck is not installed")
-    scripts = [LAUNCH / "torchrun.sh", LAUNCH / "slurm" / "pretrain.sbatch", LAUNCH.parent / "tests" / "wheel.sh"]
-    done = subprocess.run([shellcheck, *map(str, scripts)], capture_output=True, text=True, check=False)
+    scripts = [LAUNCH / "torchrun.sh", *sorted((LAUNCH / "slurm").iterdir()), LAUNCH.parent / "tests" / "wheel.sh"]
+    done = subprocess.run([shellcheck, "--shell=bash", *map(str, scripts)], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout

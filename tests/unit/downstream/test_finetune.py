@@ -70,6 +70,7 @@ def test_the_encoder_is_the_run_s_in_its_sizes_and_weights(image_dataset: Path, 
         ({"from": "nowhere"}, "--from nowhere: allowed: a run directory"),
         ({"task": "cola"}, "--task cola is for GLUE"),
         ({"seeds": 0}, "--seeds is 0, allowed: 1 or more"),
+        ({"seeds": 3, "only": 3}, "--only is 3, allowed: 0 ... 2 (1 tasks x 3 seeds)"),
         ({"downstream__task": "a/b"}, "--downstream.task is 'a/b', allowed: the name of a directory"),
         ({"optimizer__layer_decay": 1.5}, "--optimizer.layer_decay is 1.5"),
         ({"data__validation_fraction": 0.0}, "nothing is left to measure on"),
@@ -90,6 +91,13 @@ def test_what_cannot_be_is_refused_by_its_flag(
 
 def test_a_recipe_of_fine_tuning_is_none_of_pre_training() -> None:
     assert cli.main(["pretrain", "--recipe", "classification_tiny"]) == 2
+
+
+def test_one_run_of_several_needs_their_directory(image_dataset: Path, tmp_path: Path) -> None:
+    flags = tuning_flags(image_dataset, tmp_path / "x", "scratch", only=0)
+    place = flags.index("--run_dir")
+    with pytest.raises(RefusedError, match="--only needs --run_dir"):
+        parse_finetune(flags[:place] + flags[place + 2 :])
 
 
 def test_a_source_is_asked_for(image_dataset: Path, tmp_path: Path) -> None:
