@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable
 
 
-def wait_until(true: Callable[[], object], what: str, seconds: float = 90.0) -> None:
+def wait_until(true: Callable[[], object], what: str, seconds: float = 300.0) -> None:
     """Look every tenth of a second."""
     deadline = time.monotonic() + seconds
     while not true():

@@ -55,8 +55,8 @@ def finetune(arguments: FinetuneArguments) -> int:
         tasks = arguments.config.tasks(arguments.task)
         with StopRequests(run_dir, rank=environment.info.rank, max_hours=arguments.config.training.max_hours) as stop:
             if arguments.only is not None:
-                task, number = divmod(arguments.only, arguments.seeds)
-                one = of_seed(arguments, tasks[task], number, run_dir)
+                place, number = divmod(arguments.only, arguments.seeds)
+                one = of_seed(arguments, tasks[place], number, run_dir)
                 return run_seed(one, environment, engine_name, stop.requested)[0]
             for task in tasks:
                 of_task: list[SeedResult] = []

@@ -23,7 +23,7 @@ def parts(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
     23 M elements of BERT-base's embedding the norm comes out 1e-3 too small, and another one for each sharding."""
     for tensor in tensors:
         if tensor.device.type == "cpu" and tensor.numel() > ADDED_IN_FP32:
-            yield from tensor.reshape(-1).split(ADDED_IN_FP32)
+            yield from torch.split(tensor.reshape(-1), ADDED_IN_FP32)
         else:
             yield tensor
 
