@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -34,6 +34,7 @@ from trp_scale.planning.plan import Given, best, layouts
 from trp_scale.recipes.loader import load_recipe
 from trp_scale.training.micro_size import WORKSPACE
 from trp_scale.upstreams.base import DataFacts
+from trp_scale.upstreams.pos_bert.settings import PosBertConfig
 
 Part = Literal["traffic", "memory", "published"]
 SHIPPED = Path(__file__).resolve().parent.parent / "ds_configs"
@@ -158,9 +159,11 @@ PUBLISHED = (
 def scaling(point: Published) -> tuple[float, float]:
     """Predicted: rows a second and GPU on many over few; and the use of the peak on few."""
     config = load_recipe("pos_bert_large")
+    assert isinstance(config, PosBertConfig)
     layers, width = point.sizes
-    model = replace(config.model, layers=layers, hidden_size=width, heads=width // 64, intermediate_size=4 * width)
-    config.model = replace(model, max_positions=point.length)
+    model = config.model
+    model.layers, model.hidden_size, model.heads, model.intermediate_size = layers, width, width // 64, 4 * width
+    model.max_positions = point.length
     config.data.path, config.training.precision = "(none)", "bf16"
     if point.half:
         config.training.weights = config.training.gradients = "bf16"
