@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from trp_scale.config import RefusedError
+from trp_scale.data.temporary import temporary_beside
 
 INDEX_FORMAT = 2
 """2: with the class of each image."""
@@ -114,8 +115,8 @@ def read_index_document(shard: Path) -> dict[str, Any]:
 
 
 def write_json(path: Path, document: dict[str, object]) -> None:
-    """Write sorted, indented JSON so that the file never exists half-written under its name."""
-    temporary = path.with_name(f".{path.name}.tmp")
+    """Write sorted, indented JSON so that the file never exists half-written under its name, whoever else writes it."""
+    temporary = temporary_beside(path)
     temporary.write_text(json.dumps(document, indent=1, sort_keys=True, ensure_ascii=False) + "\n", encoding="utf-8")
     temporary.replace(path)
 

@@ -12,6 +12,7 @@ from typing import Any
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from trp_scale.data.index import DataError, write_json
+from trp_scale.data.temporary import temporary_beside
 
 SPECIAL_TOKENS = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
 """Roles that pre-training needs, and what a tokenizer trained here calls them."""
@@ -94,7 +95,7 @@ def save_trained(tokenizer: Tokenizer, directory: Path, lowercase: bool, length:
             **{f"{role}_token": token for role, token in names.items()},
         },
     )
-    temporary.replace(directory)
+    _put(temporary, directory)
 
 
 def open_given(directory: Path, *, flag: str) -> Any:
@@ -131,14 +132,23 @@ def save_given(source: Path, directory: Path) -> None:
         )
     temporary = _empty_temporary(directory)
     tokenizer.save_pretrained(str(temporary))
-    temporary.replace(directory)
+    _put(temporary, directory)
 
 
 def _empty_temporary(directory: Path) -> Path:
-    temporary = directory.with_name(f".{directory.name}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
+    temporary = temporary_beside(directory)
     temporary.mkdir(parents=True)
     return temporary
+
+
+def _put(temporary: Path, directory: Path) -> None:
+    """Give a whole tokenizer its name. Where another process was faster, its one stays: it is of the same texts."""
+    try:
+        temporary.replace(directory)
+    except OSError:
+        if not (directory / "tokenizer.json").is_file():
+            raise
+        shutil.rmtree(temporary)
 
 
 def load_for_sharding(directory: Path) -> Tokenizer:

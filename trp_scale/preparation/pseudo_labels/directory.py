@@ -19,6 +19,7 @@ from typing import Any
 
 from trp_scale.data.images.maps import OWN_TAR, map_formats
 from trp_scale.data.index import DataError, index_path, read_index_document, read_json, write_json
+from trp_scale.data.temporary import remove_leftovers
 from trp_scale.preparation.sharding.job import PortionReport, check_skipped, refuse_differences
 from trp_scale.preparation.sharding.lock import only_run
 from trp_scale.preparation.sharding.writing import report_path
@@ -212,7 +213,9 @@ def turn(dataset: Path) -> Iterator[dict[str, Any]]:
         (dataset / "progress").rmdir()
 
 
-def complete(directory: LabelDirectory, document: dict[str, Any], *, max_skipped: float, replace: bool) -> bool:
+def complete(
+    directory: LabelDirectory, document: dict[str, Any], *, max_skipped: float, replace: bool, alone: bool
+) -> bool:
     """Add the labels to dataset.json if all are there; whether it names them now. Asking again changes nothing.
 
     Args:
@@ -220,6 +223,7 @@ def complete(directory: LabelDirectory, document: dict[str, Any], *, max_skipped
         document: dataset.json as it was; only what never changes is taken from it.
         max_skipped: largest share of empty labels.
         replace: the labels may stand for others of the modality.
+        alone: no other part may still be writing, so that what killed ones left behind is taken away.
 
     Raises:
         DataError: too many labels are empty, or the data set has the modality from elsewhere by now.
@@ -240,8 +244,8 @@ def complete(directory: LabelDirectory, document: dict[str, Any], *, max_skipped
             directory.refuse_present(current, replace=replace)
             _write(directory, current, total)
         shutil.rmtree(directory.path / "progress", ignore_errors=True)
-        for leftover in directory.path.glob(".*.tmp"):
-            leftover.unlink(missing_ok=True)
+        if alone:
+            remove_leftovers(directory.path)
     return True
 
 

@@ -66,8 +66,10 @@ def pseudo_label(config: PseudoLabelConfig) -> bool:
         log.info("%d of %d shards are labelled already", len(mine) - len(portions), len(mine))
     labels = sum(_images(config.data, portion.shard) * len(missing[portion.number]) for portion in portions)
     _run(config, document, tasks, portions, labels, devices, precision)
+    alone = config.num_shards == 1
     done = [
-        complete(task.directory, document, max_skipped=config.max_skipped, replace=config.replace) for task in tasks
+        complete(task.directory, document, max_skipped=config.max_skipped, replace=config.replace, alone=alone)
+        for task in tasks
     ]
     return all(done)
 

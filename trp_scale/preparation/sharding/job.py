@@ -23,6 +23,7 @@ from typing import Any, Generic, TypeVar
 
 from trp_scale.config.settings import Section, range_problems, sections
 from trp_scale.data.index import DataError, index_path, read_index, read_json, write_json
+from trp_scale.data.temporary import remove_leftovers
 from trp_scale.preparation.sharding.lock import only_run
 from trp_scale.preparation.sharding.workers import Advance, PortionT, Progressed, run_portions
 from trp_scale.preparation.sharding.writing import ShardWriter, new_tar, report_path
@@ -265,8 +266,8 @@ class ShardingJob(Generic[ReportT]):
             else:
                 index_path(shard).unlink()
                 shard.unlink()
-        for leftover in (self.output / "shards").glob(".*.tmp"):
-            leftover.unlink()
+        for directory in (self.output, self.output / "shards"):
+            remove_leftovers(directory)
         places = [{"reason": reason, "place": place} for reason, place in self.total.skipped_places]
         document = {
             "format": DATASET_FORMAT,

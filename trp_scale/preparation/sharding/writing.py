@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import IO
 
 from trp_scale.data.index import Block, Member, ShardIndex, write_index, write_json
+from trp_scale.data.temporary import temporary_beside
 
 
 class ShardWriter:
@@ -60,7 +61,7 @@ class OpenShard:
 def new_tar(shard: Path, report: Path) -> Iterator[OpenShard]:
     """The tar, then its report, then its index; each appears under its name when it is whole. The index is last: it
     marks a finished shard."""
-    temporary = shard.with_name(f".{shard.name}.{os.getpid()}.tmp")
+    temporary = temporary_beside(shard)
     with temporary.open("wb") as stream:
         opened = OpenShard(ShardWriter(stream))
         yield opened

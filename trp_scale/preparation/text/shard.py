@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Literal
 
 from trp_scale.data.index import DataError
+from trp_scale.data.temporary import temporary_beside
 from trp_scale.data.text.groups import GROUPS
 from trp_scale.data.text.tokenizer import (
     load_for_sharding,
@@ -154,7 +155,7 @@ def _plan(config: ShardTextConfig) -> Corpus:
     inputs, kind = config.inputs, config.format
     if config.embedded:
         path = config.output / "progress" / "embedded.jsonl"
-        temporary = path.with_suffix(".tmp")
+        temporary = temporary_beside(path)
         with temporary.open("w", encoding="utf-8", newline="\n") as stream:
             for name, text in embedded_documents():
                 stream.write(json.dumps({"id": name, "text": text}) + "\n")
