@@ -136,7 +136,7 @@ def make_image_engine(layout: Layout, config: Config, group: Group) -> Engine:
 
 def image_trainer(layout: Layout, config: Config, *, halves: bool = False) -> tuple[RecordingTrainer, Any]:
     """A trainer over synthetic images, and its adversary (None where there is none)."""
-    group = data_group()
+    group = data_group(config)
     engine = make_image_engine(layout, config, group)
     objective = (TwoHalves if halves else MaskedPatchReconstruction)(config.objective, PATCH)
     if config.objective.uniformity:
@@ -151,7 +151,7 @@ def image_trainer(layout: Layout, config: Config, *, halves: bool = False) -> tu
         hooks=build_hooks(run, others),
         source=SyntheticImages(config, group),
         observer=SilentObserver(),  # type: ignore[arg-type]
-        agreement=StepAgreement(group, 0),
+        agreement=StepAgreement(data_group(), 0, copies=config.megatron.tensor_parallel),
         save=lambda: None,
         validate=lambda: None,
         stop_requested=lambda: None,

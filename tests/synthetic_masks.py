@@ -19,7 +19,7 @@ from trp_scale.core.hooks import Hook, build_hooks, built
 from trp_scale.core.run import RunContext
 from trp_scale.data.train_source import JoinedWindows
 from trp_scale.distributed.groups import Group
-from trp_scale.engines.build import build_engine
+from trp_scale.engines.build import build_engine, build_second_engine
 from trp_scale.masks.hook import LearnedMasks
 from trp_scale.masks.joint import JointObjective
 from trp_scale.training.loop import StepAgreement
@@ -140,13 +140,13 @@ def masks_run(
     group: Group | None = None,
 ) -> MasksRun:
     """A trainer over synthetic images with learned masks, and whatever else the settings name."""
-    group = group or data_group()
+    group = group or data_group(config)
     document = {"zero_optimization": {"stage": layout.stage}, **layout.document} if layout.stage is not None else None
     networks: list[nn.Module] = []
 
     def make_engine(module: nn.Module, own: Config) -> Engine:
         networks.append(module.to(dtype))
-        return build_engine(
+        return (build_second_engine if len(networks) > 1 else build_engine)(
             layout.engine,
             networks[-1],
             own,
@@ -183,7 +183,7 @@ def masks_run(
         hooks=build_hooks(run, others),
         source=source,
         observer=SilentObserver(),  # type: ignore[arg-type]
-        agreement=StepAgreement(group, 0),
+        agreement=StepAgreement(data_group(), 0, copies=config.megatron.tensor_parallel),
         save=lambda: None,
         validate=lambda: None,
         stop_requested=lambda: None,

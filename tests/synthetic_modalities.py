@@ -152,7 +152,7 @@ def make_modality_engine(layout: Layout, config: Config, group: Group) -> Engine
 
 def modality_trainer(layout: Layout, config: Config, **source: Any) -> RecordingTrainer:
     """A trainer over synthetic images with depth and segmentation."""
-    group = data_group()
+    group = data_group(config)
     engine = make_modality_engine(layout, config, group)
     objective = MultimodalReconstruction(config)
     run = RunContext(config=config, objective=objective, engine=engine)
@@ -161,7 +161,7 @@ def modality_trainer(layout: Layout, config: Config, **source: Any) -> Recording
         hooks=build_hooks(run),
         source=SyntheticModalities(config, group, **source),
         observer=SilentObserver(),  # type: ignore[arg-type]
-        agreement=StepAgreement(group, 0),
+        agreement=StepAgreement(data_group(), 0, copies=config.megatron.tensor_parallel),
         save=lambda: None,
         validate=lambda: None,
         stop_requested=lambda: None,

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from functools import lru_cache, partial
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +15,23 @@ from torch import Tensor
 
 from tests.distributed.test_precision import LOSSES, TRAVELLED, apart
 from tests.parity.compare import too_far
+from tests.parity.test_adversary import KINDS
+from tests.parity.test_adversary import changes as adversary_changes
+from tests.parity.test_adversary import differences as adversary_differences
+from tests.parity.test_modalities import BALANCING as MODALITY_BALANCING
+from tests.parity.test_modalities import changes as modality_changes
+from tests.parity.test_modalities import differences as modality_differences
+from tests.parity.test_modalities import reference as modality_reference
+from tests.parity.test_modalities import sometimes_absent as modality_absent
 from tests.parity.test_partition import BALANCING, sometimes_absent
 from tests.ranks import Ranks
 from tests.synthetic import Layout, Result, data_group, run, small_config, trainer_for
+from tests.synthetic_images import AdversarialResult, run_images
+from tests.synthetic_modalities import run_modalities
 from trp_scale.checkpoint import manager
 from trp_scale.core.engine import EngineError
 from trp_scale.core.seeds import drawn_apart
+from trp_scale.models.tensor_plan import Cut
 from trp_scale.upstreams.pos_bert.model import Layer
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed: the extra [megatron]")
@@ -61,13 +74,23 @@ def test_two_ranks_give_the_weights_of_one(two_ranks: Ranks, ranks: str, method:
 DROPOUT = {"model": {"dropout": 0.2}}
 
 
+class CutApart(Cut):
+    """Draws as this member of a group."""
+
+    def __init__(self, member: int) -> None:
+        self.member = member
+
+    def drawing(self) -> AbstractContextManager[None]:
+        return drawn_apart(torch.device("cpu"), self.member)
+
+
 def half_by_half(layer: Layer, queries: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
     """A whole layer's attention with the dropout of two ranks, each of which has half of the heads."""
     whole = [each.chunk(2, dim=-1) for each in (queries, keys, values)]
     before, parts = torch.get_rng_state(), []
     for member, half in enumerate(zip(*whole, strict=True)):
         torch.set_rng_state(before)
-        layer.drawing = partial(drawn_apart, torch.device("cpu"), member)
+        layer.cut = CutApart(member)
         parts.append(attend(layer, *half, mask))
     return torch.cat(parts, dim=-1)
 
@@ -108,6 +131,59 @@ def test_bf16_follows_plain_bf16(two_ranks: Ranks, training: dict[str, str]) -> 
 def test_four_ranks_cut_matrices_and_split_the_batch(four_ranks: Ranks, others: dict[str, Any]) -> None:
     ours = four_ranks(run, LAYOUTS["2"], changes("exact", **others), sometimes_absent)[0]
     assert too_far(ours, reference_with_dropout() if others else reference("exact")) == []
+
+
+IMAGES: dict[str, dict[str, Any]] = {
+    "MAE+": {**adversary_changes("none"), "adversary": {"kind": "none"}},
+    "MAE": {"adversary": {"kind": "none"}, "vision": {"tokens": "visible", "positions": "absolute"}},
+    **{kind: adversary_changes(kind) for kind in KINDS},
+    "per_bucket": adversary_changes("relative_embedding", scope="per_bucket"),
+    "value": adversary_changes("relative_embedding", scope="value"),
+    "sequential": adversary_changes("relative_coordinate", update="sequential"),
+    "U-MAE": {"adversary": {"kind": "none"}, "objective": {"uniformity": 0.01}},
+}
+"""Masked autoencoders: the adversary on relative positions acts inside heads."""
+
+ALWAYS = ("relative_coordinate", "gradnorm")
+
+
+def mostly_exhaustive(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.exhaustive) for name in names]
+
+
+@lru_cache
+def image_reference(name: str) -> AdversarialResult:
+    return run_images(Layout(micro_size=2), IMAGES[name])
+
+
+def image_differences(ours: AdversarialResult, name: str) -> list[str]:
+    theirs = image_reference(name)
+    return too_far(ours, theirs) if theirs.vector is None else adversary_differences(ours, theirs)
+
+
+@pytest.mark.parametrize("name", mostly_exhaustive(IMAGES))
+def test_two_ranks_give_the_masked_autoencoder_and_the_adversary_of_one(two_ranks: Ranks, name: str) -> None:
+    first, second = two_ranks(run_images, LAYOUTS["2"], IMAGES[name])
+    assert first.moved and image_differences(first, name) == []
+    if first.vector is not None:
+        assert torch.equal(first.vector, second.vector)
+
+
+@pytest.mark.parametrize("balancing", mostly_exhaustive(MODALITY_BALANCING))
+def test_two_ranks_give_the_multi_modal_autoencoder_of_one(two_ranks: Ranks, balancing: str) -> None:
+    ours = two_ranks(run_modalities, LAYOUTS["2"], modality_changes(balancing), modality_absent)[0]
+    theirs = modality_reference(balancing)
+    assert ours.moved and modality_differences(ours, theirs) == []
+    for step, (mine, other) in enumerate(zip(ours.steps, theirs.steps, strict=True)):
+        assert mine.task_weights == pytest.approx(other.task_weights, rel=1e-5, abs=1e-9), step
+
+
+@pytest.mark.exhaustive
+def test_four_ranks_cut_images_matrices_and_split_the_batch(four_ranks: Ranks) -> None:
+    for name in ("relative_coordinate", "relative_embedding"):
+        assert image_differences(four_ranks(run_images, LAYOUTS["2"], IMAGES[name])[0], name) == []
+    ours = four_ranks(run_modalities, LAYOUTS["2"], modality_changes("gradnorm"), modality_absent)[0]
+    assert modality_differences(ours, modality_reference("gradnorm")) == []
 
 
 def elements_and_copies(layout: Layout) -> tuple[int, int, bool]:

@@ -189,7 +189,13 @@ class Probes(Protocol):
     """What is asked of an engine between steps: after `step`, `skip` or `discard_gradients`, before the next backward.
 
     None of it leaves a trace in weights, moments or gradients, `publish_weights` left out.
+
+    Attributes:
+        shard_group: ranks that hold the parameters together.
     """
+
+    @property
+    def shard_group(self) -> Group: ...
 
     def gradient_of(self, losses: Sequence[Callable[[], Tensor]]) -> Shards:
         """Gradient of a sum of losses, summed over ranks.

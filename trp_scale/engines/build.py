@@ -12,6 +12,7 @@ from trp_scale.config import Config
 from trp_scale.core.engine import Engine, EngineError
 from trp_scale.distributed.groups import Group
 from trp_scale.engines.plain import PlainEngine
+from trp_scale.models.tensor_plan import TensorPlan
 
 
 def build_engine(
@@ -92,6 +93,8 @@ def build_second_engine(
     consist of them alone.
     """
     config = replace(config, training=replace(config.training, weights="fp32"))
+    if not hasattr(module, "tensor_plan"):  # small: each rank of a tensor group holds it whole
+        module.tensor_plan = TensorPlan()  # type: ignore[assignment]
     document = ds_document and {key: value for key, value in ds_document.items() if key not in OF_THE_FIRST}
     return build_engine(
         name, module, config, device=device, data_group=data_group, ds_document=document, ds_path=ds_path

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any
 
@@ -19,13 +19,13 @@ from torch import Tensor, nn
 
 from trp_scale.config import Config
 from trp_scale.core.engine import EngineError
-from trp_scale.core.pieces import STATE_NAMES, Box, Piece, Shards, whole_tensors
+from trp_scale.core.pieces import STATE_NAMES, Box, Piece, whole_tensors
 from trp_scale.core.seeds import drawn_apart
 from trp_scale.distributed.groups import Group
 from trp_scale.engines.ddp import DdpEngine
 from trp_scale.engines.shards import sum_of_squares
 from trp_scale.models.initialise import Value, allocate, first_values
-from trp_scale.models.tensor_plan import DrawsInHeads, TensorPlan, matches
+from trp_scale.models.tensor_plan import Cut, TensorPlan, matches
 
 try:
     with warnings.catch_warnings():
@@ -152,12 +152,29 @@ def cut_layer(kind: str, layer: nn.Module, tensor_group: Group) -> nn.Module:
     return Rows(layer.in_features, layer.out_features, input_is_parallel=True, **settings)
 
 
-def enter(group: Group, module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
-    """A forward hook: the gradient of this output is summed over the ranks, each of which reads it for its part."""
-    entered = copy_to_tensor_model_parallel_region(output, group=group.handle)
-    if entered.requires_grad:  # megatron-core sums a copy of a gradient that is not contiguous, and drops the sum
-        entered.register_hook(torch.Tensor.contiguous)
-    return entered  # type: ignore[no-any-return]
+class CutOverRanks(Cut):
+    """A module's heads and hidden units lie on the ranks of a tensor group."""
+
+    def __init__(self, tensor_group: Group, device: torch.device) -> None:
+        self.group, self.device = tensor_group, device
+
+    def drawing(self) -> AbstractContextManager[None]:
+        return drawn_apart(self.device, self.group.rank)
+
+    def shared(self, tensor: Tensor) -> Tensor:
+        read = copy_to_tensor_model_parallel_region(tensor, group=self.group.handle)
+        if read.requires_grad:  # megatron-core sums a copy of a gradient that is not contiguous, and drops the sum
+            read.register_hook(torch.Tensor.contiguous)
+        return read  # type: ignore[no-any-return]
+
+    def joined(self, tensor: Tensor) -> Tensor:
+        parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self.group.size)]
+        dist.all_gather(parts, tensor.contiguous(), group=self.group.handle)  # megatron-core's own needs a GPU
+        return torch.cat(parts, dim=-1)
+
+    def enter(self, module: nn.Module, inputs: Any, output: Tensor) -> Tensor:
+        """A forward hook: each rank reads this output for its part."""
+        return self.shared(output)
 
 
 class MegatronEngine(DdpEngine):
@@ -179,7 +196,7 @@ class MegatronEngine(DdpEngine):
         if not isinstance(plan, TensorPlan):
             raise EngineError(
                 f"--engine megatron: {type(module).__name__} does not say how it is cut; allowed: an upstream whose "
-                "model has a tensor_plan (pos_bert), or --engine ddp or fsdp"
+                "model has a tensor_plan (pos_bert, mae, mm_mae), or --engine ddp or fsdp"
             )
         for flag, size in plan.divided.items():
             if size % ranks:
@@ -189,7 +206,7 @@ class MegatronEngine(DdpEngine):
                 )
         self.plan = plan
         self.tensor_group = megatron_groups(ranks, local_world=ranks)[1]
-        self.boxes: dict[str, Box] = {}
+        self.boxes: dict[str, list[Box]] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         super().__init__(module, config, device=device, data_group=data_group)
 
@@ -200,24 +217,25 @@ class MegatronEngine(DdpEngine):
         }
         values |= first_values(module)
         self.shapes = {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
+        cut = CutOverRanks(self.tensor_group, self.device)
         for name, layer in list(module.named_modules()):
             kind = self.plan.kind(name)
             if kind == "entered":
-                layer.register_forward_hook(partial(enter, self.tensor_group))
+                layer.register_forward_hook(cut.enter)
             elif kind:
                 module.set_submodule(name, cut_layer(kind, layer, self.tensor_group))
-            if isinstance(layer, DrawsInHeads) and self.tensor_group.size > 1:
-                layer.drawing = partial(drawn_apart, self.device, self.tensor_group.rank)
+            if self.tensor_group.size > 1 and isinstance(getattr(layer, "cut", None), Cut):
+                layer.cut = cut
         self._cut_first_dimension(module)
         if self.plan.losses:
             setattr(module, self.plan.losses, vocab_parallel_cross_entropy)
         allocate(module, self.device)
         for name, parameter in module.named_parameters():
-            self.boxes[name] = self._box(name, tuple(parameter.shape))
+            self.boxes[name] = self._boxes(name, tuple(parameter.shape))
             value = values[name]()
             with torch.no_grad():
                 if isinstance(value, Tensor):
-                    parameter.copy_(self.boxes[name].of(value))
+                    parameter.copy_(torch.cat([box.of(value) for box in self.boxes[name]]))
                 else:
                     parameter.fill_(value)
         return module
@@ -231,17 +249,23 @@ class MegatronEngine(DdpEngine):
                 kept = nn.Parameter(part) if isinstance(tensor, nn.Parameter) else part
                 setattr(owner, name.rpartition(".")[2], kept)
 
-    def _box(self, name: str, own: tuple[int, ...]) -> Box:
-        """Which elements of the whole parameter this rank has: a range of the one dimension in which it is smaller."""
-        bounds = []
-        for part, whole in zip(own, self.shapes[name], strict=True):
-            start = 0 if part == whole else part * self.tensor_group.rank
-            bounds.append((start, start + part))
-        return Box(tuple(bounds))
+    def _boxes(self, name: str, own: tuple[int, ...]) -> list[Box]:
+        """Which elements of the whole parameter this rank has, in its order: a range of the one dimension in which it
+        is smaller, or such a range of each of the matrices that are packed in it."""
+        whole, parts = self.shapes[name], self.plan.parts(name.rpartition(".")[0])
+        bounds = [(0, size) for size in whole]
+        cut = next((number for number, size in enumerate(whole) if own[number] != size), None)
+        if cut is None:
+            return [Box(tuple(bounds))]
+        size, found = own[cut] // parts, []
+        for part in range(parts):
+            start = whole[cut] // parts * part + size * self.tensor_group.rank
+            found.append(Box((*bounds[:cut], (start, start + size), *bounds[cut + 1 :])))
+        return found
 
     def is_cut(self, name: str) -> bool:
         """Whether the ranks of a tensor group hold different elements of this parameter."""
-        return self.boxes[name].size != torch.Size(self.shapes[name]).numel()
+        return sum(box.size for box in self.boxes[name]) != torch.Size(self.shapes[name]).numel()
 
     def check_gradients(self) -> Tensor:
         cut: list[Tensor] = []
@@ -254,27 +278,35 @@ class MegatronEngine(DdpEngine):
         return self._norm
 
     def pieces(self) -> Iterator[Piece]:
-        """One of each parameter. The data ranks, which hold the same, own them in turn."""
+        """One of each box. The data ranks, which hold the same, own the parameters in turn."""
         for number, (name, parameter) in enumerate(self.named_parameters()):
             state = self.optimizer.state.get(parameter, {})
-            moments = {key: state[key].reshape(-1) for key in STATE_NAMES if key in state}
+            tensors = {"weight": parameter.detach(), **{key: state[key] for key in STATE_NAMES if key in state}}
+            parts = {key: self._by_box(name, tensor) for key, tensor in tensors.items()}
             speaks = self.is_cut(name) or self.tensor_group.rank == 0
-            yield Piece(
-                name=name,
-                shape=self.shapes[name],
-                region=self.boxes[name],
-                tensors={"weight": parameter.detach().reshape(-1), **moments},
-                owner=speaks and number % self.data_group.size == self.data_group.rank,
-            )
+            for place, box in enumerate(self.boxes[name]):
+                yield Piece(
+                    name=name,
+                    shape=self.shapes[name],
+                    region=box,
+                    tensors={key: flat[place] for key, flat in parts.items()},
+                    owner=speaks and number % self.data_group.size == self.data_group.rank,
+                )
+
+    def _by_box(self, name: str, tensor: Tensor) -> tuple[Tensor, ...]:
+        """Flat parts of what lies as this rank's part of a parameter does."""
+        return torch.split(tensor.reshape(-1), [box.size for box in self.boxes[name]])
 
     def piece_gradients(self) -> list[Tensor]:
         return [
-            torch.zeros_like(parameter).reshape(-1) if parameter.grad is None else parameter.grad.reshape(-1)
-            for _, parameter in self.named_parameters()
+            part
+            for name, parameter in self.named_parameters()
+            for part in self._by_box(name, torch.zeros_like(parameter) if parameter.grad is None else parameter.grad)
         ]
 
-    def _shards(self, parts: list[Tensor]) -> Shards:
-        return replace(super()._shards(parts), group=self.world)
+    @property
+    def shard_group(self) -> Group:
+        return self.world
 
     def watch_micro_batches(self) -> None:
         raise EngineError(

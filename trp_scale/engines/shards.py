@@ -84,6 +84,11 @@ class ShardOperations(ABC):
     unpublished: bool = False
     micro_batches: MicroBatchSquares | None = None
 
+    @property
+    def shard_group(self) -> Group:
+        """See core/engine.py: Probes."""
+        return self.data_group
+
     @abstractmethod
     def pieces(self) -> Iterator[Piece]: ...
 
@@ -240,4 +245,4 @@ class ShardOperations(ABC):
         return weights
 
     def _shards(self, parts: list[Tensor]) -> Shards:
-        return Shards(parts=parts, owned=[piece.owner for piece in self.pieces()], group=self.data_group)
+        return Shards(parts=parts, owned=[piece.owner for piece in self.pieces()], group=self.shard_group)

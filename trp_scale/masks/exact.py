@@ -168,5 +168,5 @@ def _gradients(loss: Tensor, weights: Weights) -> Weights:
 
 def whole(engine: Engine, shards: Shards) -> Weights:
     """Every parameter's part of a vector, whole and in float64, on every rank."""
-    found = whole_tensors(engine.pieces(), (part.double() for part in shards.parts), engine.data_group)
+    found = whole_tensors(engine.pieces(), (part.double() for part in shards.parts), shards.group)
     return {name: value.to(engine.device) for name, value in found.items()}

@@ -123,7 +123,7 @@ def weights_of(engine: Engine) -> Shards:
     return Shards(
         parts=[piece.tensors["weight"] for piece in pieces],
         owned=[piece.owner for piece in pieces],
-        group=engine.data_group,
+        group=engine.shard_group,
     )
 
 

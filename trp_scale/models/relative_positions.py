@@ -15,6 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trp_scale.models.tensor_plan import WHOLE, Cut
+
 ALPHA, BETA, GAMMA = 1.9, 3.8, 15.2
 """Offsets up to ALPHA keep their own entry, longer ones share by their logarithm, and end at BETA (ratio 1.9)."""
 
@@ -199,6 +201,8 @@ class RelativePositions(nn.Module):
         head_size: D / H.
     """
 
+    cut: Cut = WHOLE
+
     def __init__(self, head_size: int) -> None:
         super().__init__()
         self.table = nn.Parameter(torch.zeros(BUCKETS, head_size))
@@ -235,6 +239,7 @@ class RelativePositions(nn.Module):
         else:
             with torch.autocast(table.device.type, enabled=False):
                 vectors = (weights @ table).to(dtype)
+        vectors = self.cut.shared(vectors)
         if relative.masked_table is not None:
             return vectors.chunk(2, dim=1)
         return vectors.chunk(2) if relative.moved else (vectors,)

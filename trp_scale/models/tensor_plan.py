@@ -6,11 +6,12 @@ the matrix that reads them by rows; between the two no rank needs another (Shoey
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
-from typing import Protocol, runtime_checkable
+
+from torch import Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,6 +20,7 @@ class TensorPlan:
 
     Attributes:
         columns: linear layers of which each rank computes a part of the outputs, heads whole.
+        packed: linear layers that are several such, their outputs one after the other, and each is cut: how many.
         rows: linear layers that read such parts; the ranks' products are summed.
         vocabulary: embeddings of which each rank holds a range of the rows.
         first_dimension: parameters and buffers beside these that are cut as the vocabulary is.
@@ -29,6 +31,7 @@ class TensorPlan:
     """
 
     columns: tuple[str, ...] = ()
+    packed: Mapping[str, int] = field(default_factory=dict)
     rows: tuple[str, ...] = ()
     vocabulary: tuple[str, ...] = ()
     first_dimension: tuple[str, ...] = ()
@@ -38,10 +41,16 @@ class TensorPlan:
 
     def kind(self, module: str) -> str:
         """columns, rows, vocabulary, entered, or nothing."""
+        if self.parts(module) > 1:
+            return "columns"
         for kind in ("columns", "rows", "vocabulary", "entered"):
             if matches(module, getattr(self, kind)):
                 return kind
         return ""
+
+    def parts(self, module: str) -> int:
+        """How many layers this one is, each of which is cut."""
+        return next((parts for pattern, parts in self.packed.items() if fnmatchcase(module, pattern)), 1)
 
 
 def matches(name: str, patterns: tuple[str, ...]) -> bool:
@@ -49,13 +58,23 @@ def matches(name: str, patterns: tuple[str, ...]) -> bool:
     return any(fnmatchcase(name, pattern) for pattern in patterns)
 
 
-@runtime_checkable
-class DrawsInHeads(Protocol):
-    """A module with dropout inside what is cut.
+class Cut:
+    """What a module whose heads and hidden units may lie on several ranks asks of what cuts it. This one cuts nothing.
 
-    Attributes:
-        drawing: it makes one of these contexts around what it draws there. Ranks, whose heads differ, must not draw the
-            same; an engine puts in what makes them draw apart.
+    An engine puts its own in the place of a module's attribute `cut`.
     """
 
-    drawing: Callable[[], AbstractContextManager[None]]
+    def drawing(self) -> AbstractContextManager[None]:
+        """Around dropout inside what is cut: ranks, which have different heads, must not draw the same."""
+        return nullcontext()
+
+    def shared(self, tensor: Tensor) -> Tensor:
+        """What all heads read beside their own: its gradient is summed over the ranks."""
+        return tensor
+
+    def joined(self, tensor: Tensor) -> Tensor:
+        """[..., K / ranks] of each rank -> [..., K] of all; without a graph."""
+        return tensor
+
+
+WHOLE = Cut()

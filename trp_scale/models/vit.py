@@ -10,12 +10,27 @@ from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
 from trp_scale.models.relative_positions import RelativeInputs, RelativePositions
+from trp_scale.models.tensor_plan import WHOLE, Cut, TensorPlan
 
 
 def feed_forward_ratio(width: int, intermediate: int) -> float:
     """The ratio from which timm gets back this width of the feed-forward layer, int(width x ratio)."""
     ratio = intermediate / width
     return ratio if int(width * ratio) == intermediate else (intermediate + 0.5) / width
+
+
+def block_plan(**divided: int) -> TensorPlan:
+    """How a model of these blocks is cut: heads, and hidden units of the feed-forward layers; all else is not.
+
+    Args:
+        divided: sizes that the number of ranks must divide, by the flag that sets them, "__" for the dot.
+    """
+    return TensorPlan(
+        columns=("*.mlp.fc1",),
+        packed={"*.attn.qkv": 3},
+        rows=("*.attn.proj", "*.mlp.fc2"),
+        divided={"--" + flag.replace("__", "."): size for flag, size in divided.items()},
+    )
 
 
 class TransformerBlock(Block):  # type: ignore[misc]
@@ -30,6 +45,8 @@ class TransformerBlock(Block):  # type: ignore[misc]
         drop_path: probability that a branch is left out for a sequence while training (Huang et al. 2016).
     """
 
+    cut: Cut = WHOLE
+
     def __init__(
         self, width: int, heads: int, intermediate: int, *, eps: float, relative: bool, drop_path: float = 0.0
     ) -> None:
@@ -41,7 +58,7 @@ class TransformerBlock(Block):  # type: ignore[misc]
             drop_path=drop_path,
             norm_layer=partial(nn.LayerNorm, eps=eps),
         )
-        self.heads = heads
+        self.heads, self.head_size = heads, width // heads
         self.relative_positions = RelativePositions(width // heads) if relative else None
 
     def forward(
@@ -66,18 +83,19 @@ class TransformerBlock(Block):  # type: ignore[misc]
                 graph.
         """
         parts = self.attn.qkv(self.norm1(tokens)).chunk(3, dim=-1)  # [B, T, D]; one copy in the backward pass
-        queries, keys, values = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
+        # Of a tensor parallel rank, which has some of the heads, D is their width.
+        queries, keys, values = (part.unflatten(-1, (-1, self.head_size)).transpose(1, 2) for part in parts)
         if last is not None:
             queries, tokens = queries[:, :, -last:], tokens[:, -last:]
         bias = None if self.relative_positions is None else self.relative_positions(queries, relative)
         context = attend(queries, keys, values, bias)  # [B, H, Q, D / H]
         if value is not None:
-            context = context + masked_rows(value.to(context.dtype), context.shape[2], masked)
+            context = context + masked_rows(self.cut.shared(value).to(context.dtype), context.shape[2], masked)
         tokens = tokens + self.drop_path1(self.attn.proj(context.transpose(1, 2).flatten(2)))  # [B, Q, D]
         if not feed_forward_input:
             return tokens + self.drop_path2(self.mlp(self.norm2(tokens)))  # type: ignore[no-any-return]
         hidden = self.mlp.norm(self.mlp.drop1(self.mlp.act(self.mlp.fc1(self.norm2(tokens)))))
-        return tokens + self.drop_path2(self.mlp.drop2(self.mlp.fc2(hidden))), hidden.detach()
+        return tokens + self.drop_path2(self.mlp.drop2(self.mlp.fc2(hidden))), self.cut.joined(hidden.detach())
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None) -> Tensor:

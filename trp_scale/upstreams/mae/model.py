@@ -17,7 +17,8 @@ from trp_scale.models.patches import gather_patches
 from trp_scale.models.perturbation import Perturbed, perturbation_shape, perturbed
 from trp_scale.models.positions import shifted, sine_cosine
 from trp_scale.models.relative_positions import IndexKind, RelativeInputs, relative_inputs
-from trp_scale.models.vit import TransformerBlock
+from trp_scale.models.tensor_plan import TensorPlan
+from trp_scale.models.vit import TransformerBlock, block_plan
 from trp_scale.upstreams.mae.settings import MaeConfig
 
 CHANNELS = 3
@@ -91,6 +92,13 @@ class MaskedAutoencoder(nn.Module):
     def layers(self) -> list[nn.Module]:
         """The repeated blocks, each a unit of sharding: the encoder's, then the decoder's."""
         return [*self.blocks, *self.decoder_blocks]
+
+    @property
+    def tensor_plan(self) -> TensorPlan:
+        """That of its blocks."""
+        heads = {"vision__decoder_heads": self.vision.decoder_heads} if self.decoder_blocks else {}
+        block = cast(TransformerBlock, self.blocks[0])
+        return block_plan(model__heads=block.heads, model__intermediate_size=block.mlp.fc1.out_features, **heads)
 
     @property
     def index(self) -> IndexKind:

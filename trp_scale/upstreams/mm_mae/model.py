@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -14,7 +15,8 @@ from torch import Tensor, nn
 from trp_scale.models.initialise import initialise_multimodal
 from trp_scale.models.patches import gather_patches
 from trp_scale.models.positions import sine_cosine
-from trp_scale.models.vit import TransformerBlock, attend
+from trp_scale.models.tensor_plan import TensorPlan
+from trp_scale.models.vit import TransformerBlock, attend, block_plan
 from trp_scale.upstreams.mm_mae.settings import MmMaeConfig
 from trp_scale.upstreams.mm_mae.tokens import RunModalities, visible_slots
 
@@ -29,7 +31,7 @@ class CrossAttention(nn.Module):
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.head_size = heads, width // heads
         self.query = nn.Linear(width, width)
         self.key_value = nn.Linear(width, 2 * width)
         self.proj = nn.Linear(width, width)
@@ -37,7 +39,7 @@ class CrossAttention(nn.Module):
     def forward(self, queries: Tensor, context: Tensor) -> Tensor:
         """[R, Q, d] and [R, K, d] -> [R, Q, d]."""
         parts = [self.query(queries), *self.key_value(context).chunk(2, dim=-1)]
-        asked, keys, values = (part.unflatten(-1, (self.heads, -1)).transpose(1, 2) for part in parts)
+        asked, keys, values = (part.unflatten(-1, (-1, self.head_size)).transpose(1, 2) for part in parts)
         found = attend(asked, keys, values, None)  # [R, H, Q, d / H]
         return self.proj(found.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
@@ -141,6 +143,11 @@ class MultimodalMaskedAutoencoder(nn.Module):
         modalities = RunModalities(config)
         self.inputs, self.outputs = modalities.inputs, modalities.tasks
         self.predicted = {task: modalities.of(task).name for task in self.outputs}
+        self.divided = {
+            "model__heads": model.heads,
+            "model__intermediate_size": model.intermediate_size,
+            "vision__decoder_heads": vision.decoder_heads,
+        }
         self.classes, self.position_order = dict(classes), vision.position_order
         self.tokenisers = nn.ModuleDict(
             {name: modalities.used[name].tokeniser(width, classes.get(name, 0)) for name in self.inputs}
@@ -165,6 +172,18 @@ class MultimodalMaskedAutoencoder(nn.Module):
     def layers(self) -> list[nn.Module]:
         """Units of sharding: the encoder's blocks, then the decoders."""
         return [*self.blocks, *self.decoders.values()]
+
+    @property
+    def tensor_plan(self) -> TensorPlan:
+        """That of its blocks, and the decoders' look at the visible tokens."""
+        cross = "decoders.*.cross_attention"
+        plan = block_plan(**self.divided)
+        return replace(
+            plan,
+            columns=(*plan.columns, f"{cross}.query"),
+            packed={**plan.packed, f"{cross}.key_value": 2},
+            rows=(*plan.rows, f"{cross}.proj"),
+        )
 
     def forward(
         self, patches: Mapping[str, Tensor], visible: Tensor, task_taps: Tensor | None = None

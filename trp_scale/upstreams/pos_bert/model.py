@@ -9,7 +9,7 @@ Parameter names are those of transformers' `BertForPreTraining`, so that weights
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +20,7 @@ from transformers.models.bert.modeling_bert import BertLayer
 
 from trp_scale.config import TextModelConfig
 from trp_scale.models.initialise import give, initialise
-from trp_scale.models.tensor_plan import TensorPlan
+from trp_scale.models.tensor_plan import WHOLE, Cut, TensorPlan
 
 VOCABULARY_MULTIPLE = 64
 """The vocabulary is padded to a multiple of this, so that its matrix products fill the hardware's tiles."""
@@ -133,8 +133,7 @@ class Layer(BertLayer):  # type: ignore[misc]
     transformers'.
     """
 
-    drawing: Callable[[], AbstractContextManager[None]] = nullcontext
-    """See models/tensor_plan.py: DrawsInHeads."""
+    cut: Cut = WHOLE
 
     def forward(self, hidden: Tensor, attention_mask: Tensor | None, places: Places | None = None) -> Tensor:
         """[R, L, D] and [R, 1, 1, L] bool or None -> [R, L, D]; with places, a list [K, D] and a mask -> [K, D]."""
@@ -155,7 +154,7 @@ class Layer(BertLayer):  # type: ignore[misc]
             return projected.view(rows, length, width // size, size).transpose(1, 2)  # [R, H, *, D / H]
 
         dropout = attention.dropout.p if self.training else 0.0
-        with self.drawing() if dropout else nullcontext():
+        with self.cut.drawing() if dropout else nullcontext():
             context = F.scaled_dot_product_attention(
                 heads(queries), heads(keys), heads(values), attn_mask=attention_mask, dropout_p=dropout
             )  # [R, H, S, D / H]
