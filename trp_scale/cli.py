@@ -41,6 +41,9 @@ COMMANDS: dict[str, dict[str, Command]] = {
         "pseudo-label": Command(
             "trp_scale.commands.preparation:pseudo_label", "give images the maps that depth and segmentation models see"
         ),
+        "index": Command(
+            "trp_scale.commands.preparation:index", "write the one index of a data set that runs map into memory"
+        ),
         "inspect": Command("trp_scale.commands.preparation:inspect", "show rows of a shard"),
         "verify": Command("trp_scale.commands.preparation:verify", "check every byte of a data set"),
     },

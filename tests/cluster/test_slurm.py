@@ -16,7 +16,7 @@ from tests.unit.downstream.glue.small_data import finetune_here, glue_flags, wri
 pytestmark = [pytest.mark.cluster, pytest.mark.skipif(bool(lacking()), reason=lacking())]
 
 SIZE = ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=0", "--cpus-per-task=1", "--time=10")
-STEPS = 300
+STEPS = 500
 
 
 @pytest.fixture(scope="module")

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from trp_scale.data.binary_index import NAME, BinaryIndex, OrderBlocks, TarColumns, find_index, new_index
 from trp_scale.data.hashing import Integers, Words, name_hash
 from trp_scale.data.index import DataError, ShardIndex, index_path, read_index
 
@@ -27,10 +30,11 @@ class BlockTable:
         rows: [n] rows of each block.
         shard: [n] number of the tar.
         offsets, lengths, checksums: [n, M] of each member: first byte in the tar, bytes, crc32.
+        index: the binary index that the columns are of; None: they were read from the JSON indexes.
     """
 
     suffixes: tuple[str, ...]
-    shards: list[Path]
+    shards: Sequence[Path]
     sizes: Integers
     keys: list[str]
     identities: Words
@@ -39,9 +43,17 @@ class BlockTable:
     offsets: Integers
     lengths: Integers
     checksums: Integers
+    index: BinaryIndex | None = None
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        if self.index is None:
+            return super().__reduce__()
+        return _mapped_table, (self.index,)
 
     def digest(self) -> str:
         """Hash of everything but the directory: equal on two ranks if they see the same indexes and tar sizes."""
+        if self.index is not None:
+            return self.index.digest
         digest = hashlib.blake2b(digest_size=16)
         digest.update("\n".join([*self.suffixes, *(path.name for path in self.shards), *self.keys]).encode())
         arrays = (self.sizes, self.rows, self.shard, self.offsets, self.lengths, self.checksums)
@@ -51,15 +63,72 @@ class BlockTable:
 
 
 def read_blocks(directory: Path, shards: list[str], suffixes: tuple[str, ...]) -> BlockTable:
-    """Read the indexes of the tars in `directory` and check them against the tars' sizes.
+    """Read the index of the tars in `directory`, the binary one if there is one, and check it against the tars' sizes.
 
     Members are told apart by suffix, and only the listed ones are ever opened: a shard that brings another one (.pyd
     and .pkl are what WebDataset's own decoder would unpickle) is refused as a whole.
 
     Raises:
         DataError: a tar or index is missing, a size differs, a block lacks a member or has one that is not listed, a
-            member lies outside its tar, a block has no rows, or a key comes twice.
+            member lies outside its tar, a block has no rows, or a key comes twice; or the binary index is damaged or
+            older than the data.
     """
+    index = find_index(directory)
+    if index is not None:
+        index.check(shards, suffixes)
+        return _mapped_table(index)
+    return _read_tables(directory, shards, suffixes)
+
+
+def _mapped_table(index: BinaryIndex) -> BlockTable:
+    """The columns over the mapped file; keys and numbers of the tars are made here, as blocks of text are few."""
+    blocks = index.blocks()
+    samples = index.samples
+    return BlockTable(
+        suffixes=index.suffixes,
+        shards=index.paths,
+        sizes=index.sizes,
+        keys=index.keys(),
+        identities=blocks.identities,
+        rows=blocks.rows,
+        shard=np.repeat(np.arange(len(index.tars)), index.counts),
+        offsets=samples["offset"],
+        lengths=samples["length"],
+        checksums=samples["checksum"],
+        index=index,
+    )
+
+
+def write_block_index(directory: Path, shards: list[str], suffixes: tuple[str, ...]) -> Path:
+    """Write the binary index of the tars in `directory` from their JSON ones; returns where.
+
+    Raises:
+        DataError: as `read_blocks`.
+    """
+    table = _read_tables(directory, shards, suffixes)
+    with new_index(directory, suffixes) as writer:
+        for number, path in enumerate(table.shards):
+            of_tar = slice(*np.searchsorted(table.shard, [number, number + 1]).tolist())
+            columns = (table.offsets[of_tar], table.lengths[of_tar], table.checksums[of_tar])
+            keys = "\n".join(table.keys[of_tar]).encode()
+            members: Integers = np.stack(columns, axis=2)  # [blocks of the tar, M, 3]
+            writer.add(
+                TarColumns(
+                    name=path.name,
+                    size=int(table.sizes[number]),
+                    members=members,
+                    labels=np.full(len(members), -1, dtype=np.int64),
+                    key_digest=hashlib.blake2b(keys, digest_size=16).digest(),
+                )
+            )
+        first = np.arange(len(table.keys))
+        blocks = OrderBlocks(identities=table.identities, rows=table.rows, first=first, keys=table.keys)
+        writer.finish(blocks, digest=table.digest(), rows_per_block=None)
+    return directory / NAME
+
+
+def _read_tables(directory: Path, shards: list[str], suffixes: tuple[str, ...]) -> BlockTable:
+    """The table from the JSON indexes, with all checks of `read_blocks`."""
     paths, sizes, keys, rows, shard, members = [], [], [], [], [], []
     for number, name in enumerate(shards):
         index = _read_checked_index(directory, name, suffixes)

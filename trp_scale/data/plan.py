@@ -26,6 +26,7 @@ import numpy.typing as npt
 from trp_scale.config import RefusedError
 from trp_scale.data.hashing import Integers, Words, mix, name_hash, permutation, stream
 from trp_scale.data.mixture import Mixture
+from trp_scale.data.node_arrays import NodeArray, key_of, node_array
 
 _GROUPS_KEPT = 4
 
@@ -39,8 +40,8 @@ class Located(NamedTuple):
 
 
 class _Epoch(NamedTuple):
-    blocks: Integers  # [n] blocks in this epoch's order
-    ends: Integers  # [groups] rows up to the end of each group
+    blocks: NodeArray  # [n] int32, blocks in this epoch's order
+    ends: NodeArray  # [groups] rows up to the end of each group
 
 
 class Order:
@@ -50,18 +51,29 @@ class Order:
         seed: training.seed.
         name: name of the source; two sources with the same blocks have different orders.
         identities: [n] uint64, one per block (`hashing.name_hash` of its key).
-        rows: [n] int64, rows of each block, all at least 1.
+        rows: [n] integers, rows of each block, all at least 1.
         blocks_per_group: blocks whose rows are shuffled together.
     """
 
-    def __init__(self, *, seed: int, name: str, identities: Words, rows: Integers, blocks_per_group: int) -> None:
+    def __init__(
+        self,
+        *,
+        seed: int,
+        name: str,
+        identities: Words | NodeArray,
+        rows: Integers | NodeArray,
+        blocks_per_group: int,
+    ) -> None:
+        self._identities = identities if isinstance(identities, NodeArray) else NodeArray(identities)
+        self._block_rows = rows if isinstance(rows, NodeArray) else NodeArray(rows)
+        rows = self._block_rows.values
         if len(rows) == 0 or int(rows.min()) < 1:
             raise ValueError(f"source {name!r}: {len(rows)} blocks, each needs at least one row")
         if blocks_per_group < 1:
             raise RefusedError(f"data.blocks_per_group: {blocks_per_group} found, at least 1 allowed")
-        self.rows = int(rows.sum())
+        self.rows = int(rows.sum(dtype=np.int64))
         self._seed, self._name = seed, name
-        self._identities, self._block_rows = identities, rows
+        self._key = ""
         self._blocks_per_group = blocks_per_group
         self._epochs: OrderedDict[int, _Epoch] = OrderedDict()
         self._groups: OrderedDict[tuple[int, int], tuple[Integers, Integers]] = OrderedDict()
@@ -73,10 +85,10 @@ class Order:
         for epoch in np.unique(epochs).tolist():
             plan = self._epoch(epoch)
             of_epoch = epochs == epoch
-            groups = np.where(of_epoch, np.searchsorted(plan.ends, within, side="right"), -1)
+            groups = np.where(of_epoch, np.searchsorted(plan.ends.values, within, side="right"), -1)
             for group in np.unique(groups[of_epoch]).tolist():
                 of_group = groups == group
-                start = int(plan.ends[group - 1]) if group else 0
+                start = int(plan.ends.values[group - 1]) if group else 0
                 blocks, rows = self._group(epoch, group)
                 block[of_group] = blocks[within[of_group] - start]
                 row[of_group] = rows[within[of_group] - start]
@@ -84,24 +96,40 @@ class Order:
 
     def _epoch(self, epoch: int) -> _Epoch:
         if epoch not in self._epochs:
-            state = stream(self._seed, "order of blocks", self._name, epoch)
-            blocks = permutation(state, self._identities)
-            last = np.arange(0, len(blocks), self._blocks_per_group)
-            self._epochs[epoch] = _Epoch(blocks, np.add.reduceat(self._block_rows[blocks], last).cumsum())
+            count = len(self._identities)
+            blocks = node_array(count, lambda: self._key_of("blocks", epoch), lambda: self._permuted(epoch))
+            ends = node_array(count, lambda: self._key_of("ends", epoch), lambda: self._ends(blocks.values))
+            self._epochs[epoch] = _Epoch(blocks, ends)
             if len(self._epochs) > 2:  # a batch spans two at most in practice
                 self._epochs.popitem(last=False)
         return self._epochs[epoch]
+
+    def _permuted(self, epoch: int) -> npt.NDArray[np.int32]:
+        state = stream(self._seed, "order of blocks", self._name, epoch)
+        return permutation(state, self._identities.values).astype(np.int32)  # at most 2^24
+
+    def _ends(self, blocks: npt.NDArray[np.int32]) -> Integers:
+        first = np.arange(0, len(blocks), self._blocks_per_group)
+        ends: Integers = np.add.reduceat(self._block_rows.values[blocks], first, dtype=np.int64).cumsum()
+        return ends
+
+    def _key_of(self, what: str, epoch: int) -> str:
+        """Names the file of one of an epoch's arrays."""
+        if not self._key:
+            parts = (self._seed, self._name, self._blocks_per_group)
+            self._key = key_of(*parts, self._identities.values, self._block_rows.values)
+        return key_of(self._key, what, epoch)
 
     def _group(self, epoch: int, group: int) -> tuple[Integers, Integers]:
         """Block and row of each place of a group, in the shuffled order."""
         if (epoch, group) not in self._groups:
             first = group * self._blocks_per_group
-            blocks = self._epoch(epoch).blocks[first : first + self._blocks_per_group]
-            counts = self._block_rows[blocks]
+            blocks = self._epoch(epoch).blocks.values[first : first + self._blocks_per_group].astype(np.int64)
+            counts = self._block_rows.values[blocks].astype(np.int64)
             block = np.repeat(blocks, counts)  # [rows of the group]
             row = np.arange(len(block)) - np.repeat(counts.cumsum() - counts, counts)
             state = stream(self._seed, "order of rows", self._name, epoch)
-            shuffled = permutation(state, row_identities(self._identities[block], row))
+            shuffled = permutation(state, row_identities(self._identities.values[block], row))
             self._groups[epoch, group] = block[shuffled], row[shuffled]
             if len(self._groups) > _GROUPS_KEPT:
                 self._groups.popitem(last=False)
@@ -158,7 +186,7 @@ class Blocks(Protocol):
     """
 
     @property
-    def keys(self) -> list[str]: ...
+    def keys(self) -> Sequence[str]: ...
     @property
     def identities(self) -> Words: ...
     @property
@@ -197,22 +225,54 @@ class Member:
         return np.array(names, dtype=np.uint64)
 
 
+class _ChosenBlocks:
+    """The blocks that a source takes of one data set, as arrays that a machine's processes share.
+
+    Attributes:
+        numbers: [n] of the chosen blocks in the table; None if all are chosen.
+        chosen_identities, chosen_rows: [n] of the chosen blocks.
+    """
+
+    def __init__(self, member: Member) -> None:
+        chosen, table = member.chosen, member.table
+        count, every = len(chosen), bool(chosen.all())
+        self.numbers: NodeArray | None = None
+        if every and not member.name:  # as they are, where they are
+            self.chosen_identities, self.chosen_rows = NodeArray(table.identities), NodeArray(table.rows)
+            return
+        packed = np.packbits(chosen)
+        self.numbers = node_array(
+            count, lambda: key_of("numbers", packed), lambda: np.flatnonzero(chosen).astype(np.int32)
+        )
+        self.chosen_identities = node_array(
+            count,
+            lambda: key_of("identities", member.name, packed, table.identities),
+            lambda: member.identities()[chosen],
+        )
+        self.chosen_rows = node_array(
+            count, lambda: key_of("rows", packed, table.rows), lambda: table.rows[chosen].astype(np.int32)
+        )
+
+    def in_table(self, blocks: Integers) -> Integers:
+        """Numbers in the table of chosen blocks, [R]."""
+        return blocks if self.numbers is None else self.numbers.values[blocks].astype(np.int64)
+
+
 class TrainPlan:
     """The endless global order of the training rows (`Order`), over the members of a mixture (mixture.py)."""
 
     def __init__(self, *, seed: int, members: Sequence[Member], blocks_per_group: int) -> None:
         self._mixture = Mixture(seed=seed, names=[m.name for m in members], weights=[m.weight for m in members])
-        self._identities = [member.identities() for member in members]
-        self._blocks = [np.flatnonzero(member.chosen) for member in members]
+        self._sources = [_ChosenBlocks(member) for member in members]
         self._orders = [
             Order(
                 seed=seed,
                 name=member.name,
-                identities=identities[blocks],
-                rows=member.table.rows[blocks],
+                identities=source.chosen_identities,
+                rows=source.chosen_rows,
                 blocks_per_group=blocks_per_group,
             )
-            for member, identities, blocks in zip(members, self._identities, self._blocks, strict=True)
+            for member, source in zip(members, self._sources, strict=True)
         ]
         self.rows = sum(order.rows for order in self._orders)
 
@@ -224,9 +284,11 @@ class TrainPlan:
         for number in np.unique(member).tolist():
             of_member = member == number
             located = self._orders[number].locate(within[of_member])
-            blocks = self._blocks[number][located.block]
+            source = self._sources[number]
+            blocks = source.in_table(located.block)
             block[of_member], row[of_member], epoch[of_member] = blocks, located.row, located.epoch
-            keys[of_member] = row_identities(self._identities[number][blocks], located.row).astype(np.int64)
+            identities = source.chosen_identities.values[located.block]
+            keys[of_member] = row_identities(identities, located.row).astype(np.int64)
         present = np.ones(len(positions), dtype=np.bool_)
         return Addresses(member=member, block=block, row=row, epoch=epoch, keys=keys, present=present)
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Protocol
 
+from trp_scale.data.binary_index import find_index
 from trp_scale.data.images.maps import second_directories
 from trp_scale.data.index import Block, DataError, ShardIndex, read_index, read_json
 from trp_scale.preparation.images import verify as images
@@ -54,6 +55,9 @@ def verify_dataset(directory: Path) -> Verified:
         )
     second = second_directories(directory / "dataset.json", dataset)
     _refuse_unlisted(directory / "shards", dataset)
+    for place in ("shards", *second):
+        if (binary := find_index(directory / place)) is not None:
+            binary.verify()
     blocks = rows = size = 0
     seen: set[str] = set()
     for name in dataset["shards"]:

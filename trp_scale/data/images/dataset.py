@@ -4,6 +4,7 @@ DATASET/
   dataset.json                  what was made, from what, and the counts
   shards/image-000000.tar       WebDataset tar; one sample = one image: KEY.jpg, KEY.cls, aligned KEY.depth.png ...
   shards/image-000000.index.json
+  shards/index.bin              all of those in one (binary_index.py)
   DIRECTORY/image-000000.tar    maps that were made later: tars of the same names, keys and order (maps.py)
   DIRECTORY/image-000000.index.json
 """
@@ -17,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from trp_scale.data.binary_index import NAME, BlockNames, OrderBlocks, new_index
 from trp_scale.data.hashing import Integers, Words, name_hash
 from trp_scale.data.images.maps import (
     OWN_TAR,
@@ -27,7 +29,15 @@ from trp_scale.data.images.maps import (
     required,
     stored_maps,
 )
-from trp_scale.data.images.reader import IMAGE, OWN_MODALITY, SampleTable, known_suffixes, read_aligned, read_samples
+from trp_scale.data.images.reader import (
+    IMAGE,
+    OWN_MODALITY,
+    SampleTable,
+    known_suffixes,
+    read_aligned,
+    read_samples,
+    write_samples,
+)
 from trp_scale.data.index import DataError, read_json
 
 FORMAT = 1
@@ -61,12 +71,19 @@ class ImageBlocks:
         identities: [n] uint64, `hashing.name_hash` of the key.
         rows: [n] images of each block.
         first: [n] number of the block's first image in the data set.
+        samples: the table that they are cut from, if the arrays are of its binary index; else None.
     """
 
-    keys: list[str]
+    keys: Sequence[str]
     identities: Words
     rows: Integers
     first: Integers
+    samples: SampleTable | None = None
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        if self.samples is None:
+            return super().__reduce__()
+        return _mapped_blocks, (self.samples,)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,10 +140,10 @@ def open_image_dataset(directory: Path, name: str = "", used: Sequence[str] = ()
     meta, rows_per_block = _read_meta(path, document)
     maps = required(directory, stored_maps(path, document), used)
     own = [each.suffix for each in maps if each.directory == OWN_TAR]
-    samples = read_samples(directory / OWN_TAR, list(document["shards"]), meta.suffixes, (IMAGE, *own))
+    samples = read_samples(directory / OWN_TAR, list(document["shards"]), meta.suffixes, (IMAGE, *own), rows_per_block)
     if samples.rows != meta.rows:
         raise DataError(f"{path}: {meta.rows} rows written there, {samples.rows} images found; copy the data again")
-    highest = int(samples.labels.max())
+    highest = samples.highest_label
     if meta.classes is not None and highest >= len(meta.classes):
         image = samples.key(int(samples.labels.argmax()))
         raise DataError(
@@ -141,26 +158,54 @@ def open_image_dataset(directory: Path, name: str = "", used: Sequence[str] = ()
         maps=maps,
         rows_per_block=rows_per_block,
         samples=samples,
-        aligned=tuple(read_aligned(directory, each, samples) for each in maps if each.directory != OWN_TAR),
+        aligned=tuple(
+            read_aligned(directory, each, samples, rows_per_block) for each in maps if each.directory != OWN_TAR
+        ),
         blocks=cut_blocks(samples, rows_per_block),
     )
 
 
 def cut_blocks(samples: SampleTable, rows_per_block: int) -> ImageBlocks:
     """The blocks of a data set; those of a shard do not depend on the other shards."""
+    if samples.index is not None:
+        return _mapped_blocks(samples)
+    cut, keys = _cut([path.stem for path in samples.shards], np.diff(samples.starts), rows_per_block)
+    return ImageBlocks(keys=keys, identities=cut.identities, rows=cut.rows, first=cut.first)
+
+
+def _mapped_blocks(samples: SampleTable) -> ImageBlocks:
+    assert samples.index is not None
+    blocks = samples.index.blocks()
+    keys = BlockNames(samples.shards, samples.starts, blocks.first)
+    return ImageBlocks(keys=keys, identities=blocks.identities, rows=blocks.rows, first=blocks.first, samples=samples)
+
+
+def _cut(stems: Sequence[str], counts: Integers, rows_per_block: int) -> tuple[OrderBlocks, list[str]]:
+    """The blocks of tars with these names and numbers of images, and their names."""
+    firsts, rows = [np.empty(0, dtype=np.int64)], [np.empty(0, dtype=np.int64)]
     keys: list[str] = []
-    firsts, rows = [], []
-    for path, start, end in zip(samples.shards, samples.starts[:-1].tolist(), samples.starts[1:].tolist(), strict=True):
-        first = np.arange(0, end - start, rows_per_block)  # [blocks of the shard]
-        keys += [f"{path.stem}/{place}" for place in first.tolist()]
+    start = 0
+    for stem, count in zip(stems, counts.tolist(), strict=True):
+        first = np.arange(0, count, rows_per_block)  # [blocks of the shard]
+        keys += [f"{stem}/{place}" for place in first.tolist()]
         firsts.append(start + first)
-        rows.append(np.minimum(rows_per_block, end - start - first))
-    return ImageBlocks(
-        keys=keys,
-        identities=np.array([name_hash(key) for key in keys], dtype=np.uint64),
-        rows=np.concatenate(rows),
-        first=np.concatenate(firsts),
-    )
+        rows.append(np.minimum(rows_per_block, count - first))
+        start += count
+    identities = np.array([name_hash(key) for key in keys], dtype=np.uint64)
+    return OrderBlocks(identities=identities, rows=np.concatenate(rows), first=np.concatenate(firsts)), keys
+
+
+def write_image_index(directory: Path, shards: list[str], suffixes: tuple[str, ...], rows_per_block: int) -> Path:
+    """Write the binary index of the tars in `directory` from their JSON ones; returns where.
+
+    Raises:
+        DataError: as `read_samples`.
+    """
+    with new_index(directory, suffixes) as writer:
+        digest = write_samples(writer, directory, shards, suffixes)
+        blocks, _ = _cut([Path(name).stem for name in shards], writer.counts, rows_per_block)
+        writer.finish(blocks, digest=digest, rows_per_block=rows_per_block)
+    return directory / NAME
 
 
 def agree_images(datasets: list[ImageDataset]) -> ImageMeta:

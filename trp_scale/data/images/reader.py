@@ -15,7 +15,7 @@ import hashlib
 import os
 import zlib
 from collections import Counter, OrderedDict
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from trp_scale.data.binary_index import BinaryIndex, IndexWriter, TarColumns, find_index
 from trp_scale.data.blocks import check_members, check_size, shard_path
 from trp_scale.data.hashing import Integers
 from trp_scale.data.images.maps import StoredMaps, map_formats
@@ -62,11 +63,13 @@ class SampleTable:
         lengths, checksums: [n, M] uint32, bytes and crc32 of a member.
         labels: [n] class of each image; -1 where images have none.
         key_digests: [shards] hash of the keys of a tar's images, in their order.
+        highest_label: the largest class; -1 where images have none.
         digest: hash of all indexes (names, all members) and tar sizes.
+        index: the binary index whose mapped file the columns are; None: they were read from the JSON indexes.
     """
 
     suffixes: tuple[str, ...]
-    shards: list[Path]
+    shards: Sequence[Path]
     sizes: Integers
     starts: Integers
     offsets: Integers
@@ -74,7 +77,14 @@ class SampleTable:
     checksums: Counts
     labels: Integers
     key_digests: list[bytes]
+    highest_label: int
     digest: str
+    index: BinaryIndex | None = None
+
+    def __reduce__(self) -> str | tuple[Any, ...]:
+        if self.index is None:
+            return super().__reduce__()
+        return _mapped_table, (self.index, self.suffixes)
 
     @property
     def rows(self) -> int:
@@ -99,50 +109,116 @@ class SampleTable:
         return f"{path.stem}/{blocks[place].key}"
 
 
-def read_samples(directory: Path, shards: list[str], suffixes: tuple[str, ...], opened: tuple[str, ...]) -> SampleTable:
-    """Read the indexes of the tars in `directory` and check them against the tars' sizes.
+def read_samples(
+    directory: Path,
+    shards: list[str],
+    suffixes: tuple[str, ...],
+    opened: tuple[str, ...],
+    rows_per_block: int | None = None,
+) -> SampleTable:
+    """Read the index of the tars in `directory`, the binary one if there is one, and check it against the tars' sizes.
 
     Args:
         directory: of the tars.
         shards: their file names.
         suffixes: members that every image has; an image that lacks one, or brings another, refuses the shard.
         opened: those among them that will be read; only these get columns.
+        rows_per_block: that a binary index must be of; None: the JSON indexes are read, for some of the tars.
 
     Raises:
         DataError: a tar or index is missing, a size differs, an image lacks a member or has one that is not listed, a
             member lies outside its tar, an image of several rows, a key that comes twice in a shard, a shard that is
-            listed twice, or no images at all.
+            listed twice, or no images at all; or the binary index is damaged or older than the data.
     """
     if len(set(shards)) < len(shards):
         raise DataError(f"{directory}: a shard is listed twice; shard the images again")
-    paths, sizes, counts, columns, labels, key_digests = [], [], [], [], [], []
-    digest = hashlib.blake2b(repr((suffixes, shards)).encode(), digest_size=16)
-    for name in shards:
-        path = shard_path(directory, name)
-        size, keys, members, classes = _read_columns(path, suffixes)  # members: [images of the shard, all members, 3]
-        names = "\n".join(keys).encode()
-        digest.update(f"{size}\n".encode() + names)
-        digest.update(members.tobytes() + classes.tobytes())
-        labels.append(classes)
-        key_digests.append(hashlib.blake2b(names, digest_size=16).digest())
-        paths.append(path)
-        sizes.append(size)
-        counts.append(len(members))
-        kept = members[:, [suffixes.index(suffix) for suffix in opened]]  # [images of the shard, M, 3]
+    index = None if rows_per_block is None else find_index(directory)
+    if index is not None:
+        index.check(shards, suffixes, rows_per_block)
+        if index.counts.sum():
+            return _mapped_table(index, opened)
+    labels, columns, tars = [], [], []
+    digest = _JoinedDigest(shards, suffixes)
+    for tar in digest.joined(directory):
+        labels.append(tar.labels)
+        kept = tar.members[:, [suffixes.index(suffix) for suffix in opened]]  # [images of the shard, M, 3]
         columns.append((kept[:, :, 0], kept[:, :, 1].astype(np.uint32), kept[:, :, 2].astype(np.uint32)))
-    if not sum(counts):
+        tars.append((directory / tar.name, tar.size, len(tar.members), tar.key_digest))
+    if not sum(count for _, _, count, _ in tars):
         raise DataError(f"{directory}: no images in {len(shards)} shards; shard the images again")
+    classes = np.concatenate(labels)
     return SampleTable(
         suffixes=opened,
-        shards=paths,
-        sizes=np.array(sizes, dtype=np.int64),
-        starts=np.concatenate([[0], np.cumsum(counts)]).astype(np.int64),
+        shards=[path for path, _, _, _ in tars],
+        sizes=np.array([size for _, size, _, _ in tars], dtype=np.int64),
+        starts=_starts([count for _, _, count, _ in tars]),
         offsets=np.concatenate([offsets for offsets, _, _ in columns]),
         lengths=np.concatenate([lengths for _, lengths, _ in columns]),
         checksums=np.concatenate([checksums for _, _, checksums in columns]),
-        labels=np.concatenate(labels),
-        key_digests=key_digests,
+        labels=classes,
+        key_digests=[key_digest for _, _, _, key_digest in tars],
+        highest_label=int(classes.max()),
         digest=digest.hexdigest(),
+    )
+
+
+def write_samples(writer: IndexWriter, directory: Path, shards: list[str], suffixes: tuple[str, ...]) -> str:
+    """Write the samples of a binary index from the JSON ones; returns the digest of their `SampleTable`.
+
+    Raises:
+        DataError: as `read_samples`.
+    """
+    digest = _JoinedDigest(shards, suffixes)
+    for tar in digest.joined(directory):
+        writer.add(tar)
+    return digest.hexdigest()
+
+
+class _JoinedDigest:
+    """Columns of one tar after another, and the hash of all."""
+
+    def __init__(self, shards: list[str], suffixes: tuple[str, ...]) -> None:
+        self._shards, self._suffixes = shards, suffixes
+        self._digest = hashlib.blake2b(repr((suffixes, shards)).encode(), digest_size=16)
+
+    def joined(self, directory: Path) -> Iterator[TarColumns]:
+        for name in self._shards:
+            size, keys, members, classes = _read_columns(shard_path(directory, name), self._suffixes)
+            names = "\n".join(keys).encode()
+            self._digest.update(f"{size}\n".encode() + names)
+            self._digest.update(members.tobytes() + classes.tobytes())
+            key_digest = hashlib.blake2b(names, digest_size=16).digest()
+            yield TarColumns(name=name, size=size, members=members, labels=classes, key_digest=key_digest)
+
+    def hexdigest(self) -> str:
+        return self._digest.hexdigest()
+
+
+def _starts(counts: list[int] | Integers) -> Integers:
+    return np.concatenate([[0], np.cumsum(counts)]).astype(np.int64)
+
+
+def _mapped_table(index: BinaryIndex, opened: tuple[str, ...]) -> SampleTable:
+    """The columns over the mapped file. Members that do not lie at even distances among the suffixes are copied."""
+    places = [index.suffixes.index(suffix) for suffix in opened]
+    steps = set(np.diff(places).tolist())
+    even = len(steps) < 2 and min(steps, default=1) > 0
+    step = min(steps, default=1)
+    columns: Any = slice(places[0], places[-1] + 1, step) if even else places
+    samples = index.samples
+    return SampleTable(
+        suffixes=opened,
+        shards=index.paths,
+        sizes=index.sizes,
+        starts=_starts(index.counts),
+        offsets=samples["offset"][:, columns],
+        lengths=samples["length"][:, columns],
+        checksums=samples["checksum"][:, columns],
+        labels=samples["label"],
+        key_digests=index.key_digests,
+        highest_label=index.highest_label,
+        digest=index.digest,
+        index=index,
     )
 
 
@@ -238,9 +314,12 @@ class SampleReader:
         contents = []
         for place, suffix in enumerate(table.suffixes):
             where = f"{table.shards[shard]}: image {sample - int(table.starts[shard])}, .{suffix}"
-            content = bytearray(int(table.lengths[sample, place]))
+            offset, length = int(table.offsets[sample, place]), int(table.lengths[sample, place])
+            if offset < 0 or offset + length > int(table.sizes[shard]):  # a binary index is not read as a whole
+                raise DataError(f"{where}: the index is damaged: the member lies outside the tar")
+            content = bytearray(length)
             try:
-                count = os.preadv(descriptor, [content], int(table.offsets[sample, place]))
+                count = os.preadv(descriptor, [content], offset)
             except OSError as error:
                 raise DataError(f"{where}: cannot be read ({error.strerror})") from error
             if count != len(content):
@@ -266,13 +345,14 @@ class SampleReader:
         return descriptor
 
 
-def read_aligned(directory: Path, maps: StoredMaps, images: SampleTable) -> SampleTable:
+def read_aligned(directory: Path, maps: StoredMaps, images: SampleTable, rows_per_block: int) -> SampleTable:
     """Read the indexes of the tars in a modality's own directory.
 
     Args:
         directory: of the data set.
         maps: they lie in `directory / maps.directory`.
         images: the data set's images.
+        rows_per_block: that a binary index must be of.
 
     Raises:
         DataError: a tar, a member or a key is missing or another than beside the image.
@@ -280,7 +360,8 @@ def read_aligned(directory: Path, maps: StoredMaps, images: SampleTable) -> Samp
     advice = f"make the {maps.name} maps again (trp-scale pseudo-label), or copy {maps.directory} again"
     suffixes = (maps.suffix,)
     try:
-        table = read_samples(directory / maps.directory, [path.name for path in images.shards], suffixes, suffixes)
+        shards = [path.name for path in images.shards]
+        table = read_samples(directory / maps.directory, shards, suffixes, suffixes, rows_per_block)
     except DataError as error:
         raise DataError(f"{maps.name} maps beside the images: {error}; {advice}") from error
     for images_tar, maps_tar, ours, theirs in zip(

@@ -136,7 +136,7 @@ class RowReader:
     """
 
     def __init__(self, datasets: list[ImageDataset], meta: ImageMeta, *, verify: bool) -> None:
-        self._firsts = [dataset.blocks.first for dataset in datasets]
+        self._blocks = [dataset.blocks for dataset in datasets]
         self._names = [dataset.name for dataset in datasets]
         formats = map_formats()
         self._maps = [[(formats[maps.name], maps) for maps in dataset.maps] for dataset in datasets]
@@ -170,7 +170,7 @@ class RowReader:
         if not addresses.present[row]:
             return None
         member = int(addresses.member[row])
-        number = int(self._firsts[member][addresses.block[row]] + addresses.row[row])
+        number = int(self._blocks[member].first[addresses.block[row]] + addresses.row[row])
         try:
             return made(member, number)
         except DataError:  # the batch names it, the training loop limits how many

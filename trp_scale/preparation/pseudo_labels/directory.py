@@ -17,7 +17,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from trp_scale.data.images.maps import OWN_TAR, map_formats
+from trp_scale.data.binary_index import NAME
+from trp_scale.data.images.dataset import write_image_index
+from trp_scale.data.images.maps import OWN_TAR, map_formats, stored_maps
 from trp_scale.data.index import DataError, index_path, read_index_document, read_json, write_json
 from trp_scale.data.temporary import remove_leftovers
 from trp_scale.preparation.sharding.job import PortionReport, check_skipped, refuse_differences
@@ -243,6 +245,8 @@ def complete(
                 return False
             directory.refuse_present(current, replace=replace)
             _write(directory, current, total)
+        elif not (directory.path / NAME).exists():  # labels that were lost are there again
+            _write_index(directory, current)
         shutil.rmtree(directory.path / "progress", ignore_errors=True)
         if alone:
             remove_leftovers(directory.path)
@@ -287,5 +291,11 @@ def _write(directory: LabelDirectory, document: dict[str, Any], total: LabelRepo
     if before is not None:
         entry["replaced"] = before
     document["modalities"] = {**(document.get("modalities") or {}), directory.modality: entry}
+    _write_index(directory, document)
     write_json(directory.dataset / "dataset.json", document)
     log.info("%s: %d labels, %d of them empty", directory.path, entry["labels"], entry["unreadable"])
+
+
+def _write_index(directory: LabelDirectory, document: Mapping[str, Any]) -> None:
+    suffix = stored_maps(directory.dataset / "dataset.json", document)[directory.modality].suffix
+    write_image_index(directory.path, document["shards"], (suffix,), document["rows_per_block"])

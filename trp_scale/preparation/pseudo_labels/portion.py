@@ -19,6 +19,7 @@ import torch
 from PIL import Image
 from torch import Tensor
 
+from trp_scale.data.binary_index import NAME
 from trp_scale.data.images.maps import OWN_TAR
 from trp_scale.data.images.png import Map, write_png
 from trp_scale.data.images.reader import SampleReader, SampleTable, read_samples
@@ -211,6 +212,7 @@ class LabelWorker:
             return None
         directory.check_settings()
         index_path(directory.tar(shard)).unlink(missing_ok=True)  # of other images, or of a tar that was cut
+        (directory.path / NAME).unlink(missing_ok=True)  # of all tars as they were
         return stack.enter_context(new_tar(directory.tar(shard), directory.report_path(shard)))
 
     def _labeller(self, task: LabelTask) -> Labeller:

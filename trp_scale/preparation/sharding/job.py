@@ -4,6 +4,7 @@ DATASET/
   dataset.json                  what was made, from what, the counts, and what was left out and why; it is written last
   shards/KIND-000000.tar        one for each portion of the input
   shards/KIND-000000.index.json written after its tar and its report: it marks a finished shard
+  shards/index.bin              all indexes in one, written before dataset.json
   progress/                     until dataset.json is there: the settings, the lock, a report for each finished shard
 
 How the input is cut into portions depends on the input and the settings alone. A run that was stopped finds the
@@ -24,6 +25,7 @@ from typing import Any, Generic, TypeVar
 from trp_scale.config.settings import Section, range_problems, sections
 from trp_scale.data.index import DataError, index_path, read_index, read_json, write_json
 from trp_scale.data.temporary import remove_leftovers
+from trp_scale.preparation.binary_index import write_dataset_index
 from trp_scale.preparation.sharding.lock import only_run
 from trp_scale.preparation.sharding.workers import Advance, PortionT, Progressed, run_portions
 from trp_scale.preparation.sharding.writing import ShardWriter, new_tar, report_path
@@ -279,7 +281,10 @@ class ShardingJob(Generic[ReportT]):
             "skipped_places_limit": MAX_LISTED,
             "settings": self.identity,
         }
-        write_json(self.output / "dataset.json", {**document, **description})
+        complete = {**document, **description}
+        if shards:
+            write_dataset_index(self.output, complete)
+        write_json(self.output / "dataset.json", complete)
         shutil.rmtree(self.output / "progress")
         return shards
 

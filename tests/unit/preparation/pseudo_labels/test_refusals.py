@@ -162,7 +162,7 @@ def test_a_dpt_without_the_weights_that_it_never_uses(tmp_path: Path, models: Mo
     assert forget_weights(model, "neck.fusion_stage.layers.0.residual_layer1.") == 4
     assert label(without, models._replace(depth=model), semseg={"model": ""})
     labels = [files(each / "depth") for each in (whole, without)]
-    assert labels[0] == labels[1] and len(labels[0]) == 6
+    assert labels[0] == labels[1] and len(labels[0]) == 7
     found = find_model("depth", str(model))
     for needed in ("neck.fusion_stage.layers.0.residual_layer2.", "neck.fusion_stage.layers.1.residual_layer1."):
         assert forget_weights(model, needed) == 4

@@ -1,0 +1,236 @@
+"""The binary index: the same data set as from the JSON indexes, and a stale or damaged one is refused."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from dataclasses import fields
+from fractions import Fraction
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.unit.data import loaded, stored
+from tests.unit.data.images import stored as images
+from trp_scale.cli import main
+from trp_scale.data import binary_index
+from trp_scale.data.binary_index import NAME, find_index
+from trp_scale.data.images.dataset import ImageDataset, open_image_dataset
+from trp_scale.data.images.reader import SampleReader
+from trp_scale.data.index import DataError, index_path, read_json, write_json
+from trp_scale.data.plan import Member, TrainPlan
+from trp_scale.data.text.dataset import open_text_dataset
+from trp_scale.preparation.binary_index import write_dataset_index
+from trp_scale.preparation.verify import verify_dataset
+
+
+def indexed(directory: Path) -> Path:
+    """The data set with its binary index."""
+    assert main(["index", str(directory)]) == 0
+    return directory
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Path:
+    return images.small_images(tmp_path / "images")
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    return stored.write_dataset(tmp_path / "text", block_rows=[[2, 3, 5], [4], [1, 6]])
+
+
+def assert_tables_equal(one: object, other: object) -> None:
+    for field in fields(one):  # type: ignore[arg-type]
+        if field.name in ("index", "samples", "blocks"):
+            continue
+        ours, theirs = getattr(one, field.name), getattr(other, field.name)
+        if isinstance(ours, np.ndarray):
+            assert ours.tolist() == theirs.tolist(), field.name
+        else:
+            assert list(ours) == list(theirs) if field.name in ("keys", "shards") else ours == theirs, field.name
+
+
+def test_images_are_the_same_with_it(pictures: Path) -> None:
+    plain = open_image_dataset(pictures)
+    mapped = open_image_dataset(indexed(pictures))
+    assert plain.samples.index is None and mapped.samples.index is not None
+    assert_tables_equal(plain.samples, mapped.samples)
+    assert_tables_equal(plain.blocks, mapped.blocks)
+    assert plain.blocks.keys[2:9:3] == mapped.blocks.keys[2:9:3] and mapped.blocks.keys[-1] == plain.blocks.keys[-1]
+    assert plain.digest() == mapped.digest()
+    assert [mapped.samples.key(number) for number in (0, 20, 33)] == [plain.samples.key(n) for n in (0, 20, 33)]
+    assert SampleReader(mapped.samples, verify=True).members(20) == SampleReader(plain.samples, verify=True).members(20)
+
+
+def test_text_is_the_same_with_it(text: Path) -> None:
+    plain = open_text_dataset(text)
+    mapped = open_text_dataset(indexed(text))
+    assert plain.blocks.index is None and mapped.blocks.index is not None
+    assert_tables_equal(plain.blocks, mapped.blocks)
+    assert plain.digest() == mapped.digest()
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_global_batches_of_images_are_the_same_with_it(pictures: Path, workers: int) -> None:
+    config = images.config_for(pictures, data={"validation_fraction": 0.2, "workers": workers})
+    plain = images.steps(config, world=2, count=3)
+    indexed(pictures)
+    for one, other in zip(plain, images.steps(config, world=2, count=3), strict=True):
+        assert one.keys() == other.keys()
+        assert all((one[name] == other[name]).all() for name in one)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_global_batches_of_text_are_the_same_with_it(text: Path, workers: int) -> None:
+    config = stored.config_for(text, data={"workers": workers})
+    plain = loaded.steps(config, world=2, count=3)
+    indexed(text)
+    loaded.assert_same(plain, loaded.steps(config, world=2, count=3))
+
+
+def test_maps_beside_images_and_members_that_are_not_read(tmp_path: Path) -> None:
+    """Columns of the first and the last of three members, and one of a directory of maps."""
+    samples = [
+        images.sample(number, 8, 8, **{"depth.png": bytes([number]) * 3, "semseg.png": bytes([number]) * 5})
+        for number in range(5)
+    ]
+    order = ("jpg", "depth.png", "cls", "semseg.png")
+    directory = images.write_images(tmp_path / "data", [samples], changes={"suffixes": list(order)})
+    binary = find_index(indexed(directory) / "shards")
+    assert binary is not None
+    from trp_scale.data.images.reader import read_samples
+
+    for opened in (("jpg", "cls"), ("jpg", "semseg.png"), order, ("jpg", "depth.png", "semseg.png"), ("cls", "jpg")):
+        table = read_samples(directory / "shards", ["image-000000.tar"], order, opened, 4)
+        assert table.index is not None
+        members = SampleReader(table, verify=True).members(3)
+        assert [bytes(content) for content in members] == [samples[3][suffix] for suffix in opened]
+
+
+def test_workers_map_the_file_themselves(tmp_path: Path) -> None:
+    samples = [images.sample(number, 1, 1) for number in range(400)]
+    dataset = open_image_dataset(indexed(images.write_images(tmp_path / "data", [samples])))
+    member = Member(name="", weight=Fraction(1), table=dataset.blocks, chosen=np.ones(100, dtype=np.bool_))
+    plan = TrainPlan(seed=0, members=[member], blocks_per_group=4)
+    assert len(pickle.dumps((dataset.samples, dataset.blocks, plan))) < 2_500  # arrays: 400 x 40 + 100 x 20 bytes
+    places = np.arange(900)
+    assert pickle.loads(pickle.dumps(plan)).locate(places).keys.tolist() == plan.locate(places).keys.tolist()
+    content = pickle.dumps((dataset.samples, dataset.blocks))
+    samples_there, blocks_there = pickle.loads(content)
+    assert_tables_equal(dataset.samples, samples_there)
+    assert_tables_equal(dataset.blocks, blocks_there)
+
+
+def replaced_tar(directory: Path) -> None:
+    tar = directory / "shards" / "image-000001.tar"
+    tar.write_bytes(tar.read_bytes() + bytes(512))
+
+
+def replaced_json(directory: Path) -> None:
+    path = index_path(directory / "shards" / "image-000001.tar")
+    path.write_text(path.read_text() + "\n")
+
+
+def replaced_json_of_one_size(directory: Path) -> None:
+    path = index_path(directory / "shards" / "image-000002.tar")
+    path.write_text(path.read_text().replace('"label": 0', '"label": 1'))
+    later = (directory / "shards" / NAME).stat().st_mtime_ns + 10**9
+    os.utime(path, ns=(later, later))
+
+
+def missing_tar(directory: Path) -> None:
+    (directory / "shards" / "image-000001.tar").unlink()
+
+
+def fewer_tars(directory: Path) -> None:
+    document = read_json(directory / "dataset.json")
+    write_json(directory / "dataset.json", {**document, "shards": document["shards"][:2]})
+
+
+def other_blocks(directory: Path) -> None:
+    write_json(directory / "dataset.json", {**read_json(directory / "dataset.json"), "rows_per_block": 5})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (replaced_tar, r"image-000001\.tar: \d+ bytes found, index\.bin was made of \d+ .*trp-scale index .*images"),
+        (replaced_json, r"image-000001\.index\.json: \d+ bytes found, index\.bin was made of .*trp-scale index"),
+        (replaced_json_of_one_size, r"image-000002\.index\.json: newer than index\.bin, and other content"),
+        (missing_tar, r"image-000001\.tar: cannot be read \(No such file"),
+        (fewer_tars, r"index\.bin: of other tars than dataset\.json lists; .*trp-scale index"),
+        (other_blocks, r"index\.bin: images of a block 4 there, 5 in dataset\.json"),
+    ],
+)
+def test_a_stale_one_is_refused(pictures: Path, change: Callable[[Path], None], message: str) -> None:
+    change(indexed(pictures))
+    with pytest.raises(DataError, match=message):
+        open_image_dataset(pictures)
+
+
+def test_a_copy_with_newer_json_is_taken(pictures: Path, tmp_path: Path) -> None:
+    """Files of a copy are younger or older than each other by chance."""
+    copy = Path(shutil.copytree(indexed(pictures), tmp_path / "copy"))
+    for path in (copy / "shards").glob("*.json"):
+        later = (copy / "shards" / NAME).stat().st_mtime_ns + 10**9
+        os.utime(path, ns=(later, later))
+    assert open_image_dataset(copy).samples.index is not None
+
+
+def test_one_rank_of_a_machine_compares_it_with_the_tars(pictures: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    missing_tar(indexed(pictures))
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert open_image_dataset(pictures).meta.rows == 34
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    with pytest.raises(DataError, match="cannot be read"):
+        open_image_dataset(pictures)
+
+
+def flipped(place: int) -> Callable[[bytes], bytes]:
+    return lambda content: (
+        content[: place % len(content)] + bytes([content[place] ^ 1]) + content[place % len(content) + 1 :]
+    )
+
+
+@pytest.mark.parametrize(
+    ("damage", "message"),
+    [
+        (flipped(0), r"no binary index; make it again: trp-scale index"),
+        (flipped(8), r"format 0 found, 1 expected; make it again"),
+        (flipped(-3), r"its description is damaged"),
+        (lambda content: content[:-1], r"\d+ bytes found, \d+ expected"),
+        (lambda content: content[:10], r"no binary index"),
+    ],
+)
+def test_a_damaged_one_is_refused(pictures: Path, damage: Callable[[bytes], bytes], message: str) -> None:
+    path = indexed(pictures) / "shards" / NAME
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(DataError, match=message):
+        open_image_dataset(pictures)
+
+
+def test_damaged_numbers_are_found_by_verify_and_not_followed(pictures: Path) -> None:
+    path = indexed(pictures) / "shards" / NAME
+    first = binary_index._START.size
+    for place, value in ((first + 7, 0x7F), (first + 7, 0x80), (first + 27, 0xFF)):  # offset, offset < 0, length
+        content = bytearray(path.read_bytes())
+        content[place] = value
+        path.write_bytes(content)
+        with pytest.raises(DataError, match=r"image 0, \.jpg: the index is damaged: the member lies outside the tar"):
+            SampleReader(open_image_dataset(pictures).samples, verify=False).members(0)
+        with pytest.raises(DataError, match=r"index\.bin: samples are damaged; make it again"):
+            verify_dataset(pictures)
+        indexed(pictures)
+
+
+def test_one_made_again_under_a_run_is_refused_by_its_workers(pictures: Path) -> None:
+    dataset: ImageDataset = open_image_dataset(indexed(pictures))
+    content = pickle.dumps(dataset.samples)
+    document = {**read_json(pictures / "dataset.json"), "rows_per_block": 7}
+    write_dataset_index(pictures, document)
+    with pytest.raises(DataError, match=r"index\.bin: was made again while the run reads it"):
+        pickle.loads(content)

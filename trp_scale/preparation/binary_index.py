@@ -1,0 +1,36 @@
+"""Write the binary index of a data set, of its own tars and of those with maps beside them, from the JSON indexes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trp_scale.data.blocks import write_block_index
+from trp_scale.data.images.dataset import write_image_index
+from trp_scale.data.images.maps import OWN_TAR, second_directories
+from trp_scale.data.index import DataError
+from trp_scale.data.text.dataset import SUFFIXES
+
+
+def write_dataset_index(directory: Path, document: Mapping[str, Any]) -> list[Path]:
+    """Write the binary indexes of a data set; returns where.
+
+    Args:
+        directory: of the data set.
+        document: the content of its dataset.json, which need not be there yet.
+
+    Raises:
+        DataError: a tar or a JSON index is missing, damaged or does not fit.
+    """
+    kind = document.get("kind")
+    if kind not in ("text", "image"):
+        raise DataError(f"{directory / 'dataset.json'}: kind {kind!r} found, text or image expected")
+    shards = list(document["shards"])
+    if kind == "text":
+        return [write_block_index(directory / OWN_TAR, shards, SUFFIXES)]
+    rows_per_block = document["rows_per_block"]
+    written = [write_image_index(directory / OWN_TAR, shards, tuple(document["suffixes"]), rows_per_block)]
+    for name, maps in second_directories(directory / "dataset.json", document).items():
+        written.append(write_image_index(directory / name, shards, (maps.suffix,), rows_per_block))
+    return written
