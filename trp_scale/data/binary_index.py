@@ -31,10 +31,11 @@ from typing import IO, Any, overload
 import numpy as np
 import numpy.typing as npt
 
-from trp_scale.data.index import DataError, index_path
+from trp_scale.data.index import BINARY_INDEX, DataError, index_path
+from trp_scale.data.remote.mirror import find_mirror
 from trp_scale.data.temporary import temporary_beside
 
-NAME = "index.bin"
+NAME = BINARY_INDEX
 
 BINARY_FORMAT = 1
 
@@ -282,6 +283,15 @@ class BinaryIndex:
             if here != asked:
                 raise DataError(f"{self.path}: {what} {here} there, {asked} in dataset.json; {advice} makes it again")
         if not _first_here():
+            return
+        mirror = find_mirror(directory)
+        if mirror is not None:  # where the JSON indexes were left
+            for name, size in zip(self.tars, self.sizes.tolist(), strict=True):
+                found = mirror.size(directory / name)
+                if found not in (None, size):
+                    raise DataError(
+                        f"{directory / name}: {found} bytes found, {NAME} was made of {size} bytes; {advice}"
+                    )
             return
         made = self.path.stat().st_mtime_ns
         for name, size, (json_size, json_end) in zip(self.tars, self.sizes.tolist(), self._beside, strict=True):

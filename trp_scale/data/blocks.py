@@ -15,6 +15,7 @@ import numpy.typing as npt
 from trp_scale.data.binary_index import NAME, BinaryIndex, OrderBlocks, TarColumns, find_index, new_index
 from trp_scale.data.hashing import Integers, Words, name_hash
 from trp_scale.data.index import DataError, ShardIndex, index_path, read_index
+from trp_scale.data.remote.mirror import find_mirror
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -192,15 +193,29 @@ def check_size(path: Path, shard: str, size: int) -> None:
     Raises:
         DataError: the tar cannot be read, or is another.
     """
-    try:
-        found = path.stat().st_size
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror})") from error
+    found = stored_size(path)
+    if found is None:  # a server that does not say: compared when it is fetched
+        found = size
     if shard != path.name or size != found:
         raise DataError(
             f"{path}: {found} bytes found, {index_path(path).name} is of {shard} with {size} bytes; "
             f"copy the shard again, or shard the data again"
         )
+
+
+def stored_size(path: Path) -> int | None:
+    """Bytes of a tar, where it lies; None if that is a URL whose server does not list sizes.
+
+    Raises:
+        DataError: it is not there.
+    """
+    try:
+        return path.stat().st_size
+    except OSError as error:
+        mirror = find_mirror(path.parent)
+        if mirror is None:
+            raise DataError(f"{path}: cannot be read ({error.strerror})") from error
+        return mirror.size(path)
 
 
 def check_members(shard: Path, key: str, found: set[str], allowed: tuple[str, ...]) -> None:

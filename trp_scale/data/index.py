@@ -17,6 +17,9 @@ from typing import Any
 from trp_scale.config import RefusedError
 from trp_scale.data.temporary import temporary_beside
 
+BINARY_INDEX = "index.bin"
+"""One index of all tars of a folder (binary_index.py), beside them."""
+
 INDEX_FORMAT = 2
 """2: with the class of each image."""
 

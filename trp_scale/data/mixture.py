@@ -17,6 +17,7 @@ import numpy as np
 
 from trp_scale.config import RefusedError
 from trp_scale.data.hashing import PLACE_BITS, Integers, mix, stream
+from trp_scale.data.remote.mirror import local_directory
 
 LONGEST_CYCLE = 1 << 16
 
@@ -33,9 +34,11 @@ class MemberPath:
 
 
 def parse_paths(text: str) -> list[MemberPath]:
-    """Read `data.path`: a directory, or 'name:weight=directory' several times with commas between.
+    """Read `data.path`: a directory, or 'name:weight=directory' several times with commas between. A directory may be
+    a URL: then its small files are fetched, and the path is that of its mirror (remote/mirror.py).
 
     Raises:
+        DataError: there is no data set under a URL.
         RefusedError: empty, a member without name and weight, a weight of 0, or a name used twice.
     """
     if not text.strip():
@@ -44,13 +47,14 @@ def parse_paths(text: str) -> list[MemberPath]:
         )
     first = text.split(",")[0].strip()
     if not _MEMBER.fullmatch(first):
-        return [MemberPath(name="", weight=Fraction(1), path=Path(text))]
+        return [MemberPath(name="", weight=Fraction(1), path=local_directory(text))]
     members = []
     for part in text.split(","):
         match = _MEMBER.fullmatch(part.strip())
         if match is None:
             raise RefusedError(f"data.path: {part!r} is not 'name:weight=directory' (in {text!r})")
-        members.append(MemberPath(name=match["name"], weight=Fraction(match["weight"]), path=Path(match["path"])))
+        directory = local_directory(match["path"])
+        members.append(MemberPath(name=match["name"], weight=Fraction(match["weight"]), path=directory))
         if members[-1].weight == 0:
             raise RefusedError(
                 f"data.path: weight of {match['name']!r} is 0; leave the member out, or give it a weight"

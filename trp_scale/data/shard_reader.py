@@ -19,6 +19,8 @@ import numpy.typing as npt
 
 from trp_scale.data.blocks import BlockTable
 from trp_scale.data.index import DataError
+from trp_scale.data.remote.mirror import open_tar
+from trp_scale.errors import RefusedError
 
 _LONGEST_HEADER = 4096
 
@@ -87,8 +89,10 @@ class ShardReader:
         if shard not in self._maps:
             path = self.table.shards[shard]
             try:
-                with path.open("rb") as file:
+                with open_tar(path, int(self.table.sizes[shard])) as file:
                     mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            except RefusedError:  # of the network, or there is no such tar
+                raise
             except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
                 raise DataError(f"{path}: cannot be mapped ({error})") from error
             if len(mapped) != int(self.table.sizes[shard]):

@@ -29,6 +29,7 @@ from trp_scale.data.blocks import check_members, check_size, shard_path
 from trp_scale.data.hashing import Integers
 from trp_scale.data.images.maps import StoredMaps, map_formats
 from trp_scale.data.index import DataError, index_path, read_index, read_index_document
+from trp_scale.data.remote.mirror import open_tar
 
 IMAGE, CLASS = "jpg", "cls"
 """The image, and its class as an ASCII integer."""
@@ -336,7 +337,8 @@ class SampleReader:
             return self._files[shard]
         path = self.table.shards[shard]
         try:
-            descriptor = os.open(path, os.O_RDONLY)
+            with open_tar(path, int(self.table.sizes[shard])) as file:
+                descriptor = os.dup(file.fileno())
         except OSError as error:
             raise DataError(f"{path}: cannot be opened ({error.strerror})") from error
         self._files[shard] = descriptor

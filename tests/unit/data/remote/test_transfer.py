@@ -1,0 +1,143 @@
+"""Files under URLs arrive whole, whatever the server does meanwhile; or an error says what to change."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.faulty_server import directory, faulty_server
+from trp_scale.data.index import DataError
+from trp_scale.data.remote import transfer
+from trp_scale.data.remote.transfer import Remote, RemoteError, is_url
+from trp_scale.errors import RefusedError
+
+CONTENT = bytes(range(256)) * 40  # 10,240 bytes
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests of 1,000 bytes."""
+    monkeypatch.setattr(transfer, "PIECE", 1000)
+
+
+def written(remote: Remote, name: str, path: Path, size: int, start: int = 0) -> bytes:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT)
+    try:
+        remote.read_into(descriptor, name, size, start)
+        return path.read_bytes()
+    finally:
+        os.close(descriptor)
+
+
+def test_a_drive_or_a_name_with_a_colon_is_no_url() -> None:
+    assert is_url("s3://bucket/data") and is_url("file:///data")
+    assert not is_url("/data/books") and not is_url("books:0.7=/a") and not is_url("a:b")
+
+
+@pytest.mark.parametrize("fault", ["500", "503", "cut", "short", "close"])
+def test_what_fails_is_asked_for_again(fault: str, tmp_path: Path, small_pieces: None) -> None:
+    (tmp_path / "tar").write_bytes(CONTENT)
+    with faulty_server(directory(tmp_path)) as (url, faults):
+        faults.of["tar"] = [fault] * 3
+        assert written(Remote(url), "tar", tmp_path / "copy", len(CONTENT)) == CONTENT
+        assert faults.gets("tar") == 11 + 3
+        assert written(Remote(url), "tar", tmp_path / "part", 2500, start=300) == CONTENT[300:2800]
+
+
+def test_a_request_that_stalls_ends_and_is_asked_again(
+    tmp_path: Path, small_pieces: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transfer, "REQUEST_SECONDS", 0.3)
+    (tmp_path / "tar").write_bytes(CONTENT)
+    with faulty_server(directory(tmp_path)) as (url, faults):
+        faults.of["tar"] = ["stall", "", "stall"]
+        began = time.monotonic()
+        assert written(Remote(url), "tar", tmp_path / "copy", len(CONTENT)) == CONTENT
+        assert time.monotonic() - began < 5
+
+
+def test_a_library_that_does_not_come_back_is_left_alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """File systems that are not asynchronous have no way to end a request."""
+    (tmp_path / "file").write_bytes(CONTENT)
+    remote = Remote(f"file://{tmp_path}")
+    monkeypatch.setattr(transfer, "REQUEST_SECONDS", 0.2)
+    read, stalls = remote._files.cat_file, iter([30.0])
+    monkeypatch.setattr(
+        remote._files, "cat_file", lambda *given, **named: (time.sleep(next(stalls, 0)), read(*given))[1]
+    )
+    assert remote.read("file") == CONTENT
+
+
+def test_an_end_to_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRP_SCALE_REMOTE_SECONDS", "0.5")
+    (tmp_path / "tar").write_bytes(CONTENT)
+    with faulty_server(directory(tmp_path)) as (url, faults):
+        faults.of["tar"] = ["503"] * 1000
+        began = time.monotonic()
+        with pytest.raises(
+            RemoteError, match=r"/tar: not read within 0.5 s, asked for \d+ times, at last: .*503"
+        ) as error:
+            Remote(url).read("tar")
+        assert time.monotonic() - began < 3
+        assert "TRP_SCALE_REMOTE_SECONDS" in str(error.value)
+    with pytest.raises(RemoteError, match=r"not read within 0.5 s"):
+        Remote(url).read("tar")  # nobody listens there now
+
+
+def test_a_file_that_is_not_there_is_asked_for_once(tmp_path: Path) -> None:
+    with faulty_server(directory(tmp_path)) as (url, faults):
+        with pytest.raises(DataError, match="/none: not found"):
+            Remote(url).read("none")
+        assert faults.gets("none") == 1
+
+
+@pytest.mark.parametrize("status", ["401", "403"])
+def test_no_permission_is_asked_for_once_and_says_what_to_set(status: str, tmp_path: Path) -> None:
+    with faulty_server(directory(tmp_path)) as (url, faults):
+        faults.of["tar"] = [status] * 5
+        with pytest.raises(RemoteError, match=r"no permission .*FSSPEC_HTTPS"):
+            Remote(url).read("tar")
+        assert faults.gets("tar") == 1
+
+
+def test_a_server_that_sends_whole_files_only(tmp_path: Path, small_pieces: None) -> None:
+    (tmp_path / "tar").write_bytes(CONTENT)
+    with faulty_server(directory(tmp_path, ranges=False)) as (url, faults):
+        assert written(Remote(url), "tar", tmp_path / "copy", len(CONTENT)) == CONTENT
+        assert faults.gets("tar") == 1
+
+
+def test_listed_files_have_sizes_and_versions(tmp_path: Path) -> None:
+    (tmp_path / "shards").mkdir()
+    (tmp_path / "shards" / "a.tar").write_bytes(CONTENT)
+    listed = Remote(f"file://{tmp_path}").listed()
+    assert listed is not None and list(listed) == ["shards/a.tar"] and listed["shards/a.tar"].size == len(CONTENT)
+    before = listed["shards/a.tar"].version
+    os.utime(tmp_path / "shards" / "a.tar", (1, 1))
+    again = Remote(f"file://{tmp_path}").listed()
+    assert before and again is not None and again["shards/a.tar"].version != before
+
+
+@pytest.mark.parametrize(
+    ("url", "said"),
+    [
+        ("nothing://a/b", "Protocol not known: nothing.*allowed: s3://"),
+        ("s3://bucket/data?versionId=3", "a query in the URL"),
+        ("gs://bucket/data", "gcsfs"),
+    ],
+)
+def test_urls_that_cannot_be_read(url: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "gcsfs", None)  # not installed
+    with pytest.raises(RefusedError, match=said):
+        Remote(url)
+
+
+def test_seconds_that_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    for wrong in ("long", "0", "nan"):
+        monkeypatch.setenv("TRP_SCALE_REMOTE_SECONDS", wrong)
+        with pytest.raises(RefusedError, match=rf"TRP_SCALE_REMOTE_SECONDS: '{wrong}' found, .* above 0 allowed"):
+            Remote("file:///tmp")

@@ -1,0 +1,243 @@
+"""A directory of fetched files with a bound, which all processes of a machine share.
+
+A file is written beside its name and then renamed, under a lock, so that of several processes that want it one fetches
+it and the others wait. Where there is no room, the files that were opened longest ago go. A process that has one of
+those open reads on: it is gone when the last one has closed it, and takes its room until then.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import math
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from trp_scale.data.remote.transfer import RemoteError, patience
+from trp_scale.errors import RefusedError
+
+DIRECTORY, GIGABYTES = "TRP_SCALE_CACHE", "TRP_SCALE_CACHE_GB"
+"""Environment variables: where, and how much."""
+
+LEFT_FREE = 0.1
+"""Share of the disk that stays free where no bound is given."""
+
+_KEPT = 0.9
+"""Share of the bound that remains after a clearing, so that not every file clears."""
+
+_PART = ".part"
+_USED = ".used"
+_POLL = 0.05
+
+
+def cache_root() -> Path:
+    """TRP_SCALE_CACHE; else a directory of this user's in the one for temporary files.
+
+    Raises:
+        RefusedError: the latter belongs to someone else.
+    """
+    if given := os.environ.get(DIRECTORY):
+        root = Path(given).absolute()
+        root.mkdir(parents=True, exist_ok=True)
+        return root
+    root = Path(tempfile.gettempdir()) / f"trp_scale_cache-{os.getuid()}"
+    root.mkdir(mode=0o700, exist_ok=True)
+    status = root.lstat()
+    if status.st_uid != os.getuid() or status.st_mode & 0o077 or root.is_symlink():
+        raise RefusedError(f"{root}: not a directory that belongs to this user alone; remove it, or set {DIRECTORY}")
+    return root
+
+
+def given_bound() -> int | None:
+    """TRP_SCALE_CACHE_GB in bytes; None if it is not set.
+
+    Raises:
+        RefusedError: not a number above 0.
+    """
+    text = os.environ.get(GIGABYTES, "")
+    try:
+        gigabytes = float(text) if text else None
+    except ValueError:
+        gigabytes = math.nan
+    if gigabytes is not None and not 0 < gigabytes < math.inf:
+        raise RefusedError(f"{GIGABYTES}: {text!r} found, a number of gigabytes above 0 allowed")
+    return None if gigabytes is None else int(gigabytes * 1e9)
+
+
+class Cache:
+    """The tars below one root.
+
+    Attributes:
+        found, fetched: files that this process opened: those that were there, and those that it fetched.
+        fetched_bytes: of the latter.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.found = self.fetched = self.fetched_bytes = 0
+
+    def bound(self) -> int:
+        """Bytes that the files may take."""
+        given = given_bound()
+        if given is not None:
+            return given
+        disk = os.statvfs(self.root)
+        return max(0, self._used() + disk.f_frsize * (disk.f_bavail - int(LEFT_FREE * disk.f_blocks)))
+
+    def open(self, place: Path, size: int, fetch: Callable[[int], None]) -> int:
+        """A descriptor of the file at `place`, which is fetched if it is not there.
+
+        Args:
+            place: below the root.
+            size: its bytes.
+            fetch: writes them into a descriptor.
+
+        Raises:
+            RemoteError: no room; or another process fetches the file and does not get on.
+        """
+        while True:
+            with suppress(FileNotFoundError):
+                descriptor = os.open(place, os.O_RDONLY)
+                os.utime(descriptor)
+                self.found += 1
+                return descriptor
+            descriptor = self._claimed(place)
+            try:
+                if not place.exists():
+                    self._make_room(place, descriptor, size)
+                    fetch(descriptor)
+                    _part(place).replace(place)
+                    fcntl.flock(descriptor, fcntl.LOCK_UN)  # others may wait, and a fork may keep the descriptor
+                    self.fetched += 1
+                    self.fetched_bytes += size
+                    return descriptor
+                _part(place).unlink(missing_ok=True)
+            except BaseException:
+                _part(place).unlink(missing_ok=True)
+                os.close(descriptor)
+                raise
+            os.close(descriptor)
+
+    def _claimed(self, place: Path) -> int:
+        """A descriptor of the unfinished file, locked: this process alone writes it."""
+        place.parent.mkdir(parents=True, exist_ok=True)
+        part, end = _part(place), time.monotonic() + patience()
+        while True:
+            descriptor = os.open(part, os.O_RDWR | os.O_CREAT, 0o600)
+            try:
+                while True:
+                    with suppress(BlockingIOError):
+                        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        break
+                    if not _is(part, descriptor):
+                        break
+                    if os.fstat(descriptor).st_size and _written_lately(descriptor):
+                        end = time.monotonic() + patience()
+                    if time.monotonic() > end:
+                        raise RemoteError(f"{place}: another process of this machine fetches it and does not get on")
+                    time.sleep(_POLL)
+                if _is(part, descriptor):
+                    return descriptor
+            except BaseException:
+                os.close(descriptor)
+                raise
+            os.close(descriptor)  # it was renamed, or given up, by the process that had it before
+
+    def _make_room(self, place: Path, descriptor: int, size: int) -> None:
+        """Take `size` bytes for an unfinished file, and remove others where that is too much."""
+        with self._alone():
+            bound, used = self.bound(), self._used()
+            if size > bound:
+                raise RemoteError(
+                    f"{place.name}: {size / 1e9:.3f} GB, the cache in {self.root} may take {bound / 1e9:.3f} GB; set "
+                    f"{GIGABYTES} to more, or {DIRECTORY} to a larger disk"
+                )
+            os.ftruncate(descriptor, size)
+            if used + size > bound:
+                used = self._clear(int(_KEPT * bound) if size <= _KEPT * bound else bound, keep=_part(place))
+            else:
+                used += size
+            (self.root / _USED).write_text(str(used))
+
+    def _clear(self, limit: int, keep: Path) -> int:
+        """Remove the files opened longest ago until all take `limit` bytes; returns what they take. Unfinished files of
+        processes that were killed go first."""
+        files = sorted(((path.stat(), path) for path in self._files()), key=lambda each: each[0].st_mtime_ns)
+        used = sum(status.st_size for status, _ in files)
+        for abandoned in (True, False):
+            for status, path in files:
+                if path == keep or (path.suffix == _PART) != abandoned or (used <= limit and not abandoned):
+                    continue
+                if abandoned and not _unlocked(path):
+                    continue
+                path.unlink(missing_ok=True)
+                used -= status.st_size
+        return used
+
+    def _files(self) -> Iterator[Path]:
+        return (path for pattern in ("*.tar", f"*.tar{_PART}") for path in self.root.rglob(pattern) if path.is_file())
+
+    def _used(self) -> int:
+        """What the files took at the last change; a process that was killed may leave more than there is."""
+        with suppress(OSError, ValueError):
+            return int((self.root / _USED).read_text())
+        return sum(path.stat().st_size for path in self._files())
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        with locked(self.root / ".lock"):
+            yield
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Context that one process of the machine at a time is in.
+
+    Raises:
+        RefusedError: the file system has no locks.
+    """
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        except OSError as error:
+            raise RefusedError(
+                f"{path}: no lock ({error.strerror}); set {DIRECTORY} to a disk of this machine"
+            ) from error
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _part(place: Path) -> Path:
+    return place.with_name(place.name + _PART)
+
+
+def _is(path: Path, descriptor: int) -> bool:
+    """Whether the open file still has this name."""
+    try:
+        return os.path.samestat(path.stat(), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def _written_lately(descriptor: int) -> bool:
+    return time.time() - os.fstat(descriptor).st_mtime < 1.0
+
+
+def _unlocked(path: Path) -> bool:
+    """Whether no process writes an unfinished file."""
+    try:
+        descriptor = os.open(path, os.O_RDWR)
+    except FileNotFoundError:
+        return False
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,273 @@
+"""The local directory of a data set that lies under a URL: its small files, and those tars that the cache holds.
+
+CACHE/s3/BUCKET/DATASET/
+  remote.json                   the URL, and size and version of each file there
+  dataset.json, tokenizer/
+  shards/index.bin              or, where there is none, shards/*.index.json
+  shards/text-000000.tar        fetched when it is first read; may go again when there is no room
+
+Everything that reads a data set from a directory reads it from this one. Only who opens tars, and who compares their
+sizes, asks `Mirror`. Of a local data set that is one look for remote.json, and fsspec is not imported.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import IO, Any
+
+from trp_scale.data.index import BINARY_INDEX, DataError, index_path, read_json, write_json
+from trp_scale.data.remote.cache import Cache, cache_root, locked
+from trp_scale.data.remote.transfer import AT_ONCE, NotThereError, Remote, Stored, is_url
+from trp_scale.data.temporary import temporary_beside
+from trp_scale.errors import RefusedError
+
+MARKER = "remote.json"
+
+FRESH_SECONDS = 30.0
+"""The ranks of a machine start within this time; the first one looks what is under the URL."""
+
+_TOKENIZER = ("tokenizer.json", "vocab.txt", "tokenizer_config.json", "special_tokens_map.json", "spiece.model")
+"""Looked for where a server lists no files."""
+
+
+def local_directory(text: str) -> Path:
+    """The directory of a data set: the one that is named, or of a URL its mirror, brought up to date.
+
+    Raises:
+        DataError: there is no data set.
+        RemoteError: the URL cannot be read.
+        RefusedError: no URL that can be read.
+    """
+    return _mirrored(text, cache_root()) if is_url(text) else Path(text)
+
+
+@functools.cache
+def _mirrored(url: str, root: Path) -> Path:
+    """Once in a process: a run sees one state of its data."""
+    directory = _place(url, root)
+    directory.mkdir(parents=True, exist_ok=True)
+    with locked(directory / ".lock"):
+        marker = directory / MARKER
+        if not marker.exists() or time.time() - marker.stat().st_mtime > FRESH_SECONDS:
+            _Update(url.rstrip("/"), root, directory).run()
+    return directory
+
+
+def _place(url: str, root: Path) -> Path:
+    protocol, _, rest = url.partition("://")
+    parts = [part for part in PurePosixPath(rest).parts if part != "/"]
+    if not parts or ".." in parts or not re.fullmatch(r"[A-Za-z0-9+.-]+", protocol):
+        raise RefusedError(f"{url}: not the URL of a directory, as s3://BUCKET/DATASET is")
+    return root.joinpath(protocol, *parts)
+
+
+class _Update:
+    """Brings the small files of a mirror up to date, and removes tars that are others now."""
+
+    def __init__(self, url: str, root: Path, directory: Path) -> None:
+        self._url, self._root, self._directory = url, root, directory
+        self._remote = Remote(url)
+
+    def run(self) -> None:
+        listed = self._remote.listed()
+        if listed is not None and "dataset.json" not in listed:
+            found = f"{len(listed)} other files" if listed else "nothing"
+            raise DataError(f"{self._url}/dataset.json: not found, {found} there")
+        before = self._before()
+        content = self._remote.read("dataset.json")
+        path = self._directory / "dataset.json"
+        if listed is None and (not path.exists() or path.read_bytes() != content):
+            before = {}  # all may be others now
+        self._save("dataset.json", content)
+        document = read_json(path)
+        tars = _tars(self._url, document)
+        self._remove([name for name in tars if not self._kept(name, listed, before)])
+        self._fetch(_indexes(tars, listed), listed, before)
+        self._fetch(self._tokenizer(listed), listed, before)
+        files = None if listed is None else {name: [each.size, each.version] for name, each in listed.items()}
+        write_json(self._directory / MARKER, {"url": self._url, "cache": str(self._root), "files": files})
+
+    def _before(self) -> dict[str, Any]:
+        marker = self._directory / MARKER
+        return (read_json(marker)["files"] or {"": None}) if marker.exists() else {}
+
+    def _kept(self, name: str, listed: dict[str, Stored] | None, before: dict[str, Any]) -> bool:
+        """Whether what is here, if it is, is what is there."""
+        if listed is None:
+            return bool(before)
+        return name in listed and before.get(name) == [listed[name].size, listed[name].version]
+
+    def _tokenizer(self, listed: dict[str, Stored] | None) -> list[str]:
+        if listed is None:
+            return [f"tokenizer/{name}" for name in _TOKENIZER]
+        return [name for name in listed if name.startswith("tokenizer/")]
+
+    def _fetch(self, names: Iterable[str], listed: dict[str, Stored] | None, before: dict[str, Any]) -> None:
+        wanted = [n for n in names if not (self._kept(n, listed, before) and (self._directory / n).exists())]
+        optional = listed is None
+
+        def fetch(name: str) -> None:
+            try:
+                if listed is None:
+                    self._save(name, self._remote.read(name))
+                else:
+                    self._copy(name, listed[name].size)
+            except KeyError as error:
+                raise NotThereError(f"{self._url}/{name}: not found") from error
+            except NotThereError:
+                if not (optional and name.startswith("tokenizer/")):
+                    raise
+
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            for _ in pool.map(fetch, wanted):
+                pass
+
+    def _copy(self, name: str, size: int) -> None:
+        """A file of any size: an index of 400 M images has 10 GB."""
+
+        def fill(file: IO[bytes]) -> None:
+            self._remote.read_into(file.fileno(), name, size)
+
+        self._write(name, fill)
+
+    def _save(self, name: str, content: bytes) -> None:
+        self._write(name, lambda file: file.write(content))
+
+    def _write(self, name: str, fill: Callable[[IO[bytes]], object]) -> None:
+        path = self._directory / name
+        if not path.resolve().is_relative_to(self._directory.resolve()):
+            raise DataError(f"{self._url}: file name {name!r} leads out of the data set")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = temporary_beside(path)
+        try:
+            with temporary.open("wb") as file:
+                fill(file)
+            temporary.replace(path)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def _remove(self, tars: list[str]) -> None:
+        for name in tars:
+            (self._directory / name).unlink(missing_ok=True)
+
+
+def _indexes(tars: Sequence[str], listed: Mapping[str, Stored] | None) -> list[str]:
+    """Of each folder its one index, else those of its tars."""
+    found = []
+    for tar in tars:
+        binary = str(Path(tar).with_name(BINARY_INDEX))
+        found.append(binary if listed is not None and binary in listed else str(index_path(Path(tar))))
+    return list(dict.fromkeys(found))
+
+
+def _tars(url: str, document: dict[str, Any]) -> list[str]:
+    """Names of the tars: of the samples, and of maps that were made later.
+
+    Raises:
+        DataError: one that leads elsewhere.
+    """
+    described = document.get("modalities") or {}
+    folders = dict.fromkeys(["shards", *(each.get("directory", "shards") for each in described.values())])
+    names = list(document.get("shards", ()))
+    for name in [*folders, *names]:
+        if Path(name).name != name:
+            raise DataError(f"{url}/dataset.json: {name!r} is not a plain file name")
+    return [f"{folder}/{name}" for folder in folders for name in names]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mirror:
+    """Opens the tars in one folder of a mirror.
+
+    Attributes:
+        directory: of the data set.
+        url: where it lies.
+        cache: the cache that it is part of.
+        sizes: bytes of the files there, by name; None where a server did not list them.
+    """
+
+    directory: Path
+    url: str
+    cache: Cache
+    sizes: dict[str, int] | None
+
+    def open(self, tar: Path, size: int) -> int:
+        """A descriptor of a tar, which is fetched first if the cache does not hold it.
+
+        Raises:
+            DataError: there is none under the URL.
+            RemoteError: it cannot be fetched, or there is no room for it.
+        """
+        name = tar.relative_to(self.directory).as_posix()
+        return self.cache.open(tar, size, lambda descriptor: _remote(self.url).read_into(descriptor, name, size))
+
+    def size(self, tar: Path) -> int | None:
+        """Bytes of a tar under the URL; None if they are not known.
+
+        Raises:
+            DataError: it is not there.
+        """
+        if self.sizes is None:
+            return None
+        name = tar.relative_to(self.directory).as_posix()
+        if name not in self.sizes:
+            raise DataError(f"{self.url}/{name}: not found")
+        return self.sizes[name]
+
+
+@functools.lru_cache(maxsize=16)
+def _remote(url: str) -> Remote:
+    """One in a process, for its connections."""
+    return Remote(url)
+
+
+def find_mirror(directory: Path) -> Mirror | None:
+    """The mirror that a folder of tars belongs to; None: it lies on this machine."""
+    marker = directory.parent / MARKER
+    try:
+        made = marker.stat().st_mtime_ns
+    except OSError:
+        return None
+    return _read_mirror(marker, made)
+
+
+def open_tar(tar: Path, size: int) -> IO[bytes]:
+    """A tar, opened; of a mirror it is fetched first if the cache does not hold it.
+
+    Args:
+        tar: its path.
+        size: its bytes.
+
+    Raises:
+        OSError: it cannot be opened.
+        DataError: there is none under the URL.
+        RemoteError: it cannot be fetched, or there is no room for it.
+    """
+    mirror = find_mirror(tar.parent)
+    return tar.open("rb", buffering=0) if mirror is None else os.fdopen(mirror.open(tar, size), "rb", buffering=0)
+
+
+@functools.lru_cache(maxsize=16)
+def _read_mirror(marker: Path, _: int) -> Mirror:
+    document = json.loads(marker.read_text())
+    files = document["files"]
+    return Mirror(
+        directory=marker.parent,
+        url=document["url"],
+        cache=_cache(Path(document["cache"])),
+        sizes=None if files is None else {name: size for name, (size, _) in files.items()},
+    )
+
+
+@functools.cache
+def _cache(root: Path) -> Cache:
+    """One in a process, which counts what it opens."""
+    return Cache(root)

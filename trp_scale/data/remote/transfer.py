@@ -1,0 +1,285 @@
+"""Reading files under a URL through fsspec: again after failures, with an end to waiting, and with errors that say what
+to change.
+
+fsspec's file systems differ in what they do about failures: s3fs repeats some requests, the one for https none; and
+none of them ends a request that stalls. Here every request has a time limit, and is repeated until a file has not got
+on for TRP_SCALE_REMOTE_SECONDS.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import os
+import random
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from trp_scale.data.index import DataError
+from trp_scale.errors import RefusedError
+
+SECONDS = "TRP_SCALE_REMOTE_SECONDS"
+"""Environment variable: how long a file may not get on."""
+
+DEFAULT_SECONDS = 300.0
+
+REQUEST_SECONDS = 60.0
+"""Of one request: PIECE bytes at 140 kB/s."""
+
+PIECE = 8 << 20
+"""Bytes of one request."""
+
+AT_ONCE = 8
+"""Requests at a time."""
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.25, 15.0
+
+_EXTRA = "pip install 'trp-scale[remote]' has what s3:// and https:// need, gs:// needs gcsfs"
+
+_SIGN_IN = {
+    "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE; FSSPEC_S3_ANON=true reads a public bucket, "
+    "AWS_ENDPOINT_URL names a server other than Amazon's",
+    "gs": "set GOOGLE_APPLICATION_CREDENTIALS to a key file, or run gcloud auth application-default login; "
+    "FSSPEC_GS_TOKEN=anon reads a public bucket",
+    "hf": "set HF_TOKEN, or run hf auth login",
+    "https": 'set FSSPEC_HTTPS to what the server wants, such as {"headers": {"Authorization": "Bearer TOKEN"}}',
+}
+_SIGN_IN |= {"s3a": _SIGN_IN["s3"], "gcs": _SIGN_IN["gs"], "http": _SIGN_IN["https"]}
+
+_UNSIGNED = {
+    "NoCredentialsError",
+    "PartialCredentialsError",
+    "CredentialRetrievalError",
+    "TokenRetrievalError",
+    "ProfileNotFound",
+    "DefaultCredentialsError",
+    "RefreshError",
+    "GatedRepoError",
+}
+
+_VERSIONS = ("ETag", "etag", "md5Hash", "blob_id", "LastModified", "mtime", "created")
+
+Answer = TypeVar("Answer")
+
+
+class RemoteError(RefusedError):
+    """A file cannot be fetched. Not a `DataError`: no block is left out because the network is down."""
+
+
+class NotThereError(DataError):
+    """There is no such file under the URL."""
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A listed file: its bytes, and a text that changes with its content."""
+
+    size: int
+    version: str
+
+
+def is_url(text: str) -> bool:
+    """Whether a data directory is given by URL."""
+    return "://" in text
+
+
+def patience() -> float:
+    """Seconds that a file may not get on.
+
+    Raises:
+        RefusedError: the environment variable is not a number above 0.
+    """
+    text = os.environ.get(SECONDS, "")
+    try:
+        seconds = float(text) if text else DEFAULT_SECONDS
+    except ValueError:
+        seconds = math.nan
+    if not 0 < seconds < math.inf:
+        raise RefusedError(f"{SECONDS}: {text!r} found, a number of seconds above 0 allowed")
+    return seconds
+
+
+class Remote:
+    """Files under a URL. Used by several threads at a time; not handed to other processes.
+
+    Raises:
+        RefusedError: a URL that no installed library reads.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url.rstrip("/")
+        self._protocol = url.split("://")[0]
+        self._seconds = patience()
+        if "?" in url:
+            raise RefusedError(f"{url}: a query in the URL of a directory; allowed: URLs without one")
+        import fsspec
+
+        try:
+            self._files, self._path = fsspec.core.url_to_fs(self.url, skip_instance_cache=True)
+        except ImportError as error:
+            raise RefusedError(f"{url}: {error}; {_EXTRA}") from error
+        except ValueError as error:
+            known = "s3://, gs://, https://, hf://, file://"
+            raise RefusedError(f"{url}: {error}; allowed: {known} and what else fsspec reads") from error
+        except Exception as error:  # of the libraries' own kinds
+            raise self._refused(url, error) from error
+
+    def read(self, name: str) -> bytes:
+        """A whole file.
+
+        Raises:
+            NotThereError: there is none.
+            RemoteError: it cannot be read.
+        """
+        content: bytes = self._repeated(name, lambda seconds: self._asked("cat_file", seconds, self._place(name)))
+        return content
+
+    def read_into(self, descriptor: int, name: str, size: int, start: int = 0) -> None:
+        """Write bytes start to start + size of a file into an open one, from its first byte on, in several requests at
+        a time.
+
+        Raises:
+            NotThereError: there is no such file.
+            RemoteError: it cannot be read, or is shorter.
+        """
+        pieces = [(at, min(at + PIECE, size)) for at in range(0, size, PIECE)]
+
+        def fetch(piece: tuple[int, int]) -> int:
+            content = self._range(name, start + piece[0], start + piece[1], whole=start + size)
+            at = piece[0] if len(content) == piece[1] - piece[0] else 0
+            _write(descriptor, content, at)
+            return len(content)
+
+        if not pieces or fetch(pieces[0]) >= size:
+            return
+        with ThreadPoolExecutor(min(AT_ONCE, len(pieces) - 1)) as pool:
+            futures = [pool.submit(fetch, piece) for piece in pieces[1:]]
+            try:
+                for future in futures:
+                    future.result()
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+
+    def listed(self) -> dict[str, Stored] | None:
+        """All files by their names under the URL; None where a server does not list them.
+
+        Raises:
+            RemoteError: they cannot be listed.
+        """
+        if self._protocol in ("http", "https"):
+            return None
+        found = self._repeated("", lambda seconds: self._asked("find", seconds, self._path, detail=True))
+        prefix = self._path.rstrip("/") + "/"
+        return {
+            name.removeprefix(prefix): Stored(int(entry["size"]), _version(entry))
+            for name, entry in found.items()
+            if name.startswith(prefix)
+        }
+
+    def _range(self, name: str, start: int, end: int, whole: int) -> bytes:
+        """Bytes start to end; or those from 0 to `whole`, where a server sends the whole file whatever it is asked."""
+
+        def ask(seconds: float) -> bytes:
+            content: bytes = self._asked("cat_file", seconds, self._place(name), start=start, end=end)
+            if len(content) != end - start and not (start == 0 and len(content) == whole):
+                raise EOFError(f"{len(content)} bytes received of {end - start} asked for")
+            return content
+
+        return self._repeated(name, ask)
+
+    def _place(self, name: str) -> str:
+        return f"{self._path.rstrip('/')}/{name}"
+
+    def _asked(self, what: str, seconds: float, *arguments: Any, **named: Any) -> Any:
+        """What a method of the file system returns, within `seconds`."""
+        asynchronous = getattr(self._files, f"_{what}", None)
+        if self._files.async_impl and inspect.iscoroutinefunction(asynchronous):
+            from fsspec.asyn import sync
+
+            return sync(self._files.loop, asynchronous, *arguments, timeout=seconds, **named)
+        return _within(seconds, lambda: getattr(self._files, what)(*arguments, **named))
+
+    def _repeated(self, name: str, ask: Callable[[float], Answer]) -> Answer:
+        """The answer, asked for again after failures, with longer and longer pauses."""
+        where = f"{self.url}/{name}" if name else self.url
+        end = time.monotonic() + self._seconds
+        pause, asked = FIRST_PAUSE, 0
+        while True:
+            asked += 1
+            try:
+                return ask(max(0.1, min(REQUEST_SECONDS, end - time.monotonic())))
+            except FileNotFoundError as error:
+                advice = f"; a private one is hidden: {_SIGN_IN['hf']}" if self._protocol == "hf" else ""
+                raise NotThereError(f"{where}: not found{advice}") from error
+            except Exception as error:  # each file system has exceptions of its own
+                if _unsigned(error):
+                    raise self._refused(where, error) from error
+                if time.monotonic() + pause > end:
+                    reason = f"{type(error).__name__}: {error}".rstrip(": ")
+                    raise RemoteError(
+                        f"{where}: not read within {self._seconds:g} s, asked for {asked} times, at last: {reason}; "
+                        f"see whether this machine reaches it, or set {SECONDS} to wait longer"
+                    ) from error
+            time.sleep(pause * random.uniform(0.5, 1.0))
+            pause = min(2 * pause, LONGEST_PAUSE)
+
+    def _refused(self, where: str, error: Exception) -> RemoteError:
+        advice = _SIGN_IN.get(self._protocol, f"see fsspec's settings for {self._protocol}:// (FSSPEC_...)")
+        return RemoteError(f"{where}: no permission ({type(error).__name__}: {error}); {advice}")
+
+
+def _version(entry: dict[str, Any]) -> str:
+    return next((str(entry[key]) for key in _VERSIONS if entry.get(key) is not None), "")
+
+
+def _write(descriptor: int, content: bytes, at: int) -> None:
+    view = memoryview(content)
+    while view:
+        written = os.pwrite(descriptor, view, at)
+        view, at = view[written:], at + written
+
+
+def _unsigned(error: BaseException) -> bool:
+    """Whether credentials are missing or not enough: that does not pass by waiting."""
+    for each in _chain(error):
+        status = getattr(each, "status", None) or getattr(getattr(each, "response", None), "status_code", None)
+        if isinstance(each, PermissionError) or type(each).__name__ in _UNSIGNED or status in (401, 403):
+            return True
+    return False
+
+
+def _chain(error: BaseException) -> Iterator[BaseException]:
+    each: BaseException | None = error
+    while each is not None:
+        yield each
+        each = each.__cause__ or each.__context__
+
+
+def _within(seconds: float, ask: Callable[[], Answer]) -> Answer:
+    """What `ask` returns; it is left to itself if it takes longer.
+
+    Raises:
+        TimeoutError: it took longer.
+    """
+    answers: list[Answer] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            answers.append(ask())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    if errors:
+        raise errors[0]
+    if not answers:
+        raise TimeoutError(f"no answer within {seconds:.1f} s")
+    return answers[0]
