@@ -44,6 +44,7 @@ COMMANDS: dict[str, dict[str, Command]] = {
         "index": Command(
             "trp_scale.commands.preparation:index", "write the one index of a data set that runs map into memory"
         ),
+        "merge": Command("trp_scale.commands.preparation:merge", "join a data set that several machines made in parts"),
         "inspect": Command("trp_scale.commands.preparation:inspect", "show rows of a shard"),
         "verify": Command("trp_scale.commands.preparation:verify", "check every byte of a data set"),
     },

@@ -1,4 +1,4 @@
-"""Commands that make and show data: `shard-text`, `shard-images`, `pseudo-label`, `index`, `inspect`, `verify`."""
+"""Make and show data: `shard-text`, `shard-images`, `pseudo-label`, `merge`, `index`, `inspect` and `verify`."""
 
 from __future__ import annotations
 
@@ -71,6 +71,27 @@ def index(argv: Sequence[str]) -> int:
 
     for path in write_dataset_index(dataset, read_json(dataset / "dataset.json")):
         print(f"{path}: {path.stat().st_size} bytes")
+    return 0
+
+
+@dataclass(kw_only=True)
+class MergeArguments(TakesModules):
+    """Join the parts of a data set that were made with --shard_index and --num_shards: check that all are there, and
+    write dataset.json. The data set is then the same, byte for byte, as if one run had made it."""
+
+    dataset: tyro.conf.Positional[Path]
+    """Directory of the data set: --output of the parts, or --data of labels."""
+    max_skipped: float | None = None
+    """Largest share of documents or images that may be skipped; None: as the parts were told."""
+
+
+def merge(argv: Sequence[str]) -> int:
+    """`trp-scale merge`."""
+    arguments = read(MergeArguments, argv, prog="trp-scale merge")
+    from trp_scale.preparation.merge import merge as join
+
+    _tell_progress()
+    join(arguments.dataset, arguments.max_skipped)
     return 0
 
 

@@ -76,6 +76,8 @@ class ShardImagesConfig(ShardingSettings, TakesModalities):
             raise DataError("give --inputs FILES or --embedded, one of the two")
         if self.coco and not self.embedded:
             raise DataError("--coco is for --embedded scenes: other images have no boxes")
+        if self.coco and self.num_shards != 1:
+            raise DataError(f"--num_shards {self.num_shards}: --coco writes one file and has no parts; 1 is allowed")
         check_ranges(
             self,
             count=(1, 10**9),

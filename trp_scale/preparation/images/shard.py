@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from trp_scale.data.images.reader import CLASS, IMAGE
-from trp_scale.data.index import DataError
 from trp_scale.preparation.images.inputs import list_input
 from trp_scale.preparation.images.reencode import Encoded, EncodeSettings, encode_sample
 from trp_scale.preparation.images.samples import (
@@ -33,7 +32,7 @@ from trp_scale.preparation.images.samples import (
 )
 from trp_scale.preparation.images.scenes import write_coco_scenes
 from trp_scale.preparation.images.settings import ShardImagesConfig
-from trp_scale.preparation.sharding.job import PortionReport, ShardingJob
+from trp_scale.preparation.sharding.job import DataKind, PortionReport, ShardingJob
 from trp_scale.preparation.sharding.workers import Advance, Progressed
 from trp_scale.preparation.sharding.writing import ShardWriter
 
@@ -43,7 +42,8 @@ log = logging.getLogger(__name__)
 
 
 def shard_images(config: ShardImagesConfig) -> Path:
-    """Make a data set and return its directory. A finished one of the same settings and input is left as it is.
+    """Make a data set, or a part of it, and return its directory. A finished one of the same settings and input is left
+    as it is.
 
     Raises:
         DataError: a setting or the input cannot be used, the directory holds something else, or too many images had to
@@ -53,20 +53,21 @@ def shard_images(config: ShardImagesConfig) -> Path:
     if config.coco:
         return write_coco_scenes(config.output, count=config.count, size=config.size, seed=config.seed)
     identity = config.identity()
-    job = ShardingJob(config, "image", identity, report=ImageReport, items="images", reasons=SKIP_REASONS)
+    job = ShardingJob(config, IMAGES, identity)
     listing = list_input(config)
     with job.only_run():
-        if not job.begin(listing.fingerprint):
-            return config.output
-        for reason, place in listing.skipped:
-            job.total.skip(reason, place)
         portions = cut_into_portions(listing.samples, config.samples_per_shard, config.rows_per_block)
+        skipped = PortionReport()
+        for reason, place in listing.skipped:
+            skipped.skip(reason, place)
+        if not job.begin(listing.fingerprint, portions, skipped):
+            return config.output
         arguments = (listing.source, listing.suffixes, listing.classes, _encode_settings(config, listing))
-        total = job.make(portions, _PortionWriter, arguments, _progressed(config, portions))
-        if total.images == 0:
-            raise DataError("the input holds no image that can be used")
-        shards = job.finish(_description(config, listing, total))
-    log.info("%s: %d images, %d stored unchanged, %d shards", config.output, total.images, total.unchanged, len(shards))
+        job.make(portions, _PortionWriter, arguments, _progressed(config, job.mine(portions)))
+        finished = job.finish(_description(config, listing))
+    if finished is not None:
+        total, shards = finished.total, len(finished.shards)
+        log.info("%s: %d images, %d stored unchanged, %d shards", config.output, total.images, total.unchanged, shards)
     return config.output
 
 
@@ -88,16 +89,14 @@ def _progressed(config: ShardImagesConfig, portions: Sequence[Portion]) -> Progr
     return Progressed(counters=2, total=total, text=text, shown=config.progress)
 
 
-def _description(config: ShardImagesConfig, listing: Listing, total: ImageReport) -> dict[str, object]:
-    """What dataset.json says of images."""
+def _description(config: ShardImagesConfig, listing: Listing) -> dict[str, object]:
+    """What dataset.json says of images, beside counts."""
     return {
         "synthetic": config.embedded,
         "suffixes": list(listing.suffixes),
         "classes": listing.classes,
         "modalities": {name: files.description for name, files in listing.maps.items()},
-        "rows": total.images,
         "rows_per_block": config.rows_per_block,
-        "counts": {name: getattr(total, name) for name in ("images", "unchanged", "bytes", "pixels", "per_class")},
     }
 
 
@@ -127,6 +126,15 @@ class ImageReport(PortionReport):
         self.pixels += encoded.size[0] * encoded.size[1]
         if label is not None:
             self.per_class[str(label)] = self.per_class.get(str(label), 0) + 1
+
+
+def _counted(total: ImageReport) -> dict[str, object]:
+    """What dataset.json counts of images."""
+    counts = ("images", "unchanged", "bytes", "pixels", "per_class")
+    return {"rows": total.images, "counts": {name: getattr(total, name) for name in counts}}
+
+
+IMAGES = DataKind(name="image", report=ImageReport, items="images", reasons=SKIP_REASONS, counted=_counted)
 
 
 class _PortionWriter:

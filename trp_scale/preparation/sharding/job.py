@@ -5,10 +5,10 @@ DATASET/
   shards/KIND-000000.tar        one for each portion of the input
   shards/KIND-000000.index.json written after its tar and its report: it marks a finished shard
   shards/index.bin              all indexes in one, written before dataset.json
-  progress/                     until dataset.json is there: the settings, the lock, a report for each finished shard
+  progress/                     until dataset.json is there: the parts of the work, a report for each finished shard
 
 How the input is cut into portions depends on the input and the settings alone. A run that was stopped finds the
-finished shards and makes the others.
+finished shards and makes the others. Several runs may each make a part (parts.py); `finish_dataset` joins them.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from __future__ import annotations
 import logging
 import shutil
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -27,7 +27,8 @@ from trp_scale.data.index import DataError, index_path, read_index, read_json, w
 from trp_scale.data.temporary import remove_leftovers
 from trp_scale.preparation.binary_index import write_dataset_index
 from trp_scale.preparation.sharding.lock import only_run
-from trp_scale.preparation.sharding.workers import Advance, PortionT, Progressed, run_portions
+from trp_scale.preparation.sharding.parts import Part, all_parts, begun_parts, missing_parts, part_of
+from trp_scale.preparation.sharding.workers import Advance, Numbered, PortionT, Progressed, run_portions
 from trp_scale.preparation.sharding.writing import ShardWriter, new_tar, report_path
 
 DATASET_FORMAT = 1
@@ -51,6 +52,14 @@ class ShardingSettings:
     """Largest share of documents or images that may be skipped."""
     progress: bool = True
     """Show a progress bar."""
+    shard_index: int = 0
+    """On many machines: which part of the work this run does, from 0. Every part is given the same other flags, in any
+    order, at any time, again if it was stopped; `trp-scale merge` joins them."""
+    num_shards: int = 1
+    """On many machines: number of parts. Part i makes the shards i, i + num_shards, ..."""
+    patience: float = 0.0
+    """Seconds to wait for another run that makes the same part: the lock of a machine that was lost may outlive it for
+    a while on shared storage."""
 
 
 def check_ranges(settings: object, **ranges: tuple[float, float]) -> None:
@@ -114,66 +123,105 @@ def shard_stem(kind: str, number: int) -> str:
     return f"{kind}-{number:06d}"
 
 
-class ShardingJob(Generic[ReportT]):
-    """The making of one data set. As a context it keeps other runs out.
+@dataclass(frozen=True, kw_only=True)
+class DataKind(Generic[ReportT]):
+    """What there is to know of a kind of data set, beside its settings.
 
-    Args:
-        settings: of the run.
-        kind: "text" or "image".
-        identity: the settings that the bytes of the data set depend on.
+    Attributes:
+        name: "text" or "image".
         report: makes an empty report, or one of the fields that were written down.
         items: name of the report's field that counts what was stored, and the word for it in messages.
         reasons: why something is skipped: what each key of PortionReport.skipped means.
+        counted: what dataset.json says of the sum of all reports.
+    """
+
+    name: str
+    report: type[ReportT]
+    items: str
+    reasons: Mapping[str, str]
+    counted: Callable[[ReportT], Mapping[str, object]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finished(Generic[ReportT]):
+    """A data set that is whole: the names of the shards that hold rows, and the sum of all reports."""
+
+    shards: list[str]
+    total: ReportT
+
+
+class ShardingJob(Generic[ReportT]):
+    """The making of one data set, or of a part of it.
+
+    Args:
+        settings: of the run.
+        kind: of the data set.
+        identity: the settings that the bytes of the data set depend on.
 
     Raises:
         DataError: the directory holds something else than a data set of these settings.
     """
 
-    def __init__(
-        self,
-        settings: ShardingSettings,
-        kind: str,
-        identity: Mapping[str, object],
-        *,
-        report: type[ReportT],
-        items: str,
-        reasons: Mapping[str, str],
-    ) -> None:
+    def __init__(self, settings: ShardingSettings, kind: DataKind[ReportT], identity: Mapping[str, object]) -> None:
         self.output = settings.output
-        self.kind = kind
         self.identity = dict(identity)
-        self.total = report()
+        self.part = part_of(settings.shard_index, settings.num_shards)
         self._settings = settings
-        self._report = report
-        self._items = items
-        self._reasons = reasons
-        self._stems: list[str] = []
+        self._kind = kind
+        self._document: dict[str, object] = {}
         self._refuse_other_content()
 
-    def only_run(self) -> AbstractContextManager[None]:
-        """Context in which no other run makes the data set.
+    @contextmanager
+    def only_run(self) -> Iterator[None]:
+        """Context in which no other run makes the data set, or this part of it.
 
         Raises:
             DataError: another process is in it.
         """
-        return only_run(self.output)
+        with only_run(self.output, self.part.lock, patience=self._settings.patience):
+            yield
+        if (self.output / "dataset.json").exists():
+            with suppress(OSError):  # other parts may look whether something is to do, too
+                (self.output / "progress").rmdir()
+
+    def own_file(self, stem: str, suffix: str) -> Path:
+        """A file of this run that lies in progress/ while the data set is made."""
+        name = stem if self.part.count == 1 else f"{stem}-{self.part.index:05d}"
+        return self.output / "progress" / f"{name}{suffix}"
+
+    def mine(self, portions: Sequence[PortionT]) -> Sequence[PortionT]:
+        """The portions that this run makes shards of."""
+        return portions[self.part.index :: self.part.count]
 
     def _refuse_other_content(self) -> None:
         if not self.output.exists():
             return
-        for path in (self.output / "dataset.json", self.output / "progress" / "settings.json"):
-            if path.exists():
-                found = read_json(path)
-                refuse_differences(path, found.get("settings", found), self.identity)
-                return
-        if any(entry.name not in ("progress", "shards") for entry in self.output.iterdir()):
+        path = self.output / "dataset.json"
+        parts = begun_parts(self.output)
+        if path.exists():
+            refuse_differences(path, read_json(path)["settings"], self.identity)
+        for part, document in parts.items():
+            refuse_differences(part.path(self.output), document["settings"], self.identity)
+            if part.count != self.part.count:
+                raise DataError(
+                    f"{part.path(self.output)}: the data set is made in {part.count} parts, --num_shards "
+                    f"{self.part.count} asked for. Run those of {part.count} that are missing, one after another if "
+                    "need be, or choose another --output"
+                )
+        known = path.exists() or bool(parts)
+        if not known and any(entry.name not in ("progress", "shards") for entry in self.output.iterdir()):
             raise DataError(f"--output {self.output}: the directory is not empty and holds no data set; choose another")
 
-    def begin(self, fingerprint: str) -> bool:
+    def begin(self, fingerprint: str, portions: Sequence[Numbered], listing: PortionReport | None = None) -> bool:
         """Whether there is something to do for an input of this fingerprint; if so it is written down.
 
+        Args:
+            portions: of the whole input.
+            listing: what was skipped when the input was listed.
+
         Raises:
-            DataError: the data set is of another input, or a finished one lacks a shard.
+            DataError: the data set is of another input, or a finished one lacks a shard, or another part has other
+                settings.
         """
         self.identity["input"] = fingerprint
         self._refuse_other_content()
@@ -181,9 +229,22 @@ class ShardingJob(Generic[ReportT]):
         if (self.output / "dataset.json").exists():
             self._check_shards()
             log.info("%s is finished: nothing to do", self.output)
-            shutil.rmtree(self.output / "progress")
+            if self.part.count == 1:
+                _clear(self.output)
             return False
-        write_json(self.output / "progress" / "settings.json", self.identity)
+        self._document = {
+            "kind": self._kind.name,
+            "settings": self.identity,
+            "shards": len(portions),
+            "listing": vars(listing or PortionReport()),
+            "max_skipped": self._settings.max_skipped,
+        }
+        self.part.write(self.output, self._document)
+        try:
+            self._refuse_other_content()  # of two parts that began together, one at least sees the other
+        except DataError:
+            self.part.path(self.output).unlink(missing_ok=True)
+            raise
         return True
 
     def _check_shards(self) -> None:
@@ -201,8 +262,8 @@ class ShardingJob(Generic[ReportT]):
         make: Callable[..., Fill[PortionT, ReportT]],
         arguments: tuple[Any, ...],
         progressed: Progressed,
-    ) -> ReportT:
-        """Make the shards that are missing, after `begin`; returns the sum of all reports.
+    ) -> None:
+        """Make the shards of this run that are missing, after `begin`.
 
         Args:
             portions: of the whole input.
@@ -210,83 +271,145 @@ class ShardingJob(Generic[ReportT]):
             progressed: what the progress bar shows.
 
         Raises:
-            DataError: too much had to be skipped (finished shards stay), or a process died.
+            DataError: a process died.
         """
-        self._stems = [shard_stem(self.kind, portion.number) for portion in portions]
-        reports = {}
-        for portion, stem in zip(portions, self._stems, strict=True):
-            report = self._finished_report(stem)
-            if report is not None:
-                reports[portion.number] = report
-        if reports:
-            log.info("%d of %d shards are there already", len(reports), len(portions))
-        reports |= run_portions(
-            [portion for portion in portions if portion.number not in reports],
+        mine = self.mine(portions)
+        missing = [
+            portion
+            for portion in mine
+            if _finished_shard(self.output, self._kind, shard_stem(self._kind.name, portion.number)) is None
+        ]
+        if len(missing) < len(mine):
+            log.info("%d of %d shards are there already", len(mine) - len(missing), len(mine))
+        run_portions(
+            missing,
             _ShardMaker,
-            (self.output, self.kind, make, arguments),
+            (self.output, self._kind.name, make, arguments),
             processes=self._settings.processes,
             progressed=progressed,
         )
-        for number in sorted(reports):
-            self.total.add(reports[number])
-        check_skipped(
-            self._items,
-            getattr(self.total, self._items),
-            self.total,
-            self._reasons,
-            self._settings.max_skipped,
-        )
-        return self.total
 
-    def _finished_report(self, stem: str) -> ReportT | None:
-        """The report of a shard that is finished, or None. A report with other fields is of another version, and its
-        shard is made again."""
-        shard = self.output / "shards" / f"{stem}.tar"
-        try:
-            if shard.stat().st_size != read_index(shard).size:
-                return None
-            return self._report(**read_json(report_path(self.output, stem)))
-        except (OSError, DataError, TypeError):
-            return None
-
-    def finish(self, description: Mapping[str, object]) -> list[str]:
-        """Write dataset.json, the mark of a finished data set, and clear what only an unfinished one needs.
+    def finish(self, description: Mapping[str, object]) -> Finished[ReportT] | None:
+        """Finish the data set; a run that makes a part of it only says that this one is made, and returns None.
 
         Args:
-            description: what dataset.json says of this kind of data.
+            description: what dataset.json says of this kind of data, without counts.
 
-        Returns:
-            Names of the shards that hold rows; those without any are taken away.
+        Raises:
+            DataError: too much had to be skipped (finished shards stay), or nothing is left.
         """
-        shards, blocks = [], 0
-        for stem in self._stems:
-            shard = self.output / "shards" / f"{stem}.tar"
-            index = read_index(shard)
-            if index.blocks:
-                shards.append(shard.name)
-                blocks += len(index.blocks)
-            else:
-                index_path(shard).unlink()
-                shard.unlink()
-        for directory in (self.output, self.output / "shards"):
-            remove_leftovers(directory)
-        places = [{"reason": reason, "place": place} for reason, place in self.total.skipped_places]
-        document = {
-            "format": DATASET_FORMAT,
-            "kind": self.kind,
-            "shards": shards,
-            "blocks": blocks,
-            "skipped": self.total.skipped,
-            "skipped_places": places,
-            "skipped_places_limit": MAX_LISTED,
-            "settings": self.identity,
-        }
-        complete = {**document, **description}
-        if shards:
-            write_dataset_index(self.output, complete)
-        write_json(self.output / "dataset.json", complete)
-        shutil.rmtree(self.output / "progress")
-        return shards
+        self.part.write(self.output, {**self._document, "description": dict(description)})
+        if self.part.count > 1:
+            log.info("%s is made; when all parts are: trp-scale merge %s", self.part, self.output)
+            return None
+        return finish_dataset(self.output, self._kind)
+
+
+def finish_dataset(output: Path, kind: DataKind[ReportT], max_skipped: float | None = None) -> Finished[ReportT]:
+    """Write dataset.json, the mark of a finished data set, of all parts, and clear what only an unfinished one needs.
+    Shards without any row are taken away.
+
+    Args:
+        max_skipped: largest share of items that may be skipped; None: as the parts were told.
+
+    Raises:
+        DataError: a part or a shard is missing, parts differ, too much had to be skipped (finished shards stay), or
+            nothing is left.
+    """
+    parts = all_parts(output)
+    said = next(iter(parts.values()))
+    shards, blocks, total = _joined(output, kind, parts)
+    if max_skipped is None:
+        max_skipped = said["max_skipped"]
+    stored = getattr(total, kind.items)
+    check_skipped(kind.items, stored, total, kind.reasons, max_skipped)
+    if stored == 0:
+        raise DataError(f"{output}: the input holds no {kind.items} that can be used")
+    places = [{"reason": reason, "place": place} for reason, place in total.skipped_places]
+    document = {
+        "format": DATASET_FORMAT,
+        "kind": kind.name,
+        "shards": shards,
+        "blocks": blocks,
+        "skipped": total.skipped,
+        "skipped_places": places,
+        "skipped_places_limit": MAX_LISTED,
+        "settings": said["settings"],
+    }
+    complete = {**document, **said["description"], **kind.counted(total)}
+    write_dataset_index(output, complete)
+    write_json(output / "dataset.json", complete)
+    _clear(output)
+    return Finished(shards=shards, total=total)
+
+
+def _joined(
+    output: Path, kind: DataKind[ReportT], parts: Mapping[Part, Mapping[str, Any]]
+) -> tuple[list[str], int, ReportT]:
+    """The shards that hold rows, the number of their blocks, and the sum of all reports."""
+    first, said = next(iter(parts.items()))
+    for part, document in parts.items():
+        path = part.path(output)
+        holds, advice = f"{part} has other settings than {first}", "and make this part again"
+        refuse_differences(path, document["settings"], said["settings"], holds, advice)
+        both = {name: said[name] for name in ("kind", "shards", "listing", "max_skipped")}
+        refuse_differences(path, document, both, holds, advice)
+        if "description" in document and "description" in said:
+            refuse_differences(path, document["description"], said["description"], holds, advice)
+    total = kind.report(**said["listing"])
+    missing: dict[Part, list[str]] = {part: [] for part, document in parts.items() if "description" not in document}
+    shards, blocks = [], 0
+    for number in range(said["shards"]):
+        stem = shard_stem(kind.name, number)
+        finished = _finished_shard(output, kind, stem)
+        if finished is None:
+            missing.setdefault(Part(count=first.count, index=number % first.count), []).append(stem)
+            continue
+        total.add(finished.report)
+        if finished.blocks:
+            shards.append(f"{stem}.tar")
+            blocks += finished.blocks
+    if missing:
+        lines = [f"{part.flags} (unfinished: {_some(stems)})" for part, stems in sorted(missing.items())]
+        raise missing_parts(output, lines, first.count)
+    return shards, blocks, total
+
+
+def _some(stems: list[str]) -> str:
+    named = ", ".join(stems[:5])
+    return f"{len(stems)} shards are missing{f', {named}' if stems else ''}{', ...' if len(stems) > 5 else ''}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class _FinishedShard(Generic[ReportT]):
+    report: ReportT
+    blocks: int
+
+
+def _finished_shard(output: Path, kind: DataKind[ReportT], stem: str) -> _FinishedShard[ReportT] | None:
+    """The report of a shard that is finished, or None. A report with other fields is of another version, and its shard
+    is made again."""
+    shard = output / "shards" / f"{stem}.tar"
+    try:
+        index = read_index(shard)
+        if shard.stat().st_size != index.size:
+            return None
+        report = kind.report(**read_json(report_path(output, stem)))
+        return _FinishedShard(report=report, blocks=len(index.blocks))
+    except (OSError, DataError, TypeError):
+        return None
+
+
+def _clear(output: Path) -> None:
+    """Take away what a finished data set does not need. Nobody writes there any more."""
+    listed = set(read_json(output / "dataset.json")["shards"])
+    for shard in (output / "shards").glob("*.tar"):
+        if shard.name not in listed:  # without any row
+            index_path(shard).unlink(missing_ok=True)
+            shard.unlink()
+    for directory in (output, output / "shards"):
+        remove_leftovers(directory)
+    shutil.rmtree(output / "progress", ignore_errors=True)
 
 
 class _ShardMaker(Generic[PortionT, ReportT]):

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
+import logging
 import os
 import socket
 import time
@@ -11,6 +13,12 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from trp_scale.data.index import DataError
+
+NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.ENOLCK)
+"""What flock says on a file system that has none, such as Lustre mounted without them. Two runs of one part then only
+waste time: half-made files have names of their own, and both make the same bytes."""
+
+log = logging.getLogger(__name__)
 
 
 @contextmanager
@@ -60,7 +68,12 @@ def _taken(descriptor: int, path: Path, deadline: float) -> bool:
     try:
         # Not lockf: its locks belong to the process, and would let a second run of this process in.
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
+    except OSError as error:
+        if error.errno in NO_LOCKS:
+            log.warning("%s: this file system has no locks; see that no command is run twice at once", path)
+            return True
+        if not isinstance(error, BlockingIOError):
+            raise
         if time.monotonic() < deadline:
             time.sleep(0.1)
             return False

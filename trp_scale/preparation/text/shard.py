@@ -22,7 +22,8 @@ from trp_scale.data.text.tokenizer import (
     train_word_piece,
     vocabulary_size,
 )
-from trp_scale.preparation.sharding.job import ShardingJob, ShardingSettings, check_ranges
+from trp_scale.preparation.sharding.job import DataKind, ShardingJob, ShardingSettings, check_ranges
+from trp_scale.preparation.sharding.lock import only_run
 from trp_scale.preparation.sharding.workers import Advance, Progressed
 from trp_scale.preparation.sharding.writing import ShardWriter
 from trp_scale.preparation.text.annotate import Annotator
@@ -33,6 +34,9 @@ from trp_scale.preparation.text.taggers import make_tagger, resolve_tagger
 
 SAMPLED_PORTIONS = 64
 """Portions, evenly spread, that a tokenizer is trained on: each is read three times."""
+
+TOKENIZER_PATIENCE = 3600.0
+"""Seconds to wait for another part that trains the tokenizer; 256 MB of text take some minutes."""
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +105,8 @@ class ShardTextConfig(ShardingSettings):
 
 
 def shard_text(config: ShardTextConfig) -> Path:
-    """Make a data set and return its directory. A finished one of the same settings and input is left as it is.
+    """Make a data set, or a part of it, and return its directory. A finished one of the same settings and input is left
+    as it is.
 
     Raises:
         DataError: a setting or the input cannot be used, the directory holds something else, or too many documents
@@ -114,10 +119,12 @@ def shard_text(config: ShardTextConfig) -> Path:
     tagger_name = make_tagger(tagger_kind).name
     log.info("tagger: %s", tagger_name)
     identity = {"tagger": tagger_name, "tokenizer": _given_tokenizer(config), **config.identity()}
-    job = ShardingJob(config, "text", identity, report=TextReport, items="documents", reasons=SKIP_REASONS)
+    job = ShardingJob(config, TEXT, identity)
     with job.only_run():
-        corpus = _plan(config)
-        if not job.begin(corpus.fingerprint):
+        embedded = job.own_file("embedded", ".jsonl")
+        corpus = _plan(config, embedded)
+        if not job.begin(corpus.fingerprint, corpus.portions):
+            embedded.unlink(missing_ok=True)
             return output
         read = ReadSettings(
             text_field="text" if config.embedded else config.text_field,
@@ -127,15 +134,14 @@ def shard_text(config: ShardTextConfig) -> Path:
         )
         _make_tokenizer(config, corpus, read)
         rows = _row_settings(config)
-        total = job.make(
-            corpus.portions, _PortionWriter, (output, tagger_kind, read, rows), _progressed(config, corpus)
+        progressed = _progressed(config, job.mine(corpus.portions))
+        job.make(corpus.portions, _PortionWriter, (output, tagger_kind, read, rows), progressed)
+        finished = job.finish(_description(config, tagger_name, rows))
+    if finished is not None:
+        total, shards = finished.total, len(finished.shards)
+        log.info(
+            "%s: %d documents, %d words, %d rows, %d shards", output, total.documents, total.words, total.rows, shards
         )
-        if total.rows == 0:
-            raise DataError("the input holds no text: no row could be made")
-        shards = job.finish(_description(config, tagger_name, total, rows))
-    log.info(
-        "%s: %d documents, %d words, %d rows, %d shards", output, total.documents, total.words, total.rows, len(shards)
-    )
     return output
 
 
@@ -150,11 +156,10 @@ def _given_tokenizer(config: ShardTextConfig) -> str:
     return digest.hexdigest()
 
 
-def _plan(config: ShardTextConfig) -> Corpus:
-    """Find the input; the embedded corpus is written down first, so that it is read like any other."""
+def _plan(config: ShardTextConfig, path: Path) -> Corpus:
+    """Find the input; the embedded corpus is written to `path` first, so that it is read like any other."""
     inputs, kind = config.inputs, config.format
     if config.embedded:
-        path = config.output / "progress" / "embedded.jsonl"
         temporary = temporary_beside(path)
         with temporary.open("w", encoding="utf-8", newline="\n") as stream:
             for name, text in embedded_documents():
@@ -165,9 +170,14 @@ def _plan(config: ShardTextConfig) -> Corpus:
 
 
 def _make_tokenizer(config: ShardTextConfig, corpus: Corpus, read: ReadSettings) -> None:
+    """Of several parts, the first to come makes it, and the others wait."""
     directory = config.output / "tokenizer"
-    if directory.exists():
-        return
+    with only_run(config.output, "tokenizer.lock", patience=TOKENIZER_PATIENCE):
+        if not directory.exists():
+            _write_tokenizer(config, corpus, read, directory)
+
+
+def _write_tokenizer(config: ShardTextConfig, corpus: Corpus, read: ReadSettings, directory: Path) -> None:
     if config.tokenizer:
         save_given(Path(config.tokenizer), directory)
         return
@@ -217,22 +227,18 @@ class _PortionWriter:
         return write_portion(portion, shard, self._annotator, self._read, self._rows, self._advance)
 
 
-def _progressed(config: ShardTextConfig, corpus: Corpus) -> Progressed:
+def _progressed(config: ShardTextConfig, portions: Sequence[Portion]) -> Progressed:
     def text(values: Sequence[int], seconds: float) -> str:
         documents, words, _ = values
         return f"{documents:,} documents  {words:,} words  {words / seconds:,.0f} words/s"
 
-    return Progressed(
-        counters=3, total=sum(portion.size for portion in corpus.portions), text=text, shown=config.progress
-    )
+    return Progressed(counters=3, total=sum(portion.size for portion in portions), text=text, shown=config.progress)
 
 
-def _description(config: ShardTextConfig, tagger: str, total: TextReport, rows: RowSettings) -> dict[str, object]:
-    """What dataset.json says of text."""
+def _description(config: ShardTextConfig, tagger: str, rows: RowSettings) -> dict[str, object]:
+    """What dataset.json says of text, beside counts."""
     roles, special = special_tokens(config.output / "tokenizer")
     tokenizer = load_for_sharding(config.output / "tokenizer")
-    counts = ("documents", "sentences", "words", "pieces", "unknown_pieces", "rows")
-    per_group = ("words_per_group", "pieces_per_group")
     return {
         "length": config.length,
         "row_length": rows.row_length,
@@ -247,6 +253,17 @@ def _description(config: ShardTextConfig, tagger: str, total: TextReport, rows: 
             "trained": not config.tokenizer,
             "model": type(tokenizer.model).__name__,
         },
+    }
+
+
+def _counted(total: TextReport) -> dict[str, object]:
+    """What dataset.json counts of text."""
+    counts = ("documents", "sentences", "words", "pieces", "unknown_pieces", "rows")
+    per_group = ("words_per_group", "pieces_per_group")
+    return {
         **{name: getattr(total, name) for name in counts},
         **{name: dict(zip(GROUPS, getattr(total, name), strict=True)) for name in per_group},
     }
+
+
+TEXT = DataKind(name="text", report=TextReport, items="documents", reasons=SKIP_REASONS, counted=_counted)

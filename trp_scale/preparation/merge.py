@@ -1,0 +1,53 @@
+"""The last step of a data set that was made in parts: check that all are there, and write what makes it one."""
+
+from __future__ import annotations
+
+import logging
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from trp_scale.data.index import DataError
+from trp_scale.preparation.sharding.job import DataKind, finish_dataset
+from trp_scale.preparation.sharding.lock import only_run
+from trp_scale.preparation.sharding.parts import all_parts
+
+log = logging.getLogger(__name__)
+
+
+def merge(directory: Path, max_skipped: float | None = None) -> None:
+    """Join the parts of a data set: it is then the same, byte for byte, as if one run had made it. A data set that is
+    whole is left as it is.
+
+    Args:
+        max_skipped: largest share of items that may be skipped; None: as the parts were told.
+
+    Raises:
+        DataError: parts are missing (they are named), at work, or of different settings, or too much was skipped.
+    """
+    if not directory.is_dir():
+        raise DataError(f"{directory}: no such directory; give that of --output or --data of the parts")
+    _merge_shards(directory, max_skipped)
+
+
+def _merge_shards(directory: Path, max_skipped: float | None) -> None:
+    if (directory / "dataset.json").exists() and not (directory / "progress").exists():
+        log.info("%s is finished: nothing to merge", directory)
+        return
+    parts = all_parts(directory)
+    with ExitStack() as stack:
+        stack.enter_context(only_run(directory, "merge.lock"))
+        for part in parts:
+            stack.enter_context(only_run(directory, part.lock))
+        finished = finish_dataset(directory, _kind(next(iter(parts.values()))), max_skipped)
+    log.info("%s: %d parts are one data set of %d shards", directory, len(parts), len(finished.shards))
+
+
+def _kind(document: dict[str, Any]) -> DataKind[Any]:
+    if document["kind"] == "text":
+        from trp_scale.preparation.text.shard import TEXT
+
+        return TEXT
+    from trp_scale.preparation.images.shard import IMAGES
+
+    return IMAGES

@@ -1,0 +1,106 @@
+"""Parts of the work on one data set, made by as many runs on one machine or on many.
+
+Part i of n has the shards i, i + n, ... Parts share nothing but the directory: each has a lock, and a file that says
+what it was asked for, so none has to wait for another, and a part that is run twice makes the same bytes twice.
+
+DATASET/progress/
+  part-00001-of-00003.json      the settings of part 1, the number of all shards; when it is made, the description too
+  part-00001-of-00003.lock      while it is at work
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from trp_scale.data.index import DataError, read_json, write_json
+
+_NAME = re.compile(r"part-(\d{5})-of-(\d{5})\.json")
+
+MOST_PARTS = 99_999
+
+
+@dataclass(frozen=True, order=True)
+class Part:
+    """One part: `index` from 0, of `count`. A run that makes all is part 0 of 1."""
+
+    count: int
+    index: int
+
+    def __str__(self) -> str:
+        return f"part {self.index} of {self.count}"
+
+    @property
+    def name(self) -> str:
+        """part-00001-of-00003"""
+        return f"part-{self.index:05d}-of-{self.count:05d}"
+
+    @property
+    def lock(self) -> str:
+        """Name of its lock."""
+        return "lock" if self.count == 1 else f"{self.name}.lock"
+
+    @property
+    def flags(self) -> str:
+        """As they are given."""
+        return f"--shard_index {self.index} --num_shards {self.count}"
+
+    def path(self, directory: Path) -> Path:
+        """Its file, in the directory of a data set."""
+        return directory / "progress" / f"{self.name}.json"
+
+    def write(self, directory: Path, document: dict[str, object]) -> None:
+        """Say what the part is asked for, or what it has made."""
+        self.path(directory).parent.mkdir(parents=True, exist_ok=True)
+        write_json(self.path(directory), document)
+
+
+def part_of(shard_index: int, num_shards: int) -> Part:
+    """The part that the flags name.
+
+    Raises:
+        DataError: there is no such part.
+    """
+    if not 1 <= num_shards <= MOST_PARTS:
+        raise DataError(f"--num_shards {num_shards}: 1 to {MOST_PARTS} is allowed")
+    if not 0 <= shard_index < num_shards:
+        raise DataError(f"--shard_index {shard_index}: 0 to {num_shards - 1} is allowed with --num_shards {num_shards}")
+    return Part(count=num_shards, index=shard_index)
+
+
+def begun_parts(directory: Path) -> dict[Part, dict[str, Any]]:
+    """What is written of each part of a data set that has begun, in order."""
+    found = {}
+    for path in (directory / "progress").glob("part-*.json"):
+        if match := _NAME.fullmatch(path.name):
+            found[Part(count=int(match[2]), index=int(match[1]))] = read_json(path)
+    return dict(sorted(found.items()))
+
+
+def all_parts(directory: Path) -> dict[Part, dict[str, Any]]:
+    """As `begun_parts`, of a data set whose parts have all begun.
+
+    Raises:
+        DataError: parts are missing (they are named), or there are none.
+    """
+    parts = begun_parts(directory)
+    if not parts:
+        raise DataError(
+            f"{directory}: no part of a data set has been made here; run shard-text, shard-images or pseudo-label with "
+            "--shard_index and --num_shards first"
+        )
+    count = next(iter(parts)).count
+    missing = [part for index in range(count) if (part := Part(count=count, index=index)) not in parts]
+    if missing:
+        raise missing_parts(directory, [f"{part.flags} (not begun)" for part in missing], count)
+    return parts
+
+
+def missing_parts(directory: Path, missing: list[str], count: int) -> DataError:
+    """The refusal to merge a data set that lacks parts."""
+    lines = "".join(f"\n  {line}" for line in missing)
+    return DataError(
+        f"{directory}: {len(missing)} of {count} parts are missing; run the command of each, then merge again:{lines}"
+    )
