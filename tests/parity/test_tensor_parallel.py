@@ -18,6 +18,9 @@ from tests.parity.compare import too_far
 from tests.parity.test_adversary import KINDS
 from tests.parity.test_adversary import changes as adversary_changes
 from tests.parity.test_adversary import differences as adversary_differences
+from tests.parity.test_learned_masks import changes as masks_changes
+from tests.parity.test_learned_masks import differences as masks_differences
+from tests.parity.test_learned_masks import reference as masks_reference
 from tests.parity.test_modalities import BALANCING as MODALITY_BALANCING
 from tests.parity.test_modalities import changes as modality_changes
 from tests.parity.test_modalities import differences as modality_differences
@@ -27,6 +30,7 @@ from tests.parity.test_partition import BALANCING, sometimes_absent
 from tests.ranks import Ranks
 from tests.synthetic import Layout, Result, data_group, run, small_config, trainer_for
 from tests.synthetic_images import AdversarialResult, run_images
+from tests.synthetic_masks import run_masks
 from tests.synthetic_modalities import run_modalities
 from trp_scale.checkpoint import manager
 from trp_scale.core.engine import EngineError
@@ -59,7 +63,14 @@ def reference(method: str) -> Result:
 
 
 @pytest.mark.parametrize(
-    ("ranks", "method"), [("1", "uniform"), ("1", "exact"), *(("2", method) for method in METHODS)]
+    ("ranks", "method"),
+    [
+        *(("1", "uniform"), ("2", "exact"), ("2", "gradnorm")),
+        *(
+            pytest.param(*pair, marks=pytest.mark.exhaustive)
+            for pair in (("1", "exact"), *(("2", method) for method in METHODS if method not in ("exact", "gradnorm")))
+        ),
+    ],
 )
 def test_two_ranks_give_the_weights_of_one(two_ranks: Ranks, ranks: str, method: str) -> None:
     ours, theirs = two_ranks(run, LAYOUTS[ranks], changes(method), sometimes_absent)[0], reference(method)
@@ -133,6 +144,29 @@ def test_four_ranks_cut_matrices_and_split_the_batch(four_ranks: Ranks, others: 
     assert too_far(ours, reference_with_dropout() if others else reference("exact")) == []
 
 
+ALWAYS = ("relative_coordinate", "gradnorm", "flattened")
+
+
+def mostly_exhaustive(names: Iterable[str]) -> list[Any]:
+    return [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.exhaustive) for name in names]
+
+
+LAMB = {"optimizer": {"kind": "lamb", "lr": 1e-2, "clipping": 1.0, "weight_decay": 0.1}}
+
+
+def test_lamb_takes_the_lengths_of_whole_matrices(two_ranks: Ranks) -> None:
+    ours = two_ranks(run, LAYOUTS["2"], {**changes("uniform"), **LAMB}, sometimes_absent)[0]
+    assert too_far(ours, run(Layout(micro_size=2), {**changes("uniform"), **LAMB}, sometimes_absent)) == []
+    assert too_far(ours, reference("uniform"))
+
+
+@pytest.mark.parametrize("variant", mostly_exhaustive(["flattened", "patchwise", "softsort", "look ahead"]))
+def test_two_ranks_learn_the_masks_of_one(two_ranks: Ranks, variant: str) -> None:
+    """The masking network is small, and each rank holds it whole."""
+    ours = two_ranks(run_masks, LAYOUTS["2"], masks_changes(variant))[0]
+    assert ours.moved and masks_differences(ours, masks_reference(variant)) == []
+
+
 IMAGES: dict[str, dict[str, Any]] = {
     "MAE+": {**adversary_changes("none"), "adversary": {"kind": "none"}},
     "MAE": {"adversary": {"kind": "none"}, "vision": {"tokens": "visible", "positions": "absolute"}},
@@ -143,12 +177,6 @@ IMAGES: dict[str, dict[str, Any]] = {
     "U-MAE": {"adversary": {"kind": "none"}, "objective": {"uniformity": 0.01}},
 }
 """Masked autoencoders: the adversary on relative positions acts inside heads."""
-
-ALWAYS = ("relative_coordinate", "gradnorm")
-
-
-def mostly_exhaustive(names: Iterable[str]) -> list[Any]:
-    return [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.exhaustive) for name in names]
 
 
 @lru_cache

@@ -23,6 +23,7 @@ from trp_scale.core.pieces import STATE_NAMES, Box, Piece, whole_tensors
 from trp_scale.core.seeds import drawn_apart
 from trp_scale.distributed.groups import Group
 from trp_scale.engines.ddp import DdpEngine
+from trp_scale.engines.optimizer import Lamb
 from trp_scale.engines.shards import sum_of_squares
 from trp_scale.models.initialise import Value, allocate, first_values
 from trp_scale.models.tensor_plan import Cut, TensorPlan, matches
@@ -248,6 +249,13 @@ class MegatronEngine(DdpEngine):
                 part = tensor.detach().chunk(self.tensor_group.size)[self.tensor_group.rank].clone()
                 kept = nn.Parameter(part) if isinstance(tensor, nn.Parameter) else part
                 setattr(owner, name.rpartition(".")[2], kept)
+
+    def optimizer_of(self, module: nn.Module) -> torch.optim.Optimizer:
+        optimizer = super().optimizer_of(module)
+        if isinstance(optimizer, Lamb):
+            # What all ranks hold alike is counted on each; that goes out of the ratio of two norms.
+            optimizer.shard(lambda tensor: tensor, self.tensor_group)
+        return optimizer
 
     def _boxes(self, name: str, own: tuple[int, ...]) -> list[Box]:
         """Which elements of the whole parameter this rank has, in its order: a range of the one dimension in which it

@@ -106,8 +106,6 @@ def check_megatron(config: Config) -> None:
         )
     if config.batch.micro_size == "auto":
         problems.append("--batch.micro_size is auto, whose trial is of one rank; allowed: a number")
-    if config.optimizer.kind == "lamb":
-        problems.append("--optimizer.kind is lamb, which needs the lengths of whole matrices; allowed: adamw, sgd")
     if problems:
         raise RefusedError("--engine megatron: " + "; ".join(problems))
 

@@ -86,7 +86,6 @@ def test_settings_of_fsdp_are_refused_on_another_engine() -> None:
         ({"training__compile": "whole"}, "--training.compile is whole"),
         ({"training__activation_checkpointing": "full"}, "--training.activation_checkpointing is full"),
         ({"batch__micro_size": "auto"}, "--batch.micro_size is auto"),
-        ({"optimizer__kind": "lamb"}, "--optimizer.kind is lamb"),
     ],
 )
 def test_what_tensor_parallel_runs_do_not_have_is_refused(changes: dict[str, object], expected: str) -> None:
