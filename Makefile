@@ -18,7 +18,7 @@ BIN := $(CURDIR)/$(VENV)/bin
 # The stamp exists only when the whole installation went through; .installing marks one that began and did not end.
 INSTALLED := $(VENV)/.installed
 INSTALLING := $(VENV)/.installing
-EXTRAS := wandb,tensorboard,datasets,text,pictures,evaluation,remote,megatron,test
+EXTRAS := wandb,tensorboard,datasets,text,pictures,evaluation,remote,ray,megatron,test
 CORPUS := data/embedded/dataset.json
 
 # ninja and the deepspeed launcher's children are looked up here.

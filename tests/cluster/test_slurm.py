@@ -12,6 +12,7 @@ from tests.cluster.slurm import Slurm, cluster, lacking
 from tests.cluster.waiting import wait_until
 from tests.runs import ROOT, environment, essence, flags, lines
 from tests.unit.downstream.glue.small_data import finetune_here, glue_flags, write_cola, write_stsb
+from tests.unit.preparation.sharding.test_parts import content, text_command
 
 pytestmark = [pytest.mark.cluster, pytest.mark.skipif(bool(lacking()), reason=lacking())]
 
@@ -85,3 +86,18 @@ def test_an_array_fine_tunes_each_task_with_each_seed_and_a_last_job_joins_them(
     assert finetune_here(here) == 0
     one, other = (json.loads((tmp_path / name / "results.json").read_text()) for name in ("here", "there"))
     assert one["tasks"] == other["tasks"] and len(one["tasks"]) == 2
+
+
+def test_an_array_shards_a_part_in_each_job_and_a_last_job_merges_them(
+    slurm: Slurm, text_dataset: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "data"
+    said = slurm.call(
+        *text_command(text_dataset, output),
+        *("--executor", "slurm-array", "--num_shards", "2"),
+        f"--sbatch=--partition=low --cpus-per-task=1 --time=10 --output={tmp_path}/%j.log",
+        **environment(),
+    )
+    last = said.partition(", job ")[2].partition(" ")[0]
+    wait_until(lambda: slurm.job(last, "JobState") == "COMPLETED", f"job {last}, see {tmp_path}", 240)
+    assert content(output) == content(text_dataset)

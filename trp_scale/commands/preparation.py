@@ -7,24 +7,39 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
 from trp_scale.command_line import TakesModules, read
 from trp_scale.errors import RefusedError
 
+if TYPE_CHECKING:
+    from trp_scale.preparation.pseudo_labels.settings import PseudoLabelConfig
+    from trp_scale.preparation.sharding.job import ShardingSettings
+
 
 def shard_text(argv: Sequence[str]) -> int:
     """`trp-scale shard-text`."""
     from trp_scale.preparation.text.shard import ShardTextConfig
 
-    first = ("inputs", "output", "embedded", "length", "tokenizer", "vocab_size", "rows_per_block", "processes")
+    first = (
+        "inputs",
+        "output",
+        "embedded",
+        "length",
+        "tokenizer",
+        "vocab_size",
+        "rows_per_block",
+        "processes",
+        "executor",
+    )
     settings = read(ShardTextConfig, argv, prog="trp-scale shard-text", first=first)
     from trp_scale.preparation.text.shard import shard_text as shard
 
     _tell_progress()
-    shard(settings)
+    if not _submitted("shard-text", argv, settings, settings.output):
+        shard(settings)
     return 0
 
 
@@ -32,12 +47,13 @@ def shard_images(argv: Sequence[str]) -> int:
     """`trp-scale shard-images`."""
     from trp_scale.preparation.images.settings import ShardImagesConfig
 
-    first = ("inputs", "output", "embedded", "modality", "split", "short_side", "quality", "processes")
+    first = ("inputs", "output", "embedded", "modality", "split", "short_side", "quality", "processes", "executor")
     settings = read(ShardImagesConfig, argv, prog="trp-scale shard-images", first=first)
     from trp_scale.preparation.images.shard import shard_images as shard
 
     _tell_progress()
-    shard(settings)
+    if not _submitted("shard-images", argv, settings, settings.output):
+        shard(settings)
     return 0
 
 
@@ -45,13 +61,29 @@ def pseudo_label(argv: Sequence[str]) -> int:
     """`trp-scale pseudo-label`."""
     from trp_scale.preparation.pseudo_labels.settings import PseudoLabelConfig
 
-    first = ("data", "device", "batch", "shard_index", "num_shards")
+    first = ("data", "device", "batch", "executor", "shard_index", "num_shards")
     settings = read(PseudoLabelConfig, argv, prog="trp-scale pseudo-label", first=first)
     from trp_scale.preparation.pseudo_labels.label import pseudo_label as label
 
     _tell_progress()
-    label(settings)
+    if not _submitted("pseudo-label", argv, settings, settings.data):
+        label(settings)
     return 0
+
+
+def _submitted(
+    command: str, argv: Sequence[str], settings: ShardingSettings | PseudoLabelConfig, directory: Path
+) -> bool:
+    """Whether the command is one for SLURM; then it is submitted."""
+    if settings.executor != "slurm-array":
+        if settings.sbatch:
+            raise RefusedError(f"--sbatch {settings.sbatch!r}: goes with --executor slurm-array")
+        return False
+    from trp_scale.preparation.sharding.slurm_array import submit_array
+
+    settings.check()
+    submit_array(command, argv, settings, directory)
+    return True
 
 
 @dataclass(kw_only=True)

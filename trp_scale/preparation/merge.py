@@ -7,8 +7,9 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from trp_scale.data.index import DataError
-from trp_scale.preparation.sharding.job import DataKind, finish_dataset
+from trp_scale.data.index import DataError, read_json
+from trp_scale.preparation.pseudo_labels.directory import Unfinished, complete, unfinished
+from trp_scale.preparation.sharding.job import DataKind, finish_dataset, some
 from trp_scale.preparation.sharding.lock import only_run
 from trp_scale.preparation.sharding.parts import all_parts
 
@@ -16,8 +17,8 @@ log = logging.getLogger(__name__)
 
 
 def merge(directory: Path, max_skipped: float | None = None) -> None:
-    """Join the parts of a data set: it is then the same, byte for byte, as if one run had made it. A data set that is
-    whole is left as it is.
+    """Join the parts of a data set, or add labels that were made in parts to it: it is then the same, byte for byte, as
+    if one run had made it. A data set that is whole is left as it is.
 
     Args:
         max_skipped: largest share of items that may be skipped; None: as the parts were told.
@@ -27,7 +28,23 @@ def merge(directory: Path, max_skipped: float | None = None) -> None:
     """
     if not directory.is_dir():
         raise DataError(f"{directory}: no such directory; give that of --output or --data of the parts")
-    _merge_shards(directory, max_skipped)
+    labels = unfinished(directory)
+    for each in labels:
+        _merge_labels(each, max_skipped)
+    if not labels:
+        _merge_shards(directory, max_skipped)
+
+
+def _merge_labels(labels: Unfinished, max_skipped: float | None) -> None:
+    directory = labels.directory
+    document = read_json(directory.dataset / "dataset.json")
+    given = labels.max_skipped if max_skipped is None else max_skipped
+    if not complete(directory, document, max_skipped=given, replace=labels.replace, alone=False):
+        missing = [shard for shard in document["shards"] if directory.report(shard) is None]
+        raise DataError(
+            f"{directory.path}: the labels of {len(missing)} of {len(document['shards'])} shards are missing, "
+            f"{some(missing)}; run pseudo-label with the same flags again, which makes them, then merge again"
+        )
 
 
 def _merge_shards(directory: Path, max_skipped: float | None) -> None:

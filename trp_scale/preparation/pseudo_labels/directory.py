@@ -3,7 +3,8 @@
 DATASET/DIRECTORY/
   image-000000.tar              the same names, keys and order as DATASET/shards; one member each: KEY.depth.png ...
   image-000000.index.json       written last: it marks a finished shard
-  progress/                     until dataset.json names the directory: the settings, and a report for each shard
+  progress/                     until dataset.json names the directory: the settings, what was asked for, and a report
+                                for each shard
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ from trp_scale.preparation.sharding.writing import report_path
 
 UNREADABLE = "unreadable"
 REASONS = {UNREADABLE: "an image that cannot be decoded or labelled: its label is empty"}
+
+_ASKED = "asked.json"
 
 PATIENCE = 120.0
 """Seconds to wait for another run's look at dataset.json; each takes far less than one."""
@@ -114,10 +117,12 @@ class LabelDirectory:
                 f"{self.path}: tars of unknown making lie there; remove the directory or give another {self.flag}"
             )
 
-    def begin(self, document: Mapping[str, Any]) -> None:
-        """Make the directory, after `check`."""
+    def begin(self, document: Mapping[str, Any], *, max_skipped: float, replace: bool) -> None:
+        """Make the directory, after `check`, and write down what `complete` is to be told."""
         if not self.listed(document):
             self._settings.parent.mkdir(parents=True, exist_ok=True)
+            said = {"modality": self.modality, "description": dict(self.description), "flag": self.flag}
+            write_json(self._settings.with_name(_ASKED), {**said, "max_skipped": max_skipped, "replace": replace})
             write_json(self._settings, dict(self.identity))
 
     def check_settings(self) -> None:
@@ -186,6 +191,26 @@ class LabelDirectory:
             return True
         # The run that finished the directory took the reports away, after it had written dataset.json.
         return self.listed(read_json(self.dataset / "dataset.json")) and self.is_whole(shard)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unfinished:
+    """Labels in the making, and what their runs were asked."""
+
+    directory: LabelDirectory
+    max_skipped: float
+    replace: bool
+
+
+def unfinished(dataset: Path) -> list[Unfinished]:
+    """The labels of a data set that dataset.json does not name yet."""
+    found = []
+    for path in sorted(dataset.glob(f"*/progress/{_ASKED}")):
+        asked, identity = read_json(path), read_json(path.with_name("settings.json"))
+        given = {"max_skipped": asked.pop("max_skipped"), "replace": asked.pop("replace")}
+        directory = LabelDirectory(dataset=dataset, name=path.parent.parent.name, identity=identity, **asked)
+        found.append(Unfinished(directory=directory, **given))
+    return found
 
 
 def _is_held(directory: Path, lock: str) -> bool:

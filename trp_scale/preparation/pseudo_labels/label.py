@@ -13,7 +13,6 @@ dataset.json.
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,6 +28,7 @@ from trp_scale.preparation.pseudo_labels.labeller import Precision
 from trp_scale.preparation.pseudo_labels.models import FoundModel, find_model
 from trp_scale.preparation.pseudo_labels.portion import LabelPortion, LabelTask, LabelWork, LabelWorker
 from trp_scale.preparation.pseudo_labels.settings import PseudoLabelConfig, labelled
+from trp_scale.preparation.sharding.on_ray import cluster_gpus, cpus_of_task
 from trp_scale.preparation.sharding.workers import Progressed, run_portions
 
 __all__ = ["PseudoLabelConfig", "pseudo_label"]
@@ -55,7 +55,7 @@ def pseudo_label(config: PseudoLabelConfig) -> bool:
         for task in tasks:
             task.directory.check(current, replace=config.replace)
         for task in tasks:
-            task.directory.begin(current)
+            task.directory.begin(current, max_skipped=config.max_skipped, replace=config.replace)
     mine = [LabelPortion(number=number, shard=shard) for number, shard in enumerate(document["shards"])]
     mine = mine[config.shard_index :: config.num_shards]
     missing = {
@@ -94,15 +94,21 @@ def _images(dataset: Path, shard: str) -> int:
 
 def _devices(config: PseudoLabelConfig) -> tuple[str, ...]:
     """The device of each process, in turn."""
-    count = 0 if config.device == "cpu" else torch.cuda.device_count()
+    on_ray = config.executor == "ray"
+    count = 0 if config.device == "cpu" else cluster_gpus() if on_ray else torch.cuda.device_count()
     if config.device == "cuda" and not count:
         raise DataError("--device cuda: no GPU is there; give --device cpu, or see what CUDA_VISIBLE_DEVICES hides")
-    return tuple(f"cuda:{number}" for number in range(count)) or ("cpu",)
+    # Ray shows a process its own GPU alone, as number 0.
+    return tuple(f"cuda:{number}" for number in range(min(count, 1) if on_ray else count)) or ("cpu",)
 
 
 def _precision(config: PseudoLabelConfig, devices: tuple[str, ...]) -> Precision:
     if config.precision != "auto":
         return config.precision
+    if devices[0] != "cpu" and not torch.cuda.is_available():
+        raise DataError(
+            "--precision auto: this machine has no GPU that tells what those of the cluster can; give bf16 or fp32"
+        )
     return "bf16" if devices[0] != "cpu" and torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
 
 
@@ -133,24 +139,27 @@ def _run(
     def text(values: Sequence[int], seconds: float) -> str:
         return f"{values[0]:,} labels  {values[0] / seconds:,.1f} labels/s"
 
-    processes = config.processes or len(devices)
-    cores = len(os.sched_getaffinity(0))
-    alone = devices[0] == "cpu" and processes == 1
-    on_cpu = max(1, cores // processes)
+    gpus = int(devices[0] != "cpu")
+    if config.executor == "ray":
+        processes, cores, alone = config.processes, cpus_of_task(gpus), False
+    else:
+        processes = config.processes or len(devices)
+        cores, alone = max(1, len(os.sched_getaffinity(0)) // processes), not gpus and processes == 1
     work = LabelWork(
         tasks=tasks,
         suffixes=tuple(document["suffixes"]),
         batch=config.batch,
         devices=devices,
         precision=precision,
-        threads=max(2, min(MOST_THREADS, cores // processes)),
-        model_threads=0 if alone else on_cpu if devices[0] == "cpu" else 1,  # beside a GPU the pool has the cores
+        threads=max(2, min(MOST_THREADS, cores)),
+        model_threads=0 if alone else 1 if gpus else cores,  # beside a GPU the pool has the cores
     )
-    started = multiprocessing.get_context("spawn").Value("i", 0)
     run_portions(
         portions,
         LabelWorker,
-        (work, started),
+        (work,),
         processes=processes,
+        executor=config.executor,
+        gpus=gpus,
         progressed=Progressed(counters=1, total=labels, text=text, shown=config.progress, title="labelling"),
     )

@@ -12,7 +12,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -32,7 +31,7 @@ from trp_scale.preparation.pseudo_labels.labeller import InFlight, Labeller, Pre
 from trp_scale.preparation.pseudo_labels.models import FoundModel, load_model, load_processor
 from trp_scale.preparation.pseudo_labels.settings import labelled
 from trp_scale.preparation.sharding.lock import only_run
-from trp_scale.preparation.sharding.workers import Advance
+from trp_scale.preparation.sharding.workers import Advance, process_number
 from trp_scale.preparation.sharding.writing import OpenShard, new_tar
 
 
@@ -175,14 +174,11 @@ class LabelWorker:
 
     Args:
         work: what is to be done.
-        started: counts the processes, so that each has its device.
         advance: called with (1,) for each label.
     """
 
-    def __init__(self, work: LabelWork, started: Any, advance: Advance) -> None:
-        with started.get_lock():
-            self._device = torch.device(work.devices[started.value % len(work.devices)])
-            started.value += 1
+    def __init__(self, work: LabelWork, advance: Advance) -> None:
+        self._device = torch.device(work.devices[process_number() % len(work.devices)])
         self._work = work
         self._advance = advance
         self._labellers: dict[str, Labeller] = {}

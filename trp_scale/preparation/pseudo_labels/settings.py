@@ -15,13 +15,14 @@ from trp_scale.errors import RefusedError
 from trp_scale.modalities import modalities
 from trp_scale.modalities.settings import LabelSettings
 from trp_scale.preparation.sharding.job import check_ranges, check_sections
+from trp_scale.preparation.sharding.parts import SpreadSettings
 
 if TYPE_CHECKING:
     from trp_scale.modalities.base import PseudoLabels
 
 
 @dataclass(kw_only=True)
-class PseudoLabelConfig(TakesModalities):
+class PseudoLabelConfig(SpreadSettings, TakesModalities):
     """Label a data set of images with a depth estimator, a segmentation model, or both."""
 
     part: ClassVar[Literal["files", "labels"]] = "labels"
@@ -35,31 +36,20 @@ class PseudoLabelConfig(TakesModalities):
     precision: Literal["auto", "bf16", "fp32"] = "auto"
     """Arithmetic of the models; auto: bf16 on a GPU that has it, else fp32. In bf16 depth has about three digits."""
     processes: int = 0
-    """Processes at work, each with its share of the shards and, in turn, of the GPUs; 0 = one for each GPU, or one on
-    the CPU."""
-    shard_index: int = 0
-    """Job arrays: which part of the shards this run labels, from 0."""
-    num_shards: int = 1
-    """Job arrays: number of parts. Part i has the shards i, i + num_shards, ...; the last to finish adds the labels to
-    dataset.json."""
+    """Shards that are labelled at once, each on one GPU; 0 = one for each GPU of this machine or of the Ray cluster;
+    without GPUs one, and one for each core of the Ray cluster."""
     replace: bool = False
     """Replace a modality that dataset.json has already. The old maps stay where they are, described under
     "replaced"."""
     max_skipped: float = 0.01
     """Largest share of images that may be without a label because they cannot be decoded."""
-    progress: bool = True
-    """Show a progress bar."""
 
     def check(self) -> None:
         """Raise DataError for a setting that cannot work, naming its flag."""
         if not self.models():
             raise DataError(f"give one model or more: {', '.join(f'--{name}.model' for name in self.labelling())}")
-        check_ranges(self, batch=(1, 4096), processes=(0, 256), num_shards=(1, 1 << 20), max_skipped=(0, 1))
-        if not 0 <= self.shard_index < self.num_shards:
-            raise DataError(
-                f"--shard_index {self.shard_index}: 0 to {self.num_shards - 1} is allowed with "
-                f"--num_shards {self.num_shards}"
-            )
+        check_ranges(self, batch=(1, 4096), processes=(0, 4096), max_skipped=(0, 1))
+        self.own_part()
         check_sections(self)
         self._check_labelling()
 

@@ -27,7 +27,7 @@ from trp_scale.data.index import DataError, index_path, read_index, read_json, w
 from trp_scale.data.temporary import remove_leftovers
 from trp_scale.preparation.binary_index import write_dataset_index
 from trp_scale.preparation.sharding.lock import only_run
-from trp_scale.preparation.sharding.parts import Part, all_parts, begun_parts, missing_parts, part_of
+from trp_scale.preparation.sharding.parts import Part, SpreadSettings, all_parts, begun_parts, missing_parts
 from trp_scale.preparation.sharding.workers import Advance, Numbered, PortionT, Progressed, run_portions
 from trp_scale.preparation.sharding.writing import ShardWriter, new_tar, report_path
 
@@ -40,26 +40,23 @@ log = logging.getLogger(__name__)
 
 
 @dataclass(kw_only=True)
-class ShardingSettings:
+class ShardingSettings(SpreadSettings):
     """Settings that every kind of data set has."""
 
     output: Path
     """Directory of the data set. A run that was stopped goes on there; one with other settings or other inputs is
     refused."""
     processes: int = 0
-    """Processes at work; 0 = one for each core. The output does not depend on it."""
+    """Shards that are made at once; 0 = one for each core, of this machine or of the Ray cluster. The output does not
+    depend on it."""
     max_skipped: float = 0.01
     """Largest share of documents or images that may be skipped."""
-    progress: bool = True
-    """Show a progress bar."""
-    shard_index: int = 0
-    """On many machines: which part of the work this run does, from 0. Every part is given the same other flags, in any
-    order, at any time, again if it was stopped; `trp-scale merge` joins them."""
-    num_shards: int = 1
-    """On many machines: number of parts. Part i makes the shards i, i + num_shards, ..."""
     patience: float = 0.0
     """Seconds to wait for another run that makes the same part: the lock of a machine that was lost may outlive it for
     a while on shared storage."""
+
+    def check(self) -> None:
+        """Raise DataError for a setting that cannot work, naming its flag."""
 
 
 def check_ranges(settings: object, **ranges: tuple[float, float]) -> None:
@@ -165,7 +162,7 @@ class ShardingJob(Generic[ReportT]):
     def __init__(self, settings: ShardingSettings, kind: DataKind[ReportT], identity: Mapping[str, object]) -> None:
         self.output = settings.output
         self.identity = dict(identity)
-        self.part = part_of(settings.shard_index, settings.num_shards)
+        self.part = settings.own_part()
         self._settings = settings
         self._kind = kind
         self._document: dict[str, object] = {}
@@ -287,6 +284,7 @@ class ShardingJob(Generic[ReportT]):
             (self.output, self._kind.name, make, arguments),
             processes=self._settings.processes,
             progressed=progressed,
+            executor=self._settings.executor,
         )
 
     def finish(self, description: Mapping[str, object]) -> Finished[ReportT] | None:
@@ -370,14 +368,17 @@ def _joined(
             shards.append(f"{stem}.tar")
             blocks += finished.blocks
     if missing:
-        lines = [f"{part.flags} (unfinished: {_some(stems)})" for part, stems in sorted(missing.items())]
+        lines = [
+            f"{part.flags} (unfinished: {len(stems)} shards are missing{', ' * bool(stems)}{some(stems)})"
+            for part, stems in sorted(missing.items())
+        ]
         raise missing_parts(output, lines, first.count)
     return shards, blocks, total
 
 
-def _some(stems: list[str]) -> str:
-    named = ", ".join(stems[:5])
-    return f"{len(stems)} shards are missing{f', {named}' if stems else ''}{', ...' if len(stems) > 5 else ''}"
+def some(names: list[str]) -> str:
+    """The first five."""
+    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
 
 
 @dataclass(frozen=True, kw_only=True)

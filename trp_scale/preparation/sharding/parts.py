@@ -13,13 +13,40 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from trp_scale.data.index import DataError, read_json, write_json
 
 _NAME = re.compile(r"part-(\d{5})-of-(\d{5})\.json")
 
 MOST_PARTS = 99_999
+
+
+@dataclass(kw_only=True)
+class SpreadSettings:
+    """Settings of every command that prepares data: where its work is done."""
+
+    executor: Literal["local", "ray", "slurm-array"] = "local"
+    """local: by processes of this machine. ray: by the nodes of a Ray cluster (RAY_ADDRESS, or the one that runs here;
+    else one is started), which all see the same storage; the work of a node that is lost is done by another.
+    slurm-array: a job for each of --num_shards parts is submitted, and a last one that merges them."""
+    sbatch: str = ""
+    """slurm-array: further options of sbatch, such as --sbatch='--partition=cpu --cpus-per-task=16 --time=4:00:00'."""
+    shard_index: int = 0
+    """On many machines: which part of the work this run does, from 0. Every part is given the same other flags, in any
+    order, at any time, again if it was stopped; `trp-scale merge` joins them."""
+    num_shards: int = 1
+    """On many machines: number of parts. Part i makes the shards i, i + num_shards, ..."""
+    progress: bool = True
+    """Show a progress bar."""
+
+    def own_part(self) -> Part:
+        """The part that the flags name.
+
+        Raises:
+            DataError: there is no such part.
+        """
+        return part_of(self.shard_index, self.num_shards)
 
 
 @dataclass(frozen=True, order=True)

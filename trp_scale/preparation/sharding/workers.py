@@ -1,4 +1,8 @@
-"""Portions of the input over processes, with a progress bar; one portion becomes one shard."""
+"""Portions of the input over processes, with a progress bar; one portion becomes one shard.
+
+A process makes its worker once, by `make(*arguments, advance)`, and calls it with one portion after another. The
+processes are of this machine, or of a Ray cluster (on_ray.py).
+"""
 
 from __future__ import annotations
 
@@ -52,13 +56,26 @@ class Progressed:
 
 
 _worker: Callable[[Any], Any] | None = None
+_number = 0
+
+
+def process_number() -> int:
+    """Of this process among those of its machine that are at work, from 0; under Ray 0."""
+    return _number
 
 
 def _start(
-    make: Callable[..., Callable[[Any], Any]], arguments: tuple[Any, ...], counters: Any, modules: list[str]
+    make: Callable[..., Callable[[Any], Any]],
+    arguments: tuple[Any, ...],
+    counters: Any,
+    started: Any,
+    modules: list[str],
 ) -> None:
     """Set up a process. It ends with its parent: one that was killed must not leave others writing."""
-    global _worker
+    global _worker, _number
+    with started.get_lock():
+        _number = started.value
+        started.value += 1
     for module in modules:
         load_module(module)
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -93,26 +110,45 @@ def run_portions(
     *,
     processes: int,
     progressed: Progressed,
+    executor: str = "local",
+    gpus: int = 0,
 ) -> dict[int, ReportT]:
     """Make the shards of `portions` and return their reports by number.
 
     Args:
-        make: called once in each process as make(*arguments, advance); what it returns is called with each portion.
+        make: called in each process as make(*arguments, advance); what it returns is called with each portion.
         processes: 0 = one for each core.
+        executor: "local" or "ray".
+        gpus: that Ray gives a process.
 
     Raises:
         DataError: a process died (killed, or out of memory).
     """
-    processes = min(processes or os.cpu_count() or 1, len(portions))
+    if executor == "slurm-array":
+        raise DataError("--executor slurm-array: goes with commands, which are submitted; from Python, local or ray")
+    if not portions:
+        return {}
     context = multiprocessing.get_context("spawn")  # forked copies of running threads can hang
     counters = context.Array("q", progressed.counters)
     with _Display(progressed, counters):
-        if processes <= 1:
-            if not portions:
-                return {}
+        if executor == "ray":
+            from trp_scale.preparation.sharding.on_ray import run_on_ray
+
+            return run_on_ray(
+                portions,
+                make,
+                arguments,
+                processes=processes,
+                counters=progressed.counters,
+                gpus=gpus,
+                advance=_advance(counters),
+                title=progressed.title,
+            )
+        processes = min(processes or len(os.sched_getaffinity(0)), len(portions))
+        if processes == 1:
             worker = make(*arguments, _advance(counters))
             return {portion.number: worker(portion) for portion in portions}
-        initial = (make, arguments, counters, own_modules())
+        initial = (make, arguments, counters, context.Value("i", 0), own_modules())
         with ProcessPoolExecutor(processes, context, initializer=_start, initargs=initial) as pool:
             futures = {portion.number: pool.submit(_work, portion) for portion in portions}
             try:
@@ -121,12 +157,17 @@ def run_portions(
                         break
                 return {number: future.result() for number, future in futures.items()}
             except BrokenProcessPool as error:
-                raise DataError(
-                    f"a {progressed.title} process died (killed, or out of memory); run the same command again to go "
-                    "on, with fewer --processes if memory is short"
-                ) from error
+                raise process_died(progressed.title) from error
             finally:
                 pool.shutdown(wait=False, cancel_futures=True)
+
+
+def process_died(title: str) -> DataError:
+    """The refusal to go on without it."""
+    return DataError(
+        f"a {title} process died (killed, or out of memory); run the same command again to go on, with fewer "
+        "--processes if memory is short"
+    )
 
 
 class _Display:

@@ -16,6 +16,7 @@ from tests.unit.preparation.pseudo_labels.tiny_models import depth_anything
 from trp_scale.data.images.dataset import open_image_dataset
 from trp_scale.data.index import DataError, read_index, read_json, write_json
 from trp_scale.modalities.depth import StoredDepth
+from trp_scale.preparation.merge import merge
 from trp_scale.preparation.pseudo_labels import label as labelling
 from trp_scale.preparation.pseudo_labels.portion import LabelStream
 from trp_scale.preparation.sharding.lock import only_run
@@ -72,6 +73,27 @@ def test_parts_of_a_job_array_make_what_one_run_makes(tmp_path: Path, whole: Pat
     assert not label(data, models, shard_index=0, num_shards=2)
     assert (data / "dataset.json").read_bytes() == before
     assert label(data, models, shard_index=1, num_shards=2)
+    assert files(data) == files(whole)
+
+
+def test_merge_names_the_labels_that_are_missing_and_adds_those_that_are_there(
+    tmp_path: Path, whole: Path, models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = nine_images(tmp_path / "data")
+    before = (data / "dataset.json").read_bytes()
+    label(data, models, shard_index=1, num_shards=2)
+    with pytest.raises(
+        DataError, match=r"depth: the labels of 2 of 3 shards are missing, image-000000.tar, image-000002"
+    ):
+        merge(data)
+    assert (data / "dataset.json").read_bytes() == before
+    with monkeypatch.context() as context:  # the last part ends before it could add them
+        context.setattr("trp_scale.preparation.pseudo_labels.label.complete", lambda *_, **__: False)
+        label(data, models, shard_index=0, num_shards=2)
+    assert (data / "dataset.json").read_bytes() == before
+    merge(data)
+    assert files(data) == files(whole)
+    merge(data)
     assert files(data) == files(whole)
 
 

@@ -38,7 +38,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def text_part(text: Path, output: Path, index: int, count: int = 3, **changes: Any) -> None:
     """Make a part with the settings that `text` was made with."""
     config = ShardTextConfig(
-        inputs=[str(text.with_name("data.jsonl"))],
+        inputs=[str(text.with_suffix(".jsonl"))],
         output=output,
         tagger="textblob",
         length=64,
@@ -51,6 +51,13 @@ def text_part(text: Path, output: Path, index: int, count: int = 3, **changes: A
         num_shards=count,
     )
     shard_text(replace(config, **changes))
+
+
+def text_command(text: Path, output: Path) -> list[str]:
+    """The command that makes what `text_part` makes."""
+    command = [sys.executable, "-m", "trp_scale", "shard-text", "--inputs", str(text.with_suffix(".jsonl"))]
+    command += ["--output", str(output), "--tagger", "textblob", "--length", "64", "--vocab_size", "1000"]
+    return [*command, "--rows_per_block", "16", "--shard_bytes", "20000", "--processes", "1"]
 
 
 def image_part(output: Path, index: int, parts: int = 3, **changes: Any) -> None:
@@ -110,10 +117,7 @@ def test_skipped_images_are_counted_once_however_many_parts_there_are(tmp_path: 
 
 def test_a_killed_part_is_run_again(text: Path, tmp_path: Path) -> None:
     output = tmp_path / "data"
-    command = [sys.executable, "-m", "trp_scale", "shard-text", "--inputs", str(text.with_name("data.jsonl"))]
-    command += ["--output", str(output), "--tagger", "textblob", "--length", "64", "--vocab_size", "1000"]
-    command += ["--rows_per_block", "16", "--shard_bytes", "20000", "--processes", "1"]
-    command += ["--shard_index", "0", "--num_shards", "2"]
+    command = [*text_command(text, output), "--shard_index", "0", "--num_shards", "2"]
     running = subprocess.Popen(
         command,
         cwd=ROOT,

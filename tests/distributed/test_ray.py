@@ -1,0 +1,111 @@
+"""Data is prepared over the nodes of a Ray cluster, also when one of them is lost: the same bytes, nothing twice."""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.fixtures import small_text_dataset
+from tests.unit.preparation.pseudo_labels.labelled import Models, files, label, nine_images
+from tests.unit.preparation.pseudo_labels.tiny_models import depth_anything, mask2former
+from tests.unit.preparation.sharding.test_parts import content, text_part
+from trp_scale.data.index import DataError
+from trp_scale.preparation.sharding.workers import Advance, Progressed, run_portions
+
+ray = pytest.importorskip("ray", reason="needs ray: pip install 'trp-scale[ray]'")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """A head without CPUs, and two nodes of one CPU."""
+    from ray.cluster_utils import Cluster
+
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    made = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "object_store_memory": 80_000_000})
+    for _ in range(2):
+        made.add_node(num_cpus=1, object_store_memory=80_000_000)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_ADDRESS", made.address)
+        yield made
+    made.shutdown()
+
+
+@dataclass(frozen=True)
+class Numbered:
+    number: int
+
+
+class Begun:
+    """Notes which node began a portion. The first attempt at portion 0 waits for its end."""
+
+    def __init__(self, directory: Path, advance: Advance) -> None:
+        self._directory, self._advance = directory, advance
+
+    def __call__(self, portion: Numbered) -> int:
+        node = ray.get_runtime_context().get_node_id()
+        first = not any(self._directory.glob("begun-0-*"))
+        (self._directory / f"begun-{portion.number}-{node}").touch()
+        if portion.number == 0 and first:
+            time.sleep(600)
+        if portion.number == 7:
+            raise DataError("seven is refused")
+        self._advance(portion.number)
+        return portion.number**2
+
+
+def over_ray(portions: range, directory: Path, gpus: int = 0) -> dict[int, int]:
+    progressed = Progressed(counters=1, total=1, text=lambda values, seconds: "", shown=False)
+    numbered = [Numbered(number) for number in portions]
+    return run_portions(numbered, Begun, (directory,), processes=0, progressed=progressed, executor="ray", gpus=gpus)
+
+
+def test_what_a_worker_refuses_is_refused_as_it_is(cluster: Any, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"^seven is refused$"):
+        over_ray(range(6, 9), tmp_path)
+
+
+def test_a_cluster_without_what_is_needed_is_refused(
+    cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(DataError, match=r"the cluster has 0 GPUs; .*'GPU': 1.* are needed: add a node"):
+        over_ray(range(2), tmp_path, gpus=1)
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(DataError, match=r"ray is not installed .*pip install 'trp-scale\[ray\]'"):
+        over_ray(range(2), tmp_path)
+
+
+def test_text_is_the_same_data_set(cluster: Any, tmp_path: Path) -> None:
+    made = small_text_dataset(tmp_path / "data")
+    text_part(made, tmp_path / "over_ray", 0, 1, executor="ray", processes=0)
+    assert content(tmp_path / "over_ray") == content(made)
+
+
+def test_labels_are_the_same(cluster: Any, tmp_path: Path) -> None:
+    models = Models(depth=depth_anything(tmp_path / "depth"), semseg=mask2former(tmp_path / "semseg"))
+    for name, executor in (("here", "local"), ("over_ray", "ray")):
+        assert label(nine_images(tmp_path / name), models, executor=executor)
+    assert files(tmp_path / "over_ray") == files(tmp_path / "here")
+
+
+def test_the_portions_of_a_node_that_is_lost_are_made_by_another(cluster: Any, tmp_path: Path) -> None:
+    found: dict[int, int] = {}
+    running = threading.Thread(target=lambda: found.update(over_ray(range(7), tmp_path)))
+    running.start()
+    deadline = time.monotonic() + 60
+    while not (begun := list(tmp_path.glob("begun-0-*"))):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    lost = begun[0].name.rpartition("-")[2]
+    node = next(each for each in cluster.worker_nodes if each.unique_id == lost or each.node_id == lost)
+    cluster.remove_node(node, allow_graceful=False)
+    running.join(timeout=120)
+    assert found == {number: number**2 for number in range(7)}
+    assert {path.name.rpartition("-")[2] for path in tmp_path.glob("begun-0-*")} > {lost}
