@@ -14,6 +14,7 @@ import re
 import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Literal
 
@@ -22,6 +23,11 @@ from trp_scale.preparation.dataset_directory import files_fingerprint, is_datase
 
 TEXT_SUFFIXES = (".txt", ".text", ".md")
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
+PARQUET = ".parquet"
+GZIP = ".gz"
+
+_RATIO = 3
+"""Bytes of text in a byte of a gzipped file, about: its end alone would tell, and not above 4 GB."""
 
 SMALLEST_SHARD, LARGEST_SHARD = 256 * 1024, 64 * 1024 * 1024
 """Bytes of input per shard when the setting is 0: a sixteenth of the input, within these."""
@@ -36,22 +42,27 @@ TOPICS = "pydoc_data/topics.py"
 
 _BLANK_LINE = re.compile(rb"\n[ \t\r]*\n\s*")
 
-Kind = Literal["text", "jsonl", "dataset"]
+Kind = Literal["text", "jsonl", "parquet", "dataset"]
 
 
 @dataclass(frozen=True)
 class Span:
-    """A part of one input: bytes of a file, or rows of a Hugging Face dataset. `end` is exclusive."""
+    """A part of one input: bytes of a file, or rows of a parquet file or a Hugging Face dataset. `end` is exclusive."""
 
     path: str
     kind: Kind
     start: int
     end: int
 
+    @property
+    def gzipped(self) -> bool:
+        """Whether it is a whole file that has to be unpacked."""
+        return is_gzipped(self.path, self.kind)
+
 
 @dataclass(frozen=True)
 class Portion:
-    """The input of one shard. `size` is in bytes, estimated for datasets."""
+    """The input of one shard. `size` is in bytes, estimated for gzipped files, parquet and datasets."""
 
     number: int
     spans: tuple[Span, ...]
@@ -73,7 +84,7 @@ def plan_corpus(inputs: Sequence[str], kind: str, split: str, one_document_per_f
 
     Args:
         inputs: files, folders, globs or Hugging Face dataset directories.
-        kind: "auto" (by suffix), "text", "jsonl" or "dataset".
+        kind: "auto" (by suffix), "text", "jsonl", "parquet" or "dataset".
         split: split of a dataset directory that has several.
         one_document_per_file: text files hold one document each, not one after each blank line.
         shard_bytes: input per shard; 0 = chosen from the size of the input.
@@ -110,11 +121,13 @@ def _find(item: str, kind: str) -> Iterator[tuple[Path, Kind]]:
         if is_dataset_directory(path):
             yield path, "dataset"
             return
-        known = TEXT_SUFFIXES + JSON_SUFFIXES if kind == "auto" else ("",)
-        found = sorted(file for file in path.rglob("*") if not file.is_dir() and file.name.endswith(known))
+        known = (*TEXT_SUFFIXES, *JSON_SUFFIXES, PARQUET) if kind == "auto" else ("",)
+        files = (file for file in path.rglob("*") if not file.is_dir())
+        found = sorted(file for file in files if file.name.removesuffix(GZIP).endswith(known))
         if not found:
             raise DataError(
-                f"input {item}: no file in this folder ends in {', '.join(known)}; set --format to take all"
+                f"input {item}: no file in this folder ends in {', '.join(known)}, with {GZIP} behind it or not; set "
+                "--format to take all"
             )
     elif path.exists() or path.is_symlink():
         found = [path]
@@ -128,9 +141,12 @@ def _find(item: str, kind: str) -> Iterator[tuple[Path, Kind]]:
 
 def _kind(file: Path, kind: str) -> Kind:
     if kind == "auto":
-        return "jsonl" if file.name.endswith(JSON_SUFFIXES) else "text"
-    if kind in ("text", "jsonl"):
-        return "text" if kind == "text" else "jsonl"
+        if file.name.endswith(PARQUET):
+            return "parquet"
+        return "jsonl" if file.name.removesuffix(GZIP).endswith(JSON_SUFFIXES) else "text"
+    for known in ("text", "jsonl", "parquet"):
+        if kind == known:
+            return known
     raise DataError(f"input {file}: --format {kind} needs a folder written by datasets.save_to_disk")
 
 
@@ -138,18 +154,31 @@ def _files(path: Path, kind: Kind) -> list[Path]:
     return sorted(file for file in path.rglob("*") if file.is_file()) if kind == "dataset" else [path]
 
 
+def is_gzipped(path: str, kind: Kind) -> bool:
+    """Whether a file of this name and kind has to be unpacked."""
+    return kind in ("text", "jsonl") and path.endswith(GZIP)
+
+
 def _size(path: Path, kind: Kind) -> int:
-    """Bytes of an input; 0 if it cannot be read, which is reported when its turn comes."""
-    return sum(os.path.getsize(file) for file in _files(path, kind) if os.access(file, os.R_OK))  # noqa: PTH202
+    """Bytes of an input's text, about; 0 if it cannot be read, which is reported when its turn comes."""
+    size = sum(os.path.getsize(file) for file in _files(path, kind) if os.access(file, os.R_OK))  # noqa: PTH202
+    return _RATIO * size if is_gzipped(str(path), kind) else size
 
 
 def _cut(path: Path, kind: Kind, size: int, limit: int, split: str) -> Iterator[tuple[Span, int]]:
     """Spans of one input with their sizes, none much larger than `limit` unless a document is."""
     parts = max(1, -(-size // limit))
-    if kind == "dataset":
-        rows = dataset_rows(str(path), split)
-        for part in range(parts):
-            yield Span(str(path), kind, rows * part // parts, rows * (part + 1) // parts), size // parts
+    if is_gzipped(str(path), kind):  # it can only be read from its beginning
+        yield Span(str(path), kind, 0, size), size
+        return
+    if kind in ("dataset", "parquet"):
+        starts = _parquet_starts(str(path)) if kind == "parquet" else [0, dataset_rows(str(path), split)]
+        rows = starts[-1]
+        cuts = [rows * part // parts for part in range(parts + 1)]
+        if len(starts) > parts:  # a row group is then read by one portion alone
+            cuts = sorted({min(starts, key=lambda start: abs(start - cut)) for cut in cuts})
+        for start, end in pairwise(cuts):
+            yield Span(str(path), kind, start, end), size * (end - start) // max(1, rows)
         return
     start = 0
     for part in range(1, parts):
@@ -185,6 +214,30 @@ def _next_start(path: Path, kind: Kind, nominal: int, size: int) -> int:
 def dataset_rows(path: str, split: str) -> int:
     """Rows of a dataset directory."""
     return len(load_dataset(path, split))
+
+
+def _parquet_starts(path: str) -> list[int]:
+    """First row of each row group of a parquet file, and the number of its rows."""
+    with open_parquet(path) as opened:
+        groups = [opened.metadata.row_group(number).num_rows for number in range(opened.num_row_groups)]
+    return list(accumulate(groups, initial=0))
+
+
+def open_parquet(path: str):  # type: ignore[no-untyped-def]  # pyarrow is an extra without types here
+    """Open a parquet file.
+
+    Raises:
+        DataError: the extra is not installed, or it is none.
+    """
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError as error:
+        raise DataError(f"input {path}: reading parquet needs `pip install trp-scale[datasets]`") from error
+    try:
+        return parquet.ParquetFile(path, memory_map=True)
+    except (OSError, pyarrow.ArrowException) as error:
+        raise DataError(f"input {path}: not a parquet file that can be read ({error})") from error
 
 
 def embedded_documents() -> Iterator[tuple[str, str]]:

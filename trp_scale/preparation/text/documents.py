@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import re
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
 from trp_scale.preparation.dataset_directory import load_dataset
-from trp_scale.preparation.text.corpus import Portion, Span
+from trp_scale.preparation.text.corpus import LARGEST_SHARD, Portion, Span, open_parquet
 
 SKIP_REASONS = {
     "unreadable": "the file cannot be opened or read",
@@ -21,6 +23,12 @@ SKIP_REASONS = {
     "no_text": "the text field is missing or is not a string",
 }
 """Why a document is skipped."""
+
+CHUNK = LARGEST_SHARD
+"""Bytes of a gzipped file that are unpacked together."""
+
+_ROWS = 1024
+"""Rows of parquet that are read together."""
 
 _CONTROL = re.compile("[\x00-\x08\x0e-\x1f\x7f-\x84\x86-\x9f]")
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -59,6 +67,8 @@ def read_portion(portion: Portion, settings: ReadSettings) -> Iterator[Document 
     for span in portion.spans:
         if span.kind == "dataset":
             yield from _read_dataset(span, settings)
+        elif span.kind == "parquet":
+            yield from _read_parquet(span, settings)
         else:
             yield from _read_file(span, settings)
 
@@ -73,17 +83,72 @@ def _read_dataset(span: Span, settings: ReadSettings) -> Iterator[Document | Ski
         yield _document(column[row][settings.text_field], partial("{}:{}".format, span.path, row))
 
 
+def _read_parquet(span: Span, settings: ReadSettings) -> Iterator[Document | Skipped]:
+    with open_parquet(span.path) as opened:
+        if settings.text_field not in opened.schema_arrow.names:
+            yield from (Skipped("no_text", f"{span.path}:{row}") for row in range(span.start, span.end))
+            return
+        first = 0
+        for group in range(opened.num_row_groups):
+            last = first + opened.metadata.row_group(group).num_rows
+            if first < span.end and last > span.start:
+                row = first
+                for batch in opened.iter_batches(_ROWS, row_groups=[group], columns=[settings.text_field]):
+                    for value in batch.column(0):
+                        if span.start <= row < span.end:
+                            yield _document(value.as_py(), partial("{}:{}".format, span.path, row))
+                        row += 1
+            first = last
+
+
 def _read_file(span: Span, settings: ReadSettings) -> Iterator[Document | Skipped]:
     try:
+        if span.gzipped:
+            before = 0
+            for data in _unpacked(span, settings):
+                yield from _documents(data, _LineNumbers(span, data, before), settings, first=before == 0)
+                before += data.count(b"\n")
+            return
         with open(span.path, "rb") as stream:  # noqa: PTH123 - a path of the plan, kept as text
             stream.seek(span.start)
             data = stream.read(span.end - span.start)
-    except OSError:
+    except (OSError, EOFError, zlib.error):  # the latter two of gzip
         yield Skipped("unreadable", span.path)
         return
-    lines = _LineNumbers(span, data)
-    skip = 3 if span.start == 0 and data.startswith(b"\xef\xbb\xbf") else 0  # a byte order mark
-    if span.kind == "jsonl":
+    yield from _documents(data, _LineNumbers(span, data), settings, first=span.start == 0)
+
+
+def _unpacked(span: Span, settings: ReadSettings) -> Iterator[bytes]:
+    """The content of a gzipped file in pieces, each of which ends where a document may: after a blank line if one is
+    near, else after a line, in JSON lines always after a line. Of a line that is too long enough is kept to show it."""
+    blank = _BLANK_LINES if span.kind == "text" else None
+    left, dropping = b"", False
+    with gzip.open(span.path, "rb") as stream:
+        block = stream.read(CHUNK)
+        while block:
+            if dropping:
+                _, newline, block = block.partition(b"\n")
+                dropping, block = not newline, newline + block
+            left += block
+            block = stream.read(CHUNK)
+            if block:  # else all that is left is the last piece
+                ends = [match.end() for match in blank.finditer(left)] if blank else []
+                end = ends[-1] if ends and ends[-1] < len(left) else left.rfind(b"\n") + 1
+                if end:
+                    yield left[:end]
+                left = left[end:]
+                if len(left) > settings.max_line_bytes:
+                    left, dropping = left[: settings.max_line_bytes + 1], True
+    if left:
+        yield left
+
+
+def _documents(
+    data: bytes, lines: _LineNumbers, settings: ReadSettings, *, first: bool
+) -> Iterator[Document | Skipped]:
+    """The documents in bytes of a file; `first`: they are its first ones."""
+    skip = 3 if first and data.startswith(b"\xef\xbb\xbf") else 0  # a byte order mark
+    if lines.span.kind == "jsonl":
         start = skip
         for line in data[skip:].split(b"\n"):
             if line.strip():
@@ -102,24 +167,24 @@ def _read_file(span: Span, settings: ReadSettings) -> Iterator[Document | Skippe
 
 
 class _LineNumbers:
-    """Places as file:line; lines before the span are counted only when something there has to be named."""
+    """Places as file:line. Lines before the bytes are counted when something has to be named, if they are not given."""
 
-    def __init__(self, span: Span, data: bytes) -> None:
-        self._span = span
+    def __init__(self, span: Span, data: bytes, before: int | None = None) -> None:
+        self.span = span
         self._data = data
-        self._before: int | None = None
+        self._before = before
 
     def place(self, offset: int) -> str:
         """Place of the byte `offset` of the span."""
         if self._before is None:
             self._before = 0
-            with open(self._span.path, "rb") as stream:  # noqa: PTH123
-                left = self._span.start
+            with open(self.span.path, "rb") as stream:  # noqa: PTH123
+                left = self.span.start
                 while left > 0 and (block := stream.read(min(left, 1 << 20))):
                     self._before += block.count(b"\n")
                     left -= len(block)
         line = self._before + self._data.count(b"\n", 0, offset) + 1
-        return f"{self._span.path}:{line}"
+        return f"{self.span.path}:{line}"
 
 
 def _json_document(line: bytes, start: int, lines: _LineNumbers, settings: ReadSettings) -> Document | Skipped:

@@ -46,17 +46,17 @@ class ShardTextConfig(ShardingSettings):
     """Tag, tokenize and shard English text for pre-training."""
 
     inputs: list[str] = field(default_factory=list)
-    """Text files, JSON lines (.jsonl, .ndjson, .json), folders of them, globs, or directories written by
-    datasets.save_to_disk."""
+    """Text files, JSON lines (.jsonl, .ndjson, .json), both gzipped (.gz) or not, parquet, folders of them, globs, or
+    directories written by datasets.save_to_disk. A gzipped file becomes one shard."""
     embedded: bool = False
     """Use the English text that every CPython carries (language reference and docstrings, about 2 MB)."""
-    format: Literal["auto", "text", "jsonl", "dataset"] = "auto"
+    format: Literal["auto", "text", "jsonl", "parquet", "dataset"] = "auto"
     """What the inputs are; auto goes by their suffix."""
     documents: Literal["file", "blank_lines"] = "file"
     """Text files: one document per file (one larger than a shard goes on as a new document at a blank line), or one
     after each blank line."""
     text_field: str = "text"
-    """Field of JSON lines, or column of a dataset, that holds the text."""
+    """Field of JSON lines, or column of parquet or a dataset, that holds the text."""
     split: str = "train"
     """Split of a dataset directory that has several."""
     tagger: Literal["auto", "nltk", "textblob"] = "auto"

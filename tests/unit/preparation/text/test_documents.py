@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gzip
 import itertools
 import json
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -131,6 +133,91 @@ def test_a_dataset_directory_is_read(tmp_path: Path) -> None:
     found = read(tmp_path / "stored", shard_bytes=200)
     assert texts(found) == rows[:20]
     assert skipped(found) == [("no_text", "stored:20"), ("empty", "stored:21")]
+
+
+def gzipped(path: Path) -> Path:
+    packed = path.with_name(f"{path.name}.gz")
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    return packed
+
+
+@pytest.mark.parametrize("chunk", [64, 1000, 1 << 20])
+@pytest.mark.parametrize("one_document_per_file", [True, False])
+def test_gzipped_files_are_what_is_in_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int, one_document_per_file: bool
+) -> None:
+    monkeypatch.setattr("trp_scale.preparation.text.documents.CHUNK", chunk)
+    lines = [json.dumps({"text": f"Document {number}. " * (number % 7 + 1)}) for number in range(50)]
+    lines[30:30] = ["not json", "", json.dumps({"text": "x" * 3000}), json.dumps({"title": "none"})]
+    (tmp_path / "lines.jsonl").write_text("\n".join(lines))
+    text = [f"Paragraph {number}.\nIts second line." for number in range(50)]
+    text[40] = "bad \x07 one"
+    (tmp_path / "text.txt").write_text("\n\n".join(text))
+    for name in ("lines.jsonl", "text.txt"):
+        if name == "text.txt" and one_document_per_file and chunk < 1 << 20:
+            continue  # a document that is larger than a chunk goes on as another
+        plain, packed = (
+            read(path, one_document_per_file=one_document_per_file, max_line_bytes=2000)
+            for path in (tmp_path / name, gzipped(tmp_path / name))
+        )
+        assert texts(packed) == texts(plain)
+        assert [(why, where.replace(".gz", "")) for why, where in skipped(packed)] == skipped(plain)
+    corpus = plan_corpus([str(tmp_path)], "auto", "train", True, 0)
+    kinds = {Path(span.path).name: span.kind for portion in corpus.portions for span in portion.spans}
+    assert kinds.pop("lines.jsonl") == kinds.pop("lines.jsonl.gz") == "jsonl" and set(kinds.values()) == {"text"}
+
+
+def test_a_long_document_in_a_gzipped_file_goes_on_at_a_blank_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trp_scale.preparation.text.documents.CHUNK", 100)
+    paragraphs = [f"Paragraph {number}." for number in range(50)]
+    (tmp_path / "book.txt").write_text("\n\n".join(paragraphs))
+    found = texts(read(gzipped(tmp_path / "book.txt")))
+    assert len(found) > 5 and "".join(found) == "\n\n".join(paragraphs)
+    assert all(text.startswith("Paragraph") for text in found)
+
+
+def test_a_gzipped_file_that_is_cut_or_grows_too_much_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trp_scale.preparation.text.documents.CHUNK", 1000)
+    lines = "".join(json.dumps({"text": f"Document {number}."}) + "\n" for number in range(500))
+    cut = tmp_path / "cut.jsonl.gz"
+    cut.write_bytes(gzip.compress(lines.encode())[:-300])
+    found = read(cut)
+    assert texts(found)[:2] == ["Document 0.", "Document 1."]
+    assert skipped(found) == [("unreadable", "cut.jsonl.gz")]
+    (tmp_path / "no.txt.gz").write_bytes(b"plain text")
+    assert skipped(read(tmp_path / "no.txt.gz")) == [("unreadable", "no.txt.gz")]
+    bomb = tmp_path / "bomb.jsonl.gz"
+    bomb.write_bytes(gzip.compress(b'{"text": "first"}\n' + bytes(50_000_000) + b'\n{"text": "last"}\n'))
+    tracemalloc.start()
+    found = read(bomb, max_line_bytes=2000)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert texts(found) == ["first", "last"] and skipped(found) == [("long_line", "bomb.jsonl.gz:2")]
+    assert peak < 2_000_000
+
+
+def test_parquet_files_are_cut_between_their_row_groups_where_there_are_enough(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow", reason="the extra `datasets` is not installed")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows = [f"Row {number}." for number in range(100)] + [None, " "]
+    table = pyarrow.table({"text": rows, "number": list(range(102))})
+    for group in (7, 102):
+        path = tmp_path / f"{group}.parquet"
+        parquet.write_table(table, path, row_group_size=group)
+        for shard_bytes in (300, 1 << 20):
+            found = read(path, shard_bytes=shard_bytes)
+            assert texts(found) == rows[:100]
+            assert skipped(found) == [("no_text", f"{path.name}:100"), ("empty", f"{path.name}:101")]
+    corpus = plan_corpus([str(tmp_path)], "auto", "train", True, 1500)
+    cut = [span for portion in corpus.portions for span in portion.spans if span.path.endswith("/7.parquet")]
+    assert len(cut) > 2 and all(span.start % 7 == 0 for span in cut)
+    parquet.write_table(pyarrow.table({"content": rows}), tmp_path / "other.parquet")
+    assert [why for why, _ in skipped(read(tmp_path / "other.parquet"))] == ["no_text"] * 102
+    (tmp_path / "no.parquet").write_bytes(b"not parquet")
+    with pytest.raises(DataError, match=r"no\.parquet: not a parquet file"):
+        read(tmp_path / "no.parquet")
 
 
 def test_the_embedded_corpus_is_large_and_always_the_same() -> None:
