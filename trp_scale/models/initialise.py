@@ -7,7 +7,7 @@ value is. An engine then fills what this rank holds, one tensor after the other,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -54,6 +54,43 @@ def give(parameter: Tensor, make: Callable[[], Value]) -> None:
             parameter.copy_(value)
         else:
             parameter.fill_(value)
+
+
+def value_of(parameter: Tensor) -> Tensor:
+    """The parameter's value now; where it has no content, what it would be filled with."""
+    if not parameter.is_meta:
+        return parameter.detach()
+    value = getattr(parameter, NOTED)[0]()
+    return value if isinstance(value, Tensor) else torch.full(parameter.shape, value)
+
+
+def take(
+    module: nn.Module,
+    sources: Mapping[str, Sequence[str]],
+    given: Mapping[str, Tensor],
+    ours: Callable[[str, Sequence[Tensor]], Tensor],
+) -> None:
+    """Give parameters another model's tensors. One without content makes its own of them when it is filled.
+
+    Args:
+        sources: by parameter, the names of what it is made of.
+        given: those tensors.
+        ours: makes a parameter's value of its sources, or its shape of theirs, which are then on the meta device.
+
+    Raises:
+        ValueError: a value of another shape; then nothing has been given.
+    """
+    own = dict(module.named_parameters())
+    for name, names in sources.items():
+        shape = ours(name, [given[each].to("meta") for each in names]).shape
+        if own[name].shape != shape:
+            raise ValueError(f"{name}: shape {tuple(shape)} given, {tuple(own[name].shape)} expected")
+
+    def value(name: str) -> Tensor:
+        return ours(name, [given[each] for each in sources[name]])
+
+    for name in sources:
+        give(own[name], partial(value, name))
 
 
 def write(module: nn.Module, rule: Callable[[str, nn.Parameter], Value]) -> None:

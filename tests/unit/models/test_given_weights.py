@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -13,8 +15,9 @@ from transformers import BertForPreTraining
 from tests.unit.models.small_images import GRID, PATCH, config
 from tests.unit.models.test_mae_against_transformers import loaded, timm_vit
 from tests.unit.models.vitmae_peer import vitmae
-from trp_scale.checkpoint.initial_weights import load_given_weights
+from trp_scale.checkpoint.initial_weights import Load, load_given_weights
 from trp_scale.config import RefusedError, TextModelConfig
+from trp_scale.models.initialise import filled, without_content
 from trp_scale.upstreams.mae.model import MaskedAutoencoder
 from trp_scale.upstreams.mae.weights import is_encoder, load_given, load_timm, stored_positions
 from trp_scale.upstreams.pos_bert.model import BertForMaskedPositions, bert_config
@@ -27,6 +30,21 @@ def equal(ours: nn.Module, theirs: nn.Module) -> dict[str, bool]:
     return {name: torch.equal(parameter, other[name]) for name, parameter in ours.named_parameters()}
 
 
+def made_as_shapes(make: Callable[[], nn.Module], file: Path, load: Load[nn.Module]) -> nn.Module:
+    """The model that takes the file's weights, made as shapes and then filled."""
+
+    def model() -> nn.Module:
+        made = make()
+        load_given_weights(made, str(file), load)
+        return made
+
+    shapes = without_content(model)
+    assert all(parameter.is_meta for parameter in shapes.parameters()), "no rank makes the whole model"
+    whole = model()
+    assert all(equal(whole, filled(shapes, torch.device("cpu"))).values())
+    return whole
+
+
 def test_bert_starts_from_transformers_weights(tmp_path: Path) -> None:
     peer = BertForPreTraining(bert_config(BERT, 90))
     peer.save_pretrained(tmp_path / "bert")
@@ -36,6 +54,8 @@ def test_bert_starts_from_transformers_weights(tmp_path: Path) -> None:
     assert not all(equal(given, expected).values())
     load_given_weights(given, str(tmp_path / "bert"), BertForMaskedPositions.load_transformers)
     assert all(equal(given, expected).values())
+    make = partial(BertForMaskedPositions, BERT, vocab_size=90, seed=0)
+    assert all(equal(made_as_shapes(make, tmp_path / "bert", BertForMaskedPositions.load_transformers), given).values())
 
 
 def test_an_autoencoder_starts_from_vitmae(tmp_path: Path) -> None:
@@ -47,6 +67,8 @@ def test_an_autoencoder_starts_from_vitmae(tmp_path: Path) -> None:
     given = MaskedAutoencoder(settings)
     load_given_weights(given, str(tmp_path / "vitmae.safetensors"), load_given)
     assert all(equal(given, loaded(peer.state_dict(), settings)).values())
+    shapes = made_as_shapes(lambda: MaskedAutoencoder(settings), tmp_path / "vitmae.safetensors", load_given)
+    assert all(equal(shapes, given).values())
 
 
 def test_an_encoder_starts_from_timm_and_its_decoder_from_the_seed(tmp_path: Path) -> None:
@@ -58,6 +80,7 @@ def test_an_encoder_starts_from_timm_and_its_decoder_from_the_seed(tmp_path: Pat
     load_timm(expected, peer.state_dict())
     load_given_weights(given, str(tmp_path), load_given)
     assert all(equal(given, expected).values())
+    assert all(equal(made_as_shapes(lambda: MaskedAutoencoder(config()), tmp_path, load_given), given).values())
     of_the_seed = equal(given, seeded)
     assert not of_the_seed["blocks.0.attn.qkv.weight"]
     assert all(same for name, same in of_the_seed.items() if not is_encoder(name))

@@ -14,6 +14,7 @@ from tests.grids import always
 from tests.synthetic_modalities import CLASSES, PATCH, SIDE, STRIDE, batch, depth_of
 from tests.unit.models.multimae_peer import drawn_weights, predict
 from tests.unit.models.small_modalities import ALL, EVERY_TASK, config, small_model
+from tests.unit.models.test_given_weights import equal, made_as_shapes
 from trp_scale.checkpoint.initial_weights import load_given_weights
 from trp_scale.config import Config, RefusedError
 from trp_scale.models.patches import patchify
@@ -119,6 +120,12 @@ def test_a_run_starts_from_such_a_file(tmp_path: Path) -> None:
     save_file({name: tensor.float().contiguous() for name, tensor in state.items()}, tmp_path / "multimae.safetensors")
     given = MultimodalMaskedAutoencoder(settings, {"semseg": CLASSES})
     load_given_weights(given, str(tmp_path / "multimae.safetensors"), load_multimae)
+    shapes = made_as_shapes(
+        lambda: MultimodalMaskedAutoencoder(settings, {"semseg": CLASSES}),
+        tmp_path / "multimae.safetensors",
+        load_multimae,
+    )
+    assert all(equal(shapes, given).values())
     expected = dict(loaded(settings, state).named_parameters())
     for name, parameter in given.named_parameters():
         if name != "tokenisers.semseg.class_embedding":

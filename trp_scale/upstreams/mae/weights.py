@@ -7,12 +7,13 @@ of its published files, which every version reads; newer versions name a model's
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import get_args
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from trp_scale.models.initialise import take
 from trp_scale.models.positions import PositionOrder, sine_cosine
 from trp_scale.upstreams.mae.model import CHANNELS, MaskedAutoencoder
 
@@ -205,10 +206,14 @@ def fill(
         ValueError: names that are missing, unexpected or of another shape; then nothing has been written.
     """
     check_names({name for several in sources.values() for name in several}, given)
-    new = {name: ours(name, torch.cat([given[one] for one in several])) for name, several in sources.items()}
-    if new["cls_token"].shape == class_position.shape:
-        new["cls_token"] = new["cls_token"] + class_position  # ours has none of its own
-    write_weights(model, new)
+
+    def made(name: str, several: Sequence[Tensor]) -> Tensor:
+        value = ours(name, torch.cat(list(several)))
+        if name == "cls_token" and value.shape == class_position.shape and not value.is_meta:
+            return value + class_position  # ours has none of its own
+        return value
+
+    take(model, {name: tuple(several) for name, several in sources.items()}, given, made)
 
 
 def check_names(wanted: set[str], given: Mapping[str, Tensor]) -> None:
@@ -219,18 +224,3 @@ def check_names(wanted: set[str], given: Mapping[str, Tensor]) -> None:
         raise ValueError(f"weights for {missing} are missing")
     if unexpected := sorted(set(given) - wanted):
         raise ValueError(f"weights for {unexpected} have no place in this model")
-
-
-@torch.no_grad()
-def write_weights(model: nn.Module, new: Mapping[str, Tensor]) -> None:
-    """Copy tensors into the parameters of these names.
-
-    Raises:
-        ValueError: one of another shape; then nothing has been written.
-    """
-    own = dict(model.named_parameters())
-    for name, tensor in new.items():
-        if own[name].shape != tensor.shape:
-            raise ValueError(f"{name}: shape {tuple(tensor.shape)} given, {tuple(own[name].shape)} expected")
-    for name, tensor in new.items():
-        own[name].copy_(tensor)

@@ -14,12 +14,14 @@ from torch import Tensor, nn
 
 from trp_scale.checkpoint.export import Export
 from trp_scale.config import RefusedError
+from trp_scale.models.initialise import give, take, value_of
 from trp_scale.recipes.loader import from_dict
 from trp_scale.upstreams.mae.export import check_timm, read_weights, write_encoder
-from trp_scale.upstreams.mae.weights import check_names, order_of, write_weights
+from trp_scale.upstreams.mae.weights import check_names, order_of
 from trp_scale.upstreams.mm_mae.model import MultimodalMaskedAutoencoder
 from trp_scale.upstreams.mm_mae.settings import MmMaeConfig
 
+CLASS_EMBEDDING = "tokenisers.semseg.class_embedding"
 INPUTS, OUTPUTS, POSITIONS = "input_adapters", "output_adapters", "pos_emb"
 
 ADAPTERS = {"rgb": "norm_rgb", "raw_rgb": "rgb", "depth": "depth", "semseg": "semseg"}
@@ -63,10 +65,15 @@ def load_multimae(model: MultimodalMaskedAutoencoder, state: Mapping[str, Tensor
         else:
             given[name] = tensor
     own = dict(model.named_parameters())
-    new = {name: torch.zeros_like(own[name]) for name in own if _is_of_no_input(model, name)}
-    names = {name: _their_name(name) for name in own if name not in new}
+    absent = [name for name in own if _is_of_no_input(model, name)]
+    names = {name: _their_name(name) for name in own if name not in absent}
     check_names(set(names.values()), given)
-    write_weights(model, new | {name: _ours(model, name, given[theirs]) for name, theirs in names.items()})
+    # Read now: what it is given replaces it.
+    own_classes = value_of(own[CLASS_EMBEDDING]) if CLASS_EMBEDDING in own else None
+    sources = {name: (theirs,) for name, theirs in names.items()}
+    take(model, sources, given, lambda name, several: _ours(model, name, several[0], own_classes))
+    for name in absent:
+        give(own[name], lambda: 0.0)
 
 
 def _their_name(name: str) -> str:
@@ -94,13 +101,17 @@ def _is_of_no_input(model: MultimodalMaskedAutoencoder, name: str) -> bool:
     return name.startswith("decoders.") and name.endswith("_embedding") and modality not in model.inputs
 
 
-def _ours(model: MultimodalMaskedAutoencoder, name: str, tensor: Tensor) -> Tensor:
-    """Their tensor in our shape and order."""
-    if name == "tokenisers.semseg.class_embedding":
-        own: Tensor = model.tokenisers["semseg"].class_embedding  # type: ignore[assignment]
+def _ours(model: MultimodalMaskedAutoencoder, name: str, tensor: Tensor, own_classes: Tensor | None) -> Tensor:
+    """Their tensor in our shape and order.
+
+    Args:
+        own_classes: the model's own embedding of classes, if it has one.
+    """
+    if name == CLASS_EMBEDDING:
+        assert own_classes is not None
         has_void = len(tensor) != model.classes["semseg"]
-        void = own[:0] if has_void else own.detach()[-tensor.shape[-1] :]  # [E]
-        return torch.cat([tensor.flatten(), void])
+        void = own_classes[:0] if has_void else own_classes[-tensor.shape[-1] :]  # [E]
+        return torch.cat([tensor.flatten(), void.to(tensor)])
     if tensor.ndim == 4:  # a convolution [D, channel, row, column] -> [D, (row, column, channel)]
         return tensor.permute(0, 2, 3, 1).flatten(1)
     if name.endswith(("_token", "_embedding")):

@@ -8,7 +8,7 @@ Parameter names are those of transformers' `BertForPreTraining`, so that weights
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ from transformers import BertConfig, BertModel
 from transformers.models.bert.modeling_bert import BertLayer
 
 from trp_scale.config import TextModelConfig
-from trp_scale.models.initialise import give, initialise
+from trp_scale.models.initialise import give, initialise, take
 from trp_scale.models.tensor_plan import WHOLE, Cut, TensorPlan
 
 VOCABULARY_MULTIPLE = 64
@@ -342,7 +342,6 @@ class BertForMaskedPositions(nn.Module):
         bias = self.cls.predictions.bias
         give(bias, lambda: F.pad(values, (0, len(bias) - len(values))))
 
-    @torch.no_grad()
     def load_transformers(self, state: dict[str, Tensor]) -> None:
         """Take the weights of a transformers `BertForPreTraining.state_dict()`; padding rows become zero.
 
@@ -356,23 +355,23 @@ class BertForMaskedPositions(nn.Module):
             raise ValueError(f"weights for {missing} are missing")
         if unexpected := sorted(set(given) - set(own)):
             raise ValueError(f"weights for {unexpected} have no place in this model")
-        places = {
-            name: parameter[: self.config.vocab_size] if name in PADDED_PARAMETERS else parameter
-            for name, parameter in own.items()
-        }
-        for name, place in places.items():  # all of them before the first is written
-            if place.shape != given[name].shape:
-                raise ValueError(f"{name}: shape {tuple(given[name].shape)} given, {tuple(place.shape)} expected")
+        for name in PADDED_PARAMETERS:
+            expected = (self.config.vocab_size, *own[name].shape[1:])
+            if tuple(given[name].shape) != expected:
+                raise ValueError(f"{name}: shape {tuple(given[name].shape)} given, {expected} expected")
         for copy, name in TIED_PARAMETERS.items():
             if copy in state and not torch.equal(state[copy], given[name]):
                 raise ValueError(
                     f"{copy} is not {name}: this model uses one tensor for both, so the weights of a model trained "
                     "with tie_word_embeddings=False cannot be taken"
                 )
-        for name, place in places.items():
-            place.copy_(given[name])
-        for name in PADDED_PARAMETERS:
-            own[name][self.config.vocab_size :].zero_()
+
+        def padded(name: str, several: Sequence[Tensor]) -> Tensor:
+            (value,) = several
+            behind = len(own[name]) - len(value) if name in PADDED_PARAMETERS else 0
+            return torch.cat([value, value.new_zeros(behind, *value.shape[1:])]) if behind else value
+
+        take(self, {name: (name,) for name in given}, given, padded)
 
 
 PROJECTIONS = ("query", "key", "value")
