@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -66,6 +66,14 @@ def traffic_over_counted(layers: int, hidden_size: int, world: int) -> None:
     """Print a line for each engine and number of micro-batches."""
     options = wire.Options(layers=layers, hidden_size=hidden_size, rows=4)
     print(f"\ntraffic of BERT {layers} x {hidden_size} on {world} ranks: predicted, counted")
+    compare_traffic(options, world)
+    if world > 2:
+        print(f"fsdp in groups of {world // 2}:")
+        compare_traffic(replace(options, engines=["fsdp"], shard_ranks=world // 2), world)
+
+
+def compare_traffic(options: wire.Options, world: int) -> None:
+    """A line for each engine and number of micro-batches."""
     for name, counts, _ in wire.on_ranks(world, options):
         for accumulation, (calls, payload) in zip(wire.ACCUMULATIONS, counts, strict=True):
             work = wire.workload(options, world, accumulation)

@@ -63,6 +63,8 @@ class Options:
     """Of a micro-batch."""
     engines: list[str] = field(default_factory=lambda: [name for name in ENGINES if name != "plain"])
     """Which ones."""
+    shard_ranks: int = 0
+    """Of fsdp: ranks that share one copy; 0: all."""
     half: bool = False
     """Weights that forwards read, and gradients that are sent, in bf16; of ddp and fsdp."""
     rounds: int = 0
@@ -103,6 +105,7 @@ def workload(options: Options, world: int, accumulation: int = 1) -> Workload:
     precision: Precision = "bf16" if options.half else "fp32"
     config = text_config(model, rows=options.rows, accumulation=accumulation * world, precision=precision)
     config.training.weights = config.training.gradients = precision
+    config.fsdp.shard_ranks = options.shard_ranks
     return replace(text_workload(config), rows=random_batch(options.rows * accumulation))
 
 

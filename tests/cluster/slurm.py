@@ -125,7 +125,11 @@ def cluster(directory: Path) -> Iterator[Slurm]:
         for process in reversed(running):
             process.send_signal(signal.SIGTERM)
         for process in running:
-            process.wait(timeout=30)
+            try:
+                process.wait(timeout=30)
+            except subprocess.TimeoutExpired:  # noqa: PERF203  a slurmd waits for what a job has left
+                process.kill()
+                process.wait()
 
 
 def _idle(slurm: Slurm) -> int:

@@ -17,7 +17,7 @@ from tests.unit.preparation.sharding.test_parts import content, text_command
 pytestmark = [pytest.mark.cluster, pytest.mark.skipif(bool(lacking()), reason=lacking())]
 
 SIZE = ("--nodes=2", "--ntasks-per-node=1", "--gpus-per-node=0", "--cpus-per-task=1", "--time=10")
-STEPS = 500
+STEPS = 300
 
 
 @pytest.fixture(scope="module")

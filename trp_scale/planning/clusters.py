@@ -123,26 +123,26 @@ class Cluster:
     def nodes(self) -> int:
         return -(-self.gpus // self.gpu.per_node)
 
-    @property
-    def link(self) -> float:
-        """Bytes a second that a ring over all GPUs reaches. Between nodes it has as many lanes as the node adapters."""
-        if self.nodes == 1:
-            return SHARE_OF_LINKS * self.gpu.nvlink
-        return SHARE_OF_LINKS * min(self.gpu.nvlink, self.gpu.network * self.gpu.per_node)
-
-    def seconds(self, kind: str, size: float) -> float:
-        """Of one collective over all GPUs.
+    def seconds(self, kind: str, size: float, ranks: int = 0, apart: int = 1) -> float:
+        """Of one collective, while as many groups as there are make theirs. Between nodes a group's ring has as many
+        lanes as it has GPUs in a node, each with its adapter.
 
         Args:
             kind: all-reduce, gather, scatter (each rank gets its part of the sum), reduce (one rank gets it).
             size: bytes of the whole tensor.
+            ranks: of a group; 0: all.
+            apart: from one rank of a group to the next; 1: neighbours.
         """
-        if self.gpus == 1:
+        ranks = ranks or self.gpus
+        if ranks == 1:
             return 0.0
+        members = max(1, self.gpu.per_node // apart)
+        nodes = -(-ranks // members)
+        rate = self.gpu.nvlink if nodes == 1 else min(self.gpu.nvlink, self.gpu.network * members)
         trips = 2 if kind == "all-reduce" else 1
-        moved = size if kind == "reduce" else size * (self.gpus - 1) / self.gpus
-        hops = (self.gpus - self.nodes) * HOP + (self.nodes - 1) * NETWORK_HOP
-        return CALL + trips * (moved / self.link + hops)
+        moved = size if kind == "reduce" else size * (ranks - 1) / ranks
+        hops = (ranks - nodes) * HOP + (nodes - 1) * NETWORK_HOP
+        return CALL + trips * (moved / (SHARE_OF_LINKS * rate) + hops)
 
     def agreement(self) -> float:
         """Seconds of the hosts' small sum at the start of a step."""

@@ -35,6 +35,8 @@ class Layout:
         read, sent: bytes of a weight that forwards read, and of a gradient that travels.
         ds_config: DeepSpeed's file, as the command line would name it.
         zero: its block zero_optimization, resolved.
+        shard_ranks: FSDP2: neighbours that share one copy; 0: all ranks.
+        offload: FSDP2: weights, gradients and moments are in host memory.
     """
 
     engine: str
@@ -44,11 +46,15 @@ class Layout:
     sent: int = 4
     ds_config: str = ""
     zero: Mapping[str, Any] | None = None
+    shard_ranks: int = 0
+    offload: bool = False
 
     @property
     def name(self) -> str:
         """For a table."""
         engine = self.engine if self.stage is None else f"ZeRO-{self.stage}"
+        if self.shard_ranks:
+            engine += f" in groups of {self.shard_ranks}"
         if self.offloads:
             engine += " offload"
         return engine if self.checkpointing == "none" else f"{engine}, {self.checkpointing} checkpointing"
@@ -56,6 +62,8 @@ class Layout:
     @property
     def offloads(self) -> bool:
         """Whether moments, and the weights' masters, are in host memory."""
+        if self.offload:
+            return True
         block = (self.zero or {}).get("offload_optimizer") or {}
         return bool(block.get("device", "none") != "none")
 
@@ -68,6 +76,10 @@ class Layout:
     def compiles(self) -> bool:
         """Whether blocks can be compiled."""
         return self.stage != 3 and self.checkpointing != "selective"
+
+    def sharers(self, ranks: int) -> int:
+        """Ranks that weights are sharded over, of an engine that shards them."""
+        return self.shard_ranks or ranks
 
     def key(self, name: str) -> int:
         """A number of DeepSpeed's block."""
@@ -97,13 +109,21 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
-    """Several alike. Attributes: kind: as in Cluster.seconds; size: bytes of the whole tensor; phase: forward,
-    backward (of each micro-batch), last (the window's last backward pass), or update; times: how many."""
+    """Several alike.
+
+    Attributes:
+        kind, ranks, apart: as in Cluster.seconds.
+        size: bytes of the whole tensor.
+        phase: forward, backward (of each micro-batch), last (the window's last backward pass), or update.
+        times: how many.
+    """
 
     kind: str
     size: int
     phase: str
     times: int = 1
+    ranks: int = 0
+    apart: int = 1
 
 
 def traffic(counted: Counted, layout: Layout, *, ranks: int, accumulation: int) -> list[Collective]:
@@ -134,13 +154,17 @@ def _ddp(counted: Counted, layout: Layout, ranks: int, accumulation: int) -> Ite
 
 def _fsdp(counted: Counted, layout: Layout, ranks: int, accumulation: int) -> Iterator[Collective]:
     """Blocks are gathered in the forward pass and again in the backward pass of each micro-batch, the rest once;
-    gradients go once a window."""
+    gradients go once a window, then each part between the copies."""
+    near = layout.sharers(ranks)
     gathers = {"forward": [counted.rest, *counted.blocks], "backward": counted.blocks}
     for phase, sizes in gathers.items():
         for size in sizes:
-            yield Collective(kind="gather", size=layout.read * size, phase=phase, times=accumulation)
+            yield Collective(kind="gather", size=layout.read * size, phase=phase, times=accumulation, ranks=near)
     for size in (*counted.blocks, counted.rest):
-        yield Collective(kind="scatter", size=layout.sent * size, phase="last")
+        yield Collective(kind="scatter", size=layout.sent * size, phase="last", ranks=near)
+        if near < ranks:
+            part = layout.sent * size // near
+            yield Collective(kind="all-reduce", size=part, phase="last", ranks=ranks // near, apart=near)
 
 
 def _zero_0(counted: Counted, layout: Layout, ranks: int, accumulation: int) -> Iterator[Collective]:
@@ -253,7 +277,7 @@ def memory(counted: Counted, layout: Layout, *, ranks: int, micro: int, accumula
     """
     states = _states(counted, layout, ranks, accumulation)
     activations = counted.saved(layout.checkpointing, layout.rounded).of(micro)
-    share = ranks if layout.engine == "fsdp" or layout.stage == 3 else 1
+    share = layout.sharers(ranks) if layout.engine == "fsdp" or layout.stage == 3 else 1
     network = 4 * MASTER * counted.network / share
     # A hook's copy of the weights and its direction (benchmarks/mlo_memory.py), and the average of the weights.
     copies = 2 * bool(counted.network) + ("weight_average" in counted.config.hooks)
@@ -277,10 +301,12 @@ def _states(counted: Counted, layout: Layout, ranks: int, accumulation: int) -> 
             "buckets": layout.sent * every,
         }
     if layout.engine == "fsdp":
+        own, whole = MASTER * every / layout.sharers(ranks), MASTER * (every if several else counted.rest)
+        shards = {"weights": own, "gradients": own + whole, "moments": 2 * own}
+        if layout.offload:
+            shards = {"weights": 0.0, "gradients": whole, "moments": 0.0, "host": 4 * own}
         return {
-            "weights": MASTER * every / ranks,
-            "gradients": MASTER * every / ranks + (MASTER * every if several else MASTER * counted.rest),
-            "moments": 2 * MASTER * every / ranks,
+            **shards,
             "gathered": layout.read * (counted.rest + 2 * block),
             "buckets": layout.sent * max(block, counted.rest),
         }

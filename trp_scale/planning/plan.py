@@ -80,9 +80,10 @@ class Plan:
         return sum(each.times for each in self.messages)
 
     def bytes_sent(self) -> float:
-        """That a rank sends in a step, of rings over all ranks."""
-        ranks, sent = self.cluster.gpus, 0.0
+        """That a rank sends in a step, of rings."""
+        sent = 0.0
         for each in self.messages:
+            ranks = each.ranks or self.cluster.gpus
             trips = 2 if each.kind == "all-reduce" else 1
             sent += trips * each.times * each.size * (ranks - 1) / ranks
         return sent
@@ -93,6 +94,10 @@ class Plan:
         flags = f"--recipe {recipe} --batch.micro_size {self.micro}"
         if self.layout.checkpointing != "none":
             flags += f" --training.activation_checkpointing {self.layout.checkpointing}"
+        if self.layout.shard_ranks:
+            flags += f" --fsdp.shard_ranks {self.layout.shard_ranks}"
+        if self.layout.offload:
+            flags += " --fsdp.offload True"
         flags += " --data.path DATA"
         if self.layout.engine == "plain":
             return f"trp-scale pretrain {flags}"
@@ -115,17 +120,12 @@ class Given:
     path: str = ""
 
 
-def layouts(config: Config, gpus: int, given: Given) -> Iterator[Layout]:
-    """All that these settings allow on so many GPUs.
+def layouts(config: Config, gpus: int, given: Given, per_node: int = 8) -> Iterator[Layout]:
+    """All that these settings allow on so many GPUs. FSDP2 is tried with one copy and with one on each node.
 
     Raises:
         RefusedError: DeepSpeed's file contradicts the recipe, or settings whose cost is not known here.
     """
-    if config.fsdp.shard_ranks or config.fsdp.offload:
-        raise RefusedError(
-            f"--fsdp.shard_ranks {config.fsdp.shard_ranks} --fsdp.offload {config.fsdp.offload}: what these take and "
-            "send is not planned; allowed in a plan: their defaults, 0 and False"
-        )
     if given.engine == "megatron":
         raise RefusedError("--engine megatron is not planned; allowed in a plan: plain, ddp, fsdp, deepspeed")
     stated = config.training.activation_checkpointing
@@ -135,7 +135,17 @@ def layouts(config: Config, gpus: int, given: Given) -> Iterator[Layout]:
     engines = ("plain",) if gpus == 1 else ("ddp", "fsdp")
     for engine in engines if given.engine is None and given.document is None else (given.engine,):
         if engine is not None and engine != "deepspeed":
-            yield from (Layout(engine=engine, checkpointing=way, read=read, sent=sent) for way in ways)
+            for shard_ranks in _groups(config, gpus, per_node) if engine == "fsdp" else (0,):
+                offload = engine == "fsdp" and config.fsdp.offload
+                for way in ways:
+                    yield Layout(
+                        engine=engine,
+                        checkpointing=way,
+                        read=read,
+                        sent=sent,
+                        shard_ranks=shard_ranks,
+                        offload=offload,
+                    )
     for path, document in _documents(config, gpus, given):
         resolved = _resolved(config, document, path, gpus)
         half = any(resolved.get(name, {}).get("enabled") for name in ("bf16", "fp16"))
@@ -151,6 +161,16 @@ def layouts(config: Config, gpus: int, given: Given) -> Iterator[Layout]:
                 ds_config=path,
                 zero=resolved["zero_optimization"],
             )
+
+
+def _groups(config: Config, gpus: int, per_node: int) -> tuple[int, ...]:
+    """Ranks that may share one copy of the weights; 0: all."""
+    stated = config.fsdp.shard_ranks
+    if stated:
+        if gpus % stated:
+            raise RefusedError(f"--fsdp.shard_ranks is {stated}, allowed: a divisor of the {gpus} ranks, or 0 for all")
+        return (stated if stated < gpus else 0,)
+    return (0, per_node) if gpus > per_node and gpus % per_node == 0 else (0,)
 
 
 def _documents(config: Config, gpus: int, given: Given) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -185,9 +205,9 @@ def planned(counted: Counted, cluster: Cluster, given: Given | None = None) -> l
     given = given or Given()
     sizes = _sizes(counted.config, cluster.gpus)
     found: list[Plan] = []
-    enough: set[tuple[str, int | None, str]] = set()
-    for layout in layouts(counted.config, cluster.gpus, given):
-        same = (layout.engine, layout.stage, layout.ds_config)
+    enough: set[tuple[str, int | None, str, int]] = set()
+    for layout in layouts(counted.config, cluster.gpus, given, cluster.gpu.per_node):
+        same = (layout.engine, layout.stage, layout.ds_config, layout.shard_ranks)
         if same in enough:
             continue
         one = best(counted, layout, cluster, sizes)

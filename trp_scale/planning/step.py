@@ -89,7 +89,7 @@ def step_of(
     forward, backward = (passes[name].seconds(micro, gpu, peak) for name in ("forward", "backward"))
     taken = {phase: _seconds(messages, cluster, phase) for phase in ("forward", "backward", "last", "update")}
     gathers = [each for each in messages if each.phase == "forward"]
-    first = cluster.seconds(gathers[0].kind, gathers[0].size) if gathers else 0.0
+    first = time_of(gathers[0], cluster) if gathers else 0.0
     each_forward, each_backward = taken["forward"] / accumulation, taken["backward"] / accumulation
     exposed = accumulation * (max(0.0, each_forward - forward) + first)
     exposed += (accumulation - 1) * max(0.0, each_backward - backward)
@@ -102,7 +102,7 @@ def step_of(
     positions = counted.outline.positions
     made = rows * (positions if config.reads == "text" else getattr(getattr(config, "crops", None), "count", 1))
     model = counted.outline_on(cluster.gpus).step_flops
-    update = _update(counted, layout, cluster)
+    update = _update(counted, layout, cluster, accumulation)
     found = Step(
         compute=compute,
         update=update,
@@ -118,20 +118,31 @@ def step_of(
     return Step(**{**vars(found), "flops": share, "cores": made / ROWS_A_CORE[config.reads] / found.seconds})
 
 
+def time_of(message: Collective, cluster: Cluster) -> float:
+    """Seconds of one of its collectives."""
+    return cluster.seconds(message.kind, message.size, message.ranks, message.apart)
+
+
 def _seconds(messages: list[Collective], cluster: Cluster, phase: str) -> float:
-    return sum(each.times * cluster.seconds(each.kind, each.size) for each in messages if each.phase == phase)
+    return sum(each.times * time_of(each, cluster) for each in messages if each.phase == phase)
 
 
 def _tail(messages: list[Collective], cluster: Cluster) -> float:
-    """The last collective of gradients: it begins when the backward pass has ended."""
-    last = [each for each in messages if each.phase == "last" or (each.phase == "backward" and each.kind != "gather")]
-    return cluster.seconds(last[-1].kind, last[-1].size) if last else 0.0
+    """The last collective of gradients, of each kind: it begins when the backward pass has ended."""
+    last = {
+        each.kind: each
+        for each in messages
+        if each.phase == "last" or (each.phase == "backward" and each.kind != "gather")
+    }
+    return sum(time_of(each, cluster) for each in last.values())
 
 
-def _update(counted: Counted, layout: Layout, cluster: Cluster) -> float:
+def _update(counted: Counted, layout: Layout, cluster: Cluster, accumulation: int) -> float:
     """The optimizer's step over what a rank owns."""
     whole = layout.engine in ("plain", "ddp") or layout.stage == 0
-    own = counted.parameters / (1 if whole else cluster.gpus)
+    own = counted.parameters / (1 if whole else layout.sharers(cluster.gpus))
+    if layout.offload:  # weights come for both passes of each micro-batch, gradients go once
+        return own * (2 * accumulation + 1) * MASTER / HOST_LINK + own / HOST_UPDATE
     if layout.offloads:
         return own * 2 * MASTER / HOST_LINK + own / HOST_UPDATE
     seconds = UPDATE_BYTES * own / (SHARE_OF_MEMORY * cluster.gpu.memory_rate)
@@ -161,7 +172,8 @@ def assumptions() -> list[str]:
         "in attention) and 2.3 us; --training.compile auto fuses all that lies between two products, which is the best "
         "it could do; ZeRO-3 is not compiled",
         "gathers and reductions hide behind the pass that they belong to, but for the first gather of a forward pass "
-        "and the last reduction; what comes after the update is not hidden",
+        "and the last reduction; what comes after the update is not hidden; with --fsdp.offload nothing that passes "
+        f"between GPU and host at {HOST_LINK / 1e9:.0f} GB/s is",
         f"for each doubling of the nodes a step takes {WAITING:.1%} longer, since ranks wait for the slowest of them",
         f"a loader's core makes {ROWS_A_CORE['image']:.0f} crops of 224 px or {ROWS_A_CORE['text'] / 1e6:.1f} M "
         "positions of text a second; all cores of the node are the loaders'",

@@ -63,6 +63,7 @@ def test_every_section_is_measured_or_says_why_not(
             assert "needs a GPU" in item["reason"], item
 
 
+@pytest.mark.exhaustive
 def test_no_utilisation_is_invented_for_a_cpu(run: tuple[subprocess.CompletedProcess[str], dict[str, Any]]) -> None:
     figures = [item["figures"] for item in run[1]["items"] if item["section"] == "throughput" and item["figures"]]
     assert len(figures) == 4, "a search and a comparison at each of two lengths"
@@ -72,12 +73,14 @@ def test_no_utilisation_is_invented_for_a_cpu(run: tuple[subprocess.CompletedPro
         assert all(one[name] is None for name in names)
 
 
+@pytest.mark.exhaustive
 def test_the_engines_agree_in_fp32(run: tuple[subprocess.CompletedProcess[str], dict[str, Any]]) -> None:
     items = {item["name"]: item for item in run[1]["items"] if item["section"] == "parity"}
     for layout in list(ENGINES)[1:]:
         assert items[f"fp32, {layout}"]["figures"]["distance_over_travelled"] < 1e-4, layout
 
 
+@pytest.mark.exhaustive
 def test_the_engines_agree_on_the_adversary_in_fp32(
     run: tuple[subprocess.CompletedProcess[str], dict[str, Any]],
 ) -> None:
@@ -89,6 +92,7 @@ def test_the_engines_agree_on_the_adversary_in_fp32(
         assert figures["adversary_distance"] < 1e-3, layout
 
 
+@pytest.mark.exhaustive
 def test_rows_that_end_early_are_measured_as_lists_and_whole(
     run: tuple[subprocess.CompletedProcess[str], dict[str, Any]],
 ) -> None:

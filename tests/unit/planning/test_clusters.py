@@ -24,8 +24,16 @@ def test_between_nodes_a_ring_has_all_adapters_of_a_node() -> None:
     """8 x 25 GB/s are less than NVLink's 300; of 15 hops one is between nodes."""
     cluster = Cluster(gpu=GPUS["a100-40"], gpus=16)
     assert cluster.nodes == 2
-    assert cluster.link == pytest.approx(0.75 * 200e9)
     assert cluster.seconds("gather", 16e9) == pytest.approx(15e-6 + 15e9 / 150e9 + 14e-6 + 5e-6)
+
+
+def test_groups_of_neighbours_stay_in_a_node_and_groups_across_have_an_adapter_a_rank() -> None:
+    """On 4 nodes of 8: 8 neighbours have NVLink's 225 GB/s; 4 ranks, one of each node, have 0.75 x 25 GB/s and 3 hops.
+    Of 8 ranks each 4th, two are in a node: two adapters, 3 hops between nodes and 4 within."""
+    cluster = Cluster(gpu=GPUS["a100-80"], gpus=32)
+    assert cluster.seconds("gather", 8e9, 8) == pytest.approx(15e-6 + 7e9 / 225e9 + 7e-6)
+    assert cluster.seconds("all-reduce", 4e9, 4, 8) == pytest.approx(15e-6 + 2 * (3e9 / 18.75e9 + 3 * 5e-6))
+    assert cluster.seconds("gather", 8e9, 8, 4) == pytest.approx(15e-6 + 7e9 / 37.5e9 + 3 * 5e-6 + 4e-6)
 
 
 def test_one_rank_sends_nothing() -> None:

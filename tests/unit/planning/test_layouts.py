@@ -50,6 +50,17 @@ def test_fsdp_gathers_blocks_twice_and_the_rest_once_in_each_micro_batch() -> No
     assert sent(twice, "scatter") == [80] * 3 + [160]
 
 
+def test_fsdp_in_groups_gathers_inside_them_and_sums_each_part_between_them() -> None:
+    """8 ranks in groups of 4: two copies, a quarter of each unit's gradient goes between them."""
+    found = messages(Layout(engine="fsdp", shard_ranks=4), ranks=8)
+    assert {(each.ranks, each.apart) for each in found if each.kind in ("gather", "scatter")} == {(4, 1)}
+    between = [each for each in found if each.apart == 4]
+    assert [(each.kind, each.ranks, each.phase) for each in between] == [("all-reduce", 2, "last")] * 4
+    assert [each.size for each in between] == [20] * 3 + [40]
+    alone = messages(Layout(engine="fsdp", shard_ranks=8), ranks=8)
+    assert all(each.apart == 1 for each in alone)
+
+
 def test_zero_1_sends_each_bucket_to_its_owners() -> None:
     """Matrices are 40 + 3 x 16 = 88 numbers, 44 a rank; biases 12, 6 a rank.
 
@@ -109,6 +120,18 @@ def test_memory_of_fsdp_is_shared_by_the_ranks_but_for_what_is_gathered() -> Non
     assert found["gathered"] == 2 * (40 + 2 * 20)
     whole = states(Layout(engine="fsdp"), ranks=4, accumulation=2)
     assert whole["gradients"] == 100 + 400  # micro-batches are added up whole
+
+
+def test_memory_of_fsdp_in_groups_is_shared_by_the_group() -> None:
+    found = states(Layout(engine="fsdp", shard_ranks=2), ranks=8)
+    assert (found["weights"], found["moments"]) == (200, 400)
+    assert found["gradients"] == 200 + 4 * 40
+
+
+def test_what_fsdp_offloads_is_on_the_host() -> None:
+    """Weights, gradients and two moments of 4 bytes over 4 ranks; what micro-batches add up stays."""
+    found = states(Layout(engine="fsdp", offload=True), ranks=4, accumulation=2)
+    assert found == {"gradients": 400, "host": 400, "gathered": 4 * (40 + 2 * 20), "buckets": 4 * 40}
 
 
 def test_memory_of_zero() -> None:

@@ -141,9 +141,31 @@ def test_a_larger_recipe_fits_on_sixty_four_gpus(name: str) -> None:
     assert "fsdp" in {plan.layout.engine for plan in found}
 
 
-@pytest.mark.parametrize(("name", "value"), [("shard_ranks", 8), ("offload", True)])
-def test_what_is_not_counted_is_refused(name: str, value: object) -> None:
+def fsdp_on(gpus: int, **settings: object) -> list[Plan]:
+    """PoS-BERT of two blocks, in the ways that these settings of FSDP2 allow."""
     config = load_recipe("pos_bert_tiny")
-    setattr(config.fsdp, name, value)
-    with pytest.raises(RefusedError, match=f"--fsdp.{name} {value}.* is not planned"):
-        planned(Counted(config, DataFacts(length=64)), Cluster(gpu=H100, gpus=8))
+    for name, value in settings.items():
+        setattr(config.fsdp, name, value)
+    return planned(Counted(config, DataFacts(length=64)), Cluster(gpu=H100, gpus=gpus), Given(engine="fsdp"))
+
+
+def test_fsdp_is_planned_with_one_copy_and_with_one_on_each_node() -> None:
+    assert {plan.layout.shard_ranks for plan in fsdp_on(16)} == {0, 8}
+    assert {plan.layout.shard_ranks for plan in fsdp_on(8)} == {0}
+    (stated,) = fsdp_on(16, shard_ranks=4)
+    assert "--engine fsdp --recipe R" in stated.command("R") and " --fsdp.shard_ranks 4 " in stated.command("R")
+    with pytest.raises(RefusedError, match=r"--fsdp.shard_ranks is 3, allowed: a divisor of the 16 ranks"):
+        fsdp_on(16, shard_ranks=3)
+
+
+def test_an_offloaded_update_takes_the_hosts_cores_and_the_link() -> None:
+    """An eighth of the parameters: 10^9 a second updated, and 20 GB/s for their gradients and, for both passes of each
+    micro-batch, their weights."""
+    (plan,) = fsdp_on(8, offload=True)
+    (kept,) = fsdp_on(8)
+    assert plan.step is not None and kept.step is not None
+    own = kept.memory.weights / 4
+    expected = own / 1e9 + own * 4 * (2 * plan.accumulation + 1) / 20e9
+    assert plan.step.update == pytest.approx(expected)
+    assert plan.memory.weights == 0 and plan.memory.host == pytest.approx(16 * own)
+    assert plan.command("R").endswith("--fsdp.offload True --data.path DATA")
