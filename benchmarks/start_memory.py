@@ -2,11 +2,16 @@
 
     python benchmarks/start_memory.py [--hidden_size 1024] [--layers 6 12 24] [--layouts fsdp zero3]
     python benchmarks/start_memory.py --hidden_size 2304 --layers 8 32 --layouts fsdp --ways shapes --then step
+    python benchmarks/start_memory.py --hidden_size 2560 --layers 38 --layouts fsdp --ways shapes --then step \
+        --optimizer adamw --offload_directory /local
 
 "shapes": as a run starts, the model's parameters are shapes at first, and each rank fills its own pieces, one tensor or
 one block at a time. "whole": each rank makes the whole model, and the engine takes its pieces from it. Two ranks; the
 weights alone are 0.5 (ZeRO-3 with its masters 1.0). BERT with a vocabulary of 8,192; FSDP2 keeps nothing else until the
 first step. The resident set above what the imports take, on a CPU.
+
+With "--offload_directory" weights and moments are files there (FSDP2). The rank's own memory counts, which the system
+cannot take back as it can pages of files; the last lines are both, in GB, at the end of each part of the step.
 
 "--then step" goes on with one step of gradient descent on one row a rank, blocks' activations checkpointed, and
 "--then forward" with a forward pass; the last column is their peak over the same bytes. Gradients are as many bytes as
@@ -17,6 +22,8 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
+import time
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -29,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.memory import LAYOUTS, ZERO3, on_ranks, resident_bytes
 from benchmarks.text_steps import random_batch
-from trp_scale.config import BatchConfig, OptimizerConfig, TextModelConfig, TrainingConfig
+from trp_scale.config import BatchConfig, FsdpConfig, OptimizerConfig, TextModelConfig, TrainingConfig
 from trp_scale.core.engine import Engine
 from trp_scale.data.text.groups import GROUPS
 from trp_scale.distributed.environment import Environment
@@ -58,17 +65,61 @@ class Options:
     """How a model is made."""
     then: Then = "nothing"
     """What follows the start."""
+    optimizer: Literal["sgd", "adamw"] = "sgd"
+    """Of the step."""
+    offload_directory: Path | None = None
+    """Of FSDP2: where weights and moments lie."""
 
 
-def measure(layout: str, hidden_size: int, layers: int, way: Way, then: Then) -> tuple[int, int, int]:
-    """Start a rank: peak bytes above the imports, the same with what follows the start, and parameters."""
+class Watched(threading.Thread):
+    """Watches the resident set of this process: the peak of its own memory, and both kinds at named moments."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.peak = 0
+        self.curve: list[tuple[str, int, int]] = []
+        self.start()
+
+    def run(self) -> None:
+        while True:
+            self.peak = max(self.peak, self.now()[0])
+            time.sleep(0.05)
+
+    def now(self) -> tuple[int, int]:
+        """Bytes of its own, and of files."""
+        lines = Path("/proc/self/status").read_text().splitlines()
+        kinds = dict(line.split(":", 1) for line in lines if line.startswith("Rss"))
+        own, mapped = (1024 * int(kinds[name].split()[0]) for name in ("RssAnon", "RssFile"))
+        return own, mapped
+
+    def at(self, moment: str) -> None:
+        """Note both."""
+        self.curve.append((moment, *self.now()))
+
+
+@dataclass(frozen=True)
+class Found:
+    """Of a rank: peak bytes above the imports at the start and with what follows it, parameters, and the curve."""
+
+    start: int
+    later: int
+    parameters: int
+    curve: list[tuple[str, int, int]]
+
+
+def measure(layout: str, options: Options, layers: int, way: Way) -> Found:
+    """Start a rank."""
+    hidden_size, then = options.hidden_size, options.then
     name, world, _ = LAYOUTS[layout]
     config = PosBertConfig(
         model=TextModelConfig(
             layers=layers, hidden_size=hidden_size, heads=hidden_size // 64, intermediate_size=4 * hidden_size
         ),
         batch=BatchConfig(global_size=world, micro_size=1),
-        optimizer=OptimizerConfig(kind="sgd"),
+        optimizer=OptimizerConfig(kind=options.optimizer),
+        fsdp=FsdpConfig(
+            offload=bool(options.offload_directory), offload_directory=str(options.offload_directory or "")
+        ),
         training=TrainingConfig(activation_checkpointing="full"),
     )
     if name == "deepspeed":
@@ -76,20 +127,26 @@ def measure(layout: str, hidden_size: int, layers: int, way: Way, then: Then) ->
     make = partial(BertForMaskedPositions, config.model, vocab_size=VOCABULARY, seed=0)
     with Environment() as environment:
         document = json.loads(ZERO3.read_text()) if name == "deepspeed" else None
-        base = resident_bytes()
+        watched = Watched()
+        base, before = resident_bytes(), watched.now()[0]
+
+        def taken() -> int:
+            return watched.peak - before if options.offload_directory else resident_bytes() - base
+
         module = make() if way == "whole" else without_content(make)
         parameters = sum(parameter.numel() for parameter in module.parameters())
         engine = build_engine(
             name, module, config, device=environment.device, data_group=environment.data, ds_document=document
         )
-        peak = resident_bytes() - base
-        go_on(engine, config, then)
-        later = resident_bytes() - base
+        watched.at("start")
+        peak = taken()
+        go_on(engine, config, then, watched)
+        later = taken()
         engine.close()
-    return peak, later, parameters
+    return Found(peak, later, parameters, watched.curve)
 
 
-def go_on(engine: Engine, config: PosBertConfig, then: Then) -> None:
+def go_on(engine: Engine, config: PosBertConfig, then: Then, watched: Watched) -> None:
     """One row of random words."""
     if then == "nothing":
         return
@@ -99,11 +156,14 @@ def go_on(engine: Engine, config: PosBertConfig, then: Then) -> None:
         batch.fields[name] %= VOCABULARY
     with torch.set_grad_enabled(then == "step"):
         total = objective(engine, batch.to(engine.device)).sums.sum() / 100
+    watched.at("forward")
     if then == "step":
         engine.backward(total, last=True)
+        watched.at("backward")
         if not bool(engine.check_gradients().isfinite()):
             raise SystemExit("the gradient is not finite")
         engine.step(1e-4)
+        watched.at("update")
 
 
 def main(options: Options) -> None:
@@ -112,15 +172,18 @@ def main(options: Options) -> None:
     print(f"| layout | parameters | {' | '.join(heads)} |\n|{' --- |' * (2 + len(heads))}")
     for layout in options.layouts:
         for layers in options.layers:
-            cells, after = [], 0.0
+            cells, after, curve = [], 0.0, []
             for way in options.ways:
-                found = on_ranks(layout, measure, options.hidden_size, layers, way, options.then)
-                weights = 4 * found[0][2]
-                cells.append(f"{max(start for start, _, _ in found) / weights:.2f}")
-                after = after or max(later for _, later, _ in found) / weights
+                found = on_ranks(layout, measure, options, layers, way)
+                weights = 4 * found[0].parameters
+                cells.append(f"{max(each.start for each in found) / weights:.2f}")
+                after = after or max(each.later for each in found) / weights
+                curve = found[0].curve
             if options.then != "nothing":
                 cells.append(f"{after:.2f}")
             print(f"| {layout} | {weights / 4e6:,.0f} M | {' | '.join(cells)} |", flush=True)
+            for moment, own, mapped in curve if options.offload_directory else ():
+                print(f"{moment}: {own / 1e9:.2f} GB of its own, {mapped / 1e9:.2f} GB of files", flush=True)
 
 
 if __name__ == "__main__":

@@ -15,10 +15,12 @@ from tests.parity.compare import too_far
 from tests.parity.test_learned_masks import changes as mask_changes
 from tests.parity.test_learned_masks import differences as mask_differences
 from tests.parity.test_learned_masks import reference as mask_reference
-from tests.ranks import Ranks
+from tests.ranks import RankError, Ranks
 from tests.synthetic import Layout, Result, data_group, hybrid, make_engine, run, small_config
 from tests.synthetic_images import run_images
 from tests.synthetic_masks import run_masks
+from trp_scale.core.engine import EngineError
+from trp_scale.engines.disk import zeros_on_disk
 from trp_scale.models.initialise import allocate
 
 OFFLOADED = Layout(engine="fsdp", settings={"fsdp": {"offload": True}})
@@ -35,12 +37,60 @@ RUNS: dict[str, tuple[Callable[[Layout, dict[str, Any]], Result], dict[str, Any]
 }
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_two_ranks_give_the_weights_of_one(two_ranks: Ranks, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [
+        *((name, "memory") for name in RUNS),
+        ("LAMB", "disk"),
+        *(pytest.param(name, "disk", marks=pytest.mark.exhaustive) for name in RUNS if name != "LAMB"),
+    ],
+)
+def test_two_ranks_give_the_weights_of_one(two_ranks: Ranks, name: str, where: str, tmp_path: Path) -> None:
     function, changes = RUNS[name]
     theirs = function(Layout(), changes)
     assert theirs.moved
-    assert too_far(two_ranks(function, OFFLOADED, changes)[0], theirs) == []
+    layout = OFFLOADED if where == "memory" else on_disk(tmp_path)
+    assert too_far(two_ranks(function, layout, changes)[0], theirs) == []
+
+
+def on_disk(directory: Path) -> Layout:
+    return Layout(engine="fsdp", settings={"fsdp": {"offload": True, "offload_directory": str(directory)}})
+
+
+def mapped_bytes(layout: Layout) -> tuple[int, int]:
+    """Bytes of this process's maps of files without a name, after a step; and of weights and moments that it holds."""
+    engine, _ = make_engine(layout, small_config(layout), data_group())
+    held = sum(tensor.nbytes for piece in engine.pieces() for tensor in piece.tensors.values() if tensor.numel() > 1)
+    found = 0
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        place, _, _, _, _, *name = line.split(maxsplit=5)
+        if name and layout.settings["fsdp"]["offload_directory"] in name[0] and name[0].endswith("(deleted)"):
+            first, last = (int(each, 16) for each in place.split("-"))
+            found += last - first
+    engine.close()
+    return found, held
+
+
+def test_weights_and_moments_lie_in_files_that_nobody_has_to_remove(two_ranks: Ranks, tmp_path: Path) -> None:
+    for mapped, held in two_ranks(mapped_bytes, on_disk(tmp_path)):
+        assert held > 0 and mapped >= held
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_checkpoint_on_disk_goes_on(two_ranks: Ranks, tmp_path: Path) -> None:
+    expected = uninterrupted(tmp_path / "reference", 2)
+    checkpoint: Path | None = None
+    for number, layout in enumerate((Layout(engine="fsdp"), on_disk(tmp_path))):
+        found = two_ranks(go_on, layout, checkpoint, tmp_path / "run", tmp_path / f"echo{number}")
+        assert all(values == pytest.approx(expected[number], rel=1e-5) for values in found)
+        checkpoint = step_path(tmp_path / "run", 2 * (number + 1))
+
+
+def test_a_directory_that_cannot_be_used_is_refused(two_ranks: Ranks, tmp_path: Path) -> None:
+    with pytest.raises(RankError, match=r"offload_directory .*nowhere: no file of .*\(No such file or directory\)"):
+        two_ranks(mapped_bytes, on_disk(tmp_path / "nowhere"))
+    with pytest.raises(EngineError, match=r"no file of .* GB can be made \(.*(No space left|File too large)"):
+        zeros_on_disk([1 << 50], torch.float32, tmp_path)
 
 
 def test_three_levels_are_the_same(two_ranks: Ranks) -> None:

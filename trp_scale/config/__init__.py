@@ -152,6 +152,13 @@ class FsdpConfig(Section):
     offload: bool = False
     """Keep weights, gradients and moments in host memory, where the optimizer then runs; a block's weights come to the
     GPU when it computes. Slower, for models that would not fit."""
+    offload_directory: str = ""
+    """With offload: a directory on a local disk, such as an NVMe drive. Weights and moments are files there, 12 bytes a
+    parameter over all ranks, that are gone with their process; host memory has those in use. Empty = host memory."""
+
+    def problems(self, config: Any) -> Iterator[str]:
+        if self.offload_directory and not self.offload:
+            yield f"--fsdp.offload_directory {self.offload_directory}: goes with --fsdp.offload"
 
 
 @dataclass(kw_only=True)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -17,7 +18,8 @@ from torch.distributed.tensor import DTensor
 from trp_scale.config.settings import near_divisors
 from trp_scale.core.engine import EngineError
 from trp_scale.core.pieces import Piece, whole_tensors
-from trp_scale.engines.optimizer import Lamb
+from trp_scale.engines.disk import zeros_on_disk
+from trp_scale.engines.optimizer import Lamb, empty_adamw_state
 from trp_scale.engines.plain import PlainEngine
 from trp_scale.engines.shards import sum_of_squares
 from trp_scale.models.initialise import Value, allocate, first_values
@@ -57,7 +59,7 @@ class FsdpEngine(PlainEngine):
         shared: dict[str, Any] = {
             "mesh": mesh,
             "mp_policy": MixedPrecisionPolicy(param_dtype=read, reduce_dtype=sent, cast_forward_inputs=False),
-            "offload_policy": CPUOffloadPolicy(self.device.type != "cpu") if self.offloads else OffloadPolicy(),
+            "offload_policy": self._offload_policy(),
         }
         for layer in module.layers:  # type: ignore[union-attr, attr-defined]
             fully_shard(layer, **shared)
@@ -67,10 +69,26 @@ class FsdpEngine(PlainEngine):
         for layer, following in pairwise(module.layers):  # type: ignore[arg-type]
             layer.set_modules_to_forward_prefetch([following])
         if values:
-            allocate(module, self.device, torch.device("cpu") if self.offloads else self.device)
+            on_disk = self._on_disk if self.config.fsdp.offload_directory else None
+            allocate(module, self.device, torch.device("cpu") if self.offloads else self.device, on_disk)
             self.fill(module, values)
         self._owning_copies = balanced([parameter.numel() for parameter in module.parameters()], self.copies)
         return module
+
+    def _offload_policy(self) -> OffloadPolicy:
+        if not self.offloads:
+            return OffloadPolicy()
+        # Copies to a GPU are quick from pinned memory; what lies on a disk is not.
+        return CPUOffloadPolicy(pin_memory=self.device.type != "cpu" and not self.config.fsdp.offload_directory)
+
+    def _on_disk(self, tensor: Tensor) -> Tensor:
+        """Zeros that are sharded as this tensor is, on the disk."""
+        local = self.local(tensor)
+        zeros = zeros_on_disk(local.shape, local.dtype, Path(self.config.fsdp.offload_directory))
+        if not isinstance(tensor, DTensor):
+            return zeros
+        mesh, placements = tensor.device_mesh, tensor.placements
+        return DTensor.from_local(zeros, mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
 
     def _mesh(self) -> DeviceMesh:
         """The ranks as FSDP2 is told of them: a row, or a table.
@@ -108,6 +126,9 @@ class FsdpEngine(PlainEngine):
         optimizer = super().optimizer_of(module)
         if isinstance(optimizer, Lamb):
             optimizer.shard(self.local, self.data_group)  # which counts copies too: in a ratio of norms that is nothing
+        if self.config.fsdp.offload_directory and isinstance(optimizer, torch.optim.AdamW):
+            for parameter in module.parameters():
+                optimizer.state[parameter] = empty_adamw_state(parameter, self._on_disk)
         return optimizer
 
     def backward(self, loss: Tensor, *, last: bool) -> None:

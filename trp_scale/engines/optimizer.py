@@ -201,12 +201,14 @@ class Lamb(torch.optim.AdamW):
         return [ratios[number] for number in numbers]
 
 
-def empty_adamw_state(parameter: torch.Tensor) -> dict[str, torch.Tensor]:
+def empty_adamw_state(
+    parameter: torch.Tensor, zeros_like: Callable[[Tensor], Tensor] = torch.zeros_like
+) -> dict[str, torch.Tensor]:
     """The state fused AdamW makes at its first step, before that step."""
     return {
         "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-        "exp_avg": torch.zeros_like(parameter),
-        "exp_avg_sq": torch.zeros_like(parameter),
+        "exp_avg": zeros_like(parameter),
+        "exp_avg_sq": zeros_like(parameter),
     }
 
 

@@ -232,7 +232,8 @@ class PlainEngine(ShardOperations):
     def create_optimizer_state(self) -> None:
         if isinstance(self.optimizer, torch.optim.AdamW):
             for _, parameter in self.named_parameters():
-                self.optimizer.state[parameter] = empty_adamw_state(parameter)
+                if not self.optimizer.state[parameter]:  # FSDP2 may have made it on a disk
+                    self.optimizer.state[parameter] = empty_adamw_state(parameter)
 
     def after_load(self, optimizer_steps: int) -> None:
         self.publish_weights()

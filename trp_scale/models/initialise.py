@@ -133,11 +133,18 @@ def first_values(module: nn.Module) -> dict[str, Callable[[], Value]]:
     return {name: getattr(parameter, NOTED)[0] for name, parameter in module.named_parameters() if parameter.is_meta}
 
 
-def allocate(module: nn.Module, device: torch.device, weights: torch.device | None = None) -> nn.Module:
-    """Move the module to the device, with memory for parameters that have no content: there, or on `weights`."""
+def allocate(
+    module: nn.Module,
+    device: torch.device,
+    weights: torch.device | None = None,
+    make: Callable[[Tensor], Tensor] | None = None,
+) -> nn.Module:
+    """Move the module to the device, with memory for parameters that have no content: there, or on `weights`, or what
+    `make` makes for one."""
+    make = make or partial(torch.empty_like, device=weights or device)
 
     def placed(tensor: Tensor) -> Tensor:
-        return torch.empty_like(tensor, device=weights or device) if tensor.is_meta else tensor.to(device)
+        return make(tensor) if tensor.is_meta else tensor.to(device)
 
     return module._apply(placed)  # type: ignore[no-untyped-call, no-any-return]
 

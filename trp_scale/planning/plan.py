@@ -128,6 +128,11 @@ def layouts(config: Config, gpus: int, given: Given, per_node: int = 8) -> Itera
     """
     if given.engine == "megatron":
         raise RefusedError("--engine megatron is not planned; allowed in a plan: plain, ddp, fsdp, deepspeed")
+    if config.fsdp.offload_directory:
+        raise RefusedError(
+            f"--fsdp.offload_directory {config.fsdp.offload_directory}: the speed of its disk is not known here; "
+            "allowed in a plan: --fsdp.offload without it"
+        )
     stated = config.training.activation_checkpointing
     ways: tuple[Checkpointing, ...] = (stated,) if stated != "none" else ("none", "full")
     bytes_of = {"fp32": 4, "bf16": 2}

@@ -107,6 +107,13 @@ def test_an_engine_that_is_not_counted_is_refused(counted: Counted) -> None:
         planned(counted, Cluster(gpu=H100, gpus=8), Given(engine="megatron"))
 
 
+def test_a_disk_is_not_planned(counted: Counted) -> None:
+    fsdp = FsdpConfig(offload=True, offload_directory="/local")
+    offloaded = replace(counted, config=replace(counted.config, fsdp=fsdp))
+    with pytest.raises(RefusedError, match=r"--fsdp.offload_directory /local: .*allowed in a plan: --fsdp.offload wi"):
+        planned(offloaded, Cluster(gpu=H100, gpus=8))
+
+
 LARGER = {
     "pos_bert_1b": (1.2e9, "pos_bert_large", {"batch"}),
     "pos_bert_3b": (3.0e9, "pos_bert_1b", set()),

@@ -44,6 +44,7 @@ def test_the_defaults_pass_and_give_no_caution() -> None:
         ({"training__max_hours": float("nan")}, "--training.max_hours is nan"),
         ({"validation__every": 5, "data__validation_fraction": 0.0}, "nothing is held out"),
         ({"logging__every": 0}, "--logging.every is 0"),
+        ({"fsdp__offload_directory": "/d"}, "--fsdp.offload_directory /d: goes with --fsdp.offload"),
     ],
 )
 def test_a_setting_that_no_run_can_have_is_refused(changes: dict[str, object], expected: str) -> None:
