@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from trp_scale.config import FsdpConfig
 from trp_scale.errors import RefusedError
 from trp_scale.planning.clusters import GPUS, Cluster
 from trp_scale.planning.command import best_on
