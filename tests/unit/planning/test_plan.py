@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from trp_scale.config import FsdpConfig
 from trp_scale.errors import RefusedError
 from trp_scale.planning.clusters import GPUS, Cluster
 from trp_scale.planning.command import best_on
@@ -108,13 +107,6 @@ def test_an_engine_that_is_not_counted_is_refused(counted: Counted) -> None:
         planned(counted, Cluster(gpu=H100, gpus=8), Given(engine="megatron"))
 
 
-def test_a_disk_is_not_planned(counted: Counted) -> None:
-    fsdp = FsdpConfig(offload=True, offload_directory="/local")
-    offloaded = replace(counted, config=replace(counted.config, fsdp=fsdp))
-    with pytest.raises(RefusedError, match=r"--fsdp.offload_directory /local: .*allowed in a plan: --fsdp.offload wi"):
-        planned(offloaded, Cluster(gpu=H100, gpus=8))
-
-
 LARGER = {
     "pos_bert_1b": (1.2e9, "pos_bert_large", {"batch"}),
     "pos_bert_3b": (3.0e9, "pos_bert_1b", set()),
@@ -164,6 +156,11 @@ def test_fsdp_is_planned_with_one_copy_and_with_one_on_each_node() -> None:
     assert "--engine fsdp --recipe R" in stated.command("R") and " --fsdp.shard_ranks 4 " in stated.command("R")
     with pytest.raises(RefusedError, match=r"--fsdp.shard_ranks is 3, allowed: a divisor of the 16 ranks"):
         fsdp_on(16, shard_ranks=3)
+
+
+def test_a_disk_is_not_planned() -> None:
+    with pytest.raises(RefusedError, match=r"--fsdp.offload_directory /local: .*allowed in a plan: --fsdp.offload wi"):
+        fsdp_on(8, offload=True, offload_directory="/local")
 
 
 def test_an_offloaded_update_takes_the_hosts_cores_and_the_link() -> None:
