@@ -25,6 +25,7 @@ def _serve(rank: int, world: int, port: int, pipe: Connection) -> None:
         "RANK": rank,
         "WORLD_SIZE": world,
         "LOCAL_RANK": rank,
+        "LOCAL_WORLD_SIZE": world,
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": port,
     }
