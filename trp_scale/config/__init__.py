@@ -168,6 +168,9 @@ class MegatronConfig(Section):
     tensor_parallel: int = setting(1, at_least=1)
     """Ranks that share each large matrix, neighbours by number on one node; must divide the ranks of a node, the heads
     and the width of the feed-forward layers. The batch is split over the groups of so many ranks."""
+    shard_moments: bool = True
+    """Each of the ranks that split the batch has the optimizer's moments of some rows of each matrix, updates these
+    rows, and sends them to the others (ZeRO stage 1). False: all have all moments, and make the same update."""
 
 
 @dataclass(kw_only=True)

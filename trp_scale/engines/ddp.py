@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -54,6 +54,10 @@ class Bucket:
         parts = torch.split(flat, [member.own.numel() for member in self.members])
         return [part.view_as(member.own) for part, member in zip(parts, self.members, strict=True)]
 
+    def places(self, number: int, gradient: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Parts of `flat`, and what of a member's gradient goes there."""
+        yield self.views[number], gradient
+
     @torch.no_grad()
     def pack(self) -> None:
         """Copy the gradients into `flat`, zeros where a member took no part in the window, and let go of them while the
@@ -61,16 +65,24 @@ class Bucket:
         take_gradients((m.read, m.own) for m in self.members if m.read is not m.own and m.own.grad is not None)
         present: list[Tensor] = []
         places: list[Tensor] = []
-        for member, view in zip(self.members, self.views, strict=True):
+        complete = True
+        for number, member in enumerate(self.members):
             gradient = member.read.grad if member.own.grad is None else member.own.grad
-            if gradient is not None:
-                present.append(gradient)
-                places.append(view)
+            if gradient is None:
+                complete = False
+            else:
+                for place, part in self.places(number, gradient):
+                    places.append(place)
+                    present.append(part)
             member.read.grad = member.own.grad = None
-        if len(present) < len(self.members):
+        if not complete:
             self.flat.zero_()
         if present:
             torch._foreach_copy_(places, present)
+
+    def send(self, group: Group) -> Any:
+        """Begin the sum over the ranks; returns what `wait` ends."""
+        return dist.all_reduce(self.flat, group=group.handle, async_op=True)
 
     def hand_out(self) -> None:
         """After the sum: the optimizer finds its gradients in the type of its parameters."""
@@ -80,7 +92,12 @@ class Bucket:
             member.own.grad = view
 
 
-def buckets_of(members: list[Member], limit: int, dtype: torch.dtype | None = None) -> list[Bucket]:
+def buckets_of(
+    members: Sequence[Member],
+    limit: int,
+    dtype: torch.dtype | None = None,
+    kind: Callable[[list[Any], torch.dtype | None], Bucket] = Bucket,
+) -> list[Bucket]:
     """The members from last to first, as a backward pass makes their gradients: each bucket has at most `limit` bytes,
     or one member."""
     found: list[list[Member]] = []
@@ -92,7 +109,7 @@ def buckets_of(members: list[Member], limit: int, dtype: torch.dtype | None = No
             size = 0
         found[-1].append(member)
         size += taken
-    return [Bucket(some, dtype) for some in found]
+    return [kind(some, dtype) for some in found]
 
 
 class GradientReduction:
@@ -107,13 +124,20 @@ class GradientReduction:
         group: the ranks that split the batch.
         limit: bytes of a bucket.
         dtype: in which gradients are sent; None: that of the optimizer's parameters.
+        kind: of buckets.
     """
 
     def __init__(
-        self, members: list[Member], group: Group, *, limit: int = BUCKET_BYTES, dtype: torch.dtype | None = None
+        self,
+        members: Sequence[Member],
+        group: Group,
+        *,
+        limit: int = BUCKET_BYTES,
+        dtype: torch.dtype | None = None,
+        kind: Callable[[list[Any], torch.dtype | None], Bucket] = Bucket,
     ) -> None:
         self.group = group
-        self.buckets = buckets_of(members, limit, dtype)
+        self.buckets = buckets_of(members, limit, dtype, kind)
         self._bucket_of = {id(member.read): bucket for bucket in self.buckets for member in bucket.members}
         self._next: int | None = None  # the bucket that goes next; None outside a window's last backward pass
         self._under_way: list[Any] = []
@@ -136,7 +160,7 @@ class GradientReduction:
 
     def _send(self, bucket: Bucket) -> None:
         bucket.pack()
-        self._under_way.append(dist.all_reduce(bucket.flat, group=self.group.handle, async_op=True))
+        self._under_way.append(bucket.send(self.group))
 
     def finish(self) -> None:
         """After the backward pass: send what is left, such as the bucket of a parameter that it did not reach, and
@@ -170,11 +194,15 @@ class DdpEngine(PlainEngine):
 
     def optimizer_of(self, module: nn.Module) -> torch.optim.Optimizer:
         if self.data_group.size > 1:
-            owned = (own for _, own in self.named_parameters())
-            members = [Member(*pair) for pair in zip(module.parameters(), owned, strict=True) if pair[0].requires_grad]
             dtype = torch.bfloat16 if self.config.training.gradients == "bf16" else None
-            self.reduction = GradientReduction(members, self.data_group, dtype=dtype)
+            self.reduction = self.reduction_of(module, dtype)
         return super().optimizer_of(module)
+
+    def reduction_of(self, module: nn.Module, dtype: torch.dtype | None) -> GradientReduction:
+        """How gradients, sent as `dtype`, are summed over the data ranks."""
+        owned = (own for _, own in self.named_parameters())
+        members = [Member(*pair) for pair in zip(module.parameters(), owned, strict=True) if pair[0].requires_grad]
+        return GradientReduction(members, self.data_group, dtype=dtype)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         if self.reduction is None or not last:

@@ -22,8 +22,10 @@ from trp_scale.core.engine import EngineError
 from trp_scale.core.pieces import STATE_NAMES, Box, Piece, whole_tensors
 from trp_scale.core.seeds import drawn_apart
 from trp_scale.distributed.groups import Group
-from trp_scale.engines.ddp import DdpEngine
+from trp_scale.engines.ddp import DdpEngine, GradientReduction
 from trp_scale.engines.optimizer import Lamb
+from trp_scale.engines.plain import Masters
+from trp_scale.engines.sharded_moments import OwnRows
 from trp_scale.engines.shards import sum_of_squares
 from trp_scale.models.initialise import Value, allocate, first_values
 from trp_scale.models.tensor_plan import Cut, TensorPlan, matches
@@ -211,6 +213,11 @@ class MegatronEngine(DdpEngine):
         self.shapes: dict[str, tuple[int, ...]] = {}
         super().__init__(module, config, device=device, data_group=data_group)
 
+    @property
+    def shards_moments(self) -> bool:
+        """Whether each data rank updates rows of its own."""
+        return self.config.megatron.shard_moments and self.data_group.size > 1
+
     def place(self, module: nn.Module) -> nn.Module:
         """Put megatron-core's layers in, and fill each parameter with this rank's part of its first value."""
         values: dict[str, Callable[[], Value]] = {
@@ -250,11 +257,25 @@ class MegatronEngine(DdpEngine):
                 kept = nn.Parameter(part) if isinstance(tensor, nn.Parameter) else part
                 setattr(owner, name.rpartition(".")[2], kept)
 
+    def masters_of(self, module: nn.Module) -> Masters | None:
+        self.cut = {name for name, own in module.named_parameters() if tuple(own.shape) != self.shapes[name]}
+        if not self.shards_moments:
+            return super().masters_of(module)
+        own = OwnRows(module, self.data_group, rounded=self.rounds_weights)
+        for (name, parameter), rows in zip(module.named_parameters(), own.rows, strict=True):
+            self.boxes[name] = list(rows_of_boxes(self.boxes[name], parameter, rows))
+        return own
+
+    def reduction_of(self, module: nn.Module, dtype: torch.dtype | None) -> GradientReduction:
+        if isinstance(self.masters, OwnRows):
+            return self.masters.reduction(dtype)
+        return super().reduction_of(module, dtype)
+
     def optimizer_of(self, module: nn.Module) -> torch.optim.Optimizer:
         optimizer = super().optimizer_of(module)
         if isinstance(optimizer, Lamb):
             # What all ranks hold alike is counted on each; that goes out of the ratio of two norms.
-            optimizer.shard(lambda tensor: tensor, self.tensor_group)
+            optimizer.shard(lambda tensor: tensor, self.world if self.shards_moments else self.tensor_group)
         return optimizer
 
     def _boxes(self, name: str, own: tuple[int, ...]) -> list[Box]:
@@ -271,34 +292,33 @@ class MegatronEngine(DdpEngine):
             found.append(Box((*bounds[:cut], (start, start + size), *bounds[cut + 1 :])))
         return found
 
-    def is_cut(self, name: str) -> bool:
-        """Whether the ranks of a tensor group hold different elements of this parameter."""
-        return sum(box.size for box in self.boxes[name]) != torch.Size(self.shapes[name]).numel()
-
     def check_gradients(self) -> Tensor:
         cut: list[Tensor] = []
         alike: list[Tensor] = []
         for name, parameter in self.named_parameters():
             if parameter.grad is not None:
-                (cut if self.is_cut(name) else alike).append(parameter.grad)
-        squares = self.tensor_group.sum(sum_of_squares(cut, self.device))
-        self._norm = (squares + sum_of_squares(alike, self.device)).sqrt()
+                (cut if name in self.cut else alike).append(parameter.grad)
+        # Each element once: of what a tensor group holds alike its first rank speaks.
+        speaking = self.tensor_group.rank == 0
+        squares = sum_of_squares([*cut, *(alike if speaking else [])], self.device)
+        self._norm = (self.world if self.shards_moments else self.tensor_group).sum(squares).sqrt()
         return self._norm
 
     def pieces(self) -> Iterator[Piece]:
-        """One of each box. The data ranks, which hold the same, own the parameters in turn."""
+        """One of each box. Data ranks that hold the same own the parameters in turn."""
         for number, (name, parameter) in enumerate(self.named_parameters()):
             state = self.optimizer.state.get(parameter, {})
             tensors = {"weight": parameter.detach(), **{key: state[key] for key in STATE_NAMES if key in state}}
             parts = {key: self._by_box(name, tensor) for key, tensor in tensors.items()}
-            speaks = self.is_cut(name) or self.tensor_group.rank == 0
+            speaks = name in self.cut or self.tensor_group.rank == 0
+            turn = self.shards_moments or number % self.data_group.size == self.data_group.rank
             for place, box in enumerate(self.boxes[name]):
                 yield Piece(
                     name=name,
                     shape=self.shapes[name],
                     region=box,
                     tensors={key: flat[place] for key, flat in parts.items()},
-                    owner=speaks and number % self.data_group.size == self.data_group.rank,
+                    owner=speaks and turn,
                 )
 
     def _by_box(self, name: str, tensor: Tensor) -> tuple[Tensor, ...]:
@@ -326,6 +346,17 @@ class MegatronEngine(DdpEngine):
         pieces = list(self.pieces())
         found = whole_tensors(pieces, [piece.tensors["weight"] for piece in pieces], self.world)
         return found if self.world.rank == 0 else {}
+
+
+def rows_of_boxes(boxes: list[Box], own: Tensor, rows: tuple[int, int]) -> Iterator[Box]:
+    """The parts of boxes that lie in these rows of the tensor that has them one after the other in its first
+    dimension, or one box in all dimensions."""
+    size = len(own) // len(boxes)  # rows of a box
+    for number, box in enumerate(boxes):
+        (first, _), *others = box.bounds
+        start, stop = (min(max(row - number * size, 0), size) for row in rows)
+        if start < stop:
+            yield Box(((first + start, first + stop), *others))
 
 
 def _value(tensor: Tensor) -> Tensor:

@@ -47,6 +47,11 @@ class Masters:
         """Add the gradients of a backward pass to the masters' own."""
         take_gradients(zip(self.read, self.own, strict=True))
 
+    def discard_gradients(self) -> None:
+        """Drop those of a backward pass that was not finished."""
+        for parameter in self.read:
+            parameter.grad = None
+
 
 @torch.no_grad()
 def take_gradients(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
@@ -173,7 +178,7 @@ class PlainEngine(ShardOperations):
     def discard_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
         if self.masters is not None:
-            self.module.zero_grad(set_to_none=True)  # of a backward pass that was not finished
+            self.masters.discard_gradients()
         self.forget_micro_batches()
 
     def skip(self) -> bool:

@@ -95,8 +95,8 @@ def check_megatron(config: Config) -> None:
     training, problems = config.training, []
     if not isinstance(config, PretrainConfig):
         problems.append("it pre-trains and does not fine-tune; allowed: --engine ddp or fsdp")
-    if config.hooks:
-        problems.append(f"--hooks is {' '.join(config.hooks)}, which are not tested on cut matrices; allowed: none")
+    if others := [name for name in config.hooks if name != "weight_average"]:
+        problems.append(f"--hooks is {' '.join(others)}, not tested on cut matrices; allowed: weight_average, or none")
     if training.compile not in ("none", "auto"):
         problems.append(f"--training.compile is {training.compile}; allowed: none, auto")
     if training.activation_checkpointing != "none":

@@ -83,7 +83,7 @@ def test_settings_of_fsdp_are_refused_on_another_engine() -> None:
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [
-        ({}, "--hooks is weight_average"),
+        ({}, "--hooks is gradient_noise_scale, not tested on cut matrices; allowed: weight_average"),
         ({"training__compile": "whole"}, "--training.compile is whole"),
         ({"training__activation_checkpointing": "full"}, "--training.activation_checkpointing is full"),
         ({"batch__micro_size": "auto"}, "--batch.micro_size is auto"),
@@ -94,7 +94,7 @@ def test_what_tensor_parallel_runs_do_not_have_is_refused(changes: dict[str, obj
     check_engine(config(**fine), "megatron", gpu=False)
     with pytest.raises(RefusedError) as caught:
         wrong = config(**{**fine, **changes})
-        wrong.hooks = [] if changes else ["weight_average"]
+        wrong.hooks = ["weight_average", *([] if changes else ["gradient_noise_scale"])]
         check_engine(wrong, "megatron", gpu=False)
     assert expected in str(caught.value)
     with pytest.raises(RefusedError, match=r"--megatron.tensor_parallel is 2 and the engine ddp"):
