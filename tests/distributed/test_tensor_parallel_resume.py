@@ -95,7 +95,7 @@ def test_a_text_run_is_stopped_and_goes_on_elsewhere(
     assert pretrain_here(flags(text_dataset, plain, training__steps=stopped, **changes)) == 0
     same_export(exported(parts, tmp_path / "of_two", "hf"), exported(plain, tmp_path / "of_one", "hf"))
     first = states(parts, stopped)
-    for number, other in enumerate([*ELSEWHERE, TENSOR], 1):
+    for number, other in enumerate([*ELSEWHERE, {**TENSOR, "megatron__sequence_parallel": True}], 1):
         words = flags(text_dataset, parts, training__steps=stopped + number, **changes, **other)
         assert set(two_ranks(pretrain_here, words)) == {0}
     steps = stopped + 1 + len(ELSEWHERE)

@@ -171,6 +171,10 @@ class MegatronConfig(Section):
     shard_moments: bool = True
     """Each of the ranks that split the batch has the optimizer's moments of some rows of each matrix, updates these
     rows, and sends them to the others (ZeRO stage 1). False: all have all moments, and make the same update."""
+    sequence_parallel: bool = False
+    """Between attention and feed-forward each of the ranks that share matrices has some of the tokens: norms, dropout
+    and sums take a part of the memory, and the same bytes travel. Of pos_bert; tensor_parallel must divide the pieces
+    of a sequence."""
 
 
 @dataclass(kw_only=True)

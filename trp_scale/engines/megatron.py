@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,7 @@ from trp_scale.distributed.groups import Group
 from trp_scale.engines.ddp import DdpEngine, GradientReduction
 from trp_scale.engines.optimizer import Lamb
 from trp_scale.engines.plain import Masters
+from trp_scale.engines.sequence_parallel import DropoutApart, exchanged, gathered, own, products, summed
 from trp_scale.engines.sharded_moments import OwnRows
 from trp_scale.engines.shards import sum_of_squares
 from trp_scale.models.initialise import Value, allocate, first_values
@@ -111,11 +112,16 @@ class Columns(ColumnParallelLinear):  # type: ignore[misc]
 
 
 class Rows(RowParallelLinear):  # type: ignore[misc]
-    """[..., I / ranks] -> [..., O], on all ranks."""
+    """[..., T, I / ranks] -> [..., T, O] on all ranks, or, where they split tokens, each one's [..., T / ranks, O]."""
+
+    splitting: Group | None = None
 
     def forward(self, inputs: Tensor) -> Tensor:
         part = product(self, inputs, None, sum_gradient=False)
-        whole = reduce_from_tensor_model_parallel_region(part, group=self.tp_group)
+        if self.splitting is None:
+            whole = reduce_from_tensor_model_parallel_region(part, group=self.tp_group)
+        else:
+            whole = exchanged(part, self.splitting, summed, gathered)
         return whole if self.bias is None else whole + self.bias.to(whole.dtype)  # type: ignore[no-any-return]
 
 
@@ -170,6 +176,16 @@ class CutOverRanks(Cut):
             read.register_hook(torch.Tensor.contiguous)
         return read  # type: ignore[no-any-return]
 
+    def projected(self, tokens: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
+        """One sum of the tokens' gradient where several layers read them."""
+        if len(layers) == 1:
+            return (layers[0](tokens),)
+        kind = tokens.device.type
+        if torch.is_autocast_enabled(kind):  # what is summed is what the products read
+            tokens = tokens.to(torch.get_autocast_dtype(kind))
+        read, cut = self.shared(tokens), cast(tuple[Columns, ...], layers)
+        return tuple(product(layer, read, layer.bias, sum_gradient=False) for layer in cut)
+
     def joined(self, tensor: Tensor) -> Tensor:
         parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(self.group.size)]
         dist.all_gather(parts, tensor.contiguous(), group=self.group.handle)  # megatron-core's own needs a GPU
@@ -180,6 +196,19 @@ class CutOverRanks(Cut):
         return self.shared(output)
 
 
+class SplitTokens(CutOverRanks):
+    """Each rank has some of the tokens where nothing is cut."""
+
+    def projected(self, tokens: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
+        return products(tokens, self.group, layers)
+
+    def split(self, tokens: Tensor) -> Tensor:
+        return exchanged(tokens, self.group, own, gathered)
+
+    def whole(self, tokens: Tensor) -> Tensor:
+        return exchanged(tokens, self.group, gathered, own)
+
+
 class MegatronEngine(DdpEngine):
     """Tensor parallel inside groups of `megatron.tensor_parallel` ranks, data parallel between them.
 
@@ -187,6 +216,9 @@ class MegatronEngine(DdpEngine):
         module: a model with a `tensor_plan`.
         config, device: as for all engines.
         data_group: of `megatron_groups`.
+    Attributes:
+        cut: names of parameters of which the ranks of a tensor group hold different elements.
+        partial: those of which each rank of a tensor group makes the gradient of its own tokens alone.
     """
 
     name = "megatron"
@@ -207,6 +239,12 @@ class MegatronEngine(DdpEngine):
                     f"--megatron.tensor_parallel is {ranks} and does not divide {flag} {size}; allowed: a number that "
                     "divides it"
                 )
+        if config.megatron.sequence_parallel and not plan.split:
+            raise EngineError(
+                f"--megatron.sequence_parallel: {type(module).__name__} has no blocks whose tokens can be split (an "
+                "image's, 1 more than its patches, seldom divide); allowed: pos_bert of several --model.layers, or "
+                "without --megatron.sequence_parallel"
+            )
         self.plan = plan
         self.tensor_group = megatron_groups(ranks, local_world=ranks)[1]
         self.boxes: dict[str, list[Box]] = {}
@@ -234,6 +272,8 @@ class MegatronEngine(DdpEngine):
                 module.set_submodule(name, cut_layer(kind, layer, self.tensor_group))
             if self.tensor_group.size > 1 and isinstance(getattr(layer, "cut", None), Cut):
                 layer.cut = cut
+        if self.config.megatron.sequence_parallel:
+            self._split_tokens(module)
         self._cut_first_dimension(module)
         if self.plan.losses:
             setattr(module, self.plan.losses, vocab_parallel_cross_entropy)
@@ -248,6 +288,19 @@ class MegatronEngine(DdpEngine):
                     parameter.fill_(value)
         return module
 
+    def _split_tokens(self, module: nn.Module) -> None:
+        """Have blocks compute on this rank's tokens outside of what is cut."""
+        cut = SplitTokens(self.tensor_group, self.device)
+        for path in self.plan.split:
+            for name, layer in list(module.get_submodule(path).named_modules(prefix=path)):
+                if isinstance(layer, Rows):
+                    layer.splitting = self.tensor_group
+                elif isinstance(layer, nn.Dropout):
+                    module.set_submodule(name, DropoutApart(layer, cut))
+        for name, layer in module.named_modules():
+            if isinstance(getattr(layer, "cut", None), CutOverRanks) and (not name or name in self.plan.split):
+                layer.cut = cut  # type: ignore[assignment]
+
     def _cut_first_dimension(self, module: nn.Module) -> None:
         for path, owner in module.named_modules():
             for name, tensor in [*owner.named_parameters(path, False), *owner.named_buffers(path, False)]:
@@ -261,10 +314,10 @@ class MegatronEngine(DdpEngine):
         self.cut = {name for name, own in module.named_parameters() if tuple(own.shape) != self.shapes[name]}
         if not self.shards_moments:
             return super().masters_of(module)
-        own = OwnRows(module, self.data_group, rounded=self.rounds_weights)
-        for (name, parameter), rows in zip(module.named_parameters(), own.rows, strict=True):
+        masters = OwnRows(module, self.data_group, rounded=self.rounds_weights)
+        for (name, parameter), rows in zip(module.named_parameters(), masters.rows, strict=True):
             self.boxes[name] = list(rows_of_boxes(self.boxes[name], parameter, rows))
-        return own
+        return masters
 
     def reduction_of(self, module: nn.Module, dtype: torch.dtype | None) -> GradientReduction:
         if isinstance(self.masters, OwnRows):
@@ -273,6 +326,10 @@ class MegatronEngine(DdpEngine):
 
     def optimizer_of(self, module: nn.Module) -> torch.optim.Optimizer:
         optimizer = super().optimizer_of(module)
+        blocks = tuple(f"{path}." for path in self.plan.split) if self.config.megatron.sequence_parallel else ()
+        self.partial = [
+            own for name, own in self.named_parameters() if name not in self.cut and name.startswith(blocks)
+        ]
         if isinstance(optimizer, Lamb):
             # What all ranks hold alike is counted on each; that goes out of the ratio of two norms.
             optimizer.shard(lambda tensor: tensor, self.world if self.shards_moments else self.tensor_group)
@@ -291,6 +348,19 @@ class MegatronEngine(DdpEngine):
             start = whole[cut] // parts * part + size * self.tensor_group.rank
             found.append(Box((*bounds[:cut], (start, start + size), *bounds[cut + 1 :])))
         return found
+
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        super().backward(loss, last=last)
+        if last:
+            self._sum_partial_gradients()
+
+    @torch.no_grad()
+    def _sum_partial_gradients(self) -> None:
+        """Of what all ranks hold alike and each has applied to its own tokens: one sum for all of it."""
+        gradients = [own.grad.view(-1) for own in self.partial if own.grad is not None]
+        if gradients:
+            whole = self.tensor_group.sum(torch.cat(gradients))
+            torch._foreach_copy_(gradients, torch.split(whole, [each.numel() for each in gradients]))
 
     def check_gradients(self) -> Tensor:
         cut: list[Tensor] = []

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 
-from torch import Tensor
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +25,8 @@ class TensorPlan:
         vocabulary: embeddings of which each rank holds a range of the rows.
         first_dimension: parameters and buffers beside these that are cut as the vocabulary is.
         entered: modules whose whole output is read by what is cut: its gradient is summed over the ranks.
+        split: blocks that can compute on some of the tokens outside attention and feed-forward (sequence parallelism,
+            Korthikanti et al. 2022).
         losses: attribute of the model that takes a function: logits whose columns are cut [N, V / ranks] and labels [N]
             -> cross-entropies [N].
         divided: sizes that the number of ranks must divide, by the flag that sets them.
@@ -36,6 +38,7 @@ class TensorPlan:
     vocabulary: tuple[str, ...] = ()
     first_dimension: tuple[str, ...] = ()
     entered: tuple[str, ...] = ()
+    split: tuple[str, ...] = ()
     losses: str = ""
     divided: Mapping[str, int] = field(default_factory=dict)
 
@@ -71,6 +74,19 @@ class Cut:
     def shared(self, tensor: Tensor) -> Tensor:
         """What all heads read beside their own: its gradient is summed over the ranks."""
         return tensor
+
+    def projected(self, tokens: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
+        """[..., T, D], of a rank that has some of the tokens [..., T / ranks, D] -> of each layer, whose outputs may be
+        cut, [..., T, O]."""
+        return tuple(layer(tokens) for layer in layers)
+
+    def split(self, tokens: Tensor) -> Tensor:
+        """[..., T, D] that all ranks have -> this rank's [..., T / ranks, D]."""
+        return tokens
+
+    def whole(self, tokens: Tensor) -> Tensor:
+        """What `split` has split."""
+        return tokens
 
     def joined(self, tensor: Tensor) -> Tensor:
         """[..., K / ranks] of each rank -> [..., K] of all; without a graph."""

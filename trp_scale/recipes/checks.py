@@ -104,6 +104,11 @@ def check_megatron(config: Config) -> None:
             f"--training.activation_checkpointing is {training.activation_checkpointing}, which is not tested; "
             "allowed: none"
         )
+    if config.megatron.sequence_parallel and config.megatron.tensor_parallel == 1:
+        problems.append(
+            "--megatron.sequence_parallel needs ranks that share matrices, --megatron.tensor_parallel is 1; allowed: "
+            "at least 2"
+        )
     if config.batch.micro_size == "auto":
         problems.append("--batch.micro_size is auto, whose trial is of one rank; allowed: a number")
     if problems:

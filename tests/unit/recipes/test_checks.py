@@ -87,6 +87,10 @@ def test_settings_of_fsdp_are_refused_on_another_engine() -> None:
         ({"training__compile": "whole"}, "--training.compile is whole"),
         ({"training__activation_checkpointing": "full"}, "--training.activation_checkpointing is full"),
         ({"batch__micro_size": "auto"}, "--batch.micro_size is auto"),
+        (
+            {"megatron__tensor_parallel": 1, "megatron__sequence_parallel": True},
+            "--megatron.sequence_parallel needs ranks that share matrices, --megatron.tensor_parallel is 1",
+        ),
     ],
 )
 def test_what_tensor_parallel_runs_do_not_have_is_refused(changes: dict[str, object], expected: str) -> None:

@@ -138,11 +138,17 @@ class Layer(BertLayer):  # type: ignore[misc]
     def forward(self, hidden: Tensor, attention_mask: Tensor | None, places: Places | None = None) -> Tensor:
         """[R, L, D] and [R, 1, 1, L] bool or None -> [R, L, D]; with places, a list [K, D] and a mask -> [K, D]."""
         projections = self.attention.self.query, self.attention.self.key, self.attention.self.value
-        queries, keys, values = (in_rows(each(hidden), places) for each in projections)
+        parts = self.cut.projected(hidden, *projections)
+        queries, keys, values = (in_rows(part, places) for part in parts)
         context = self.attend(queries, keys, values, attention_mask)  # [R, L, D]
         if places is not None:
             context = ToList.apply(context, places.kept)  # type: ignore[no-untyped-call]  # [K, D]
-        return self.feed_forward_chunk(self.attention.output(context, hidden))  # type: ignore[no-any-return]
+        return self.feed_forward_chunk(self.attention.output(context, hidden))
+
+    def feed_forward_chunk(self, hidden: Tensor) -> Tensor:
+        """[..., D] -> [..., D]."""
+        (parts,) = self.cut.projected(hidden, self.intermediate.dense)  # [..., intermediate]
+        return self.output(self.intermediate.intermediate_act_fn(parts), hidden)  # type: ignore[no-any-return]
 
     def attend(self, queries: Tensor, keys: Tensor, values: Tensor, attention_mask: Tensor | None) -> Tensor:
         """Projections [R, S, D], [R, L, D] and [R, L, D] -> [R, S, D]."""
@@ -182,13 +188,10 @@ class LastLayer(Layer):
         else:
             numbers = places.numbers.gather(1, positions)  # [R, S]
             chosen = hidden.index_select(0, numbers.view(-1)).view(*positions.shape, width)  # [R, S, D]
-        context = self.attend(
-            attention.query(chosen),
-            in_rows(attention.key(hidden), places),
-            in_rows(attention.value(hidden), places),
-            attention_mask,
-        )  # [R, S, D]
-        return self.feed_forward_chunk(self.attention.output(context, chosen))  # type: ignore[no-any-return]
+        (queries,) = self.cut.projected(chosen, attention.query)
+        keys, values = (in_rows(part, places) for part in self.cut.projected(hidden, attention.key, attention.value))
+        context = self.attend(queries, keys, values, attention_mask)  # [R, S, D]
+        return self.feed_forward_chunk(self.attention.output(context, chosen))
 
 
 class PredictionTransform(nn.Module):
@@ -246,6 +249,7 @@ class BertForMaskedPositions(nn.Module):
     """
 
     word_losses: WordLosses | None = None
+    cut: Cut = WHOLE
 
     def __init__(self, model: TextModelConfig, *, vocab_size: int, seed: int) -> None:
         super().__init__()
@@ -273,6 +277,7 @@ class BertForMaskedPositions(nn.Module):
             vocabulary=("bert.embeddings.word_embeddings",),
             first_dimension=("cls.predictions.bias", "cls.predictions.out_of_vocabulary"),
             entered=("cls.predictions.transform",),
+            split=tuple(f"bert.encoder.layer.{number}" for number in range(len(self.layers) - 1)),
             losses="word_losses",
             divided={
                 "--model.heads": self.config.num_attention_heads,
@@ -308,8 +313,10 @@ class BertForMaskedPositions(nn.Module):
         places = None if kept is None else Places.of(kept, tokens)
         hidden = self.embed(tokens, token_types, kept)  # [R, L, D], or [K, D]
         *layers, last = self.layers
+        hidden = self.cut.split(hidden)
         for layer in layers:
             hidden = layer(hidden, mask, places=places)
+        hidden = self.cut.whole(hidden)
         first = torch.zeros_like(masked_positions[:, :1])  # the pooler reads [CLS]
         selected = last(hidden, mask, torch.cat([first, masked_positions], dim=1), places=places)  # [R, 1 + M, D]
         if representation_tap is not None:

@@ -1,0 +1,115 @@
+"""Tokens split over the ranks that share matrices (Korthikanti et al. 2022, section 4.2.2): what they send, and
+products that read all tokens and keep a rank's own.
+
+megatron-core 0.16's functions of the same kind take their memory from a GPU, and split the first dimension alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trp_scale.core.engine import EngineError
+from trp_scale.distributed.groups import Group
+from trp_scale.models.tensor_plan import Cut
+
+Operation = Callable[[Tensor, Group], Tensor]
+
+
+def gathered(tokens: Tensor, group: Group) -> Tensor:
+    """[..., T / ranks, D] of each rank -> [..., T, D] on all."""
+    first = tokens.movedim(-2, 0).contiguous()
+    whole = first.new_empty((group.size * len(first), *first.shape[1:]))
+    dist.all_gather_into_tensor(whole, first, group=group.handle)
+    return whole.movedim(0, -2)
+
+
+def summed(tokens: Tensor, group: Group) -> Tensor:
+    """[..., T, D] of each rank -> [..., T / ranks, D], the sum over the ranks of each one's own tokens."""
+    first = tokens.movedim(-2, 0).contiguous()
+    own = first.new_empty((len(first) // group.size, *first.shape[1:]))
+    dist.reduce_scatter_tensor(own, first, group=group.handle)
+    return own.movedim(0, -2)
+
+
+def own(tokens: Tensor, group: Group) -> Tensor:
+    """[..., T, D] that all ranks have -> this one's [..., T / ranks, D].
+
+    Raises:
+        EngineError: the tokens do not divide.
+    """
+    if tokens.shape[-2] % group.size:
+        raise EngineError(
+            f"--megatron.sequence_parallel: {tokens.shape[-2]} tokens do not divide over the {group.size} ranks of "
+            "--megatron.tensor_parallel; allowed: a multiple of them, or without --megatron.sequence_parallel"
+        )
+    return tokens.chunk(group.size, dim=-2)[group.rank].contiguous()
+
+
+class Exchange(torch.autograd.Function):
+    """One of these, whose backward pass is another of them."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, group: Group, there: Operation, back: Operation) -> Tensor:
+        ctx.group, ctx.back = group, back
+        return there(tokens, group)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        return ctx.back(gradient, ctx.group), None, None, None
+
+
+def exchanged(tokens: Tensor, group: Group, there: Operation, back: Operation) -> Tensor:
+    """`Exchange`, with types."""
+    return Exchange.apply(tokens, group, there, back)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class Products(torch.autograd.Function):
+    """Layers' outputs for all tokens. The backward pass gathers the tokens again; a rank keeps its own alone."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, group: Group, count: int, *parameters: Tensor) -> tuple[Tensor, ...]:
+        """[..., T / ranks, I], weights [O, I], and as many biases [O] -> of each [..., T, O]."""
+        weights, biases = parameters[:count], parameters[count:]
+        ctx.group = group
+        ctx.save_for_backward(tokens, *weights)
+        whole = gathered(tokens, group)
+        return tuple(F.linear(whole, *each) for each in zip(weights, biases, strict=True))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        tokens, *weights = ctx.saved_tensors
+        whole = gathered(tokens, ctx.group).flatten(0, -2)  # [T, I]
+        by_tokens = sum(gradient @ weight for gradient, weight in zip(gradients, weights, strict=True))
+        flat = [gradient.flatten(0, -2) for gradient in gradients]  # [T, O]
+        by_weights, by_biases = [each.t() @ whole for each in flat], [each.sum(0) for each in flat]
+        return summed(by_tokens, ctx.group), None, None, *by_weights, *by_biases  # type: ignore[arg-type]
+
+
+def products(tokens: Tensor, group: Group, layers: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    """Of layers with `weight` and `bias`, as torch's own layers are under autocast."""
+    kind = tokens.device.type
+    parameters = [*(layer.weight for layer in layers), *(layer.bias for layer in layers)]
+    if torch.is_autocast_enabled(kind):
+        tokens, *parameters = (each.to(torch.get_autocast_dtype(kind)) for each in (tokens, *parameters))
+    with torch.autocast(kind, enabled=False):
+        return Products.apply(tokens, group, len(layers), *parameters)  # type: ignore[no-untyped-call, no-any-return]
+
+
+class DropoutApart(nn.Dropout):
+    """Dropout of a rank's own tokens."""
+
+    def __init__(self, dropout: nn.Dropout, cut: Cut) -> None:
+        super().__init__(dropout.p)
+        self.cut = cut
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        if not (self.training and self.p):
+            return tokens
+        with self.cut.drawing():
+            return super().forward(tokens)
