@@ -30,7 +30,7 @@ from trp_scale.config import Config
 from trp_scale.planning.clusters import GPUS, Cluster
 from trp_scale.planning.counting import Counted
 from trp_scale.planning.layouts import Layout, memory, traffic
-from trp_scale.planning.plan import Given, best, layouts
+from trp_scale.planning.plan import Given, best, layouts, megatron_layout
 from trp_scale.recipes.loader import load_recipe
 from trp_scale.training.micro_size import WORKSPACE
 from trp_scale.upstreams.base import DataFacts
@@ -52,6 +52,8 @@ class Options:
 
 def layout_of(name: str, config: Config, gpus: int) -> Layout:
     """That of an engine by its name in benchmarks/wire.py: its file is the shipped one, where there is one."""
+    if name in wire.TENSOR:
+        return megatron_layout(config, wire.TENSOR[name])
     stage = ENGINES[name]
     if stage is None:
         given = Given(engine=name)
@@ -60,6 +62,16 @@ def layout_of(name: str, config: Config, gpus: int) -> Layout:
         document = json.loads(shipped.read_text()) if shipped.exists() else {"zero_optimization": {"stage": stage}}
         given = Given(engine="deepspeed", document=document, path=str(shipped))
     return next(iter(layouts(config, gpus, given)))
+
+
+def predicted(name: str, options: wire.Options, world: int, accumulation: int) -> tuple[int, int, int]:
+    """Collectives of a step and bytes on the wire, and the model's parameters."""
+    work = wire.workload(options, world // wire.TENSOR.get(name, 1), accumulation)
+    counted = Counted(work.config, DataFacts(length=LENGTH, vocabulary=VOCABULARY))
+    layout = layout_of(name, work.config, world)
+    messages = traffic(counted, layout, ranks=world, micro=options.rows, accumulation=accumulation)
+    sent = sum(each.size * each.times * (2 if each.kind == "all-reduce" else 1) for each in messages)
+    return sum(each.times for each in messages), sent, counted.parameters
 
 
 def traffic_over_counted(layers: int, hidden_size: int, world: int) -> None:
@@ -76,14 +88,9 @@ def compare_traffic(options: wire.Options, world: int) -> None:
     """A line for each engine and number of micro-batches."""
     for name, counts, _ in wire.on_ranks(world, options):
         for accumulation, (calls, payload) in zip(wire.ACCUMULATIONS, counts, strict=True):
-            work = wire.workload(options, world, accumulation)
-            counted = Counted(work.config, DataFacts(length=LENGTH, vocabulary=VOCABULARY))
-            layout = layout_of(name, work.config, world)
-            messages = traffic(counted, layout, ranks=world, accumulation=accumulation)
-            doubled = [each.size * each.times * (2 if each.kind == "all-reduce" else 1) for each in messages]
-            sent = sum(payload.values()) + payload.get("all-reduce", 0)
-            bytes_of = [each / counted.parameters for each in (sum(doubled), sent)]
-            made = [sum(each.times for each in messages), sum(calls.values())]
+            number, sent, parameters = predicted(name, options, world, accumulation)
+            made = [number, sum(calls.values())]
+            bytes_of = [each / parameters for each in (sent, sum(payload.values()) + payload.get("all-reduce", 0))]
             print(
                 f"{name:<6} {accumulation} micro-batches  "
                 f"collectives {made[0]:>4} {made[1]:>4} ({made[0] / made[1]:.2f})  "

@@ -1,6 +1,8 @@
 """What travels between two ranks in a training step, on each engine, and what a second rank is worth.
 
-    python benchmarks/wire.py [--layers 4 --hidden_size 256 --rows 16] [--engines ddp fsdp ...] [--rounds 9] [--half]
+    python benchmarks/wire.py [--layers 4 --hidden_size 256 --rows 16] [--engines ddp tp2 ...] [--rounds 9] [--half]
+
+tp1 and tp2 are --engine megatron with one and two ranks to a matrix.
 
 Counted: collectives of a step and their payload in bytes a parameter, for one and for four micro-batches. On the wire,
 of many ranks, an all-reduce is twice its payload, a gather or a reduce-scatter once. The loss sums, the agreement of
@@ -51,6 +53,10 @@ KINDS = {
 """Part of an operation's name -> column. The first part that is in a name counts, so that "reduce" comes late."""
 
 
+TENSOR = {"tp1": 1, "tp2": 2}
+"""Ranks that share each large matrix, by the name of a layout."""
+
+
 @dataclass(kw_only=True)
 class Options:
     """A BERT, and what to do with it."""
@@ -61,7 +67,7 @@ class Options:
     """Width; a head is 64."""
     rows: int = 16
     """Of a micro-batch."""
-    engines: list[str] = field(default_factory=lambda: [name for name in ENGINES if name != "plain"])
+    engines: list[str] = field(default_factory=lambda: [*(name for name in ENGINES if name != "plain"), *TENSOR])
     """Which ones."""
     shard_ranks: int = 0
     """Of fsdp: ranks that share one copy; 0: all."""
@@ -111,6 +117,13 @@ def workload(options: Options, world: int, accumulation: int = 1) -> Workload:
 
 def trainer_on(environment: Environment, layout: str, work: Workload) -> Trainer:
     """The loop over the same rows at every step."""
+    if layout in TENSOR:
+        from trp_scale.engines.megatron import MegatronEngine, megatron_groups
+
+        work.config.megatron.tensor_parallel = TENSOR[layout]
+        environment.ensure_process_group()
+        data, _ = megatron_groups(TENSOR[layout], local_world=environment.world.size)
+        return trainer_of(MegatronEngine(work.module, work.config, device=environment.device, data_group=data), work)
     return trainer_of(engine_of(Setting(environment=environment, small=True), layout, work), work)
 
 
@@ -125,9 +138,16 @@ def counted(environment: Environment, layout: str, work: Workload) -> CountsColl
     return found
 
 
+def counted_of(
+    environment: Environment, layout: str, options: Options, world: int, accumulation: int
+) -> CountsCollectives:
+    """The same of a run on `world` ranks with so many micro-batches."""
+    return counted(environment, layout, workload(options, world // TENSOR.get(layout, 1), accumulation))
+
+
 def gain(environment: Environment, layout: str, options: Options) -> list[float]:
     """Rows a second of both ranks over those of rank 0 alone, round by round."""
-    both, alone = trainer_on(environment, layout, workload(options, 2)), None
+    both, alone = trainer_on(environment, layout, workload(options, 2 // TENSOR.get(layout, 1))), None
     if environment.data.rank == 0:
         alone = whole_step(workload(options, 1), environment.device)
     found = []
@@ -154,7 +174,7 @@ def on_rank(rank: int, world: int, options: Options, answers: Any) -> None:
         torch.set_num_threads(1)
         environment.ensure_process_group()
         for layout in options.engines:
-            counts = [counted(environment, layout, workload(options, world, number)) for number in ACCUMULATIONS]
+            counts = [counted_of(environment, layout, options, world, number) for number in ACCUMULATIONS]
             gains = gain(environment, layout, options) if options.rounds else []
             if rank == 0:
                 answers.put((layout, [(dict(each.calls), dict(each.bytes)) for each in counts], gains))

@@ -275,7 +275,7 @@ class MegatronEngine(DdpEngine):
         if self.config.megatron.sequence_parallel:
             self._split_tokens(module)
         self._cut_first_dimension(module)
-        if self.plan.losses:
+        if self.plan.losses and self.tensor_group.size > 1:  # alone it would send three sums to itself
             setattr(module, self.plan.losses, vocab_parallel_cross_entropy)
         allocate(module, self.device)
         for name, parameter in module.named_parameters():

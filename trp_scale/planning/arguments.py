@@ -68,6 +68,8 @@ def parse_plan(argv: Sequence[str]) -> PlanArguments:
         if getattr(arguments, name) < 1:
             raise RefusedError(f"--{name} is {getattr(arguments, name)}, allowed: at least 1")
     if arguments.engine == "plain" and arguments.gpus > 1:
-        raise RefusedError(f"--engine plain is for one GPU, --gpus is {arguments.gpus}; allowed: ddp, fsdp, deepspeed")
+        raise RefusedError(
+            f"--engine plain is for one GPU, --gpus is {arguments.gpus}; allowed: ddp, fsdp, megatron, deepspeed"
+        )
     arguments.worlds()
     return arguments

@@ -126,7 +126,12 @@ def report_of_one(counted: Counted, cluster: Cluster, given: Given) -> Iterator[
         RefusedError: it does not fit.
     """
     stated = counted.config.training.activation_checkpointing
-    plans = [one for one in planned(counted, cluster, given) if one.layout.checkpointing == stated]
+    tensor = counted.config.megatron.tensor_parallel
+    plans = [
+        one
+        for one in planned(counted, cluster, given)
+        if one.layout.checkpointing == stated and one.layout.tensor == tensor
+    ]
     found = fitting(plans)
     if not found:
         raise refusal(counted, plans, given)

@@ -5,6 +5,9 @@ and no data is needed.
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any, Literal
@@ -16,6 +19,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from trp_scale.config import Config, RefusedError
+from trp_scale.core.batch import TaskLosses
 from trp_scale.engines.compiled import checkpoint_blocks
 from trp_scale.masks.masking_network import NETWORKS
 from trp_scale.models.initialise import without_content
@@ -26,6 +30,7 @@ from trp_scale.planning.operations import (
     attention_of_a_gpu,
     replace_parameters,
 )
+from trp_scale.planning.tensor_parallel import TensorSum, cut_over, watch
 from trp_scale.training.micro_size import FITTED, Need, saved_by_rows
 from trp_scale.upstreams.base import DataFacts, Outline, upstream_of
 
@@ -87,6 +92,8 @@ class Counted:
         self.outline: Outline = self.outline_on(1)
         self.passes = cache(self._passes)
         self.saved = cache(self._saved)
+        self.over = cache(self._over)
+        self.tensor_sums = cache(self._tensor_sums)
 
     def outline_on(self, ranks: int) -> Outline:
         """The run on so many ranks."""
@@ -126,6 +133,27 @@ class Counted:
         batch = self.outline.rows(1)
         return sum(field.nbytes for field in batch.fields.values())
 
+    def _over(self, ranks: int) -> Counted:
+        """What one of the ranks that share its matrices has; itself on one."""
+        if ranks == 1:
+            return self
+        part = copy.copy(self)
+        part.outline = replace(self.outline, model=cut_over(self.outline.model, ranks))
+        for name in ("model", "parameters", "blocks"):
+            part.__dict__.pop(name, None)
+        part.passes, part.saved = cache(part._passes), cache(part._saved)
+        part.over, part.tensor_sums = cache(part._over), cache(part._tensor_sums)
+        return part
+
+    def _tensor_sums(self, rows: int, rounded: bool) -> list[TensorSum]:
+        """Of the passes over so many rows, where this is one rank's part of a model."""
+        few, more = (self._noted(number, rounded=rounded) for number in FITTED)
+        slopes = [(b.size - a.size) / (FITTED[1] - FITTED[0]) for a, b in zip(few, more, strict=True)]
+        return [
+            replace(one, size=round(one.size + slope * (rows - FITTED[0])))
+            for one, slope in zip(few, slopes, strict=True)
+        ]
+
     def with_checkpointing(self, how: Checkpointing) -> Config:
         return replace(self.config, training=replace(self.config.training, activation_checkpointing=how))
 
@@ -162,9 +190,26 @@ class Counted:
 
     def _recorded(self, rows: int, how: Checkpointing, *, rounded: bool, fused: bool) -> list[Operation]:
         """The operations of both passes over so many rows."""
-        model, half = without_content(self.outline.model), self.config.training.precision != "fp32"
+        model = without_content(self.outline.model)
         checkpoint_blocks(model, how)
-        batch = self.outline.rows(rows)
+        with self._faked(model, rows, rounded=rounded) as losses_of, RecordsOperations(fused=fused) as recorder:
+            losses = losses_of()
+            recorder.phase = "backward"
+            (losses.sums / losses.counts.clamp(min=1)).sum().backward()  # type: ignore[no-untyped-call]
+        operations: list[Operation] = recorder.recorded
+        return operations
+
+    def _noted(self, rows: int, *, rounded: bool) -> list[TensorSum]:
+        model = without_content(self.outline.model)
+        sums = watch(model)
+        with self._faked(model, rows, rounded=rounded) as losses_of:
+            losses_of()
+        return sums.noted
+
+    @contextmanager
+    def _faked(self, model: nn.Module, rows: int, *, rounded: bool) -> Iterator[Callable[[], TaskLosses]]:
+        """A forward pass of a model whose parameters become fake, over so many rows."""
+        half, batch = self.config.training.precision != "fp32", self.outline.rows(rows)
         with FakeTensorMode(allow_non_fake_inputs=True) as mode, attention_of_a_gpu():
 
             def fake(tensor: Tensor) -> Tensor:
@@ -177,12 +222,7 @@ class Counted:
 
             replace_parameters(model, fake)
             faked = replace(batch, fields={name: fake(field) for name, field in batch.fields.items()})
-            with RecordsOperations(fused=fused) as recorder:
-                losses = self.outline.objective(forward, faked)
-                recorder.phase = "backward"
-                (losses.sums / losses.counts.clamp(min=1)).sum().backward()  # type: ignore[no-untyped-call]
-        operations: list[Operation] = recorder.recorded
-        return operations
+            yield lambda: self.outline.objective(forward, faked)
 
 
 def _lines(pairs: list[tuple[int, int]]) -> Numbers:

@@ -6,6 +6,7 @@ gathers.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
@@ -37,6 +38,8 @@ class Layout:
         zero: its block zero_optimization, resolved.
         shard_ranks: FSDP2: neighbours that share one copy; 0: all ranks.
         offload: FSDP2: weights, gradients and moments are in host memory.
+        tensor: ranks that share each large matrix.
+        shard_moments: megatron.shard_moments.
     """
 
     engine: str
@@ -48,6 +51,8 @@ class Layout:
     zero: Mapping[str, Any] | None = None
     shard_ranks: int = 0
     offload: bool = False
+    tensor: int = 1
+    shard_moments: bool = True
 
     @property
     def name(self) -> str:
@@ -55,6 +60,8 @@ class Layout:
         engine = self.engine if self.stage is None else f"ZeRO-{self.stage}"
         if self.shard_ranks:
             engine += f" in groups of {self.shard_ranks}"
+        if self.engine == "megatron":
+            engine += f" TP {self.tensor}"
         if self.offloads:
             engine += " offload"
         return engine if self.checkpointing == "none" else f"{engine}, {self.checkpointing} checkpointing"
@@ -75,7 +82,15 @@ class Layout:
     @property
     def compiles(self) -> bool:
         """Whether blocks can be compiled."""
-        return self.stage != 3 and self.checkpointing != "selective"
+        return self.stage != 3 and self.checkpointing != "selective" and self.engine != "megatron"
+
+    def data_ranks(self, ranks: int) -> int:
+        """Of so many in all, those that split the batch."""
+        return ranks // self.tensor
+
+    def sharing(self, ranks: int) -> int:
+        """Ranks that share the moments of what one of them has, where --engine megatron has cut the matrices."""
+        return self.data_ranks(ranks) if self.shard_moments else 1
 
     def sharers(self, ranks: int) -> int:
         """Ranks that weights are sharded over, of an engine that shards them."""
@@ -116,6 +131,7 @@ class Collective:
         size: bytes of the whole tensor.
         phase: forward, backward (of each micro-batch), last (the window's last backward pass), or update.
         times: how many.
+        hides: whether it can pass behind arithmetic; what ranks that share matrices sum is needed at once.
     """
 
     kind: str
@@ -124,12 +140,20 @@ class Collective:
     times: int = 1
     ranks: int = 0
     apart: int = 1
+    hides: bool = True
 
 
-def traffic(counted: Counted, layout: Layout, *, ranks: int, accumulation: int) -> list[Collective]:
-    """The collectives of a step on all ranks. Those of hooks are not among them."""
+def traffic(counted: Counted, layout: Layout, *, ranks: int, micro: int, accumulation: int) -> list[Collective]:
+    """The collectives of a step on all ranks. Those of hooks are not among them.
+
+    Args:
+        micro: rows of a micro-batch.
+        accumulation: micro-batches of a step.
+    """
     if ranks == 1:
         return []
+    if layout.engine == "megatron":
+        return list(_megatron(counted, layout, ranks, micro, accumulation))
     tasks = len(counted.outline.objective.tasks)
     found = [
         Collective(kind="all-reduce", size=8 * (tasks + 2), phase="start"),  # counts, wishes to stop
@@ -150,6 +174,43 @@ def _ddp(counted: Counted, layout: Layout, ranks: int, accumulation: int) -> Ite
     members = [Member(read=each, own=each) for each in counted.model.parameters() if each.requires_grad]
     for bucket in buckets_of(members, BUCKET_BYTES, torch.bfloat16 if layout.sent < MASTER else None):
         yield Collective(kind="all-reduce", size=layout.sent * bucket.flat.numel(), phase="last")
+
+
+def _megatron(counted: Counted, layout: Layout, ranks: int, micro: int, accumulation: int) -> Iterator[Collective]:
+    """Sums over the ranks that share matrices in every pass. Over those that split the batch, gradients once a window,
+    and new weights where each updates rows of its own."""
+    part, data, tasks = counted.over(layout.tensor), layout.data_ranks(ranks), len(counted.outline.objective.tasks)
+    yield Collective(kind="all-reduce", size=8 * (tasks + 2), phase="start")
+    shared = layout.sharing(ranks) > 1
+    among: dict[str, Any] = {"ranks": data, "apart": layout.tensor}
+    if data > 1:
+        yield Collective(kind="all-reduce", size=16 * tasks, phase="update", **among)
+    if shared or layout.tensor > 1:
+        norms = ranks if shared else layout.tensor
+        yield Collective(kind="all-reduce", size=8, phase="update", ranks=norms)
+        if counted.config.optimizer.kind == "lamb":
+            number = len(list(part.model.parameters()))
+            yield Collective(kind="all-reduce", size=16 * number, phase="update", ranks=norms)
+    sums = part.tensor_sums(micro, layout.rounded) if layout.tensor > 1 else []
+    for one, times in Counter(sums).items():
+        yield Collective(
+            kind="all-reduce",
+            size=one.size,
+            phase=one.phase,
+            times=times * accumulation,
+            ranks=layout.tensor,
+            hides=False,
+        )
+    if data == 1:
+        return
+    members = [Member(read=each, own=each) for each in part.model.parameters()]
+    for bucket in buckets_of(members, BUCKET_BYTES, torch.bfloat16 if layout.sent < MASTER else None):
+        numbers = bucket.flat.numel()
+        if shared:
+            yield Collective(kind="scatter", size=layout.sent * numbers, phase="last", **among)
+            yield Collective(kind="gather", size=layout.read * numbers, phase="update", **among)
+        else:
+            yield Collective(kind="all-reduce", size=layout.sent * numbers, phase="last", **among)
 
 
 def _fsdp(counted: Counted, layout: Layout, ranks: int, accumulation: int) -> Iterator[Collective]:
@@ -276,12 +337,16 @@ def memory(counted: Counted, layout: Layout, *, ranks: int, micro: int, accumula
         accumulation: micro-batches of a step.
     """
     states = _states(counted, layout, ranks, accumulation)
-    activations = counted.saved(layout.checkpointing, layout.rounded).of(micro)
+    part = counted.over(layout.tensor)
+    activations = part.saved(layout.checkpointing, layout.rounded).of(micro)
     share = layout.sharers(ranks) if layout.engine == "fsdp" or layout.stage == 3 else 1
     network = 4 * MASTER * counted.network / share
+    if layout.engine == "megatron":  # each rank has all of the network
+        network = (2 + 2 / layout.sharing(ranks)) * MASTER * counted.network
+        share = layout.sharing(ranks)
     # A hook's copy of the weights and its direction (benchmarks/mlo_memory.py), and the average of the weights.
     copies = 2 * bool(counted.network) + ("weight_average" in counted.config.hooks)
-    return Memory(activations=activations, masks=network, hooks=copies * MASTER * counted.parameters / share, **states)
+    return Memory(activations=activations, masks=network, hooks=copies * MASTER * part.parameters / share, **states)
 
 
 def _states(counted: Counted, layout: Layout, ranks: int, accumulation: int) -> dict[str, float]:
@@ -291,6 +356,8 @@ def _states(counted: Counted, layout: Layout, ranks: int, accumulation: int) -> 
     copy = layout.read * every if layout.rounded else 0
     if layout.engine == "plain" or (ranks == 1 and layout.stage is None):
         return {"weights": MASTER * every + copy, "gradients": MASTER * every, "moments": 2 * MASTER * every}
+    if layout.engine == "megatron":
+        return _megatron_states(counted.over(layout.tensor).parameters, layout, ranks, several=several)
     if layout.engine == "ddp":
         # Flat buckets stay; gradients of earlier micro-batches lie beside them until they are packed.
         beside = MASTER * every if several else min(MASTER * every, BUCKET_BYTES)
@@ -311,6 +378,21 @@ def _states(counted: Counted, layout: Layout, ranks: int, accumulation: int) -> 
             "buckets": layout.sent * max(block, counted.rest),
         }
     return _zero_states(counted, layout, ranks)
+
+
+def _megatron_states(own: int, layout: Layout, ranks: int, *, several: bool) -> dict[str, float]:
+    """The same where a rank has `own` parameters, and moments of a share of their rows."""
+    share, data = layout.sharing(ranks), layout.data_ranks(ranks)
+    masters = MASTER * own / share if layout.rounded else 0
+    beside = MASTER * own if several or data == 1 else min(MASTER * own, BUCKET_BYTES)
+    flat = layout.sent * own if data > 1 else 0
+    gathering = layout.read * min(own, BUCKET_BYTES // MASTER) if share > 1 else 0
+    return {
+        "weights": layout.read * own + masters,
+        "gradients": beside,
+        "moments": 2 * MASTER * own / share,
+        "buckets": flat + (layout.sent * own / share if share > 1 else 0) + gathering,
+    }
 
 
 def _zero_states(counted: Counted, layout: Layout, ranks: int) -> dict[str, float]:

@@ -16,6 +16,8 @@ from trp_scale.planning.clusters import GPUS, Cluster
 from trp_scale.planning.counting import Checkpointing, Counted
 from trp_scale.planning.layouts import MASTER, Collective, Layout, Memory, memory, traffic
 from trp_scale.planning.step import Step, step_of
+from trp_scale.planning.tensor_parallel import degrees, plan_of
+from trp_scale.recipes.checks import check_megatron
 from trp_scale.training.micro_size import SURE, candidates
 
 SHIPPED = Path(__file__).parents[1] / "launch_files" / "ds_configs"
@@ -29,6 +31,10 @@ STATED = 0.95
 MOST_GPUS = 4096
 """Looked at for the nearest cluster that fits."""
 SECONDS_A_DAY = 86400
+
+
+BYTES_OF = {"fp32": 4, "bf16": 2}
+"""Of a number, by the name of its type."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +78,7 @@ class Plan:
 
     @property
     def rows_a_second(self) -> float:
-        return self.micro * self.accumulation * self.cluster.gpus / self.seconds
+        return self.micro * self.accumulation * self.layout.data_ranks(self.cluster.gpus) / self.seconds
 
     @property
     def collectives(self) -> int:
@@ -98,6 +104,8 @@ class Plan:
             flags += f" --fsdp.shard_ranks {self.layout.shard_ranks}"
         if self.layout.offload:
             flags += " --fsdp.offload True"
+        if self.layout.tensor > 1:
+            flags += f" --megatron.tensor_parallel {self.layout.tensor}"
         flags += " --data.path DATA"
         if self.layout.engine == "plain":
             return f"trp-scale pretrain {flags}"
@@ -126,8 +134,6 @@ def layouts(config: Config, gpus: int, given: Given, per_node: int = 8) -> Itera
     Raises:
         RefusedError: DeepSpeed's file contradicts the recipe, or settings whose cost is not known here.
     """
-    if given.engine == "megatron":
-        raise RefusedError("--engine megatron is not planned; allowed in a plan: plain, ddp, fsdp, deepspeed")
     if config.fsdp.offload_directory:
         raise RefusedError(
             f"--fsdp.offload_directory {config.fsdp.offload_directory}: the speed of its disk is not known here; "
@@ -135,8 +141,7 @@ def layouts(config: Config, gpus: int, given: Given, per_node: int = 8) -> Itera
         )
     stated = config.training.activation_checkpointing
     ways: tuple[Checkpointing, ...] = (stated,) if stated != "none" else ("none", "full")
-    bytes_of = {"fp32": 4, "bf16": 2}
-    read, sent = bytes_of[config.training.weights], bytes_of[config.training.gradients]
+    read, sent = BYTES_OF[config.training.weights], BYTES_OF[config.training.gradients]
     engines = ("plain",) if gpus == 1 else ("ddp", "fsdp")
     for engine in engines if given.engine is None and given.document is None else (given.engine,):
         if engine is not None and engine != "deepspeed":
@@ -208,6 +213,8 @@ def planned(counted: Counted, cluster: Cluster, given: Given | None = None) -> l
         RefusedError: the global batch does not divide over the GPUs, or no micro-batch goes with the settings.
     """
     given = given or Given()
+    if given.engine == "megatron":
+        return in_order(_plans_of_megatron(counted, cluster))
     sizes = _sizes(counted.config, cluster.gpus)
     found: list[Plan] = []
     enough: set[tuple[str, int | None, str, int]] = set()
@@ -220,7 +227,52 @@ def planned(counted: Counted, cluster: Cluster, given: Given | None = None) -> l
         if one.fits and busy:
             enough.add(same)
         found.append(one)
-    return sorted(found, key=lambda plan: (not plan.fits, plan.seconds if plan.fits else plan.short))
+    return in_order(found)
+
+
+def in_order(plans: Sequence[Plan]) -> list[Plan]:
+    """Those that fit first, the fastest of them first; then those that do not, from the one that lacks least."""
+    return sorted(plans, key=lambda plan: (not plan.fits, plan.seconds if plan.fits else plan.short))
+
+
+def _plans_of_megatron(counted: Counted, cluster: Cluster) -> list[Plan]:
+    """For the stated number of ranks that share matrices, or, where it is 1, for each that is allowed.
+
+    Raises:
+        RefusedError: none is allowed, the batch divides over none, or settings that the engine does not have or whose
+            cost is not known here.
+    """
+    config, stated = counted.config, counted.config.megatron.tensor_parallel
+    check_megatron(replace(config, batch=replace(config.batch, micro_size=1)))
+    if config.megatron.sequence_parallel:
+        raise RefusedError("--megatron.sequence_parallel True: what it keeps is not planned; allowed in a plan: False")
+    allowed = list(degrees(plan_of(counted.model), cluster.gpus, cluster.gpu.per_node))
+    if stated > 1 and stated not in allowed:
+        raise RefusedError(
+            f"--megatron.tensor_parallel is {stated}; allowed for this model on {cluster.gpus} GPUs in nodes of "
+            f"{cluster.gpu.per_node}: {', '.join(map(str, allowed))}"
+        )
+    found, refused = [], []
+    for ranks in [stated] if stated > 1 else allowed:
+        layout = megatron_layout(config, ranks)
+        try:
+            found.append(best(counted, layout, cluster, _sizes(config, layout.data_ranks(cluster.gpus))))
+        except RefusedError as error:
+            refused.append(error)
+    if not found:
+        raise refused[-1]
+    return found
+
+
+def megatron_layout(config: Config, tensor: int) -> Layout:
+    """That of a run with these settings and so many ranks that share matrices."""
+    return Layout(
+        engine="megatron",
+        read=BYTES_OF[config.training.weights],
+        sent=BYTES_OF[config.training.gradients],
+        tensor=tensor,
+        shard_moments=config.megatron.shard_moments,
+    )
 
 
 def _sizes(config: Config, gpus: int) -> list[int]:
@@ -235,7 +287,7 @@ def best(counted: Counted, layout: Layout, cluster: Cluster, sizes: Sequence[int
     config, gpus = counted.config, cluster.gpus
     limit = (SURE if config.batch.micro_size == "auto" else STATED) * cluster.gpu.memory
     for micro in reversed(sizes):
-        accumulation = config.batch.global_size // (gpus * micro)
+        accumulation = config.batch.global_size // (layout.data_ranks(gpus) * micro)
         taken = memory(counted, layout, ranks=gpus, micro=micro, accumulation=accumulation)
         if taken.device <= limit:
             break
@@ -252,7 +304,7 @@ def best(counted: Counted, layout: Layout, cluster: Cluster, sizes: Sequence[int
     )
     if not plan.fits:
         return plan
-    messages = traffic(counted, layout, ranks=gpus, accumulation=accumulation)
+    messages = traffic(counted, layout, ranks=gpus, micro=micro, accumulation=accumulation)
     step = step_of(counted, layout, cluster, messages, micro=micro, accumulation=accumulation)
     return replace(plan, messages=messages, step=step)
 

@@ -85,15 +85,20 @@ def step_of(
     """
     config, gpu, peak = counted.config, cluster.gpu, peak_of(counted.config, cluster.gpu)
     fused = layout.compiles and config.training.compile in ("auto", "blocks", "whole")
-    passes = counted.passes(layout.checkpointing, layout.rounded, fused)
+    passes = counted.over(layout.tensor).passes(layout.checkpointing, layout.rounded, fused)
     forward, backward = (passes[name].seconds(micro, gpu, peak) for name in ("forward", "backward"))
-    taken = {phase: _seconds(messages, cluster, phase) for phase in ("forward", "backward", "last", "update")}
-    gathers = [each for each in messages if each.phase == "forward"]
+    hidden, sums = ([each for each in messages if each.hides == hides] for hides in (True, False))
+    taken = {phase: _seconds(hidden, cluster, phase) for phase in ("forward", "backward", "last", "update")}
+    gathers = [each for each in hidden if each.phase == "forward"]
     first = time_of(gathers[0], cluster) if gathers else 0.0
     each_forward, each_backward = taken["forward"] / accumulation, taken["backward"] / accumulation
     exposed = accumulation * (max(0.0, each_forward - forward) + first)
     exposed += (accumulation - 1) * max(0.0, each_backward - backward)
-    exposed += max(0.0, each_backward + taken["last"] - backward) + _tail(messages, cluster) + taken["update"]
+    exposed += max(0.0, each_backward + taken["last"] - backward) + _tail(hidden, cluster) + taken["update"]
+    # What the ranks of a tensor group sum is needed at once.
+    again = {"forward": 1 + prepass(config, accumulation)}
+    summing = sum(again.get(each.phase, 1) * each.times * time_of(each, cluster) for each in sums)
+    exposed += summing
     times = extra_passes(counted, accumulation, cluster.gpus)
     compute = accumulation * (forward + backward) * times + accumulation * forward * prepass(config, accumulation)
     launching = sum(passes[name].launching() for name in passes) * times
@@ -108,7 +113,7 @@ def step_of(
         update=update,
         exposed=exposed,
         waiting=WAITING * math.log2(cluster.nodes) * (compute + update + exposed),
-        communication=sum(taken.values()),
+        communication=sum(taken.values()) + summing,
         host=accumulation * launching + collectives + cluster.agreement(),
         loader=made / ROWS_A_CORE[config.reads] / gpu.cores,
         cores=0.0,
@@ -143,6 +148,8 @@ def _update(counted: Counted, layout: Layout, cluster: Cluster, accumulation: in
     own = counted.parameters / (1 if whole else layout.sharers(cluster.gpus))
     if layout.offload:  # weights come for both passes of each micro-batch, gradients go once
         return own * (2 * accumulation + 1) * MASTER / HOST_LINK + own / HOST_UPDATE
+    if layout.engine == "megatron":
+        own = counted.over(layout.tensor).parameters / layout.sharing(cluster.gpus)
     if layout.offloads:
         return own * 2 * MASTER / HOST_LINK + own / HOST_UPDATE
     seconds = UPDATE_BYTES * own / (SHARE_OF_MEMORY * cluster.gpu.memory_rate)
@@ -172,8 +179,8 @@ def assumptions() -> list[str]:
         "in attention) and 2.3 us; --training.compile auto fuses all that lies between two products, which is the best "
         "it could do; ZeRO-3 is not compiled",
         "gathers and reductions hide behind the pass that they belong to, but for the first gather of a forward pass "
-        "and the last reduction; what comes after the update is not hidden; with --fsdp.offload nothing that passes "
-        f"between GPU and host at {HOST_LINK / 1e9:.0f} GB/s is",
+        "and the last reduction; what comes after the update is not hidden, nor is what ranks that share matrices sum; "
+        f"with --fsdp.offload nothing that passes between GPU and host at {HOST_LINK / 1e9:.0f} GB/s is",
         f"for each doubling of the nodes a step takes {WAITING:.1%} longer, since ranks wait for the slowest of them",
         f"a loader's core makes {ROWS_A_CORE['image']:.0f} crops of 224 px or {ROWS_A_CORE['text'] / 1e6:.1f} M "
         "positions of text a second; all cores of the node are the loaders'",

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from trp_scale.config import Config
+from trp_scale.planning.tensor_parallel import TensorSum
 from trp_scale.recipes.loader import load_recipe
 from trp_scale.training.micro_size import Need
 
@@ -22,11 +23,33 @@ class Blocks(nn.Module):
         self.layers = nn.ModuleList(nn.Linear(4, 4, device="meta") for _ in range(count))
 
 
+class Halves(nn.Module):
+    """What one of two ranks has of them: 20 + 10 numbers a block."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 4, device="meta")
+        self.layers = nn.ModuleList(nn.Linear(4, 2, device="meta") for _ in range(count))
+
+
+def half(blocks: int) -> Any:
+    """The same of one of two ranks: 400 bytes saved, and 6 for each row; a sum of 8 bytes a row in each pass of each
+    block."""
+    return SimpleNamespace(
+        model=Halves(blocks),
+        parameters=20 + 10 * blocks,
+        saved=lambda how, rounded: Need(fixed=400, row=6),
+        tensor_sums=lambda rows, rounded: [
+            TensorSum(phase=phase, size=8 * rows) for phase in ("forward", "backward") for _ in range(blocks)
+        ],
+    )
+
+
 def counted(blocks: int = 3, *, tasks: int = 2, network: int = 0) -> Any:
     """What layouts ask of Counted: 1,000 bytes saved, and 10 for each row."""
     model = Blocks(blocks)
     config: Config = load_recipe("pos_bert_tiny")
-    return SimpleNamespace(
+    found = SimpleNamespace(
         config=config,
         model=model,
         parameters=40 + 20 * blocks,
@@ -36,6 +59,8 @@ def counted(blocks: int = 3, *, tasks: int = 2, network: int = 0) -> Any:
         outline=SimpleNamespace(objective=SimpleNamespace(tasks=("task",) * tasks)),
         saved=lambda how, rounded: Need(fixed=1000, row=10),
     )
+    found.over = lambda ranks: {1: found, 2: half(blocks)}[ranks]
+    return found
 
 
 ZERO = {

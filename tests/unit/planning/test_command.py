@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.runs import flags
 from trp_scale.cli import main
 from trp_scale.planning.arguments import parse_plan
+from trp_scale.planning.command import dry_run
+from trp_scale.recipes.arguments import parse
 
 TINY = ["--recipe", "pos_bert_tiny", "--batch.global_size", "1024", "--batch.micro_size", "auto"]
 
@@ -55,3 +58,10 @@ def test_a_dry_run_plans_the_very_command_and_writes_nothing(
     assert "1 x a100-80 in 1 node" in printed
     assert "| plain " in printed and "| ddp " not in printed
     assert "this machine shows no GPU" in printed
+
+
+def test_a_dry_run_plans_cut_matrices(tmp_path: Path, text_dataset: Path) -> None:
+    words = flags(text_dataset, tmp_path / "run", engine="megatron", megatron__tensor_parallel=2)
+    printed = "\n".join(dry_run(parse(words), 4))
+    assert "| megatron TP 2 " in printed and "megatron TP 1" not in printed
+    assert "4 x a100-80 in 1 node" in printed

@@ -22,7 +22,7 @@ def sent(found: list[Collective], kind: str) -> list[int]:
 
 
 def messages(layout: Layout, *, ranks: int = 2, accumulation: int = 1) -> list[Collective]:
-    return traffic(counted(), layout, ranks=ranks, accumulation=accumulation)
+    return traffic(counted(), layout, ranks=ranks, micro=5, accumulation=accumulation)
 
 
 def zero(stage: int, **settings: Any) -> Layout:
@@ -96,6 +96,24 @@ def test_zero_3_gathers_blocks_and_keeps_the_last_for_its_backward_pass() -> Non
     assert sum(each.times for each in messages(zero(3), accumulation=3) if each.kind == "scatter") == 9
 
 
+def test_ranks_that_share_matrices_sum_in_every_pass_and_others_once_a_window() -> None:
+    """One of two ranks has 50 numbers, and sums 8 bytes of each of 5 rows in each pass of 3 blocks. Of four ranks two
+    split the batch: each gets the sums of its rows of the 50, and gathers the others'."""
+    for accumulation in (1, 4):
+        found = messages(Layout(engine="megatron", tensor=2), ranks=4, accumulation=accumulation)
+        assert sent(found, "all-reduce") == [40] * 6 * accumulation
+        assert sent(found, "scatter") == sent(found, "gather") == [200]
+        groups = {(each.kind, each.size): (each.ranks, each.apart) for each in found}
+        assert groups[("all-reduce", 40)] == (2, 1) and groups[("all-reduce", 8)] == (4, 1)
+        assert groups[("scatter", 200)] == groups[("gather", 200)] == (2, 2)
+        assert all(each.hides == (each.size != 40) for each in found)
+        assert {each.phase for each in found if each.kind == "gather"} == {"update"}
+    whole = messages(Layout(engine="megatron", tensor=2, shard_moments=False, sent=2), ranks=4)
+    assert sent(whole, "all-reduce") == [40] * 6 + [100] and not sent(whole, "gather")
+    alone = messages(Layout(engine="megatron", tensor=2), ranks=2)
+    assert sent(alone, "all-reduce") == [40] * 6 and {each.ranks for each in alone if each.phase != "start"} == {2}
+
+
 def states(layout: Layout, *, ranks: int, accumulation: int = 1) -> dict[str, float]:
     """What is not 0 beside activations and workspace."""
     found = vars(memory(counted(), layout, ranks=ranks, micro=5, accumulation=accumulation))
@@ -132,6 +150,22 @@ def test_what_fsdp_offloads_is_on_the_host() -> None:
     """Weights, gradients and two moments of 4 bytes over 4 ranks; what micro-batches add up stays."""
     found = states(Layout(engine="fsdp", offload=True), ranks=4, accumulation=2)
     assert found == {"gradients": 400, "host": 400, "gathered": 4 * (40 + 2 * 20), "buckets": 4 * 40}
+
+
+def test_memory_of_cut_matrices_is_of_a_rank_s_part_and_moments_of_its_rows() -> None:
+    """50 numbers: weights, gradients and the flat bucket of 4 bytes each; moments of half of them; the sums of half of
+    the bucket, and the whole of it while new weights are gathered."""
+    found = states(Layout(engine="megatron", tensor=2), ranks=4)
+    assert found == {"weights": 200, "gradients": 200, "moments": 200, "buckets": 200 + 100 + 200}
+    whole = states(Layout(engine="megatron", tensor=2, shard_moments=False), ranks=4)
+    assert whole == {"weights": 200, "gradients": 200, "moments": 400, "buckets": 200}
+    half = states(Layout(engine="megatron", tensor=2, read=2), ranks=4)
+    assert half["weights"] == 100 + 100  # what forwards read, and masters of half of the rows
+    assert states(Layout(engine="megatron", tensor=2), ranks=2) == {"weights": 200, "gradients": 200, "moments": 400}
+    taken = memory(counted(network=7), Layout(engine="megatron", tensor=2), ranks=4, micro=5, accumulation=1)
+    assert taken.activations == 400 + 5 * 6
+    assert taken.masks == 4 * 7 * (1 + 1 + 2 / 2)  # the network is whole on each rank, its moments are shared
+    assert taken.hooks == 2 * 4 * 50 / 2
 
 
 def test_memory_of_zero() -> None:

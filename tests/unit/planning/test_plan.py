@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
+from trp_scale.config import MegatronConfig
 from trp_scale.errors import RefusedError
 from trp_scale.planning.clusters import GPUS, Cluster
 from trp_scale.planning.command import best_on
@@ -102,9 +104,57 @@ def test_hours_follow_from_the_step(counted: Counted) -> None:
     assert plan.gpu_hours == pytest.approx(plan.days * 24 * 8)
 
 
-def test_an_engine_that_is_not_counted_is_refused(counted: Counted) -> None:
-    with pytest.raises(RefusedError, match="--engine megatron is not planned; allowed in a plan: plain, ddp"):
-        planned(counted, Cluster(gpu=H100, gpus=8), Given(engine="megatron"))
+def of_four_heads(**megatron: Any) -> Counted:
+    config = load_recipe("pos_bert_tiny")
+    config.model.heads, config.model.hidden_size = 4, 128
+    config.batch.global_size, config.batch.micro_size, config.data.path = 4096, "auto", "(none)"
+    config.megatron = MegatronConfig(**megatron)
+    return Counted(config, DataFacts(length=64, vocabulary=8000))
+
+
+def test_all_numbers_of_ranks_that_can_share_matrices_are_planned() -> None:
+    """8 divides the GPUs and not the heads."""
+    plans = planned(of_four_heads(), Cluster(gpu=H100, gpus=16), Given(engine="megatron"))
+    by_name = {plan.layout.name: plan for plan in plans}
+    assert set(by_name) == {"megatron TP 1", "megatron TP 2", "megatron TP 4"}
+    for plan in plans:
+        assert plan.micro * plan.accumulation * 16 // plan.layout.tensor == 4096
+    assert by_name["megatron TP 4"].command("R") == (
+        "torchrun --nnodes 2 --rdzv_backend c10d --rdzv_endpoint HOST:29500 --nproc_per_node 8 launch/pretrain.py "
+        f"--engine megatron --recipe R --batch.micro_size {by_name['megatron TP 4'].micro} "
+        "--megatron.tensor_parallel 4 --data.path DATA"
+    )
+    weights = [by_name[f"megatron TP {ranks}"].memory.weights for ranks in (1, 2, 4)]
+    assert weights[0] > 1.8 * weights[1] > 3.4 * weights[2]
+
+
+def test_sums_over_ranks_that_share_matrices_hide_behind_nothing() -> None:
+    counted, cluster = of_four_heads(tensor_parallel=2), Cluster(gpu=H100, gpus=2)
+    counted.config.batch.micro_size = 4096
+    (plan,) = planned(counted, cluster, Given(engine="megatron"))
+    assert plan.step is not None and plan.accumulation == 1
+    late = [each for each in plan.messages if each.phase != "start"]
+    assert {each.ranks for each in late} == {2}
+    assert plan.step.exposed == pytest.approx(sum(each.times * cluster.seconds(each.kind, each.size) for each in late))
+
+
+@pytest.mark.parametrize(
+    ("megatron", "message"),
+    [
+        ({"tensor_parallel": 3}, "--megatron.tensor_parallel is 3; allowed .* on 16 GPUs in nodes of 8: 1, 2, 4"),
+        ({"tensor_parallel": 2, "sequence_parallel": True}, "--megatron.sequence_parallel True: .* is not planned"),
+    ],
+)
+def test_what_cannot_be_cut_is_refused(megatron: dict[str, Any], message: str) -> None:
+    with pytest.raises(RefusedError, match=message):
+        planned(of_four_heads(**megatron), Cluster(gpu=H100, gpus=16), Given(engine="megatron"))
+
+
+def test_checkpointing_of_cut_blocks_is_refused() -> None:
+    counted = of_four_heads()
+    counted.config.training.activation_checkpointing = "full"
+    with pytest.raises(RefusedError, match=r"--training\.activation_checkpointing is full"):
+        planned(counted, Cluster(gpu=H100, gpus=16), Given(engine="megatron"))
 
 
 LARGER = {

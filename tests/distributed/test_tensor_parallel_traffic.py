@@ -1,0 +1,40 @@
+"""What ranks that share matrices send each other in a step is what the planner says."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.plan_checks import predicted
+from benchmarks.wire import Options, counted_of
+from tests.ranks import Ranks
+from trp_scale.distributed.environment import Environment
+
+pytest.importorskip("megatron.core", reason="megatron-core is not installed: the extra [megatron]")
+
+SMALL = Options(layers=2, hidden_size=128, rows=4)
+
+
+def counted(name: str, world: int, accumulation: int) -> tuple[int, int]:
+    """Collectives of a step, and their bytes on the wire."""
+    with Environment() as environment:
+        found = counted_of(environment, name, SMALL, world, accumulation)
+    return sum(found.calls.values()), sum(found.bytes.values()) + found.bytes["all-reduce"]
+
+
+def agree(ranks: Ranks, name: str, accumulation: int) -> None:
+    calls, sent, _ = predicted(name, SMALL, ranks.world, accumulation)
+    for found in ranks(counted, name, ranks.world, accumulation):
+        assert found == (pytest.approx(calls, rel=0.1), pytest.approx(sent, rel=0.1))
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("name", ["tp1", "tp2"])
+def test_two_ranks_send_what_is_predicted(two_ranks: Ranks, name: str, accumulation: int) -> None:
+    agree(two_ranks, name, accumulation)
+
+
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("accumulation", [1, 4])
+@pytest.mark.parametrize("name", ["tp1", "tp2"])
+def test_four_ranks_send_what_is_predicted(four_ranks: Ranks, name: str, accumulation: int) -> None:
+    agree(four_ranks, name, accumulation)

@@ -1,0 +1,78 @@
+"""A rank's part of a model, and what it sums with others, against what can be written down."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from torch import nn
+
+from trp_scale.config import RefusedError
+from trp_scale.models.tensor_plan import TensorPlan
+from trp_scale.planning.counting import Counted
+from trp_scale.planning.tensor_parallel import degrees, plan_of
+from trp_scale.recipes.loader import load_recipe
+from trp_scale.upstreams.base import DataFacts
+
+
+@pytest.fixture(scope="module")
+def tiny() -> Counted:
+    """3 heads of 64; 4 layers at 192."""
+    config = load_recipe("pos_bert_tiny")
+    config.training.precision = "fp32"
+    return Counted(config, DataFacts(length=64, vocabulary=8064))
+
+
+def test_a_third_of_the_matrices_and_all_of_the_rest(tiny: Counted) -> None:
+    model = tiny.config.model  # type: ignore[attr-defined]
+    width, hidden, layers, words = model.hidden_size, model.intermediate_size, model.layers, 8064
+    block = 3 * (width + 1) * width + width * width + (width + 1) * hidden + hidden * width
+    cut = layers * block + (width + 1) * words
+    assert tiny.over(3).parameters == tiny.parameters - cut + cut // 3
+    assert tiny.over(1) is tiny
+
+
+def test_sums_of_a_text_model(tiny: Counted) -> None:
+    """Each layer sums its two products' outputs, and the gradient of what two products read: [R, L, D] in fp32. The
+    last one's queries are [R, 1 + M, D], as are its outputs; its keys and values read all. Words' embeddings are
+    summed, and three numbers of each masked word."""
+    rows, layers, width = 5, tiny.config.model.layers, tiny.config.model.hidden_size  # type: ignore[attr-defined]
+    batch = tiny.outline.rows(rows)
+    masked = batch["labels"].shape[1]
+    whole, chosen = 4 * rows * 64 * width, 4 * rows * (1 + masked) * width
+    expected = Counter(
+        {
+            ("forward", whole): 1 + 2 * (layers - 1),
+            ("backward", whole): 2 * (layers - 1) + 1,
+            ("forward", chosen): 2,
+            ("backward", chosen): 2,
+            ("backward", 4 * rows * masked * width): 1,
+            ("forward", 4 * rows * masked): 3,
+        }
+    )
+    assert Counter((each.phase, each.size) for each in tiny.over(3).tensor_sums(rows, False)) == expected
+
+
+@pytest.mark.parametrize("name", ["adpe_tiny", "mm_mae_tiny", "mlo_mae_tiny"])
+def test_image_models_are_cut_too(name: str) -> None:
+    """Two sums in each pass of a block with 4 heads, besides those of relative positions and cross-attention."""
+    counted = Counted(load_recipe(name), DataFacts())
+    part = counted.over(2)
+    assert sum(part.blocks) < 0.6 * sum(counted.blocks)
+    assert part.saved("none", False).row < 0.75 * counted.saved("none", False).row
+    phases = Counter(each.phase for each in part.tensor_sums(4, False))
+    assert phases["forward"] >= 2 * len(counted.blocks) and phases["backward"] >= 2 * len(counted.blocks)
+    forward, whole = (each.passes("none", False, False)["forward"].total_flops(4) for each in (part, counted))
+    assert 0.45 < forward / whole < 0.8
+
+
+def test_numbers_of_ranks_divide_the_gpus_a_node_and_the_model() -> None:
+    plan = TensorPlan(divided={"--model.heads": 12, "--model.intermediate_size": 48})
+    assert list(degrees(plan, 16, 8)) == [1, 2, 4]
+    assert list(degrees(plan, 6, 6)) == [1, 2, 3, 6]
+    assert list(degrees(plan, 2, 8)) == [1, 2]
+
+
+def test_a_model_without_a_plan_is_refused() -> None:
+    with pytest.raises(RefusedError, match="Linear does not say how it is cut"):
+        plan_of(nn.Linear(2, 2))

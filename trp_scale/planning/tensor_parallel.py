@@ -1,0 +1,136 @@
+"""What a rank of --engine megatron has of a model, and what the ranks that share its matrices send each other:
+counted on tensors without content, as the plan that the model declares cuts it (trp_scale/models/tensor_plan.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from trp_scale.config import RefusedError
+from trp_scale.models.initialise import give
+from trp_scale.models.tensor_plan import Cut, TensorPlan, matches
+
+NUMBER = 4
+"""Bytes of a number of the losses' sums."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorSum:
+    """A sum over the ranks of a tensor group. Attributes: phase: forward or backward; size: bytes."""
+
+    phase: str
+    size: int
+
+
+@dataclass(kw_only=True)
+class CountsSums(Cut):
+    """Notes what a cut model would sum over ranks. Attributes: noted: sums of a forward pass and its backward pass, in
+    the order of the forward pass."""
+
+    noted: list[TensorSum] = field(default_factory=list)
+    together: bool = False
+
+    def note(self, phase: str, size: int) -> None:
+        self.noted.append(TensorSum(phase=phase, size=size))
+
+    def projected(self, tokens: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
+        self.together = True
+        found = tuple(layer(tokens) for layer in layers)
+        self.together = False
+        self.note("backward", tokens.numel() * found[0].element_size())
+        return found
+
+    def shared(self, tensor: Tensor) -> Tensor:
+        if tensor.requires_grad:
+            self.note("backward", tensor.nbytes)
+        return tensor
+
+    def columns(self, module: nn.Module, inputs: tuple[Tensor, ...], output: Tensor) -> None:
+        if not self.together:
+            self.note("backward", inputs[0].numel() * output.element_size())
+
+    def rows(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
+        self.note("forward", output.nbytes)
+
+    def entered(self, module: nn.Module, inputs: Any, output: Tensor) -> None:
+        self.note("backward", output.nbytes)
+
+    def losses(self, logits: Tensor, labels: Tensor) -> Tensor:
+        """Cross-entropies: largest logit, the label's, and the sum of exponentials."""
+        for _ in range(3):
+            self.note("forward", NUMBER * labels.numel())
+        return F.cross_entropy(logits.float(), labels, reduction="none")
+
+
+def plan_of(model: nn.Module) -> TensorPlan:
+    """The model's.
+
+    Raises:
+        RefusedError: it has none.
+    """
+    plan = getattr(model, "tensor_plan", None)
+    if not isinstance(plan, TensorPlan):
+        raise RefusedError(f"--engine megatron: {type(model).__name__} does not say how it is cut (tensor_plan)")
+    return plan
+
+
+def cut_over(make: Callable[[], nn.Module], ranks: int) -> Callable[[], nn.Module]:
+    """Makes the part of a model that one of so many ranks has; its values are none."""
+
+    def made() -> nn.Module:
+        model = make()
+        plan = plan_of(model)
+        for name, layer in list(model.named_modules()):
+            smaller = _cut(plan.kind(name), layer, ranks)
+            if smaller is not None:
+                model.set_submodule(name, smaller)
+        for path, owner in model.named_modules():
+            for name, tensor in [*owner.named_parameters(path, False), *owner.named_buffers(path, False)]:
+                if matches(name, plan.first_dimension):
+                    part = tensor.detach().chunk(ranks)[0]
+                    kept = nn.Parameter(part) if isinstance(tensor, nn.Parameter) else part
+                    setattr(owner, name.rpartition(".")[2], kept)
+        for parameter in model.parameters():
+            if parameter.is_meta:
+                give(parameter, float)
+        return model
+
+    return made
+
+
+def _cut(kind: str, layer: nn.Module, ranks: int) -> nn.Module | None:
+    if kind == "vocabulary":
+        assert isinstance(layer, nn.Embedding)
+        return nn.Embedding(layer.num_embeddings // ranks, layer.embedding_dim)
+    if kind in ("columns", "rows"):
+        assert isinstance(layer, nn.Linear)
+        sizes = {"columns": (1, ranks), "rows": (ranks, 1)}[kind]
+        bias = layer.bias is not None
+        return nn.Linear(layer.in_features // sizes[0], layer.out_features // sizes[1], bias=bias)
+    return None
+
+
+def watch(model: nn.Module) -> CountsSums:
+    """From now on note the sums that the model's forward passes stand for."""
+    counts, plan = CountsSums(), plan_of(model)
+    hooks = {"columns": counts.columns, "rows": counts.rows, "vocabulary": counts.rows, "entered": counts.entered}
+    for name, layer in model.named_modules():
+        if kind := plan.kind(name):
+            layer.register_forward_hook(hooks[kind])
+        if isinstance(getattr(layer, "cut", None), Cut):
+            layer.cut = counts  # type: ignore[assignment]
+    if plan.losses:
+        setattr(model, plan.losses, counts.losses)
+    return counts
+
+
+def degrees(plan: TensorPlan, gpus: int, per_node: int) -> Iterator[int]:
+    """Numbers of ranks that can share the matrices: they divide the GPUs, a node's, and what the plan divides."""
+    for ranks in range(1, min(gpus, per_node) + 1):
+        if not (gpus % ranks or per_node % ranks or any(size % ranks for size in plan.divided.values())):
+            yield ranks
