@@ -88,22 +88,83 @@ def _submitted(
 
 @dataclass(kw_only=True)
 class IndexArguments(TakesModules):
-    """Write the binary index of a data set from the JSON ones beside its tars. Runs map it in place of reading those;
-    the order of rows stays the same."""
+    """Write the binary index of a data set from the JSON ones beside its tars: runs map it in place of reading those.
+    Or make a data set of WebDataset tars that others made, without sharding them again: their headers and images are
+    read once, and the tars stay where they are."""
 
-    dataset: tyro.conf.Positional[Path]
-    """Directory with dataset.json."""
+    tars: tyro.conf.Positional[str]
+    """Directory with dataset.json. Or tars of images: a folder of them, a pattern such as
+    /data/train-{000000..000146}.tar or s3://bucket/train-{000000..000146}.tar, or a text file with a path or URL a
+    line."""
+    output: Path | None = None
+    """Tars of others: directory of the data set; none = the folder of the tars."""
+    label: str = "auto"
+    """Tars of others: where an image's class is: cls or another suffix whose file holds the number, json:FIELD, or
+    none. auto = cls if the first image has one."""
+    image: str = "auto"
+    """Tars of others: which member is the image, jpg, jpeg, png or webp; auto = the one that there is."""
+    class_names: str = ""
+    """Tars of others: text file with the name of each class, one a line, in the order of their numbers."""
+    split: str = "train"
+    """Tars of others: what the images are for, as --split of shard-images."""
+    rows_per_block: int = 64
+    """Tars of others: images that are read together, the unit of the order and of the held-out split."""
+    max_pixels: int = 100_000_000
+    """Tars of others: an image with more pixels is left out."""
+    max_skipped: float = 0.01
+    """Tars of others: largest share of samples that may be left out, say because they have no image."""
+    processes: int = 0
+    """Tars of others: processes at work; 0 = one for each core."""
+    progress: bool = True
+    """Show a progress bar."""
+
+
+_CHOICES = ("image", "label", "class_names", "split", "rows_per_block", "max_pixels")
+"""Flags of `trp-scale index` that say what is made of tars of others."""
 
 
 def index(argv: Sequence[str]) -> int:
     """`trp-scale index`."""
-    dataset = read(IndexArguments, argv, prog="trp-scale index").dataset
+    first = ("tars", "output", "label", "image", "split", "processes")
+    arguments = read(IndexArguments, argv, prog="trp-scale index", first=first)
     from trp_scale.data.index import read_json
     from trp_scale.preparation.binary_index import write_dataset_index
+    from trp_scale.preparation.images.index_tars import is_indexed
 
+    dataset = Path(arguments.tars)
+    if not (dataset / "dataset.json").exists() or is_indexed(dataset) or arguments.output is not None:
+        _index_tars(arguments)
+        return 0
+    _refuse_of_tars(arguments, f"{dataset} is a data set that was sharded here")
     for path in write_dataset_index(dataset, read_json(dataset / "dataset.json")):
         print(f"{path}: {path.stat().st_size} bytes")
     return 0
+
+
+def _index_tars(arguments: IndexArguments) -> None:
+    """Make a data set of the tars of others, or bring one up to date."""
+    from trp_scale.preparation.images.index_tars import IndexTars, index_tars, is_indexed, settings_of
+
+    dataset = Path(arguments.tars)
+    settings = {name: getattr(arguments, name) for name in (*_CHOICES, "max_skipped", "processes", "progress")}
+    output = arguments.output
+    if output is None and is_indexed(dataset):
+        _refuse_of_tars(arguments, f"{dataset} has its settings from when it was made; to change them give the tars")
+        settings, output = {**settings, **settings_of(dataset)}, dataset
+    elif output is None:
+        if not dataset.is_dir():
+            raise RefusedError(f"{arguments.tars}: tars that are not a folder; give --output DIR for the data set")
+        output = dataset
+    _tell_progress()
+    index_tars(IndexTars(**{"tars": arguments.tars, **settings}, output=output))
+
+
+def _refuse_of_tars(arguments: IndexArguments, reason: str) -> None:
+    default = IndexArguments(tars="")
+    for name in _CHOICES:
+        value = getattr(arguments, name)
+        if value != getattr(default, name):
+            raise RefusedError(f"--{name} {value}: is for tars that others made; {reason}")
 
 
 @dataclass(kw_only=True)
@@ -144,12 +205,12 @@ class InspectArguments(TakesModules):
 def inspect(argv: Sequence[str]) -> int:
     """`trp-scale inspect`."""
     arguments = read(InspectArguments, argv, prog="trp-scale inspect")
-    from trp_scale.data.index import read_index
+    from trp_scale.data.index import read_index, read_json
     from trp_scale.preparation.images.display import is_image_shard
 
     shard = arguments.shard
     if shard.is_dir():
-        shard = min((shard / "shards").glob("*.tar"), default=shard / "shards" / "text-000000.tar")
+        shard = shard / "shards" / (*read_json(shard / "dataset.json")["shards"], "text-000000.tar")[0]
     block = arguments.block or None
     if is_image_shard(read_index(shard).blocks):
         _show_images(shard, arguments.rows, block, arguments.output)

@@ -32,7 +32,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trp_scale.data.index import BINARY_INDEX, DataError, index_path
-from trp_scale.data.remote.mirror import find_mirror
+from trp_scale.data.remote.tars import find_store
 from trp_scale.data.temporary import temporary_beside
 
 NAME = BINARY_INDEX
@@ -284,10 +284,10 @@ class BinaryIndex:
                 raise DataError(f"{self.path}: {what} {here} there, {asked} in dataset.json; {advice} makes it again")
         if not _first_here():
             return
-        mirror = find_mirror(directory)
-        if mirror is not None:  # where the JSON indexes were left
+        store = find_store(directory)
+        if store is not None:  # where the JSON indexes were left
             for name, size in zip(self.tars, self.sizes.tolist(), strict=True):
-                found = mirror.size(directory / name)
+                found = store.size(directory / name)
                 if found not in (None, size):
                     raise DataError(
                         f"{directory / name}: {found} bytes found, {NAME} was made of {size} bytes; {advice}"

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from trp_scale.data.binary_index import NAME, BinaryIndex, OrderBlocks, TarColumns, find_index, new_index
 from trp_scale.data.hashing import Integers, Words, name_hash
 from trp_scale.data.index import DataError, ShardIndex, index_path, read_index
-from trp_scale.data.remote.mirror import find_mirror
+from trp_scale.data.remote.tars import find_store
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,10 +212,10 @@ def stored_size(path: Path) -> int | None:
     try:
         return path.stat().st_size
     except OSError as error:
-        mirror = find_mirror(path.parent)
-        if mirror is None:
+        store = find_store(path.parent)
+        if store is None:
             raise DataError(f"{path}: cannot be read ({error.strerror})") from error
-        return mirror.size(path)
+        return store.size(path)
 
 
 def check_members(shard: Path, key: str, found: set[str], allowed: tuple[str, ...]) -> None:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from trp_scale.data.blocks import BlockTable
 from trp_scale.data.index import DataError
-from trp_scale.data.remote.mirror import open_tar
+from trp_scale.data.remote.tars import open_tar
 from trp_scale.errors import RefusedError
 
 _LONGEST_HEADER = 4096

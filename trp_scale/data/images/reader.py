@@ -29,7 +29,7 @@ from trp_scale.data.blocks import check_members, check_size, shard_path
 from trp_scale.data.hashing import Integers
 from trp_scale.data.images.maps import StoredMaps, map_formats
 from trp_scale.data.index import DataError, index_path, read_index, read_index_document
-from trp_scale.data.remote.mirror import open_tar
+from trp_scale.data.remote.tars import open_tar
 
 IMAGE, CLASS = "jpg", "cls"
 """The image, and its class as an ASCII integer."""

@@ -19,6 +19,7 @@ from trp_scale.core.batch import Batch
 from trp_scale.data.hashing import Integers
 from trp_scale.data.images.dataset import ImageDataset, ImageMeta
 from trp_scale.data.images.maps import map_formats
+from trp_scale.data.images.other_formats import decode_other_format, is_other_format
 from trp_scale.data.images.png import Map
 from trp_scale.data.images.reader import IMAGE, SampleReader
 from trp_scale.data.index import DataError
@@ -28,15 +29,20 @@ Made = TypeVar("Made")
 
 
 def decode_image(content: bytearray) -> Tensor:
-    """The pixels of a JPEG, [3, H, W] uint8, channels last in memory; a grey one has three equal channels.
+    """The pixels of a JPEG, PNG or WebP, [3, H, W] uint8, channels last in memory; a grey one has three equal channels.
 
     libjpeg makes pixels of most damage within the file: only a checksum finds it (data.verify).
 
     Raises:
-        DataError: not a JPEG, cut short, or in colours that torchvision does not turn into RGB.
+        DataError: none of these, cut short, or in colours that torchvision does not turn into RGB.
     """
     if not content:
         raise DataError("an empty file, a JPEG expected")
+    if is_other_format(content):
+        try:
+            return torch.from_numpy(decode_other_format(content)).permute(2, 0, 1)
+        except Exception as error:  # decoders raise whatever a broken file leads them to
+            raise DataError(f"a PNG or WebP that cannot be decoded ({error})") from error
     try:
         pixels: Tensor = decode_jpeg(torch.frombuffer(content, dtype=torch.uint8), mode=ImageReadMode.RGB)
     except RuntimeError as error:

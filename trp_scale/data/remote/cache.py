@@ -8,6 +8,7 @@ those open reads on: it is gone when the last one has closed it, and takes its r
 from __future__ import annotations
 
 import fcntl
+import functools
 import math
 import os
 import tempfile
@@ -190,6 +191,12 @@ class Cache:
     def _alone(self) -> Iterator[None]:
         with locked(self.root / ".lock"):
             yield
+
+
+@functools.cache
+def shared_cache(root: Path) -> Cache:
+    """One in a process, which counts what it opens."""
+    return Cache(root)
 
 
 @contextmanager

@@ -7,27 +7,33 @@ CACHE/s3/BUCKET/DATASET/
   shards/text-000000.tar        fetched when it is first read; may go again when there is no room
 
 Everything that reads a data set from a directory reads it from this one. Only who opens tars, and who compares their
-sizes, asks `Mirror`. Of a local data set that is one look for remote.json, and fsspec is not imported.
+sizes, asks `Mirror` (tars.py). Of a local data set that is one look for remote.json, and fsspec is not imported.
 """
 
 from __future__ import annotations
 
 import functools
 import json
-import os
-import re
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import IO, Any
 
 from trp_scale.data.index import BINARY_INDEX, DataError, index_path, read_json, write_json
-from trp_scale.data.remote.cache import Cache, cache_root, locked
-from trp_scale.data.remote.transfer import AT_ONCE, NotThereError, Remote, Stored, is_url
+from trp_scale.data.remote.cache import Cache, cache_root, locked, shared_cache
+from trp_scale.data.remote.places import PLACES
+from trp_scale.data.remote.transfer import (
+    AT_ONCE,
+    NotThereError,
+    Remote,
+    Stored,
+    is_url,
+    shared_remote,
+    url_directory,
+)
 from trp_scale.data.temporary import temporary_beside
-from trp_scale.errors import RefusedError
 
 MARKER = "remote.json"
 
@@ -52,21 +58,13 @@ def local_directory(text: str) -> Path:
 @functools.cache
 def _mirrored(url: str, root: Path) -> Path:
     """Once in a process: a run sees one state of its data."""
-    directory = _place(url, root)
+    directory = url_directory(url, root)
     directory.mkdir(parents=True, exist_ok=True)
     with locked(directory / ".lock"):
         marker = directory / MARKER
         if not marker.exists() or time.time() - marker.stat().st_mtime > FRESH_SECONDS:
             _Update(url.rstrip("/"), root, directory).run()
     return directory
-
-
-def _place(url: str, root: Path) -> Path:
-    protocol, _, rest = url.partition("://")
-    parts = [part for part in PurePosixPath(rest).parts if part != "/"]
-    if not parts or ".." in parts or not re.fullmatch(r"[A-Za-z0-9+.-]+", protocol):
-        raise RefusedError(f"{url}: not the URL of a directory, as s3://BUCKET/DATASET is")
-    return root.joinpath(protocol, *parts)
 
 
 class _Update:
@@ -91,6 +89,7 @@ class _Update:
         tars = _tars(self._url, document)
         self._remove([name for name in tars if not self._kept(name, listed, before)])
         self._fetch(_indexes(tars, listed), listed, before)
+        self._fetch([places for places in (f"shards/{PLACES}",) if places in (listed or ())], listed, before)
         self._fetch(self._tokenizer(listed), listed, before)
         files = None if listed is None else {name: [each.size, each.version] for name, each in listed.items()}
         write_json(self._directory / MARKER, {"url": self._url, "cache": str(self._root), "files": files})
@@ -207,7 +206,11 @@ class Mirror:
             RemoteError: it cannot be fetched, or there is no room for it.
         """
         name = tar.relative_to(self.directory).as_posix()
-        return self.cache.open(tar, size, lambda descriptor: _remote(self.url).read_into(descriptor, name, size))
+        return self.cache.open(tar, size, lambda descriptor: shared_remote(self.url).read_into(descriptor, name, size))
+
+    def where(self, tar: Path) -> str:
+        """URL of a tar, for messages."""
+        return f"{self.url}/{tar.relative_to(self.directory).as_posix()}"
 
     def size(self, tar: Path) -> int | None:
         """Bytes of a tar under the URL; None if they are not known.
@@ -223,12 +226,6 @@ class Mirror:
         return self.sizes[name]
 
 
-@functools.lru_cache(maxsize=16)
-def _remote(url: str) -> Remote:
-    """One in a process, for its connections."""
-    return Remote(url)
-
-
 def find_mirror(directory: Path) -> Mirror | None:
     """The mirror that a folder of tars belongs to; None: it lies on this machine."""
     marker = directory.parent / MARKER
@@ -239,22 +236,6 @@ def find_mirror(directory: Path) -> Mirror | None:
     return _read_mirror(marker, made)
 
 
-def open_tar(tar: Path, size: int) -> IO[bytes]:
-    """A tar, opened; of a mirror it is fetched first if the cache does not hold it.
-
-    Args:
-        tar: its path.
-        size: its bytes.
-
-    Raises:
-        OSError: it cannot be opened.
-        DataError: there is none under the URL.
-        RemoteError: it cannot be fetched, or there is no room for it.
-    """
-    mirror = find_mirror(tar.parent)
-    return tar.open("rb", buffering=0) if mirror is None else os.fdopen(mirror.open(tar, size), "rb", buffering=0)
-
-
 @functools.lru_cache(maxsize=16)
 def _read_mirror(marker: Path, _: int) -> Mirror:
     document = json.loads(marker.read_text())
@@ -262,12 +243,6 @@ def _read_mirror(marker: Path, _: int) -> Mirror:
     return Mirror(
         directory=marker.parent,
         url=document["url"],
-        cache=_cache(Path(document["cache"])),
+        cache=shared_cache(Path(document["cache"])),
         sizes=None if files is None else {name: size for name, (size, _) in files.items()},
     )
-
-
-@functools.cache
-def _cache(root: Path) -> Cache:
-    """One in a process, which counts what it opens."""
-    return Cache(root)

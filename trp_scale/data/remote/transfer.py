@@ -8,15 +8,18 @@ on for TRP_SCALE_REMOTE_SECONDS.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import os
 import random
+import re
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from trp_scale.data.index import DataError
@@ -165,6 +168,28 @@ class Remote:
                 pool.shutdown(wait=False, cancel_futures=True)
                 raise
 
+    def read_range(self, name: str, start: int, end: int, size: int) -> bytes:
+        """Bytes start to end of a file of `size` bytes; more of them where a server sends whole files only.
+
+        Raises:
+            NotThereError: there is no such file.
+            RemoteError: it cannot be read, or is shorter.
+        """
+        return self._range(name, start, end, whole=size)
+
+    def stored(self, name: str) -> Stored:
+        """Size and version of a file.
+
+        Raises:
+            NotThereError: there is none.
+            RemoteError: the server cannot be asked, or does not say the size.
+        """
+        self._files.invalidate_cache()  # of listings, which are older
+        entry = self._repeated(name, lambda seconds: self._asked("info", seconds, self._place(name)))
+        if entry.get("size") is None:
+            raise RemoteError(f"{self.url}/{name}: the server does not say its size; copy the file to another one")
+        return Stored(int(entry["size"]), _version(entry))
+
     def listed(self) -> dict[str, Stored] | None:
         """All files by their names under the URL; None where a server does not list them.
 
@@ -231,6 +256,25 @@ class Remote:
     def _refused(self, where: str, error: Exception) -> RemoteError:
         advice = _SIGN_IN.get(self._protocol, f"see fsspec's settings for {self._protocol}:// (FSSPEC_...)")
         return RemoteError(f"{where}: no permission ({type(error).__name__}: {error}); {advice}")
+
+
+@functools.lru_cache(maxsize=64)
+def shared_remote(url: str) -> Remote:
+    """One of a directory in a process, for its connections."""
+    return Remote(url)
+
+
+def url_directory(url: str, root: Path) -> Path:
+    """The directory below `root` for what lies under a URL.
+
+    Raises:
+        RefusedError: not the URL of a directory.
+    """
+    protocol, _, rest = url.partition("://")
+    parts = [part for part in PurePosixPath(rest).parts if part != "/"]
+    if not parts or ".." in parts or not re.fullmatch(r"[A-Za-z0-9+.-]+", protocol):
+        raise RefusedError(f"{url}: not the URL of a directory, as s3://BUCKET/DATASET is")
+    return root.joinpath(protocol, *parts)
 
 
 def _version(entry: dict[str, Any]) -> str:

@@ -13,6 +13,7 @@ from trp_scale.data.images.maps import OWN_TAR, StoredMaps, class_names, stored_
 from trp_scale.data.images.png import read_png
 from trp_scale.data.images.reader import CLASS, known_suffixes
 from trp_scale.data.index import Block, DataError, read_index, read_json
+from trp_scale.data.remote.tars import open_tar
 from trp_scale.modalities import modality
 from trp_scale.preparation.images.verify import check_members
 
@@ -63,7 +64,8 @@ def stored_images(shard: Path, count: int, key: str | None = None) -> Iterator[S
     path = directory / "dataset.json"
     dataset = read_json(path)
     shard = directory / OWN_TAR / shard.name
-    blocks = read_index(shard).blocks
+    index = read_index(shard)
+    blocks = index.blocks
     described, classes = stored_maps(path, dataset), class_names(path, "classes", dataset.get("classes"))
     of_suffix = {each.suffix: each for each in described.values()}
     second = [each for each in described.values() if each.directory != OWN_TAR]
@@ -72,7 +74,7 @@ def stored_images(shard: Path, count: int, key: str | None = None) -> Iterator[S
     if key is not None and key not in keys:
         raise DataError(f"{shard}: no image {key!r}; there are {keys[0]} to {keys[-1]}")
     first = 0 if key is None else keys.index(key)
-    with shard.open("rb") as stream:
+    with open_tar(shard, index.size) as stream:
         for block in blocks[first : first + count]:
             check_members(shard, block, dataset)
             members = {}
@@ -81,7 +83,7 @@ def stored_images(shard: Path, count: int, key: str | None = None) -> Iterator[S
                 stream.seek(member.offset)
                 members[suffix] = stream.read(member.length)
             members |= {each.suffix: each.read(block.key) for each in maps}
-            label = _label(members, classes)
+            label = _label(block.label, classes)
             yield Shown(key=block.key, label=label, members=members, maps=of_suffix)
 
 
@@ -110,12 +112,11 @@ class _Maps:
             return stream.read(member.length)
 
 
-def _label(members: dict[str, bytes], classes: tuple[str, ...] | None) -> str:
+def _label(label: int | None, classes: tuple[str, ...] | None) -> str:
     """Number and name of the class, or ""."""
-    if CLASS not in members:
+    if label is None:
         return ""
-    text = members[CLASS].decode("ascii", "replace")
-    return f"{text} ({classes[int(text)]})" if classes and text.isdigit() and int(text) < len(classes) else text
+    return f"{label} ({classes[label]})" if classes and label < len(classes) else str(label)
 
 
 def contact_sheet(images: list[Shown], side: int = 128) -> Image.Image:

@@ -3,11 +3,9 @@ WebDataset tars, where those of one key are one sample."""
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import logging
 import os
-import tarfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +13,7 @@ from pathlib import Path
 from trp_scale.data.images.maps import map_formats, read_names
 from trp_scale.data.images.reader import CLASS, IMAGE, known_suffixes, ordered_suffixes
 from trp_scale.data.index import DataError
+from trp_scale.data.remote.transfer import is_url
 from trp_scale.preparation.images.samples import (
     Listing,
     Loaded,
@@ -24,6 +23,8 @@ from trp_scale.preparation.images.samples import (
     plain_key,
     without_duplicates,
 )
+from trp_scale.preparation.images.tar_members import tar_members
+from trp_scale.preparation.images.tar_places import find_tars
 
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 """Files of a folder that are taken for images, in capitals too; others are not looked at."""
@@ -136,28 +137,21 @@ sample may have are counted and never opened."""
 log = logging.getLogger(__name__)
 
 
-def find_tars(inputs: list[str]) -> list[Path]:
-    """The tars behind the inputs (files, folders of them, globs), each once, in sorted order within each input.
+def tars_on_disk(inputs: list[str]) -> list[Path]:
+    """The tars behind the inputs (`find_tars`), each once.
 
     Raises:
-        DataError: an input is none of these.
+        DataError: an input is none, or a URL.
     """
-    found: list[Path] = []
+    found: list[str] = []
     for item in inputs:
-        path = Path(item)
-        if path.is_dir():
-            tars = sorted(path.glob("*.tar"))
-        elif path.exists():
-            tars = [path]
-        else:
-            tars = sorted(Path(name) for name in glob.glob(item, recursive=True))  # noqa: PTH207
-        if not tars:
-            raise DataError(f"--inputs {item}: no such file, no tar in it, and no file matches it as a pattern")
-        found += tars
-    wrong = [path for path in found if path.suffix != ".tar"]
-    if wrong:
-        raise DataError(f"--inputs {wrong[0]}: an uncompressed .tar expected; several inputs may only be tars")
-    return list(dict.fromkeys(found))
+        if is_url(item):
+            raise DataError(f"--inputs {item}: files are read here; trp-scale index takes tars under a URL as they are")
+        try:
+            found += find_tars(item)
+        except DataError as error:
+            raise DataError(f"--inputs {error}; several inputs may only be tars") from error
+    return [Path(tar) for tar in dict.fromkeys(found)]
 
 
 def list_tars(tars: list[Path], class_names: str) -> Listing:
@@ -217,32 +211,23 @@ def _read_headers(
 ) -> None:
     """Add the members of a tar to `groups`, by (tar, key) and by what they are stored as."""
     try:
-        with tarfile.open(tar, "r:") as archive:
-            end = 0
-            for entry in archive:
-                end = entry.offset_data + -(-entry.size // tarfile.BLOCKSIZE) * tarfile.BLOCKSIZE
-                if not entry.isreg():
-                    continue
-                folder, slash, file = entry.name.removeprefix("./").rpartition("/")
-                stem, _, suffix = file.partition(".")
-                stored = stored_as.get(suffix.lower())
-                if stored is None:
-                    ignored[suffix] += 1
-                    continue
-                parts = groups.setdefault((tar, folder + slash + stem), {})
-                if stored in parts:
-                    skipped.append(("duplicate_key", f"{tar}:{entry.name}"))
-                    continue
-                parts[stored] = Part(str(tar), entry.offset_data, entry.size)
-                digest.update(f"{entry.name}\0{entry.size}\0{entry.chksum}\0".encode("utf-8", "surrogateescape"))
-        with tar.open("rb") as stream:  # tarfile takes a cut tar for a shorter one
-            stream.seek(end)
-            if stream.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
-                raise tarfile.ReadError(f"no end mark at byte {end}")
-    except (OSError, tarfile.TarError) as error:
-        raise DataError(
-            f"--inputs {tar}: not a tar that can be read to its end ({error}); make or copy it anew"
-        ) from error
+        stream = tar.open("rb")
+    except OSError as error:
+        raise DataError(f"--inputs {tar}: cannot be opened ({error.strerror})") from error
+    with stream:
+        for member in tar_members(f"--inputs {tar}", stream):
+            if not member.plain:
+                continue
+            stored = stored_as.get(member.suffix)
+            if stored is None:
+                ignored[member.suffix] += 1
+                continue
+            parts = groups.setdefault((tar, member.key), {})
+            if stored in parts:
+                skipped.append(("duplicate_key", f"{tar}:{member.name}"))
+                continue
+            parts[stored] = Part(str(tar), member.offset, member.length)
+            digest.update(f"{member.name}\0{member.length}\0{member.checksum}\0".encode("utf-8", "surrogateescape"))
 
 
 def _lacking(parts: dict[str, Part], suffixes: tuple[str, ...]) -> str:

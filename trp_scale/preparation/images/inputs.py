@@ -18,7 +18,7 @@ from trp_scale.data.index import DataError
 from trp_scale.modalities import modalities
 from trp_scale.modalities.base import MapFiles, Modality
 from trp_scale.preparation.dataset_directory import directory_fingerprint, is_dataset_directory, load_dataset
-from trp_scale.preparation.images.files import find_tars, list_folder, list_tars
+from trp_scale.preparation.images.files import list_folder, list_tars, tars_on_disk
 from trp_scale.preparation.images.samples import Listing, Loaded, Sample, UnusableError
 from trp_scale.preparation.images.scenes import SCENE_CLASSES, render_scene
 from trp_scale.preparation.images.settings import ShardImagesConfig
@@ -54,7 +54,7 @@ def _list(config: ShardImagesConfig) -> Listing:
         _refuse_tied_settings(config, "an image folder", modality=True)
         return list_folder(first, config.modality_folders())
     _refuse_tied_settings(config, "tars", several=True, class_names=True)
-    return list_tars(find_tars(config.inputs), config.class_names)
+    return list_tars(tars_on_disk(config.inputs), config.class_names)
 
 
 def _refuse_tied_settings(

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from trp_scale.data.images.crops import pick_centres
+from trp_scale.data.images.other_formats import UnknownRangeError, as_rgb
 from trp_scale.data.images.png import png_size, read_png, write_png
 from trp_scale.data.index import DataError
 from trp_scale.modalities.base import MapFiles
@@ -59,7 +60,7 @@ def encode_sample(loaded: Loaded, settings: EncodeSettings) -> Encoded:
     if isinstance(loaded.image, bytes):
         if not loaded.image:
             raise UnusableError("empty")
-        image = _open(loaded.image, settings.max_pixels)
+        image = open_image(loaded.image, settings.max_pixels)
     else:
         image = loaded.image
     upright = _upright_size(image)
@@ -90,8 +91,12 @@ def _damage_named() -> Iterator[None]:
         raise UnusableError("damaged", f"{type(error).__name__}: {error}") from error
 
 
-def _open(content: bytes, max_pixels: int) -> Image.Image:
-    """Read the header; Pillow's own limit, half a warning and half an error, gives way to ours."""
+def open_image(content: bytes, max_pixels: int) -> Image.Image:
+    """Read the header; Pillow's own limit, half a warning and half an error, gives way to ours.
+
+    Raises:
+        UnusableError: no image, a damaged header, or too many pixels.
+    """
     limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
     try:
         with _damage_named():
@@ -146,15 +151,10 @@ def _jpeg(image: Image.Image, size: tuple[int, int], quality: int) -> bytes:
 
 
 def _rgb(image: Image.Image) -> Image.Image:
-    """8-bit RGB of any mode; transparent pixels show white."""
-    if image.mode in ("I", "F"):
-        raise UnusableError("unsupported_mode")
-    if image.mode.startswith("I;16"):
-        image = image.point(lambda value: value / 257).convert("L")
-    if image.has_transparency_data:
-        image = image.convert("RGBA")
-        return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
-    return image.convert("RGB")
+    try:
+        return as_rgb(image)
+    except UnknownRangeError as error:
+        raise UnusableError("unsupported_mode") from error
 
 
 def _map(files: MapFiles, content: bytes, upright: tuple[int, int], size: tuple[int, int]) -> bytes:

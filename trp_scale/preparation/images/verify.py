@@ -9,6 +9,7 @@ from typing import IO, Any
 from PIL import Image
 
 from trp_scale.data.images.maps import map_formats
+from trp_scale.data.images.other_formats import FORMATS
 from trp_scale.data.images.png import png_size
 from trp_scale.data.images.reader import CLASS, IMAGE, OWN_MODALITY, first_difference, known_suffixes
 from trp_scale.data.index import Block, DataError, Member, read_index
@@ -65,6 +66,20 @@ def check_contents(
             raise DataError(f"{places[CLASS]}: class {text[:20]!r} found, {allowed} expected")
         if text != str(block.label).encode():
             raise DataError(f"{places[CLASS]}: class {text[:20]!r} found, the index says {block.label}")
+
+
+def check_decodes(place: str, content: bytes) -> None:
+    """An image of a tar that others made: a JPEG, PNG or WebP that decodes.
+
+    Raises:
+        DataError: naming the place.
+    """
+    try:
+        with Image.open(io.BytesIO(content), formats=("JPEG", *FORMATS)) as image:
+            image.draft(image.mode, (1, 1))  # a JPEG: an eighth of the size, all of the entropy-coded bytes
+            image.load()
+    except Exception as error:  # as in _open_image
+        raise DataError(f"{place}: not an image that can be decoded ({error})") from error
 
 
 def check_aligned(images: Path, maps: Path, suffix: str) -> None:

@@ -194,7 +194,7 @@ def bad_jpegs() -> dict[str, bytes]:
     """Contents that no decoder makes a whole image of."""
     whole = jpeg(photograph(40, 50))
     picture = io.BytesIO()
-    photograph(40, 50).save(picture, "PNG")
+    photograph(40, 50).save(picture, "GIF")
     return {"empty": b"", "cut short": whole[: len(whole) // 2], "not a JPEG": picture.getvalue(), "noise": bytes(999)}
 
 

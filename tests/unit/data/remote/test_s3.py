@@ -9,10 +9,17 @@ from pathlib import Path
 import pytest
 
 from tests.faulty_server import Faults, faulty_server, server
+from tests.unit.data.images import stored as images
+from tests.unit.data.images.foreign_tars import three_tars
 from tests.unit.data.loaded import assert_same, steps
 from tests.unit.data.stored import config_for, write_dataset
+from trp_scale.cli import main
+from trp_scale.data.images.dataset import open_image_dataset
+from trp_scale.data.images.reader import SampleReader
+from trp_scale.data.index import DataError
 from trp_scale.data.remote.mirror import local_directory
 from trp_scale.data.remote.transfer import Remote, RemoteError
+from trp_scale.preparation.verify import verify_dataset
 
 pytest.importorskip("s3fs", reason="no s3fs here (extra [remote])")
 pytest.importorskip("moto", reason="no moto here (extra [test])")
@@ -69,6 +76,55 @@ def test_rows_from_a_bucket_are_those_of_the_local_data_set(signed: Faults, tmp_
     assert_same(ours, steps(config_for(stored), world=1, count=4))
     assert not any(signed.of.values()), "every failure was met"
     assert signed.gets("text-000003.tar") == 1
+
+
+def test_tars_of_others_in_a_bucket_are_indexed_and_read_there(signed: Faults, tmp_path: Path, cache: Path) -> None:
+    tars = three_tars(tmp_path / "far")
+    upload(tmp_path / "far", "foreign")
+    pattern = "s3://foreign/books/train-{000000..000002}.tar"
+    signed.of = {"train-000001.tar": ["500", "cut", "close"]}
+    flags = ["--rows_per_block", "4", "--processes", "1", "--no-progress"]
+    assert main(["index", pattern, "--output", str(tmp_path / "ours"), *flags]) == 0
+    assert main(["index", str(tmp_path / "far"), "--output", str(tmp_path / "near"), *flags]) == 0
+    assert not cache.exists() and not list((tmp_path / "ours").rglob("*.tar"))
+    assert open_image_dataset(tmp_path / "ours").digest() == open_image_dataset(tmp_path / "near").digest()
+    signed.of, signed.asked = {"train-000000.tar": ["500", "short"]}, []
+    found = images.steps(images.config_for(tmp_path / "ours"), world=2, count=2)
+    for one, other in zip(found, images.steps(images.config_for(tmp_path / "near"), world=1, count=2), strict=True):
+        assert all((one[name] == other[name]).all() for name in one)
+    assert signed.gets("train-000002.tar") == 1, "from the cache from then on"
+    assert verify_dataset(tmp_path / "ours").bytes == sum(tar.stat().st_size for tar in tars)
+    assert main(["index", "s3://foreign/books", "--output", str(tmp_path / "folder"), *flags]) == 0
+    assert open_image_dataset(tmp_path / "folder").digest() == open_image_dataset(tmp_path / "near").digest()
+
+
+def test_a_tar_in_a_bucket_that_has_changed_is_refused_when_it_is_fetched(signed: Faults, tmp_path: Path) -> None:
+    three_tars(tmp_path / "far")
+    upload(tmp_path / "far", "changing")
+    data = tmp_path / "data"
+    assert main(["index", "s3://changing/books", "--output", str(data), "--processes", "1", "--no-progress"]) == 0
+    tar = tmp_path / "far" / "train-000002.tar"
+    tar.write_bytes(tar.read_bytes().replace(b"a sight", b"a SIGHT"))
+    upload(tmp_path / "far", "changing")
+    reader = SampleReader(open_image_dataset(data).samples, verify=False)
+    with pytest.raises(
+        DataError, match=r"s3://changing/books/train-000002.tar: it was written to after it was indexed"
+    ):
+        reader.members(17)
+    assert main(["index", str(data), "--processes", "1", "--no-progress"]) == 0
+    assert SampleReader(open_image_dataset(data).samples, verify=True).members(17)
+
+
+def test_an_indexed_data_set_may_lie_in_a_bucket_itself(signed: Faults, tmp_path: Path) -> None:
+    three_tars(tmp_path / "far")
+    upload(tmp_path / "far", "tars")
+    flags = ["--rows_per_block", "4", "--processes", "1", "--no-progress"]
+    assert main(["index", "s3://tars/books", "--output", str(tmp_path / "data"), *flags]) == 0
+    upload(tmp_path / "data", "indexed")
+    ours = images.steps(images.config_for("s3://indexed/books", data={"workers": 0}), world=1, count=2)
+    theirs = images.steps(images.config_for(tmp_path / "data"), world=1, count=2)
+    for one, other in zip(ours, theirs, strict=True):
+        assert all((one[name] == other[name]).all() for name in one)
 
 
 def test_without_credentials_the_error_says_what_to_set(signed: Faults, monkeypatch: pytest.MonkeyPatch) -> None:

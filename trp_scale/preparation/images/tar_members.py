@@ -1,0 +1,62 @@
+"""The members of a WebDataset tar by key and suffix, from its headers alone."""
+
+from __future__ import annotations
+
+import tarfile
+from collections.abc import Iterator
+from typing import BinaryIO, NamedTuple
+
+from trp_scale.data.index import DataError
+
+
+class TarMember(NamedTuple):
+    """One entry of a tar.
+
+    Attributes:
+        name: as it stands there.
+        key: the name up to the first dot of its last part.
+        suffix: the rest, in small letters.
+        offset, length: of its content.
+        checksum: of its header.
+        plain: whether it is a file whose content lies in one piece: no folder, no link, not sparse.
+    """
+
+    name: str
+    key: str
+    suffix: str
+    offset: int
+    length: int
+    checksum: int
+    plain: bool
+
+
+def tar_members(where: str, stream: BinaryIO) -> Iterator[TarMember]:
+    """All entries of a tar. `stream` may be moved between two of them.
+
+    Args:
+        where: the tar's name in messages.
+
+    Raises:
+        DataError: not a tar, or one that is cut short or damaged.
+    """
+    try:
+        with tarfile.open(fileobj=stream, mode="r:") as archive:
+            end = 0
+            for entry in archive:
+                end = archive.offset  # of what follows the entry
+                folder, slash, file = entry.name.removeprefix("./").rpartition("/")
+                stem, _, suffix = file.partition(".")
+                yield TarMember(
+                    name=entry.name,
+                    key=folder + slash + stem,
+                    suffix=suffix.lower(),
+                    offset=entry.offset_data,
+                    length=entry.size,
+                    checksum=entry.chksum,
+                    plain=entry.isreg() and not entry.issparse(),
+                )
+        stream.seek(end)  # tarfile takes a cut tar for a shorter one
+        if stream.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+            raise tarfile.ReadError(f"no end mark at byte {end}")
+    except (OSError, tarfile.TarError) as error:
+        raise DataError(f"{where}: not a tar that can be read to its end ({error}); make or copy it anew") from error
