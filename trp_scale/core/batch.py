@@ -96,6 +96,8 @@ class Batch:
         epoch: epoch of the first row.
         corrupt: keys of blocks that could not be read; their rows carry no elements (all label weights are 0).
         fetch_seconds: time the loader spent to make this batch, in seconds.
+        cache_use: what the loader's process has done with the cache of remote tars since its last batch, by the fields
+            of `CacheUse`; empty where it has none.
         joined: it comes from another source than the window's own, for a task of its own; hooks that change what the
             model sees of the window leave it as it is.
         extras: what hooks add for the model's forward pass; not by row, such as a perturbation.
@@ -108,6 +110,7 @@ class Batch:
     epoch: int = 0
     corrupt: list[str] = field(default_factory=list)
     fetch_seconds: float = 0.0
+    cache_use: tuple[int, ...] = ()
     joined: bool = False
     extras: dict[Extra, Tensor] = field(default_factory=dict)
     wire: Wire | None = None

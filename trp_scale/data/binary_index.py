@@ -282,7 +282,7 @@ class BinaryIndex:
         ):
             if here != asked:
                 raise DataError(f"{self.path}: {what} {here} there, {asked} in dataset.json; {advice} makes it again")
-        if not _first_here():
+        if not first_rank_here():
             return
         store = find_store(directory)
         if store is not None:  # where the JSON indexes were left
@@ -324,7 +324,7 @@ class BinaryIndex:
                 )
 
 
-def _first_here() -> bool:
+def first_rank_here() -> bool:
     """Whether this process is the first rank of its machine; a lenient reading, as not every process is a rank."""
     return os.environ.get("LOCAL_RANK", os.environ.get("SLURM_LOCALID", "0")) == "0"
 

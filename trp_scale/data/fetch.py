@@ -9,7 +9,7 @@ import multiprocessing.resource_tracker
 import os
 import signal
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
@@ -20,7 +20,9 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from trp_scale.core.batch import Batch
+from trp_scale.data.ahead import StoredTars, TarsAhead, tars_ahead
 from trp_scale.data.plan import Addresses, Plan
+from trp_scale.data.remote.cache import use_of_caches
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """Signals that ask a run to stop. Process groups get them as a whole; only the training process may act on them."""
@@ -37,10 +39,21 @@ class BatchBuilder(Protocol):
 
 
 class Fetcher(Dataset[Batch]):
-    """The map-style data set behind DataLoader: a range of positions in, a batch out. Opens files lazily."""
+    """The map-style data set behind DataLoader: a range of positions in, a batch out. Opens files lazily.
 
-    def __init__(self, plan: Plan, builder: BatchBuilder) -> None:
-        self._plan, self._builder = plan, builder
+    Args:
+        plan: the order.
+        builder: makes batches.
+        stored: the data sets of the order's members, whose tars are fetched ahead if they lie under URLs.
+    """
+
+    def __init__(self, plan: Plan, builder: BatchBuilder, stored: Sequence[StoredTars] = ()) -> None:
+        self._plan, self._builder, self._stored = plan, builder, stored
+        self._ahead: TarsAhead | None = None
+        self._asked = False
+
+    def __getstate__(self) -> dict[str, object]:
+        return {**self.__dict__, "_ahead": None, "_asked": False}
 
     @property
     def module(self) -> str:
@@ -52,8 +65,21 @@ class Fetcher(Dataset[Batch]):
 
     def __getitems__(self, positions: range) -> Batch:
         """One micro-batch; DataLoader calls this with what the batch sampler yields."""
+        if not self._asked:
+            self._ahead, self._asked = tars_ahead(self._plan, self._stored), True
+        if self._ahead is not None:
+            self._ahead.reading(positions.start)
         addresses = self._plan.locate(np.arange(positions.start, positions.stop, dtype=np.int64))
-        return self._builder.build(addresses, positions.start)
+        batch = self._builder.build(addresses, positions.start)
+        use = use_of_caches()
+        batch.cache_use = () if use is None else tuple(use)
+        return batch
+
+    def close(self) -> None:
+        """Fetch no more tars ahead, in this process."""
+        if self._ahead is not None:
+            self._ahead.close()
+        self._ahead, self._asked = None, False
 
 
 class MicroBatches:
@@ -84,6 +110,7 @@ class MicroBatches:
             multiprocessing_context=context,
             generator=torch.Generator(),  # the default would draw from, and so move, the global generator
         )
+        self._fetcher = fetcher
         self._workers: list[BaseProcess] = []
         # A process that ends without close(), say by an error before training, would send them SIGTERM, to which they
         # are deaf, and wait for them for ever.
@@ -103,6 +130,7 @@ class MicroBatches:
     def close(self) -> None:
         """End the workers. Drop iterators first: torch asks the workers to end when the last one goes."""
         self._loader, had_workers = None, bool(self._workers)
+        self._fetcher.close()
         self._kill_workers()
         for thread in self._feeders:  # they feed the workers' queues, and hold their semaphores for a moment longer
             thread.join(FEEDER_SECONDS)

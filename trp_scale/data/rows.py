@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from trp_scale.data.ahead import StoredTars
 from trp_scale.data.fetch import BatchBuilder
 from trp_scale.data.hashing import Integers
 from trp_scale.data.index import read_json
@@ -28,7 +29,7 @@ Chosen = npt.NDArray[np.bool_]
 """[n] which blocks of a data set a source takes."""
 
 
-class OpenedDataset(Protocol):
+class OpenedDataset(StoredTars, Protocol):
     """A data set of text or of images."""
 
     @property
@@ -57,6 +58,7 @@ class Rows:
         builder: makes batches of their rows.
         digests: of each data set.
         labels: of images: the class of each, in stored order, for each data set; -1 where they have none.
+        stored: the data sets, whose tars are fetched ahead if they lie under URLs; empty: none are.
     """
 
     blocks: Sequence[Blocks]
@@ -65,6 +67,7 @@ class Rows:
     builder: BatchBuilder
     digests: list[str]
     labels: list[Integers] | None = None
+    stored: Sequence[StoredTars] = ()
 
     @classmethod
     def of(
@@ -82,6 +85,7 @@ class Rows:
             builder=builder,
             digests=[dataset.digest() for dataset in datasets],
             labels=labels,
+            stored=datasets,
         )
 
     def members(self, paths: Sequence[MemberPath], chosen: Sequence[Chosen]) -> list[Member]:

@@ -11,9 +11,11 @@ from typing import Any, Literal, TypeVar, overload
 
 from trp_scale.config import Config, PretrainConfig, RefusedError
 from trp_scale.core.batch import Batch
+from trp_scale.data.ahead import StoredTars
 from trp_scale.data.fetch import BatchBuilder, Fetcher, MicroBatches, start_worker_server
 from trp_scale.data.mixture import MemberPath, parse_paths
 from trp_scale.data.plan import HeldOutPlan, Plan, TrainPlan
+from trp_scale.data.remote.cache import CacheUse
 from trp_scale.data.rows import Chosen, Rows
 from trp_scale.data.split import held_out
 from trp_scale.data.train_source import TrainSource
@@ -58,10 +60,19 @@ class ValidationSource:
     Attributes:
         rows: held-out rows over all ranks; 0 when nothing is held out.
         micro_batches: micro-batches per pass on each rank, the same on all.
+        cache_use: as of `TrainSource`.
     """
 
     def __init__(
-        self, plan: Plan | None, builder: BatchBuilder, config: Config, *, rank: int, world: int, pin_memory: bool
+        self,
+        plan: Plan | None,
+        builder: BatchBuilder,
+        config: Config,
+        *,
+        rank: int,
+        world: int,
+        pin_memory: bool,
+        stored: Sequence[StoredTars] = (),
     ) -> None:
         micro = config.batch.micro_rows
         self.rows = 0 if plan is None else plan.rows
@@ -69,10 +80,11 @@ class ValidationSource:
         self._positions = [
             range(first, first + micro) for first in (micro * (n * world + rank) for n in range(self.micro_batches))
         ]
+        self.cache_use = CacheUse()
         self._batches = None
         if plan is not None:
             self._batches = MicroBatches(
-                Fetcher(plan, builder),
+                Fetcher(plan, builder, stored),
                 self._positions,
                 workers=min(1, config.data.workers),  # one is enough: a forward pass takes longer than a fetch
                 prefetch=config.data.prefetch,
@@ -81,7 +93,9 @@ class ValidationSource:
 
     def windows(self) -> Iterator[Batch]:
         """This rank's micro-batches; the last ones are filled with rows of row_weights 0 and label_weights 0."""
-        return iter(()) if self._batches is None else iter(self._batches)
+        for micro in () if self._batches is None else self._batches:
+            self.cache_use = self.cache_use.plus(CacheUse(*micro.cache_use))
+            yield micro
 
     def close(self) -> None:
         """End the worker; there are no more passes."""
@@ -107,6 +121,7 @@ class Sources:
         if downstream is not None:
             self.notices = downstream.notices
             downstream.train.reports_to = downstream.validation.reports_to = train
+        self._told = CacheUse()
         self.meta: Any = rows.meta  # the caller knows which kind it has asked for
         self.limit = rows.limit
         digest = hashlib.blake2b(digest_size=16)
@@ -160,6 +175,16 @@ class Sources:
     def waited_seconds(self) -> float:
         """Time that the endless sources have kept their callers waiting so far, the loop and its hooks."""
         return sum(source.waited_seconds for source in self._endless().values())
+
+    def cache_use(self) -> dict[str, int]:
+        """What this rank's workers have done with the cache of remote tars since the last call, by the fields of
+        `CacheUse`; empty if nothing."""
+        now = self.validation.cache_use
+        for source in self._endless().values():
+            now = now.plus(source.cache_use)
+        since = CacheUse(*(here - there for here, there in zip(now, self._told, strict=True)))
+        self._told = now
+        return since._asdict() if any(since) else {}
 
     def _endless(self) -> dict[str, TrainSource]:
         found = {"train": self.train}
@@ -241,8 +266,10 @@ def open_sources(
     )
     validation = HeldOutPlan(members=rows.members(paths, held)) if fraction > 0.0 else None
     return Sources(
-        TrainSource(train, rows.builder, config, rank=rank, world=world, pin_memory=pin, workers=workers),
-        ValidationSource(validation, rows.builder, config, rank=rank, world=world, pin_memory=pin),
+        TrainSource(
+            train, rows.builder, config, rank=rank, world=world, pin_memory=pin, workers=workers, stored=rows.stored
+        ),
+        ValidationSource(validation, rows.builder, config, rank=rank, world=world, pin_memory=pin, stored=rows.stored),
         rows,
         downstream,
     )

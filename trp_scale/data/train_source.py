@@ -6,14 +6,16 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
 
 from trp_scale.config import Config, RefusedError
 from trp_scale.core.batch import Batch
+from trp_scale.data.ahead import StoredTars
 from trp_scale.data.fetch import BatchBuilder, Fetcher, MicroBatches
 from trp_scale.data.plan import Plan
+from trp_scale.data.remote.cache import CacheUse
 
 GLOBAL_BATCH = ("batch.global_size", "batch.micro_size")
 """Settings of the two sizes, of the batches that the weights learn from."""
@@ -59,6 +61,7 @@ class TrainSource:
         cursor: rows consumed by all ranks together; the only state there is.
         accumulation: micro-batches per window.
         waited_seconds: time that windows and peeks have kept the caller waiting so far.
+        cache_use: what this rank's workers have done with the cache of remote tars so far, up to the last window.
         workers: loader processes; 0: windows are made in this process.
         reports_to: the source whose next window also carries the keys of blocks that could not be read here. The loop
             counts such keys in its own windows only. None: the loop reads this source's windows itself.
@@ -71,6 +74,7 @@ class TrainSource:
         pin_memory: for copies to a GPU.
         workers: loader processes; None = data.workers.
         flags: settings that the sizes come from, for messages.
+        stored: the data sets of the order's members (fetch.Fetcher).
     """
 
     def __init__(
@@ -84,6 +88,7 @@ class TrainSource:
         pin_memory: bool,
         workers: int | None = None,
         flags: tuple[str, str] = GLOBAL_BATCH,
+        stored: Sequence[StoredTars] = (),
     ) -> None:
         self.rows = plan.rows
         self.cursor = 0
@@ -91,7 +96,8 @@ class TrainSource:
         self.reports_to: TrainSource | None = None
         self._reported: set[str] = set()
         self.accumulation = check_partition(config.batch.global_size, config.batch.micro_rows, world, flags=flags)
-        self._fetcher = Fetcher(plan, builder)
+        self.cache_use = CacheUse()
+        self._fetcher = Fetcher(plan, builder, stored)
         self._global_size, self._micro_size = config.batch.global_size, config.batch.micro_rows
         self._rank_size = config.batch.global_size // world
         self._rank = rank
@@ -103,7 +109,9 @@ class TrainSource:
 
     def first_rows(self, count: int) -> Batch:
         """The first rows of the order, the same on every rank, whatever the cursor; it stays. Read in this process."""
-        return self._fetcher.__getitems__(range(count))
+        batch = self._fetcher.__getitems__(range(count))
+        self._fetcher.close()
+        return batch
 
     def next_window(self) -> list[Batch]:
         """This rank's micro-batches of the next global batch.
@@ -154,6 +162,8 @@ class TrainSource:
         if self._stream is None:
             self._stream = self._open()
         window = [next(self._stream) for _ in range(self.accumulation)]
+        for micro in window:
+            self.cache_use = self.cache_use.plus(CacheUse(*micro.cache_use))
         self.waited_seconds += time.perf_counter() - began
         return window
 

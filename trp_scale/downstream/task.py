@@ -218,8 +218,10 @@ def open_task_sources(
     seen = HeldOutPlan(members=measured.members(measured_paths or train_paths, kept))
     digests = train.digests if measured_paths is None else [*train.digests, *measured.digests]
     return Sources(
-        TrainSource(plan, train.builder, config, rank=data.rank, world=data.size, pin_memory=pin),
-        ValidationSource(seen, measured.builder, config, rank=data.rank, world=data.size, pin_memory=pin),
+        TrainSource(plan, train.builder, config, rank=data.rank, world=data.size, pin_memory=pin, stored=train.stored),
+        ValidationSource(
+            seen, measured.builder, config, rank=data.rank, world=data.size, pin_memory=pin, stored=measured.stored
+        ),
         replace(train, digests=digests),
     )
 

@@ -68,7 +68,15 @@ def open_downstream(
         sized = _sized(config, world)
         notices.extend(_notices(config, shown, plan.rows, members, labels, rows, classes))
         return TrainSource(
-            plan, rows.builder, sized, rank=rank, world=world, pin_memory=pin, workers=workers, flags=FLAGS
+            plan,
+            rows.builder,
+            sized,
+            rank=rank,
+            world=world,
+            pin_memory=pin,
+            workers=workers,
+            flags=FLAGS,
+            stored=rows.stored,
         )
 
     downstream = Downstream(

@@ -125,8 +125,8 @@ class TaskHistory:
 @dataclass(kw_only=True)
 class RunHistory:
     """What a run's metrics say in all. Times are medians over logged steps, but for training_seconds and
-    data_wait_seconds, sums over all steps; memory and waiting are rank 0's. outside_tasks: those whose weights the
-    balancer does not decide."""
+    data_wait_seconds, sums over all steps; memory, waiting and use of the cache are rank 0's. outside_tasks: those
+    whose weights the balancer does not decide."""
 
     tasks: dict[str, TaskHistory] = field(default_factory=dict)
     outside_tasks: set[str] = field(default_factory=set)
@@ -142,6 +142,7 @@ class RunHistory:
     tokens_per_second: float | None = None
     model_flops_utilisation: float | None = None
     peak_memory_bytes: int = 0
+    cache: dict[str, int] = field(default_factory=dict)
     validation_step: int | None = None
     validation: Mapping[str, Any] | None = None
 
@@ -182,6 +183,8 @@ def read_history(run_dir: Path) -> RunHistory:
         history.first_step = history.first_step or line["step"]
         steps = line["step"] - history.last_step
         history.training_seconds += (line.get("step_seconds") or 0.0) * steps
+        for name, count in (line.get("cache") or {}).items():
+            history.cache[name] = history.cache.get(name, 0) + count
         history.data_wait_seconds += (line.get("data_wait_seconds") or 0.0) * steps
         history.last_step = line["step"]
         history.skipped_steps += 0 if line["applied"] else 1

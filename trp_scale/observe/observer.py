@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,16 +28,24 @@ class Observer:
         tasks: names of the objective's tasks, in order.
         info: what does not change during the run.
         enabled: True on rank 0; elsewhere every method does nothing.
+        cache_use: what this rank has done with the cache of remote tars since the last call; empty if nothing.
     """
 
     def __init__(
-        self, run_dir: Path, config: Config, tasks: tuple[str, ...], info: RunInfo, enabled: bool = True
+        self,
+        run_dir: Path,
+        config: Config,
+        tasks: tuple[str, ...],
+        info: RunInfo,
+        enabled: bool = True,
+        cache_use: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
         self.run_dir = Path(run_dir)
         self.config = config
         self.tasks = tasks
         self.info = info
         self.enabled = enabled
+        self.cache_use = cache_use
         self.peak_flops = peak_flops(info.device_name, config.training.precision)
         self._began = time.monotonic()
         self._seconds: list[float] = []
@@ -155,6 +163,8 @@ class Observer:
             "peak_memory_bytes": peak_memory_bytes(on_gpu=self.info.device_name != "cpu"),
             "applied": record.applied,
         }
+        if use := self.cache_use():
+            line["cache"] = dict(use)
         taken = sorted(set(line) & set(record.hooks))
         if taken:
             raise ValueError(f"hook names {taken} are fields of a line of metrics: rename the hooks")
@@ -185,6 +195,7 @@ class Observer:
             "tokens_per_second": history.tokens_per_second,
             "model_flops_utilisation": history.model_flops_utilisation,
             "peak_memory_bytes": history.peak_memory_bytes,
+            "cache": history.cache or None,
             "skipped_steps": history.skipped_steps,
             "loss": history.loss_end,
             "worst_task": history.worst_task,

@@ -77,12 +77,25 @@ def report_lines(run_dir: Path, history: RunHistory, summary: Mapping[str, Any])
         lines.append(speed)
     if history.data_wait_share is not None:
         lines.append(f"waited for data: {history.data_wait_share:.1%} of the steps' time (rank 0{_workers(summary)})")
+    if history.cache:
+        lines.append(cache_line(history.cache))
     lines += start_lines(summary)
     lines.append(f"peak memory of rank 0: {history.peak_memory_bytes / 2**20:,.0f} MiB")
     if history.skipped_steps:
         lines.append(f"skipped steps (loss or gradient not finite): {history.skipped_steps}")
     lines.append(f"run directory: {run_dir}")
     return lines
+
+
+def cache_line(cache: Mapping[str, int]) -> str:
+    """What rank 0's loader found in the cache of remote tars."""
+    opened, fetched = cache["found"] + cache["fetched"], cache["fetched"] + cache["ahead"]
+    there = f"{cache['found'] / opened:.1%}" if opened else "none"
+    size = (cache["fetched_bytes"] + cache["ahead_bytes"]) / 1e9
+    return (
+        f"cache: {there} of {opened:,} tars opened were there; {fetched:,} fetched, {cache['ahead']:,} of them ahead, "
+        f"{size:,.3f} GB (rank 0)"
+    )
 
 
 def _workers(summary: Mapping[str, Any]) -> str:

@@ -309,7 +309,8 @@ class Run:
 
         def make() -> None:
             enabled = self.world.rank == 0
-            made.append(Observer(self.run_dir, self.config, self.objective.tasks, self._info(), enabled=enabled))
+            tasks, cache_use = self.objective.tasks, self.sources.cache_use
+            made.append(Observer(self.run_dir, self.config, tasks, self._info(), enabled=enabled, cache_use=cache_use))
 
         together(self.world, "opening the metrics and the loggers", make)
         return made[0]

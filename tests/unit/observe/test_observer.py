@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.observe.small_run import record
+from tests.unit.observe.small_run import TASKS, record
 from trp_scale.config import Config, RefusedError
 from trp_scale.observe import Observer, RunInfo, TaskRecord, report
 
@@ -227,3 +227,19 @@ def test_a_task_that_min_count_keeps_out_is_not_the_worst(start: Callable[..., O
     noun = TaskRecord(loss=6.0, weight=0.0, count=1)
     observer.step(record(1, tasks=dict(record(1).tasks) | {"noun": noun}))
     assert observer.close("finished")["worst_task"] == "verb"
+
+
+def test_use_of_the_cache_is_in_lines_and_report(config: Config, tmp_path: Path) -> None:
+    """Lines say what was done since the last one; the report has the sum, and nothing where data is local."""
+    uses = iter([{"found": 3, "fetched": 1, "fetched_bytes": 10**9, "ahead": 2, "ahead_bytes": 10**9}, {}] * 2)
+    observer = Observer(tmp_path / "run", config, TASKS, RunInfo(positions_per_step=10), cache_use=lambda: next(uses))
+    for step in (1, 2, 3):
+        observer.step(record(step))
+    first, second, third = lines_of(tmp_path / "run")
+    assert first["cache"]["found"] == third["cache"]["found"] == 3 and "cache" not in second
+    assert observer.close("finished")["cache"]["ahead_bytes"] == 2 * 10**9
+    text = " ".join(report(tmp_path / "run").split())
+    assert "cache: 75.0% of 8 tars opened were there; 6 fetched, 4 of them ahead, 4.000 GB (rank 0)" in text
+    local = Observer(tmp_path / "local", config, TASKS, RunInfo(positions_per_step=10))
+    local.step(record(1))
+    assert local.close("finished")["cache"] is None and "cache: " not in report(tmp_path / "local")

@@ -122,6 +122,11 @@ class ImageDataset:
         parts = (self.name, f"ImageMeta({meta})", *self.maps, self.rows_per_block, tables)
         return " ".join(str(part) for part in parts)
 
+    def tars(self, block: int) -> list[tuple[Path, int]]:
+        """The tars that hold a block's images and maps, and their bytes."""
+        shard = self.samples.shard_of(int(self.blocks.first[block]))
+        return [(table.shards[shard], int(table.sizes[shard])) for table in (self.samples, *self.aligned)]
+
 
 def open_image_dataset(directory: Path, name: str = "", used: Sequence[str] = ()) -> ImageDataset:
     """Read dataset.json and all indexes.

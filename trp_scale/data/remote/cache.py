@@ -8,7 +8,6 @@ those open reads on: it is gone when the last one has closed it, and takes its r
 from __future__ import annotations
 
 import fcntl
-import functools
 import math
 import os
 import tempfile
@@ -16,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import NamedTuple
 
 from trp_scale.data.remote.transfer import RemoteError, patience
 from trp_scale.errors import RefusedError
@@ -68,17 +68,33 @@ def given_bound() -> int | None:
     return None if gigabytes is None else int(gigabytes * 1e9)
 
 
+class CacheUse(NamedTuple):
+    """Tars opened that were there, and those that were fetched for it, with their bytes; those fetched ahead."""
+
+    found: int = 0
+    fetched: int = 0
+    fetched_bytes: int = 0
+    ahead: int = 0
+    ahead_bytes: int = 0
+
+    def plus(self, other: CacheUse | None) -> CacheUse:
+        """The sum of both."""
+        return self if other is None else CacheUse(*map(sum, zip(self, other, strict=True)))
+
+
 class Cache:
     """The tars below one root.
 
     Attributes:
         found, fetched: files that this process opened: those that were there, and those that it fetched.
         fetched_bytes: of the latter.
+        ahead, ahead_bytes: files that this process fetched before they were opened, and their bytes.
     """
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self.found = self.fetched = self.fetched_bytes = 0
+        self.found = self.fetched = self.fetched_bytes = self.ahead = self.ahead_bytes = 0
+        self._told = CacheUse()
 
     def bound(self) -> int:
         """Bytes that the files may take."""
@@ -106,21 +122,69 @@ class Cache:
                 self.found += 1
                 return descriptor
             descriptor = self._claimed(place)
-            try:
-                if not place.exists():
-                    self._make_room(place, descriptor, size)
-                    fetch(descriptor)
-                    _part(place).replace(place)
-                    fcntl.flock(descriptor, fcntl.LOCK_UN)  # others may wait, and a fork may keep the descriptor
-                    self.fetched += 1
-                    self.fetched_bytes += size
-                    return descriptor
-                _part(place).unlink(missing_ok=True)
-            except BaseException:
-                _part(place).unlink(missing_ok=True)
-                os.close(descriptor)
-                raise
+            if self._filled(place, descriptor, size, fetch):
+                self.fetched += 1
+                self.fetched_bytes += size
+                return descriptor
             os.close(descriptor)
+
+    def keep(self, place: Path) -> bool:
+        """Whether a file is there; it then counts as opened just now, so that others go before it."""
+        with suppress(FileNotFoundError):
+            os.utime(place)
+            return True
+        return False
+
+    def fetch_ahead(self, place: Path, size: int, fetch: Callable[[int], None]) -> None:
+        """Fetch a file that will be opened, unless it is there or another process fetches it.
+
+        Args:
+            place, size, fetch: as of `open`.
+
+        Raises:
+            RemoteError: no room.
+        """
+        place.parent.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(_part(place), os.O_RDWR | os.O_CREAT, 0o600)
+        try:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return
+            if _is(_part(place), descriptor) and self._filled(place, os.dup(descriptor), size, fetch, close=True):
+                self.ahead += 1
+                self.ahead_bytes += size
+        finally:
+            os.close(descriptor)
+
+    def use(self) -> CacheUse:
+        """What this process did since the last call."""
+        now = CacheUse(self.found, self.fetched, self.fetched_bytes, self.ahead, self.ahead_bytes)
+        since = CacheUse(*(here - there for here, there in zip(now, self._told, strict=True)))
+        self._told = now
+        return since
+
+    def _filled(
+        self, place: Path, descriptor: int, size: int, fetch: Callable[[int], None], close: bool = False
+    ) -> bool:
+        """Whether an unfinished file that this process has claimed is filled now; it is not where the file is there
+        already. Closes the descriptor after an error, or where `close` says so."""
+        try:
+            if place.exists():
+                _part(place).unlink(missing_ok=True)
+                return False
+            self._make_room(place, descriptor, size)
+            fetch(descriptor)
+            _part(place).replace(place)
+            fcntl.flock(descriptor, fcntl.LOCK_UN)  # others may wait, and a fork may keep the descriptor
+            return True
+        except BaseException:
+            _part(place).unlink(missing_ok=True)
+            close = True
+            raise
+        finally:
+            if close:
+                os.close(descriptor)
 
     def _claimed(self, place: Path) -> int:
         """A descriptor of the unfinished file, locked: this process alone writes it."""
@@ -193,10 +257,18 @@ class Cache:
             yield
 
 
-@functools.cache
+_shared: dict[Path, Cache] = {}
+
+
 def shared_cache(root: Path) -> Cache:
     """One in a process, which counts what it opens."""
-    return Cache(root)
+    return _shared.setdefault(root, Cache(root))
+
+
+def use_of_caches() -> CacheUse | None:
+    """What this process did with its caches since the last call; None: it has none."""
+    uses = [cache.use() for cache in list(_shared.values())]
+    return CacheUse(*map(sum, zip(*uses, strict=True))) if uses else None
 
 
 @contextmanager

@@ -208,6 +208,24 @@ class Mirror:
         name = tar.relative_to(self.directory).as_posix()
         return self.cache.open(tar, size, lambda descriptor: shared_remote(self.url).read_into(descriptor, name, size))
 
+    def keep(self, tar: Path) -> bool:
+        """Whether the cache holds a tar; others go before it."""
+        return self.cache.keep(tar)
+
+    def fetch_ahead(self, tar: Path, size: int) -> None:
+        """Fetch a tar that will be opened, unless another process does; it is tried once.
+
+        Raises:
+            DataError: there is none under the URL.
+            RemoteError: it cannot be fetched, or there is no room for it.
+        """
+        name, remote = tar.relative_to(self.directory).as_posix(), shared_remote(self.url).once()
+        self.cache.fetch_ahead(tar, size, lambda descriptor: remote.read_into(descriptor, name, size))
+
+    def room(self) -> int:
+        """Bytes that the cache may take."""
+        return self.cache.bound()
+
     def where(self, tar: Path) -> str:
         """URL of a tar, for messages."""
         return f"{self.url}/{tar.relative_to(self.directory).as_posix()}"

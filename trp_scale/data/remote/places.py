@@ -17,7 +17,7 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -98,14 +98,41 @@ class Places:
                 return os.open(known.place, os.O_RDONLY)
             except OSError as error:
                 raise DataError(f"{known.place}: cannot be opened ({error.strerror})") from error
-        remote, name = _remote_of(known.place)
-
-        def fetch(descriptor: int) -> None:
-            self._refuse_changed(known, look_at(known.place))
-            remote.read_into(descriptor, name, size)
-
         cache = shared_cache(cache_root())
-        return cache.open(_kept_as(known, cache.root), size, fetch)
+        return cache.open(_kept_as(known, cache.root), size, self._fetch(known, *_remote_of(known.place)))
+
+    def _fetch(self, known: Place, remote: Remote, name: str) -> Callable[[int], None]:
+        def fetch(descriptor: int) -> None:
+            found = remote.stored(name)
+            self._refuse_changed(known, Place(place=known.place, size=found.size, version=found.version))
+            remote.read_into(descriptor, name, known.size)
+
+        return fetch
+
+    def keep(self, tar: Path) -> bool:
+        """Whether a tar is on this machine; of those in the cache others go before it."""
+        known = self._known(tar)
+        if not is_url(known.place):
+            return True
+        cache = shared_cache(cache_root())
+        return cache.keep(_kept_as(known, cache.root))
+
+    def fetch_ahead(self, tar: Path, size: int) -> None:
+        """Fetch a tar that will be opened, unless another process does; it is tried once.
+
+        Raises:
+            DataError: it is not there, or has changed since it was indexed.
+            RemoteError: it cannot be fetched, or there is no room for it.
+        """
+        known, cache = self._known(tar), shared_cache(cache_root())
+        remote, name = _remote_of(known.place)
+        cache.fetch_ahead(_kept_as(known, cache.root), size, self._fetch(known, remote.once(), name))
+
+    def room(self) -> int:
+        """Bytes that the cache may take; 0 where no tar lies under a URL."""
+        if not any(is_url(each.place) for each in self.tars.values()):
+            return 0
+        return shared_cache(cache_root()).bound()
 
     def size(self, tar: Path) -> int | None:
         """Bytes of a tar; None if it lies under a URL: then it is compared when it is fetched.

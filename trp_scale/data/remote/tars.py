@@ -31,6 +31,22 @@ class TarStore(Protocol):
         """
         ...
 
+    def keep(self, tar: Path) -> bool:
+        """Whether a tar need not be fetched; of those in the cache others go before it."""
+        ...
+
+    def fetch_ahead(self, tar: Path, size: int) -> None:
+        """Fetch a tar that will be opened, unless another process does; it is tried once.
+
+        Raises:
+            RefusedError: it cannot be fetched, or there is no room for it.
+        """
+        ...
+
+    def room(self) -> int:
+        """Bytes that the cache may take; 0: nothing is fetched."""
+        ...
+
     def where(self, tar: Path) -> str:
         """Path or URL of a tar, for messages."""
         ...

@@ -8,6 +8,7 @@ on for TRP_SCALE_REMOTE_SECONDS.
 
 from __future__ import annotations
 
+import copy
 import functools
 import inspect
 import math
@@ -117,6 +118,7 @@ class Remote:
         self.url = url.rstrip("/")
         self._protocol = url.split("://")[0]
         self._seconds = patience()
+        self._once = False
         if "?" in url:
             raise RefusedError(f"{url}: a query in the URL of a directory; allowed: URLs without one")
         import fsspec
@@ -130,6 +132,13 @@ class Remote:
             raise RefusedError(f"{url}: {error}; allowed: {known} and what else fsspec reads") from error
         except Exception as error:  # of the libraries' own kinds
             raise self._refused(url, error) from error
+
+    def once(self) -> Remote:
+        """The same files, each request made once, one after another and in the caller's thread: for what need not be
+        read, and must not hold up the end of the process."""
+        other = copy.copy(self)
+        other._once = True
+        return other
 
     def read(self, name: str) -> bytes:
         """A whole file.
@@ -158,6 +167,10 @@ class Remote:
             return len(content)
 
         if not pieces or fetch(pieces[0]) >= size:
+            return
+        if self._once:
+            for piece in pieces[1:]:
+                fetch(piece)
             return
         with ThreadPoolExecutor(min(AT_ONCE, len(pieces) - 1)) as pool:
             futures = [pool.submit(fetch, piece) for piece in pieces[1:]]
@@ -244,7 +257,7 @@ class Remote:
             except Exception as error:  # each file system has exceptions of its own
                 if _unsigned(error):
                     raise self._refused(where, error) from error
-                if time.monotonic() + pause > end:
+                if self._once or time.monotonic() + pause > end:
                     reason = f"{type(error).__name__}: {error}".rstrip(": ")
                     raise RemoteError(
                         f"{where}: not read within {self._seconds:g} s, asked for {asked} times, at last: {reason}; "

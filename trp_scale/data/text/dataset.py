@@ -58,6 +58,11 @@ class TextDataset:
         parts = (self.name, self.meta.length, self.meta.vocab_size, self.meta.special_tokens)
         return f"{parts} {self.meta.tokenizer_digest} {self.blocks.digest()}"
 
+    def tars(self, block: int) -> list[tuple[Path, int]]:
+        """The tar that holds a block, and its bytes."""
+        shard = int(self.blocks.shard[block])
+        return [(self.blocks.shards[shard], int(self.blocks.sizes[shard]))]
+
 
 def open_text_dataset(directory: Path, name: str = "") -> TextDataset:
     """Read dataset.json and all indexes.

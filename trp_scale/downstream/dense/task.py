@@ -57,6 +57,7 @@ class DenseData:
             limit=0,
             builder=kind(config, self.datasets, self.meta, self.maps),
             digests=[dataset.digest() for dataset in self.datasets],
+            stored=self.datasets,
         )
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from trp_scale.data.remote.cache import Cache, cache_root, given_bound
+from trp_scale.data.remote.cache import Cache, CacheUse, cache_root, given_bound
 from trp_scale.data.remote.transfer import RemoteError
 from trp_scale.errors import RefusedError
 
@@ -54,6 +54,53 @@ def test_files_opened_longest_ago_go_first(files: Cache) -> None:
     assert "a.tar" in held(files) and "e.tar" in held(files) and "b.tar" not in held(files)
     total = sum(path.stat().st_size for path in files.root.rglob("*.tar"))
     assert total <= 4.5 * SIZE
+
+
+def test_a_file_fetched_ahead_is_found_when_it_is_opened(files: Cache) -> None:
+    for _ in range(2):
+        files.fetch_ahead(files.root / "s3" / "a.tar", SIZE, fill)
+    assert (files.found, files.fetched, files.ahead, files.ahead_bytes) == (0, 0, 1, SIZE)
+    take(files, "a.tar")
+    assert (files.found, files.fetched) == (1, 0)
+    assert files.use() == CacheUse(1, 0, 0, 1, SIZE) and files.use() == CacheUse()
+
+
+def test_what_another_process_fetches_is_not_fetched_ahead(files: Cache) -> None:
+    begun, end = threading.Event(), threading.Event()
+
+    def slowly(descriptor: int) -> None:
+        begun.set()
+        end.wait(20)
+        fill(descriptor)
+
+    place = files.root / "a.tar"
+    thread = threading.Thread(target=lambda: os.close(files.open(place, SIZE, slowly)))
+    thread.start()
+    begun.wait()
+    other = Cache(files.root)
+    other.fetch_ahead(place, SIZE, fill)  # returns at once
+    assert other.ahead == 0 and not end.is_set()
+    end.set()
+    thread.join()
+    assert files.fetched == 1
+
+
+def test_a_fetch_ahead_that_fails_leaves_nothing(files: Cache) -> None:
+    def fail(_: int) -> None:
+        raise RemoteError("no network")
+
+    with pytest.raises(RemoteError, match="no network"):
+        files.fetch_ahead(files.root / "a.tar", SIZE, fail)
+    assert held(files) == [] and files.ahead == 0
+
+
+def test_files_that_are_kept_go_last(files: Cache) -> None:
+    for place, name in enumerate("abcd"):
+        take(files, f"{name}.tar")
+        os.utime(files.root / "s3" / f"{name}.tar", (place, place))
+    assert files.keep(files.root / "s3" / "a.tar") and not files.keep(files.root / "s3" / "x.tar")
+    take(files, "e.tar")
+    assert "a.tar" in held(files) and "b.tar" not in held(files)
 
 
 def test_an_open_file_that_goes_can_still_be_read(files: Cache) -> None:
