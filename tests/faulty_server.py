@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import http.client
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -129,7 +130,12 @@ def faulty_server(serve: Serve) -> Iterator[tuple[str, Faults]]:
 
         do_GET = do_HEAD = do_PUT = do_POST = do_DELETE = answer  # noqa: N815 - names that http.server looks for
 
-    running = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    class Server(ThreadingHTTPServer):
+        def handle_error(self, request: Any, client_address: Any) -> None:
+            if not isinstance(sys.exc_info()[1], ConnectionError):  # a client that has gone
+                super().handle_error(request, client_address)
+
+    running = Server(("127.0.0.1", 0), Handler)
     running.daemon_threads = True
     thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
     thread.start()

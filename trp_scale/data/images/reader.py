@@ -29,7 +29,7 @@ from trp_scale.data.blocks import check_members, check_size, shard_path
 from trp_scale.data.hashing import Integers
 from trp_scale.data.images.maps import StoredMaps, map_formats
 from trp_scale.data.index import DataError, index_path, read_index, read_index_document
-from trp_scale.data.remote.tars import open_tar
+from trp_scale.data.remote.tars import find_store, open_tar
 
 IMAGE, CLASS = "jpg", "cls"
 """The image, and its class as an ASCII integer."""
@@ -47,6 +47,9 @@ def ordered_suffixes(found: Collection[str]) -> tuple[str, ...]:
     """The suffixes in the order of `known_suffixes`."""
     return tuple(suffix for suffix in known_suffixes() if suffix in found)
 
+
+OPEN_IN_CACHE = 32
+"""Tars kept open at most where the cache cannot hold all: one that is open keeps its room on the disk."""
 
 Counts = npt.NDArray[np.uint32]
 
@@ -287,13 +290,14 @@ class SampleReader:
         table: the images.
         verify: check each member's crc32. Maps are checked in any case: a damaged one may unpack to other numbers, and
             compared with unpacking it this is nothing.
-        keep: tars kept open.
+        keep: tars kept open; at most OPEN_IN_CACHE of those that the cache cannot hold all.
     """
 
     def __init__(self, table: SampleTable, *, verify: bool, keep: int = 128) -> None:
         self.table = table
         self._verify = verify
         self._keep = keep
+        self._limit = 0
         self._files: OrderedDict[int, int] = OrderedDict()
 
     def __getstate__(self) -> dict[str, object]:
@@ -342,7 +346,11 @@ class SampleReader:
         except OSError as error:
             raise DataError(f"{path}: cannot be opened ({error.strerror})") from error
         self._files[shard] = descriptor
-        if len(self._files) > self._keep:
+        if not self._limit:
+            store = find_store(path.parent)
+            held = store is None or not 0 < store.room() < int(self.table.sizes.sum())
+            self._limit = self._keep if held else min(self._keep, OPEN_IN_CACHE)
+        if len(self._files) > self._limit:
             os.close(self._files.popitem(last=False)[1])
         return descriptor
 

@@ -205,8 +205,12 @@ class Mirror:
             DataError: there is none under the URL.
             RemoteError: it cannot be fetched, or there is no room for it.
         """
-        name = tar.relative_to(self.directory).as_posix()
-        return self.cache.open(tar, size, lambda descriptor: shared_remote(self.url).read_into(descriptor, name, size))
+        return self.cache.open(
+            tar, size, lambda descriptor: self._fetch(descriptor, shared_remote(self.url), tar, size)
+        )
+
+    def _fetch(self, descriptor: int, remote: Remote, tar: Path, size: int) -> None:
+        remote.read_into(descriptor, tar.relative_to(self.directory).as_posix(), size)
 
     def keep(self, tar: Path) -> bool:
         """Whether the cache holds a tar; others go before it."""
@@ -219,8 +223,8 @@ class Mirror:
             DataError: there is none under the URL.
             RemoteError: it cannot be fetched, or there is no room for it.
         """
-        name, remote = tar.relative_to(self.directory).as_posix(), shared_remote(self.url).once()
-        self.cache.fetch_ahead(tar, size, lambda descriptor: remote.read_into(descriptor, name, size))
+        remote = shared_remote(self.url).once()
+        self.cache.fetch_ahead(tar, size, lambda descriptor: self._fetch(descriptor, remote, tar, size))
 
     def room(self) -> int:
         """Bytes that the cache may take."""

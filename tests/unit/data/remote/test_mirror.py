@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 
 from tests.faulty_server import directory, faulty_server
+from tests.unit.data.images.stored import sample, write_images
 from tests.unit.data.loaded import assert_same, steps
 from tests.unit.data.stored import config_for, write_dataset
 from trp_scale.data.blocks import write_block_index
+from trp_scale.data.images import reader
 from trp_scale.data.images.dataset import open_image_dataset
 from trp_scale.data.images.reader import SampleReader
 from trp_scale.data.index import DataError
@@ -80,6 +82,19 @@ def test_images_under_a_url(image_dataset: Path) -> None:
     for number in (0, ours.samples.rows - 1):
         found = SampleReader(ours.samples, verify=True).members(number)
         assert found == SampleReader(theirs.samples, verify=True).members(number)
+
+
+def test_few_tars_are_kept_open_that_the_cache_cannot_hold_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is open keeps its room on the disk when the cache removes it."""
+    monkeypatch.setattr(reader, "OPEN_IN_CACHE", 2)
+    far = write_images(tmp_path / "far", [[sample(number, 8, 8)] for number in range(5)])
+    size = sum(path.stat().st_size for path in far.rglob("*.tar"))
+    for where, bound, expected in ((str(far), 1, 5), (f"file://{far}", 0.7 * size, 2), (f"file://{far}", size, 5)):
+        monkeypatch.setenv("TRP_SCALE_CACHE_GB", str(bound / 1e9))
+        found = SampleReader(open_image_dataset(local_directory(where)).samples, verify=True)
+        for number in (0, 1, 2, 3, 4, 0):
+            assert found.members(number)[0] == sample(number, 8, 8)["jpg"]
+        assert len(found._files) == expected
 
 
 def test_a_small_cache_reads_tars_again(stored: Path, monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
