@@ -372,11 +372,10 @@ def _states(counted: Counted, layout: Layout, ranks: int, accumulation: int) -> 
         shards = {"weights": own, "gradients": own + whole, "moments": 2 * own}
         if layout.offload:
             shards = {"weights": 0.0, "gradients": whole, "moments": 0.0, "host": 4 * own}
-        return {
-            **shards,
-            "gathered": layout.read * (counted.rest + 2 * block),
-            "buckets": layout.sent * max(block, counted.rest),
-        }
+        # Sums of two blocks are under way beside what is gathered; the rest's begin when that is gone.
+        gathered = layout.read * (counted.rest + 2 * block)
+        buckets = max(2 * layout.sent * block, layout.sent * counted.rest - gathered)
+        return {**shards, "gathered": gathered, "buckets": buckets}
     return _zero_states(counted, layout, ranks)
 
 

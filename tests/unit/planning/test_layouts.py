@@ -134,8 +134,9 @@ def test_memory_of_ddp_has_the_buckets_beside_gradients() -> None:
 def test_memory_of_fsdp_is_shared_by_the_ranks_but_for_what_is_gathered() -> None:
     """The rest of 40 and two blocks of 20 are whole in a pass."""
     found = states(Layout(engine="fsdp", read=2), ranks=4)
-    assert found["weights"], found["moments"] == (100, 200)
+    assert (found["weights"], found["moments"]) == (100, 200)
     assert found["gathered"] == 2 * (40 + 2 * 20)
+    assert found["buckets"] == 4 * 2 * 20  # sums of two blocks; those of the rest are 4 x 40, where 160 were gathered
     whole = states(Layout(engine="fsdp"), ranks=4, accumulation=2)
     assert whole["gradients"] == 100 + 400  # micro-batches are added up whole
 
@@ -149,7 +150,7 @@ def test_memory_of_fsdp_in_groups_is_shared_by_the_group() -> None:
 def test_what_fsdp_offloads_is_on_the_host() -> None:
     """Weights, gradients and two moments of 4 bytes over 4 ranks; what micro-batches add up stays."""
     found = states(Layout(engine="fsdp", offload=True), ranks=4, accumulation=2)
-    assert found == {"gradients": 400, "host": 400, "gathered": 4 * (40 + 2 * 20), "buckets": 4 * 40}
+    assert found == {"gradients": 400, "host": 400, "gathered": 4 * (40 + 2 * 20), "buckets": 4 * 2 * 20}
 
 
 def test_memory_of_cut_matrices_is_of_a_rank_s_part_and_moments_of_its_rows() -> None:
