@@ -29,6 +29,8 @@ class DoctorArguments:
     storage: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     """Directory on the storage that the hosts share: each rank writes a file there, reads another's and removes its
     own. Not given: storage is not measured."""
+    hostfile: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Of deepspeed's launcher: its lines, and whether ssh reaches each host without a password."""
     mebibytes: Annotated[int, tyro.conf.arg(metavar="MIB")] = 64
     """Size of each of those files, and of what is all-reduced."""
     timeout_minutes: float = 2.0
@@ -46,12 +48,15 @@ def doctor(argv: Sequence[str]) -> int:
         raise RefusedError(f"--timeout_minutes is {arguments.timeout_minutes}; allowed: above 0")
     from trp_scale.distributed.doctor import examine
     from trp_scale.distributed.environment import Environment
+    from trp_scale.distributed.hostfile import examine_hostfile
 
     with Environment(timeout_minutes=arguments.timeout_minutes) as environment:
         findings = examine(environment, arguments.storage, mebibytes=arguments.mebibytes)
         if environment.info.rank == 0:
+            findings += examine_hostfile(arguments.hostfile) if arguments.hostfile else ()
             print(_as_json(environment, findings) if arguments.json else "\n".join(_lines(findings)), flush=True)
         environment.world.barrier()  # nobody ends, and with it the job, before it is printed
+    # Of a hostfile the first rank alone knows: it ends with that.
     return int(any(each.state == "wrong" for each in findings))
 
 
