@@ -13,6 +13,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -20,6 +21,7 @@ import numpy as np
 from torch.utils.data import get_worker_info
 
 from trp_scale.data.binary_index import first_rank_here
+from trp_scale.data.hashing import Integers
 from trp_scale.data.plan import Plan
 from trp_scale.data.remote.tars import TarStore, find_store
 from trp_scale.errors import RefusedError
@@ -43,6 +45,26 @@ class StoredTars(Protocol):
         ...
 
 
+@dataclass(frozen=True, kw_only=True)
+class Share:
+    """The positions of each global batch that this machine's ranks read.
+
+    Attributes:
+        first: position at which a global batch begins.
+        size: rows of one.
+        read: places in it.
+    """
+
+    first: int
+    size: int
+    read: range
+
+    def of(self, positions: Integers) -> Integers:
+        """Those that are read here."""
+        places = (positions - self.first) % self.size
+        return positions[(places >= self.read.start) & (places < self.read.stop)]
+
+
 def most_ahead() -> int:
     """TRP_SCALE_TARS_AHEAD.
 
@@ -61,10 +83,11 @@ class TarsAhead:
     Args:
         plan: the order; a copy of it is asked.
         stored: the data sets of the order's members.
+        share: what this machine reads; None: everything.
     """
 
-    def __init__(self, plan: Plan, stored: Sequence[StoredTars]) -> None:
-        self._plan, self._stored = copy.deepcopy(plan), stored
+    def __init__(self, plan: Plan, stored: Sequence[StoredTars], share: Share | None = None) -> None:
+        self._plan, self._stored, self._share = copy.deepcopy(plan), stored, share
         self._changed = threading.Condition()
         self._position = self._planned = -_CHUNK  # nobody reads yet
         self._planning = False
@@ -138,7 +161,11 @@ class TarsAhead:
     def _next_tars(self, position: int) -> Iterator[tuple[Path, int]]:
         blocks: set[tuple[int, int]] = set()
         for first in range(position, position + _CHUNKS * _CHUNK, _CHUNK):
-            addresses = self._plan.locate(np.arange(first, first + _CHUNK, dtype=np.int64))
+            positions = np.arange(first, first + _CHUNK, dtype=np.int64)
+            positions = positions if self._share is None else self._share.of(positions)
+            if not len(positions):
+                continue
+            addresses = self._plan.locate(positions)
             if not addresses.present.any():
                 return
             for member, block, here in zip(
@@ -149,12 +176,12 @@ class TarsAhead:
                     yield from self._stored[member].tars(block)
 
 
-def tars_ahead(plan: Plan, stored: Sequence[StoredTars]) -> TarsAhead | None:
+def tars_ahead(plan: Plan, stored: Sequence[StoredTars], share: Share | None = None) -> TarsAhead | None:
     """The `TarsAhead` of this process; None: another process has it, or nothing is fetched."""
     worker = get_worker_info()
     if not first_rank_here() or (worker is not None and worker.id) or not most_ahead():
         return None
     stores = [find_store(tar.parent) for each in stored for tar, _ in each.tars(0)]
     if any(store is not None and store.room() for store in stores):
-        return TarsAhead(plan, stored)
+        return TarsAhead(plan, stored, share)
     return None

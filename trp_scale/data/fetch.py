@@ -20,7 +20,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset
 
 from trp_scale.core.batch import Batch
-from trp_scale.data.ahead import StoredTars, TarsAhead, tars_ahead
+from trp_scale.data.ahead import Share, StoredTars, TarsAhead, tars_ahead
 from trp_scale.data.plan import Addresses, Plan
 from trp_scale.data.remote.cache import use_of_caches
 
@@ -45,10 +45,13 @@ class Fetcher(Dataset[Batch]):
         plan: the order.
         builder: makes batches.
         stored: the data sets of the order's members, whose tars are fetched ahead if they lie under URLs.
+        share: what this machine reads; None: everything.
     """
 
-    def __init__(self, plan: Plan, builder: BatchBuilder, stored: Sequence[StoredTars] = ()) -> None:
-        self._plan, self._builder, self._stored = plan, builder, stored
+    def __init__(
+        self, plan: Plan, builder: BatchBuilder, stored: Sequence[StoredTars] = (), share: Share | None = None
+    ) -> None:
+        self._plan, self._builder, self._stored, self._share = plan, builder, stored, share
         self._ahead: TarsAhead | None = None
         self._asked = False
 
@@ -66,7 +69,7 @@ class Fetcher(Dataset[Batch]):
     def __getitems__(self, positions: range) -> Batch:
         """One micro-batch; DataLoader calls this with what the batch sampler yields."""
         if not self._asked:
-            self._ahead, self._asked = tars_ahead(self._plan, self._stored), True
+            self._ahead, self._asked = tars_ahead(self._plan, self._stored, self._share), True
         if self._ahead is not None:
             self._ahead.reading(positions.start)
         addresses = self._plan.locate(np.arange(positions.start, positions.stop, dtype=np.int64))

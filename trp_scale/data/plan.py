@@ -18,7 +18,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -291,6 +291,47 @@ class TrainPlan:
             keys[of_member] = row_identities(identities, located.row).astype(np.int64)
         present = np.ones(len(positions), dtype=np.bool_)
         return Addresses(member=member, block=block, row=row, epoch=epoch, keys=keys, present=present)
+
+
+class ByBlock:
+    """Another plan, with the rows of each global batch in the order of their blocks.
+
+    Ranks take slices of it, so that neighbouring ranks, which share a machine, read the same few blocks and not a part
+    of each. The rows of a global batch stay the same; so does what is drawn for a row, which follows from its key.
+
+    Args:
+        plan: the order.
+        first: position at which a global batch begins.
+        size: rows of one.
+    """
+
+    def __init__(self, plan: Plan, *, first: int, size: int) -> None:
+        self.rows = plan.rows
+        self._plan, self._first, self._size = plan, first, size
+        self._sorted: OrderedDict[int, Addresses] = OrderedDict()
+
+    def locate(self, positions: Integers) -> Addresses:
+        """Addresses of the rows at `positions`, [R]; none lies before `first`."""
+        batches, places = np.divmod(positions - self._first, self._size)  # [R]
+        numbers, which = np.unique(batches, return_inverse=True)
+        found = [self._batch(number) for number in numbers.tolist()]
+
+        def joined(name: str) -> npt.NDArray[Any]:
+            whole = np.stack([getattr(each, name) for each in found])  # [batches, B]
+            taken: npt.NDArray[Any] = whole[which, places]
+            return taken
+
+        return Addresses(**{name: joined(name) for name in ("member", "block", "row", "epoch", "keys", "present")})
+
+    def _batch(self, number: int) -> Addresses:
+        if number not in self._sorted:
+            first = self._first + number * self._size
+            rows = self._plan.locate(np.arange(first, first + self._size, dtype=np.int64))
+            order = np.lexsort((rows.row, rows.block, rows.member))  # stable: a row of two epochs stays in their order
+            self._sorted[number] = Addresses(**{name: values[order] for name, values in vars(rows).items()})
+            if len(self._sorted) > _GROUPS_KEPT:
+                self._sorted.popitem(last=False)
+        return self._sorted[number]
 
 
 class HeldOutPlan:

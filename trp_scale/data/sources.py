@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar, overload
@@ -19,6 +20,7 @@ from trp_scale.data.remote.cache import CacheUse
 from trp_scale.data.rows import Chosen, Rows
 from trp_scale.data.split import held_out
 from trp_scale.data.train_source import TrainSource
+from trp_scale.distributed.launchers import ranks_of_node
 
 Run = TypeVar("Run", bound=Config)
 
@@ -267,7 +269,15 @@ def open_sources(
     validation = HeldOutPlan(members=rows.members(paths, held)) if fraction > 0.0 else None
     return Sources(
         TrainSource(
-            train, rows.builder, config, rank=rank, world=world, pin_memory=pin, workers=workers, stored=rows.stored
+            train,
+            rows.builder,
+            config,
+            rank=rank,
+            world=world,
+            pin_memory=pin,
+            workers=workers,
+            stored=rows.stored,
+            node=ranks_of_node(os.environ) if world > 1 else None,
         ),
         ValidationSource(validation, rows.builder, config, rank=rank, world=world, pin_memory=pin, stored=rows.stored),
         rows,

@@ -12,10 +12,11 @@ from typing import Protocol
 
 from trp_scale.config import Config, RefusedError
 from trp_scale.core.batch import Batch
-from trp_scale.data.ahead import StoredTars
+from trp_scale.data.ahead import Share, StoredTars
 from trp_scale.data.fetch import BatchBuilder, Fetcher, MicroBatches
-from trp_scale.data.plan import Plan
+from trp_scale.data.plan import ByBlock, Plan
 from trp_scale.data.remote.cache import CacheUse
+from trp_scale.distributed.launchers import NodeRanks
 
 GLOBAL_BATCH = ("batch.global_size", "batch.micro_size")
 """Settings of the two sizes, of the batches that the weights learn from."""
@@ -75,6 +76,8 @@ class TrainSource:
         workers: loader processes; None = data.workers.
         flags: settings that the sizes come from, for messages.
         stored: the data sets of the order's members (fetch.Fetcher).
+        node: the ranks of this machine; where there are other machines, each gets whole blocks of a global batch as far
+            as can be (plan.ByBlock). None: rows go to ranks in the order of the source.
     """
 
     def __init__(
@@ -89,6 +92,7 @@ class TrainSource:
         workers: int | None = None,
         flags: tuple[str, str] = GLOBAL_BATCH,
         stored: Sequence[StoredTars] = (),
+        node: NodeRanks | None = None,
     ) -> None:
         self.rows = plan.rows
         self.cursor = 0
@@ -98,6 +102,8 @@ class TrainSource:
         self.accumulation = check_partition(config.batch.global_size, config.batch.micro_rows, world, flags=flags)
         self.cache_use = CacheUse()
         self._fetcher = Fetcher(plan, builder, stored)
+        self._node = node if node is not None and node.several else None
+        self._parts = plan, builder, stored
         self._global_size, self._micro_size = config.batch.global_size, config.batch.micro_rows
         self._rank_size = config.batch.global_size // world
         self._rank = rank
@@ -116,7 +122,8 @@ class TrainSource:
     def next_window(self) -> list[Batch]:
         """This rank's micro-batches of the next global batch.
 
-        Rank r gets positions [cursor + r B / W, cursor + (r + 1) B / W), cut into contiguous micro-batches.
+        Rank r gets positions [cursor + r B / W, cursor + (r + 1) B / W), cut into contiguous micro-batches; on several
+        machines the rows of the global batch are sorted by block before that.
         """
         window = self._ahead.popleft() if self._ahead else self._fetch()
         self._report(window)
@@ -168,8 +175,15 @@ class TrainSource:
         return window
 
     def _open(self) -> Iterator[Batch]:
+        fetcher = self._fetcher
+        if self._node is not None:
+            plan, builder, stored = self._parts
+            size, ranks = self._global_size, self._node
+            by_block = ByBlock(plan, first=self.cursor, size=size)
+            read = range(size * ranks.first // ranks.world, size * (ranks.first + ranks.count) // ranks.world)
+            fetcher = Fetcher(by_block, builder, stored, Share(first=self.cursor, size=size, read=read))
         self._batches = MicroBatches(
-            self._fetcher,
+            fetcher,
             self._positions(self.cursor),
             workers=self.workers,
             prefetch=self._prefetch,

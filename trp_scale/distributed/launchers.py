@@ -64,6 +64,38 @@ def discover(environ: Mapping[str, str]) -> RankInfo:
     return started
 
 
+@dataclass(frozen=True, kw_only=True)
+class NodeRanks:
+    """The ranks of this node among all.
+
+    Attributes:
+        first: lowest of them.
+        count: how many they are.
+        world: how many all are.
+    """
+
+    first: int = 0
+    count: int = 1
+    world: int = 1
+
+    @property
+    def several(self) -> bool:
+        """Whether there are other nodes: the same on all ranks, also where nodes have different numbers of them."""
+        return self.count < self.world
+
+
+def ranks_of_node(environ: Mapping[str, str]) -> NodeRanks:
+    """The ranks of this node. All count as of one where RANK and WORLD_SIZE were set by hand without LOCAL_WORLD_SIZE.
+
+    Raises:
+        RefusedError: as `discover`.
+    """
+    info = discover(environ)
+    if info.launcher == "variables" and "LOCAL_WORLD_SIZE" not in environ and "LOCAL_SIZE" not in environ:
+        return NodeRanks(count=info.world, world=info.world)
+    return NodeRanks(first=info.rank - info.local_rank, count=info.local_world, world=info.world)
+
+
 def _launched_by_variables(environ: Mapping[str, str]) -> RankInfo | None:
     """torchrun, deepspeed, or RANK and WORLD_SIZE set by hand; None when RANK is not set."""
     if "RANK" not in environ and "WORLD_SIZE" not in environ:
