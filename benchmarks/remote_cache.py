@@ -10,7 +10,8 @@ two loader workers, for each way of fetching with an empty cache that may take `
 fetched, and the bytes. The server answers after `delay` seconds, as one that is far away does. Seconds of waiting are
 of this machine alone.
 
-Images are noise, as JPEGs of about 20 kB.
+Images are noise, as JPEGs of about 20 kB. The cache holds whole tars or single blocks, which TRP_SCALE_CACHE_PARTS
+chooses: blocks, if nothing is set, as it cannot hold the data.
 """
 
 from __future__ import annotations
@@ -50,8 +51,10 @@ from trp_scale.upstreams.mae.settings import MaeConfig
 BUCKET = "benchmark"
 KEYS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_DEFAULT_REGION": "us-east-1"}
 WAYS = {
-    "whole tars": {"TRP_SCALE_TARS_AHEAD": "0"},
-    "whole tars, fetched ahead": {},
+    "whole tars": {"TRP_SCALE_CACHE_PARTS": "never", "TRP_SCALE_TARS_AHEAD": "0"},
+    "whole tars, fetched ahead": {"TRP_SCALE_CACHE_PARTS": "never"},
+    "blocks": {"TRP_SCALE_TARS_AHEAD": "0"},
+    "blocks, fetched ahead": {},
 }
 """Ways of fetching, and the environment of each."""
 
@@ -186,8 +189,8 @@ def one_run(options: Options) -> None:
     sources.close()
     opened = use.found + use.fetched
     print(
-        f"{use.found / opened:.1%} of {opened} tars opened were there; {use.fetched} fetched when they were opened and "
-        f"{use.ahead} ahead, {(use.fetched_bytes + use.ahead_bytes) / 1e6:.1f} MB; {seconds:.1f} s",
+        f"{use.found / opened:.1%} of {opened} tars or blocks opened were there; {use.fetched} fetched when they "
+        f"were opened and {use.ahead} ahead, {(use.fetched_bytes + use.ahead_bytes) / 1e6:.1f} MB; {seconds:.1f} s",
         flush=True,
     )
 

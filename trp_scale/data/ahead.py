@@ -14,7 +14,6 @@ import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Protocol
 
 import numpy as np
@@ -23,7 +22,7 @@ from torch.utils.data import get_worker_info
 from trp_scale.data.binary_index import first_rank_here
 from trp_scale.data.hashing import Integers
 from trp_scale.data.plan import Plan
-from trp_scale.data.remote.tars import TarStore, find_store
+from trp_scale.data.remote.tars import StoredPart, TarStore, find_store
 from trp_scale.errors import RefusedError
 
 AHEAD = "TRP_SCALE_TARS_AHEAD"
@@ -40,8 +39,8 @@ _CHUNK, _CHUNKS = 1024, 32
 class StoredTars(Protocol):
     """An opened data set, as far as this file knows it."""
 
-    def tars(self, block: int) -> list[tuple[Path, int]]:
-        """The tars that hold a block, and their bytes."""
+    def tars(self, block: int) -> list[StoredPart]:
+        """The tars that hold a block, or the parts of them that the cache holds of it."""
         ...
 
 
@@ -91,8 +90,8 @@ class TarsAhead:
         self._changed = threading.Condition()
         self._position = self._planned = -_CHUNK  # nobody reads yet
         self._planning = False
-        self._wanted: deque[tuple[TarStore, Path, int]] = deque()
-        self._failed: set[Path] = set()
+        self._wanted: deque[tuple[TarStore, StoredPart]] = deque()
+        self._failed: set[StoredPart] = set()
         self._ended = False
         for _ in range(THREADS):
             threading.Thread(target=self._run, name="TarsAhead", daemon=True).start()
@@ -122,18 +121,18 @@ class TarsAhead:
                 if due := self._due():
                     self._planned, self._planning = self._position, True
                 else:
-                    store, tar, size = self._wanted.popleft()
+                    store, wanted = self._wanted.popleft()
             if due:
                 self._look_ahead()
                 continue
             try:
-                store.fetch_ahead(tar, size)
+                store.fetch_ahead(wanted.tar, wanted.size, wanted.part)
             except (RefusedError, OSError):  # who reads it meets the same, and says so
-                self._failed.add(tar)
+                self._failed.add(wanted)
 
     def _look_ahead(self) -> None:
         """Note what is wanted from the planned position on; one thread at a time."""
-        wanted: deque[tuple[TarStore, Path, int]] = deque()
+        wanted: deque[tuple[TarStore, StoredPart]] = deque()
         try:
             wanted.extend(self._missing(self._planned))
         except (RefusedError, OSError):  # as above
@@ -143,22 +142,23 @@ class TarsAhead:
                 self._wanted, self._planning = wanted, False
                 self._changed.notify_all()
 
-    def _missing(self, position: int) -> Iterator[tuple[TarStore, Path, int]]:
+    def _missing(self, position: int) -> Iterator[tuple[TarStore, StoredPart]]:
         """The next tars that are not there, in the order in which they are needed."""
         room: int | None = None
-        seen: set[Path] = set()
-        for tar, size in self._next_tars(position):
-            store = find_store(tar.parent)
-            if tar in seen or store is None:
+        seen: set[StoredPart] = set()
+        for each in self._next_tars(position):
+            store = find_store(each.tar.parent)
+            if each in seen or store is None:
                 continue
-            seen.add(tar)
+            seen.add(each)
+            size = each.size if each.part is None else len(each.part)
             room = (store.room() // 2 if room is None else room) - size
             if room < 0 or len(seen) > most_ahead():
                 return
-            if not store.keep(tar) and tar not in self._failed:
-                yield store, tar, size
+            if not store.keep(each.tar, each.part) and each not in self._failed:
+                yield store, each
 
-    def _next_tars(self, position: int) -> Iterator[tuple[Path, int]]:
+    def _next_tars(self, position: int) -> Iterator[StoredPart]:
         blocks: set[tuple[int, int]] = set()
         for first in range(position, position + _CHUNKS * _CHUNK, _CHUNK):
             positions = np.arange(first, first + _CHUNK, dtype=np.int64)
@@ -181,7 +181,7 @@ def tars_ahead(plan: Plan, stored: Sequence[StoredTars], share: Share | None = N
     worker = get_worker_info()
     if not first_rank_here() or (worker is not None and worker.id) or not most_ahead():
         return None
-    stores = [find_store(tar.parent) for each in stored for tar, _ in each.tars(0)]
+    stores = [find_store(part.tar.parent) for each in stored for part in each.tars(0)]
     if any(store is not None and store.room() for store in stores):
         return TarsAhead(plan, stored, share)
     return None

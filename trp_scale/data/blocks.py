@@ -15,7 +15,7 @@ import numpy.typing as npt
 from trp_scale.data.binary_index import NAME, BinaryIndex, OrderBlocks, TarColumns, find_index, new_index
 from trp_scale.data.hashing import Integers, Words, name_hash
 from trp_scale.data.index import DataError, ShardIndex, index_path, read_index
-from trp_scale.data.remote.tars import find_store
+from trp_scale.data.remote.tars import StoredPart, find_store, reads_parts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,6 +61,18 @@ class BlockTable:
         for array in arrays:
             digest.update(array.tobytes())
         return digest.hexdigest()
+
+    def stored_part(self, block: int) -> StoredPart:
+        """The tar that holds a block, or the part of it that the cache holds (data/remote/tars.py: `reads_parts`).
+
+        Raises:
+            DataError: the index is damaged: the block lies outside its tar.
+        """
+        shard = int(self.shard[block])
+        tar, size = self.shards[shard], int(self.sizes[shard])
+        if not reads_parts(tar, int(self.sizes.sum())):
+            return StoredPart(tar, size)
+        return StoredPart(tar, size, covered(tar, size, self.offsets[block], self.lengths[block]))
 
 
 def read_blocks(directory: Path, shards: list[str], suffixes: tuple[str, ...]) -> BlockTable:
@@ -174,6 +186,18 @@ def _read_checked_index(directory: Path, shard: str, suffixes: tuple[str, ...]) 
             if member.offset < 0 or member.length < 0 or member.offset + member.length > index.size:
                 raise DataError(f"{path}: block {block.key}: a member lies outside the tar's {index.size} bytes")
     return index
+
+
+def covered(tar: Path, size: int, offsets: npt.NDArray[Any], lengths: npt.NDArray[Any]) -> range:
+    """The bytes of a tar from the first of some members to the last.
+
+    Raises:
+        DataError: the index is damaged: they lie outside the tar's `size` bytes.
+    """
+    first, end = int(offsets.min()), int((offsets + lengths.astype(np.int64)).max())
+    if not 0 <= first <= end <= size:
+        raise DataError(f"{tar}: the index is damaged: bytes {first} to {end} of its {size} bytes")
+    return range(first, end)
 
 
 def shard_path(directory: Path, shard: str) -> Path:

@@ -19,7 +19,7 @@ import numpy.typing as npt
 
 from trp_scale.data.blocks import BlockTable
 from trp_scale.data.index import DataError
-from trp_scale.data.remote.tars import open_tar
+from trp_scale.data.remote.tars import StoredPart, open_tar
 from trp_scale.errors import RefusedError
 
 _LONGEST_HEADER = 4096
@@ -38,7 +38,7 @@ class ShardReader:
         self.table = table
         self._verify = verify
         self._keep = keep
-        self._maps: OrderedDict[int, mmap.mmap] = OrderedDict()
+        self._maps: OrderedDict[StoredPart, mmap.mmap] = OrderedDict()
         self._blocks: OrderedDict[int, tuple[npt.NDArray[Any], ...]] = OrderedDict()
         self._damaged: dict[int, str] = {}
 
@@ -71,11 +71,13 @@ class ShardReader:
     def _open(self, block: int) -> tuple[npt.NDArray[Any], ...]:
         table = self.table
         shard = int(table.shard[block])
-        view = memoryview(self._map(shard))
+        stored = table.stored_part(block)
+        shift = 0 if stored.part is None else stored.part.start
+        view = memoryview(self._map(stored))
         arrays = []
         for place, suffix in enumerate(table.suffixes):
             where = f"{table.shards[shard]}: {table.keys[block]}.{suffix}"
-            start = int(table.offsets[block, place])
+            start = int(table.offsets[block, place]) - shift
             content = view[start : start + int(table.lengths[block, place])]
             if self._verify and zlib.crc32(content) != int(table.checksums[block, place]):
                 raise DataError(f"{where}: checksum differs from the index")
@@ -85,22 +87,24 @@ class ShardReader:
             arrays.append(array)
         return tuple(arrays)
 
-    def _map(self, shard: int) -> mmap.mmap:
-        if shard not in self._maps:
-            path = self.table.shards[shard]
+    def _map(self, stored: StoredPart) -> mmap.mmap:
+        """The tar of a block, or the part of it that the cache holds."""
+        path, size, part = stored
+        expected = size if part is None else len(part)
+        if stored not in self._maps:
             try:
-                with open_tar(path, int(self.table.sizes[shard])) as file:
+                with open_tar(path, size, part) as file:
                     mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             except RefusedError:  # of the network, or there is no such tar
                 raise
             except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
                 raise DataError(f"{path}: cannot be mapped ({error})") from error
-            if len(mapped) != int(self.table.sizes[shard]):
-                raise DataError(f"{path}: {len(mapped)} bytes found, {int(self.table.sizes[shard])} expected")
-            self._maps[shard] = mapped
+            if len(mapped) != expected:
+                raise DataError(f"{path}: {len(mapped)} bytes found, {expected} expected")
+            self._maps[stored] = mapped
             if len(self._maps) > self._keep:  # arrays in use keep theirs alive
                 self._maps.popitem(last=False)
-        return self._maps[shard]
+        return self._maps[stored]
 
 
 def parse_npy(content: memoryview, where: str) -> npt.NDArray[Any]:

@@ -93,8 +93,8 @@ def cache_line(cache: Mapping[str, int]) -> str:
     there = f"{cache['found'] / opened:.1%}" if opened else "none"
     size = (cache["fetched_bytes"] + cache["ahead_bytes"]) / 1e9
     return (
-        f"cache: {there} of {opened:,} tars opened were there; {fetched:,} fetched, {cache['ahead']:,} of them ahead, "
-        f"{size:,.3f} GB (rank 0)"
+        f"cache: {there} of {opened:,} tars or blocks opened were there; {fetched:,} fetched, "
+        f"{cache['ahead']:,} of them ahead, {size:,.3f} GB (rank 0)"
     )
 
 

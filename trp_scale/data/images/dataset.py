@@ -36,9 +36,11 @@ from trp_scale.data.images.reader import (
     known_suffixes,
     read_aligned,
     read_samples,
+    stored_part,
     write_samples,
 )
 from trp_scale.data.index import DataError, read_json
+from trp_scale.data.remote.tars import StoredPart
 
 FORMAT = 1
 
@@ -122,10 +124,11 @@ class ImageDataset:
         parts = (self.name, f"ImageMeta({meta})", *self.maps, self.rows_per_block, tables)
         return " ".join(str(part) for part in parts)
 
-    def tars(self, block: int) -> list[tuple[Path, int]]:
-        """The tars that hold a block's images and maps, and their bytes."""
-        shard = self.samples.shard_of(int(self.blocks.first[block]))
-        return [(table.shards[shard], int(table.sizes[shard])) for table in (self.samples, *self.aligned)]
+    def tars(self, block: int) -> list[StoredPart]:
+        """The tars that hold a block's images and maps, or the parts of them that the cache holds."""
+        first = int(self.blocks.first[block])
+        samples = range(first, first + int(self.blocks.rows[block]))
+        return [stored_part(table, samples) for table in (self.samples, *self.aligned)]
 
 
 def open_image_dataset(directory: Path, name: str = "", used: Sequence[str] = ()) -> ImageDataset:

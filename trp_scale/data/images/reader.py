@@ -19,17 +19,17 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
 from trp_scale.data.binary_index import BinaryIndex, IndexWriter, TarColumns, find_index
-from trp_scale.data.blocks import check_members, check_size, shard_path
+from trp_scale.data.blocks import check_members, check_size, covered, shard_path
 from trp_scale.data.hashing import Integers
 from trp_scale.data.images.maps import StoredMaps, map_formats
 from trp_scale.data.index import DataError, index_path, read_index, read_index_document
-from trp_scale.data.remote.tars import find_store, open_tar
+from trp_scale.data.remote.tars import StoredPart, find_store, open_tar, reads_parts
 
 IMAGE, CLASS = "jpg", "cls"
 """The image, and its class as an ASCII integer."""
@@ -280,6 +280,31 @@ def _check_places(path: Path, size: int, keys: list[str], members: Integers) -> 
         raise DataError(f"{path}: key {twice!r} comes twice; shard the images again")
 
 
+class CutBlocks(Protocol):
+    """Blocks of images, as far as this file knows them.
+
+    Attributes:
+        first: [b] number of each block's first image, ascending.
+    """
+
+    @property
+    def first(self) -> Integers: ...
+
+
+def stored_part(table: SampleTable, samples: range) -> StoredPart:
+    """The tar that holds images, or the part of it that the cache holds (data/remote/tars.py: `reads_parts`).
+
+    Raises:
+        DataError: the index is damaged: they lie outside their tar.
+    """
+    shard = table.shard_of(samples.start)
+    tar, size = table.shards[shard], int(table.sizes[shard])
+    if not reads_parts(tar, int(table.sizes.sum())):
+        return StoredPart(tar, size)
+    of_block = slice(samples.start, samples.stop)
+    return StoredPart(tar, size, covered(tar, size, table.offsets[of_block], table.lengths[of_block]))
+
+
 class SampleReader:
     """Reads members of images by `pread`; pickles as its table alone, so a worker opens its own files.
 
@@ -291,20 +316,22 @@ class SampleReader:
         verify: check each member's crc32. Maps are checked in any case: a damaged one may unpack to other numbers, and
             compared with unpacking it this is nothing.
         keep: tars kept open; at most OPEN_IN_CACHE of those that the cache cannot hold all.
+        blocks: of the images: the cache may hold single ones. None: it holds whole tars.
     """
 
-    def __init__(self, table: SampleTable, *, verify: bool, keep: int = 128) -> None:
+    def __init__(self, table: SampleTable, *, verify: bool, keep: int = 128, blocks: CutBlocks | None = None) -> None:
         self.table = table
+        self._blocks = blocks
         self._verify = verify
         self._keep = keep
         self._limit = 0
-        self._files: OrderedDict[int, int] = OrderedDict()
+        self._files: OrderedDict[int, tuple[int, int]] = OrderedDict()
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_files": OrderedDict()}
 
     def __del__(self) -> None:
-        for descriptor in self._files.values():
+        for descriptor, _ in self._files.values():
             os.close(descriptor)
 
     def members(self, sample: int) -> list[bytearray]:
@@ -315,7 +342,7 @@ class SampleReader:
         """
         table = self.table
         shard = table.shard_of(sample)
-        descriptor = self._open(shard)
+        descriptor, start = self._open(shard, sample)
         contents = []
         for place, suffix in enumerate(table.suffixes):
             where = f"{table.shards[shard]}: image {sample - int(table.starts[shard])}, .{suffix}"
@@ -324,7 +351,7 @@ class SampleReader:
                 raise DataError(f"{where}: the index is damaged: the member lies outside the tar")
             content = bytearray(length)
             try:
-                count = os.preadv(descriptor, [content], offset)
+                count = os.preadv(descriptor, [content], offset - start)
             except OSError as error:
                 raise DataError(f"{where}: cannot be read ({error.strerror})") from error
             if count != len(content):
@@ -335,24 +362,40 @@ class SampleReader:
             contents.append(content)
         return contents
 
-    def _open(self, shard: int) -> int:
-        if shard in self._files:
-            self._files.move_to_end(shard)
-            return self._files[shard]
-        path = self.table.shards[shard]
+    def _open(self, shard: int, sample: int) -> tuple[int, int]:
+        """A descriptor of the file that holds an image, and the byte of the tar with which it begins."""
+        if not self._limit:
+            self._choose()
+        block = range(0)
+        if self._blocks is not None:
+            first = self._blocks.first
+            number = int(np.searchsorted(first, sample, side="right"))
+            block = range(int(first[number - 1]), int(first[number]) if number < len(first) else self.table.rows)
+        file = shard if self._blocks is None else block.start
+        if file in self._files:
+            self._files.move_to_end(file)
+            return self._files[file]
+        path, size, part = self.table.shards[shard], int(self.table.sizes[shard]), None
+        if self._blocks is not None:
+            part = stored_part(self.table, block).part
         try:
-            with open_tar(path, int(self.table.sizes[shard])) as file:
-                descriptor = os.dup(file.fileno())
+            with open_tar(path, size, part) as opened:
+                descriptor = os.dup(opened.fileno())
         except OSError as error:
             raise DataError(f"{path}: cannot be opened ({error.strerror})") from error
-        self._files[shard] = descriptor
-        if not self._limit:
-            store = find_store(path.parent)
-            held = store is None or not 0 < store.room() < int(self.table.sizes.sum())
-            self._limit = self._keep if held else min(self._keep, OPEN_IN_CACHE)
+        self._files[file] = descriptor, 0 if part is None else part.start
         if len(self._files) > self._limit:
-            os.close(self._files.popitem(last=False)[1])
-        return descriptor
+            os.close(self._files.popitem(last=False)[1][0])
+        return self._files[file]
+
+    def _choose(self) -> None:
+        """Once, when the first image is read: how many files are kept open, and whether of tars or of blocks."""
+        path, total = self.table.shards[0], int(self.table.sizes.sum())
+        store = find_store(path.parent)
+        held = store is None or not 0 < store.room() < total
+        self._limit = self._keep if held else min(self._keep, OPEN_IN_CACHE)
+        if not any(reads_parts(tar, total) for tar in (path, self.table.shards[len(self.table.shards) - 1])):
+            self._blocks = None
 
 
 def read_aligned(directory: Path, maps: StoredMaps, images: SampleTable, rows_per_block: int) -> SampleTable:

@@ -147,7 +147,7 @@ class RowReader:
         formats = map_formats()
         self._maps = [[(formats[maps.name], maps) for maps in dataset.maps] for dataset in datasets]
         self._readers = [
-            [SampleReader(table, verify=verify) for table in (dataset.samples, *dataset.aligned)]
+            [SampleReader(table, verify=verify, blocks=dataset.blocks) for table in (dataset.samples, *dataset.aligned)]
             for dataset in datasets
         ]
 

@@ -291,6 +291,15 @@ def locked(path: Path) -> Iterator[None]:
         os.close(descriptor)
 
 
+PART_MARK = "@"
+"""Between the name of a tar and the bytes of it that a file of the cache holds."""
+
+
+def kept_as(place: Path, part: range | None) -> Path:
+    """The file that holds a part of a tar, beside where the tar would be."""
+    return place if part is None else place.with_name(f"{place.stem}{PART_MARK}{part.start}-{part.stop}{place.suffix}")
+
+
 def _part(place: Path) -> Path:
     return place.with_name(place.name + _PART)
 

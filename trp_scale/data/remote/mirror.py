@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from trp_scale.data.index import BINARY_INDEX, DataError, index_path, read_json, write_json
-from trp_scale.data.remote.cache import Cache, cache_root, locked, shared_cache
+from trp_scale.data.remote.cache import PART_MARK, Cache, cache_root, kept_as, locked, shared_cache
 from trp_scale.data.remote.places import PLACES
 from trp_scale.data.remote.transfer import (
     AT_ONCE,
@@ -154,8 +154,13 @@ class _Update:
             temporary.unlink(missing_ok=True)
 
     def _remove(self, tars: list[str]) -> None:
-        for name in tars:
-            (self._directory / name).unlink(missing_ok=True)
+        gone = {self._directory / name for name in tars}
+        for path in gone:
+            path.unlink(missing_ok=True)
+        for folder in {path.parent for path in gone}:
+            for path in folder.glob(f"*{PART_MARK}*.tar"):
+                if path.with_name(path.name.rpartition(PART_MARK)[0] + path.suffix) in gone:
+                    path.unlink(missing_ok=True)
 
 
 def _indexes(tars: Sequence[str], listed: Mapping[str, Stored] | None) -> list[str]:
@@ -198,33 +203,45 @@ class Mirror:
     cache: Cache
     sizes: dict[str, int] | None
 
-    def open(self, tar: Path, size: int) -> int:
-        """A descriptor of a tar, which is fetched first if the cache does not hold it.
+    def open(self, tar: Path, size: int, part: range | None = None) -> int:
+        """A descriptor of a tar, or of a file with a part of its bytes, which is fetched first if the cache does not
+        hold it.
 
         Raises:
             DataError: there is none under the URL.
             RemoteError: it cannot be fetched, or there is no room for it.
         """
-        return self.cache.open(
-            tar, size, lambda descriptor: self._fetch(descriptor, shared_remote(self.url), tar, size)
-        )
+        wanted = range(size) if part is None else part
 
-    def _fetch(self, descriptor: int, remote: Remote, tar: Path, size: int) -> None:
-        remote.read_into(descriptor, tar.relative_to(self.directory).as_posix(), size)
+        def fetch(descriptor: int) -> None:
+            self._fetch(descriptor, shared_remote(self.url), tar, wanted)
 
-    def keep(self, tar: Path) -> bool:
-        """Whether the cache holds a tar; others go before it."""
-        return self.cache.keep(tar)
+        return self.cache.open(kept_as(tar, part), len(wanted), fetch)
 
-    def fetch_ahead(self, tar: Path, size: int) -> None:
-        """Fetch a tar that will be opened, unless another process does; it is tried once.
+    def _fetch(self, descriptor: int, remote: Remote, tar: Path, wanted: range) -> None:
+        name = tar.relative_to(self.directory).as_posix()
+        remote.read_into(descriptor, name, len(wanted), start=wanted.start)
+
+    def fetches(self, tar: Path) -> bool:
+        """Every tar lies under the URL."""
+        return True
+
+    def keep(self, tar: Path, part: range | None = None) -> bool:
+        """Whether the cache holds a tar, or a part; others go before it."""
+        return self.cache.keep(kept_as(tar, part))
+
+    def fetch_ahead(self, tar: Path, size: int, part: range | None = None) -> None:
+        """Fetch a tar, or a part, that will be opened, unless another process does; it is tried once.
 
         Raises:
             DataError: there is none under the URL.
             RemoteError: it cannot be fetched, or there is no room for it.
         """
         remote = shared_remote(self.url).once()
-        self.cache.fetch_ahead(tar, size, lambda descriptor: self._fetch(descriptor, remote, tar, size))
+        wanted = range(size) if part is None else part
+        self.cache.fetch_ahead(
+            kept_as(tar, part), len(wanted), lambda descriptor: self._fetch(descriptor, remote, tar, wanted)
+        )
 
     def room(self) -> int:
         """Bytes that the cache may take."""

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trp_scale.data.index import DataError, write_json
-from trp_scale.data.remote.cache import cache_root, shared_cache
+from trp_scale.data.remote.cache import cache_root, kept_as, shared_cache
 from trp_scale.data.remote.transfer import Remote, is_url, shared_remote, url_directory
 
 PLACES = "places.json"
@@ -84,8 +84,8 @@ class Places:
     directory: Path
     tars: Mapping[str, Place]
 
-    def open(self, tar: Path, size: int) -> int:
-        """A descriptor of a tar; one under a URL is fetched first if the cache does not hold it.
+    def open(self, tar: Path, size: int, part: range | None = None) -> int:
+        """A descriptor of a tar; one under a URL, or a part of it, is fetched first if the cache does not hold it.
 
         Raises:
             DataError: it is not there, or has changed since it was indexed.
@@ -99,26 +99,32 @@ class Places:
             except OSError as error:
                 raise DataError(f"{known.place}: cannot be opened ({error.strerror})") from error
         cache = shared_cache(cache_root())
-        return cache.open(_kept_as(known, cache.root), size, self._fetch(known, *_remote_of(known.place)))
+        wanted = range(size) if part is None else part
+        fetch = self._fetch(known, *_remote_of(known.place), wanted)
+        return cache.open(kept_as(_kept_as(known, cache.root), part), len(wanted), fetch)
 
-    def _fetch(self, known: Place, remote: Remote, name: str) -> Callable[[int], None]:
+    def fetches(self, tar: Path) -> bool:
+        """Whether a tar lies under a URL."""
+        return is_url(self._known(tar).place)
+
+    def _fetch(self, known: Place, remote: Remote, name: str, wanted: range) -> Callable[[int], None]:
         def fetch(descriptor: int) -> None:
             found = remote.stored(name)
             self._refuse_changed(known, Place(place=known.place, size=found.size, version=found.version))
-            remote.read_into(descriptor, name, known.size)
+            remote.read_into(descriptor, name, len(wanted), start=wanted.start)
 
         return fetch
 
-    def keep(self, tar: Path) -> bool:
-        """Whether a tar is on this machine; of those in the cache others go before it."""
+    def keep(self, tar: Path, part: range | None = None) -> bool:
+        """Whether a tar, or a part, is on this machine; of those in the cache others go before it."""
         known = self._known(tar)
         if not is_url(known.place):
             return True
         cache = shared_cache(cache_root())
-        return cache.keep(_kept_as(known, cache.root))
+        return cache.keep(kept_as(_kept_as(known, cache.root), part))
 
-    def fetch_ahead(self, tar: Path, size: int) -> None:
-        """Fetch a tar that will be opened, unless another process does; it is tried once.
+    def fetch_ahead(self, tar: Path, size: int, part: range | None = None) -> None:
+        """Fetch a tar, or a part, that will be opened, unless another process does; it is tried once.
 
         Raises:
             DataError: it is not there, or has changed since it was indexed.
@@ -126,7 +132,9 @@ class Places:
         """
         known, cache = self._known(tar), shared_cache(cache_root())
         remote, name = _remote_of(known.place)
-        cache.fetch_ahead(_kept_as(known, cache.root), size, self._fetch(known, remote.once(), name))
+        wanted = range(size) if part is None else part
+        fetch = self._fetch(known, remote.once(), name, wanted)
+        cache.fetch_ahead(kept_as(_kept_as(known, cache.root), part), len(wanted), fetch)
 
     def room(self) -> int:
         """Bytes that the cache may take; 0 where no tar lies under a URL."""

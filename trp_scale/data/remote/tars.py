@@ -5,17 +5,31 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import IO, Protocol
+from typing import IO, NamedTuple, Protocol
 
 from trp_scale.data.remote.mirror import find_mirror
 from trp_scale.data.remote.places import find_places
+from trp_scale.errors import RefusedError
+
+PARTS = "TRP_SCALE_CACHE_PARTS"
+"""Environment variable: whether the cache holds blocks in place of whole tars: auto (where it cannot hold the data
+set), always or never."""
+
+
+class StoredPart(NamedTuple):
+    """What holds a block: a tar of `size` bytes, or `part` of its bytes; None: all."""
+
+    tar: Path
+    size: int
+    part: range | None = None
 
 
 class TarStore(Protocol):
     """Opens tars that do not lie in their folder."""
 
-    def open(self, tar: Path, size: int) -> int:
-        """A descriptor of a tar; one under a URL is fetched first if the cache does not hold it.
+    def open(self, tar: Path, size: int, part: range | None = None) -> int:
+        """A descriptor of a tar, or of a file with a part of its bytes; one under a URL is fetched first if the cache
+        does not hold it.
 
         Raises:
             DataError: it is not there, or is another one now.
@@ -31,12 +45,16 @@ class TarStore(Protocol):
         """
         ...
 
-    def keep(self, tar: Path) -> bool:
-        """Whether a tar need not be fetched; of those in the cache others go before it."""
+    def fetches(self, tar: Path) -> bool:
+        """Whether a tar lies under a URL."""
         ...
 
-    def fetch_ahead(self, tar: Path, size: int) -> None:
-        """Fetch a tar that will be opened, unless another process does; it is tried once.
+    def keep(self, tar: Path, part: range | None = None) -> bool:
+        """Whether a tar, or a part, need not be fetched; of those in the cache others go before it."""
+        ...
+
+    def fetch_ahead(self, tar: Path, size: int, part: range | None = None) -> None:
+        """Fetch a tar, or a part, that will be opened, unless another process does; it is tried once.
 
         Raises:
             RefusedError: it cannot be fetched, or there is no room for it.
@@ -57,16 +75,35 @@ def find_store(directory: Path) -> TarStore | None:
     return find_places(directory) or find_mirror(directory)
 
 
-def open_tar(tar: Path, size: int) -> IO[bytes]:
-    """A tar, opened where it lies.
+def reads_parts(tar: Path, total: int) -> bool:
+    """Whether the cache holds blocks of a tar in place of the whole: a block of each tar is read at a time, so that of
+    a data set of `total` bytes that it cannot hold whole tars would come and go.
+
+    Raises:
+        RefusedError: the environment variable has another value.
+    """
+    choice = os.environ.get(PARTS) or "auto"
+    if choice not in ("auto", "always", "never"):
+        raise RefusedError(f"{PARTS}: {choice!r} found; auto, always and never are allowed")
+    store = find_store(tar.parent)
+    if store is None or choice == "never" or not store.fetches(tar):
+        return False
+    return choice == "always" or total > store.room()
+
+
+def open_tar(tar: Path, size: int, part: range | None = None) -> IO[bytes]:
+    """A tar, opened where it lies; or a file with a part of its bytes, of one for which `reads_parts`.
 
     Args:
         tar: its path in its folder.
         size: its bytes.
+        part: bytes that are wanted; None: all.
 
     Raises:
         OSError: it cannot be opened.
         DataError, RemoteError: as `TarStore.open`.
     """
     store = find_store(tar.parent)
-    return tar.open("rb", buffering=0) if store is None else os.fdopen(store.open(tar, size), "rb", buffering=0)
+    if store is None:
+        return tar.open("rb", buffering=0)
+    return os.fdopen(store.open(tar, size, part), "rb", buffering=0)

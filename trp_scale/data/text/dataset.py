@@ -9,6 +9,7 @@ from typing import Any
 
 from trp_scale.data.blocks import BlockTable, read_blocks
 from trp_scale.data.index import DataError, read_json
+from trp_scale.data.remote.tars import StoredPart
 from trp_scale.data.text.groups import GROUPS
 
 FORMAT = 1
@@ -58,10 +59,9 @@ class TextDataset:
         parts = (self.name, self.meta.length, self.meta.vocab_size, self.meta.special_tokens)
         return f"{parts} {self.meta.tokenizer_digest} {self.blocks.digest()}"
 
-    def tars(self, block: int) -> list[tuple[Path, int]]:
-        """The tar that holds a block, and its bytes."""
-        shard = int(self.blocks.shard[block])
-        return [(self.blocks.shards[shard], int(self.blocks.sizes[shard]))]
+    def tars(self, block: int) -> list[StoredPart]:
+        """The tar that holds a block, or the part of it that the cache holds."""
+        return [self.blocks.stored_part(block)]
 
 
 def open_text_dataset(directory: Path, name: str = "") -> TextDataset:
