@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 from tests.ranks import Ranks
 from tests.synthetic import Layout, hybrid
@@ -33,7 +36,20 @@ LAYOUTS = {
 }
 
 
+SHARED_MOMENTS = {"megatron": Layout(engine="megatron")}
+"""The engine on megatron-core with one rank to a matrix, which shares the moments of its rows."""
+AND_SHARED_MOMENTS = pytest.param(
+    "megatron",
+    marks=[
+        pytest.mark.exhaustive,
+        pytest.mark.skipif(
+            find_spec("megatron") is None, reason="megatron-core is not installed: the extra [megatron]"
+        ),
+    ],
+)
+
+
 def on_each_rank(two_ranks: Ranks, name: str, function: Callable[..., Any], *arguments: Any) -> list[Any]:
     """What `function(layout, *arguments)` gives on two ranks; on one, in this process, for the plain engine."""
-    layout = LAYOUTS[name]
+    layout = {**LAYOUTS, **SHARED_MOMENTS}[name]
     return [function(layout, *arguments)] if name == "plain" else two_ranks(function, layout, *arguments)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.distributed.engine_layouts import LAYOUTS, on_each_rank
+from tests.distributed.engine_layouts import AND_SHARED_MOMENTS, LAYOUTS, on_each_rank
 from tests.distributed.engine_probe import LR, CountsReductions, Probe, Reference
 from tests.grids import always
 from tests.ranks import Ranks
@@ -19,7 +19,9 @@ from trp_scale.core.pieces import Region
 from trp_scale.models.initialise import initial_tensor
 
 STATES = ("weight", "exp_avg", "exp_avg_sq")
-every_engine = pytest.mark.parametrize("name", always(LAYOUTS, "plain", "ddp", "fsdp", "zero2", "zero3"))
+every_engine = pytest.mark.parametrize(
+    "name", [*always(LAYOUTS, "plain", "ddp", "fsdp", "zero2", "zero3"), AND_SHARED_MOMENTS]
+)
 
 
 def listed(probe: Probe) -> list[tuple[str, tuple[int, ...], Region, bool, tuple[str, ...]]]:
@@ -50,7 +52,7 @@ def test_pieces_cover_every_element_once_in_one_order(two_ranks: Ranks, name: st
         assert {piece[4] for piece in after_step} == {tuple(sorted(STATES))}
         for key, shape, region, owner, _ in at_start:
             assert shape == shapes[key]
-            region.of(covered[key]).add_(owner)
+            region.of(covered[key].view(shape)).add_(owner)
     for key, times in covered.items():
         assert (times == 1).all(), f"{key}: elements owned {times.unique().tolist()} times"
 
@@ -68,7 +70,8 @@ def write_and_look(layout: Layout) -> tuple[list[float], dict[str, Tensor], dict
     probe.step(0)
     for piece in probe.engine.pieces():
         for kind, tensor in piece.tensors.items():
-            tensor.copy_(piece.region.of(written_value(kind, piece.name, piece.shape)))
+            whole = written_value(kind, piece.name, piece.shape).view(piece.shape)
+            tensor.copy_(piece.region.of(whole).reshape(-1))
     probe.engine.after_load(7)
     steps = [probe.engine.optimizer_steps()]
     losses, weights = probe.look(1), probe.engine.full_weights()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.distributed.engine_layouts import LAYOUTS, on_each_rank
+from tests.distributed.engine_layouts import AND_SHARED_MOMENTS, LAYOUTS, on_each_rank
 from tests.distributed.engine_probe import Probe
 from tests.distributed.test_engine_contract import after_two_steps
 from tests.ranks import Ranks
@@ -47,7 +47,7 @@ def norm_after_a_skip(layout: Layout) -> tuple[float, float]:
     return norm, left
 
 
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", [*LAYOUTS, AND_SHARED_MOMENTS])
 def test_a_skip_drops_the_gradients_themselves(two_ranks: Ranks, name: str) -> None:
     """Also where the next window would replace them: nobody may read them, and their memory is free until then."""
     for norm, left in on_each_rank(two_ranks, name, norm_after_a_skip):
