@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks.plan_checks import predicted
 from benchmarks.wire import Options, counted_of
+from tests.grids import grid
 from tests.ranks import Ranks
 from trp_scale.distributed.environment import Environment
 
@@ -27,8 +28,7 @@ def agree(ranks: Ranks, name: str, accumulation: int) -> None:
         assert found == (pytest.approx(calls, rel=0.1), pytest.approx(sent, rel=0.1))
 
 
-@pytest.mark.parametrize("accumulation", [1, 4])
-@pytest.mark.parametrize("name", ["tp1", "tp2"])
+@pytest.mark.parametrize(("name", "accumulation"), grid(["tp1", "tp2"], [1, 4]))
 def test_two_ranks_send_what_is_predicted(two_ranks: Ranks, name: str, accumulation: int) -> None:
     agree(two_ranks, name, accumulation)
 

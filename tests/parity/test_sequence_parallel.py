@@ -74,8 +74,9 @@ def test_places_of_whole_rows_are_split_too(two_ranks: Ranks) -> None:
     assert too_far(ours, run(Layout(), {})), "these rows have no padding"
 
 
-@pytest.mark.parametrize("training", [{"precision": "bf16"}, {"precision": "bf16", "weights": "bf16"}])
-def test_bf16_follows_plain_bf16(two_ranks: Ranks, training: dict[str, str]) -> None:
+@pytest.mark.parametrize("weights", always(["fp32", "bf16"], "bf16"))
+def test_bf16_follows_plain_bf16(two_ranks: Ranks, weights: str) -> None:
+    training = {"precision": "bf16", "weights": weights}
     ours = two_ranks(run, layout(SPLIT), {"training": training})[0]
     losses, weights = apart(ours, run(Layout(), {"training": training}))
     assert losses < LOSSES and weights < TRAVELLED
