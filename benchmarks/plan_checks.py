@@ -53,7 +53,7 @@ class Options:
 def layout_of(name: str, config: Config, gpus: int) -> Layout:
     """That of an engine by its name in benchmarks/wire.py: its file is the shipped one, where there is one."""
     if name in wire.TENSOR:
-        return megatron_layout(config, wire.TENSOR[name])
+        return replace(megatron_layout(config, wire.TENSOR[name]), split=name.endswith("sp"))
     stage = ENGINES[name]
     if stage is None:
         given = Given(engine=name)

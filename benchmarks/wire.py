@@ -2,7 +2,7 @@
 
     python benchmarks/wire.py [--layers 4 --hidden_size 256 --rows 16] [--engines ddp tp2 ...] [--rounds 9] [--half]
 
-tp1 and tp2 are --engine megatron with one and two ranks to a matrix.
+tp1 and tp2 are --engine megatron with one and two ranks to a matrix; in tp2sp the two split the tokens.
 
 Counted: collectives of a step and their payload in bytes a parameter, for one and for four micro-batches. On the wire,
 of many ranks, an all-reduce is twice its payload, a gather or a reduce-scatter once. The loss sums, the agreement of
@@ -53,8 +53,8 @@ KINDS = {
 """Part of an operation's name -> column. The first part that is in a name counts, so that "reduce" comes late."""
 
 
-TENSOR = {"tp1": 1, "tp2": 2}
-"""Ranks that share each large matrix, by the name of a layout."""
+TENSOR = {"tp1": 1, "tp2": 2, "tp2sp": 2}
+"""Ranks that share each large matrix, by the name of a layout; with sp they split the tokens."""
 
 
 @dataclass(kw_only=True)
@@ -121,6 +121,7 @@ def trainer_on(environment: Environment, layout: str, work: Workload) -> Trainer
         from trp_scale.engines.megatron import MegatronEngine, megatron_groups
 
         work.config.megatron.tensor_parallel = TENSOR[layout]
+        work.config.megatron.sequence_parallel = layout.endswith("sp")
         environment.ensure_process_group()
         data, _ = megatron_groups(TENSOR[layout], local_world=environment.world.size)
         return trainer_of(MegatronEngine(work.module, work.config, device=environment.device, data_group=data), work)

@@ -28,13 +28,13 @@ def agree(ranks: Ranks, name: str, accumulation: int) -> None:
         assert found == (pytest.approx(calls, rel=0.1), pytest.approx(sent, rel=0.1))
 
 
-@pytest.mark.parametrize(("name", "accumulation"), grid(["tp1", "tp2"], [1, 4]))
+@pytest.mark.parametrize(("name", "accumulation"), grid(["tp1", "tp2", "tp2sp"], [1, 4]))
 def test_two_ranks_send_what_is_predicted(two_ranks: Ranks, name: str, accumulation: int) -> None:
     agree(two_ranks, name, accumulation)
 
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("accumulation", [1, 4])
-@pytest.mark.parametrize("name", ["tp1", "tp2"])
+@pytest.mark.parametrize("name", ["tp1", "tp2", "tp2sp"])
 def test_four_ranks_send_what_is_predicted(four_ranks: Ranks, name: str, accumulation: int) -> None:
     agree(four_ranks, name, accumulation)

@@ -121,7 +121,7 @@ class Rows(RowParallelLinear):  # type: ignore[misc]
         if self.splitting is None:
             whole = reduce_from_tensor_model_parallel_region(part, group=self.tp_group)
         else:
-            whole = exchanged(part, self.splitting, summed, gathered)
+            whole = exchanged(part, partial(summed, group=self.splitting), partial(gathered, group=self.splitting))
         return whole if self.bias is None else whole + self.bias.to(whole.dtype)  # type: ignore[no-any-return]
 
 
@@ -199,14 +199,18 @@ class CutOverRanks(Cut):
 class SplitTokens(CutOverRanks):
     """Each rank has some of the tokens where nothing is cut."""
 
+    def __init__(self, tensor_group: Group, device: torch.device) -> None:
+        super().__init__(tensor_group, device)
+        self.gather, self.scatter, self.own = (partial(each, group=tensor_group) for each in (gathered, summed, own))
+
     def projected(self, tokens: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
-        return products(tokens, self.group, layers)
+        return products(tokens, self.gather, self.scatter, layers)
 
     def split(self, tokens: Tensor) -> Tensor:
-        return exchanged(tokens, self.group, own, gathered)
+        return exchanged(tokens, self.own, self.gather)
 
     def whole(self, tokens: Tensor) -> Tensor:
-        return exchanged(tokens, self.group, gathered, own)
+        return exchanged(tokens, self.gather, self.own)
 
 
 class MegatronEngine(DdpEngine):

@@ -18,7 +18,7 @@ from trp_scale.core.engine import EngineError
 from trp_scale.distributed.groups import Group
 from trp_scale.models.tensor_plan import Cut
 
-Operation = Callable[[Tensor, Group], Tensor]
+Operation = Callable[[Tensor], Tensor]
 
 
 def gathered(tokens: Tensor, group: Group) -> Tensor:
@@ -55,50 +55,57 @@ class Exchange(torch.autograd.Function):
     """One of these, whose backward pass is another of them."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, group: Group, there: Operation, back: Operation) -> Tensor:
-        ctx.group, ctx.back = group, back
-        return there(tokens, group)
+    def forward(ctx: Any, tokens: Tensor, there: Operation, back: Operation) -> Tensor:
+        ctx.back = back
+        return there(tokens)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        return ctx.back(gradient, ctx.group), None, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        return ctx.back(gradient), None, None
 
 
-def exchanged(tokens: Tensor, group: Group, there: Operation, back: Operation) -> Tensor:
+def exchanged(tokens: Tensor, there: Operation, back: Operation) -> Tensor:
     """`Exchange`, with types."""
-    return Exchange.apply(tokens, group, there, back)  # type: ignore[no-untyped-call, no-any-return]
+    return Exchange.apply(tokens, there, back)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class Products(torch.autograd.Function):
     """Layers' outputs for all tokens. The backward pass gathers the tokens again; a rank keeps its own alone."""
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, group: Group, count: int, *parameters: Tensor) -> tuple[Tensor, ...]:
+    def forward(
+        ctx: Any, tokens: Tensor, gather: Operation, scatter: Operation, count: int, *parameters: Tensor
+    ) -> tuple[Tensor, ...]:
         """[..., T / ranks, I], weights [O, I], and as many biases [O] -> of each [..., T, O]."""
         weights, biases = parameters[:count], parameters[count:]
-        ctx.group = group
+        ctx.gather, ctx.scatter = gather, scatter
         ctx.save_for_backward(tokens, *weights)
-        whole = gathered(tokens, group)
+        whole = gather(tokens)
         return tuple(F.linear(whole, *each) for each in zip(weights, biases, strict=True))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         tokens, *weights = ctx.saved_tensors
-        whole = gathered(tokens, ctx.group).flatten(0, -2)  # [T, I]
+        whole = ctx.gather(tokens).flatten(0, -2)  # [T, I]
         by_tokens = sum(gradient @ weight for gradient, weight in zip(gradients, weights, strict=True))
         flat = [gradient.flatten(0, -2) for gradient in gradients]  # [T, O]
         by_weights, by_biases = [each.t() @ whole for each in flat], [each.sum(0) for each in flat]
-        return summed(by_tokens, ctx.group), None, None, *by_weights, *by_biases  # type: ignore[arg-type]
+        return ctx.scatter(by_tokens), None, None, None, *by_weights, *by_biases
 
 
-def products(tokens: Tensor, group: Group, layers: tuple[Any, ...]) -> tuple[Tensor, ...]:
-    """Of layers with `weight` and `bias`, as torch's own layers are under autocast."""
+def products(tokens: Tensor, gather: Operation, scatter: Operation, layers: tuple[Any, ...]) -> tuple[Tensor, ...]:
+    """Of layers with `weight` and `bias`, as torch's own layers are under autocast.
+
+    Args:
+        gather: this rank's tokens -> all.
+        scatter: all ranks' gradients of all tokens -> the sums of this rank's.
+    """
     kind = tokens.device.type
     parameters = [*(layer.weight for layer in layers), *(layer.bias for layer in layers)]
     if torch.is_autocast_enabled(kind):
         tokens, *parameters = (each.to(torch.get_autocast_dtype(kind)) for each in (tokens, *parameters))
     with torch.autocast(kind, enabled=False):
-        return Products.apply(tokens, group, len(layers), *parameters)  # type: ignore[no-untyped-call, no-any-return]
+        return Products.apply(tokens, gather, scatter, len(layers), *parameters)  # type: ignore[no-untyped-call, no-any-return]
 
 
 class DropoutApart(nn.Dropout):

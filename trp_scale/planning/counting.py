@@ -30,7 +30,7 @@ from trp_scale.planning.operations import (
     attention_of_a_gpu,
     replace_parameters,
 )
-from trp_scale.planning.tensor_parallel import TensorSum, cut_over, watch
+from trp_scale.planning.tensor_parallel import TensorSum, cut_over, plan_of, watch
 from trp_scale.training.micro_size import FITTED, Need, saved_by_rows
 from trp_scale.upstreams.base import DataFacts, Outline, upstream_of
 
@@ -133,12 +133,12 @@ class Counted:
         batch = self.outline.rows(1)
         return sum(field.nbytes for field in batch.fields.values())
 
-    def _over(self, ranks: int) -> Counted:
-        """What one of the ranks that share its matrices has; itself on one."""
+    def _over(self, ranks: int, split: bool) -> Counted:
+        """What one of the ranks that share its matrices, and may split its tokens, has; itself on one."""
         if ranks == 1:
             return self
         part = copy.copy(self)
-        part.outline = replace(self.outline, model=cut_over(self.outline.model, ranks))
+        part.outline = replace(self.outline, model=cut_over(self.outline.model, ranks, split))
         for name in ("model", "parameters", "blocks"):
             part.__dict__.pop(name, None)
         part.passes, part.saved = cache(part._passes), cache(part._saved)
@@ -153,6 +153,12 @@ class Counted:
             replace(one, size=round(one.size + slope * (rows - FITTED[0])))
             for one, slope in zip(few, slopes, strict=True)
         ]
+
+    def partial(self, part: Counted) -> int:
+        """Numbers of the parameters of which a rank that splits tokens makes the gradient of its own alone."""
+        blocks = tuple(f"{path}." for path in plan_of(self.model).split)
+        pairs = zip(self.model.named_parameters(), part.model.parameters(), strict=True)
+        return sum(a.numel() for (name, a), b in pairs if name.startswith(blocks) and a.shape == b.shape)
 
     def with_checkpointing(self, how: Checkpointing) -> Config:
         return replace(self.config, training=replace(self.config.training, activation_checkpointing=how))

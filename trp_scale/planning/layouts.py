@@ -40,6 +40,7 @@ class Layout:
         offload: FSDP2: weights, gradients and moments are in host memory.
         tensor: ranks that share each large matrix.
         shard_moments: megatron.shard_moments.
+        split: whether they split tokens.
     """
 
     engine: str
@@ -53,6 +54,7 @@ class Layout:
     offload: bool = False
     tensor: int = 1
     shard_moments: bool = True
+    split: bool = False
 
     @property
     def name(self) -> str:
@@ -61,7 +63,7 @@ class Layout:
         if self.shard_ranks:
             engine += f" in groups of {self.shard_ranks}"
         if self.engine == "megatron":
-            engine += f" TP {self.tensor}"
+            engine += f" TP {self.tensor}" + (" SP" if self.split else "")
         if self.offloads:
             engine += " offload"
         return engine if self.checkpointing == "none" else f"{engine}, {self.checkpointing} checkpointing"
@@ -179,10 +181,12 @@ def _ddp(counted: Counted, layout: Layout, ranks: int, accumulation: int) -> Ite
 def _megatron(counted: Counted, layout: Layout, ranks: int, micro: int, accumulation: int) -> Iterator[Collective]:
     """Sums over the ranks that share matrices in every pass. Over those that split the batch, gradients once a window,
     and new weights where each updates rows of its own."""
-    part, data, tasks = counted.over(layout.tensor), layout.data_ranks(ranks), len(counted.outline.objective.tasks)
+    part, data = counted.over(layout.tensor, layout.split), layout.data_ranks(ranks)
+    tasks = len(counted.outline.objective.tasks)
     yield Collective(kind="all-reduce", size=8 * (tasks + 2), phase="start")
     shared = layout.sharing(ranks) > 1
     among: dict[str, Any] = {"ranks": data, "apart": layout.tensor}
+    inside: dict[str, Any] = {"ranks": layout.tensor, "hides": False}
     if data > 1:
         yield Collective(kind="all-reduce", size=16 * tasks, phase="update", **among)
     if shared or layout.tensor > 1:
@@ -193,14 +197,9 @@ def _megatron(counted: Counted, layout: Layout, ranks: int, micro: int, accumula
             yield Collective(kind="all-reduce", size=16 * number, phase="update", ranks=norms)
     sums = part.tensor_sums(micro, layout.rounded) if layout.tensor > 1 else []
     for one, times in Counter(sums).items():
-        yield Collective(
-            kind="all-reduce",
-            size=one.size,
-            phase=one.phase,
-            times=times * accumulation,
-            ranks=layout.tensor,
-            hides=False,
-        )
+        yield Collective(kind=one.kind, size=one.size, phase=one.phase, times=times * accumulation, **inside)
+    if layout.split:
+        yield Collective(kind="all-reduce", size=MASTER * counted.partial(part), phase="last", **inside)
     if data == 1:
         return
     members = [Member(read=each, own=each) for each in part.model.parameters()]
@@ -337,7 +336,7 @@ def memory(counted: Counted, layout: Layout, *, ranks: int, micro: int, accumula
         accumulation: micro-batches of a step.
     """
     states = _states(counted, layout, ranks, accumulation)
-    part = counted.over(layout.tensor)
+    part = counted.over(layout.tensor, layout.split)
     activations = part.saved(layout.checkpointing, layout.rounded).of(micro)
     share = layout.sharers(ranks) if layout.engine == "fsdp" or layout.stage == 3 else 1
     network = 4 * MASTER * counted.network / share
@@ -357,7 +356,7 @@ def _states(counted: Counted, layout: Layout, ranks: int, accumulation: int) -> 
     if layout.engine == "plain" or (ranks == 1 and layout.stage is None):
         return {"weights": MASTER * every + copy, "gradients": MASTER * every, "moments": 2 * MASTER * every}
     if layout.engine == "megatron":
-        return _megatron_states(counted.over(layout.tensor).parameters, layout, ranks, several=several)
+        return _megatron_states(counted.over(layout.tensor, layout.split).parameters, layout, ranks, several=several)
     if layout.engine == "ddp":
         # Flat buckets stay; gradients of earlier micro-batches lie beside them until they are packed.
         beside = MASTER * every if several else min(MASTER * every, BUCKET_BYTES)

@@ -106,6 +106,8 @@ class Plan:
             flags += " --fsdp.offload True"
         if self.layout.tensor > 1:
             flags += f" --megatron.tensor_parallel {self.layout.tensor}"
+        if self.layout.split:
+            flags += " --megatron.sequence_parallel True"
         flags += " --data.path DATA"
         if self.layout.engine == "plain":
             return f"trp-scale pretrain {flags}"
@@ -244,8 +246,6 @@ def _plans_of_megatron(counted: Counted, cluster: Cluster) -> list[Plan]:
     """
     config, stated = counted.config, counted.config.megatron.tensor_parallel
     check_megatron(replace(config, batch=replace(config.batch, micro_size=1)))
-    if config.megatron.sequence_parallel:
-        raise RefusedError("--megatron.sequence_parallel True: what it keeps is not planned; allowed in a plan: False")
     allowed = list(degrees(plan_of(counted.model), cluster.gpus, cluster.gpu.per_node))
     if stated > 1 and stated not in allowed:
         raise RefusedError(
@@ -272,6 +272,7 @@ def megatron_layout(config: Config, tensor: int) -> Layout:
         sent=BYTES_OF[config.training.gradients],
         tensor=tensor,
         shard_moments=config.megatron.shard_moments,
+        split=config.megatron.sequence_parallel,
     )
 
 

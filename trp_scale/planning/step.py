@@ -85,7 +85,7 @@ def step_of(
     """
     config, gpu, peak = counted.config, cluster.gpu, peak_of(counted.config, cluster.gpu)
     fused = layout.compiles and config.training.compile in ("auto", "blocks", "whole")
-    passes = counted.over(layout.tensor).passes(layout.checkpointing, layout.rounded, fused)
+    passes = counted.over(layout.tensor, layout.split).passes(layout.checkpointing, layout.rounded, fused)
     forward, backward = (passes[name].seconds(micro, gpu, peak) for name in ("forward", "backward"))
     hidden, sums = ([each for each in messages if each.hides == hides] for hides in (True, False))
     taken = {phase: _seconds(hidden, cluster, phase) for phase in ("forward", "backward", "last", "update")}
@@ -149,7 +149,7 @@ def _update(counted: Counted, layout: Layout, cluster: Cluster, accumulation: in
     if layout.offload:  # weights come for both passes of each micro-batch, gradients go once
         return own * (2 * accumulation + 1) * MASTER / HOST_LINK + own / HOST_UPDATE
     if layout.engine == "megatron":
-        own = counted.over(layout.tensor).parameters / layout.sharing(cluster.gpus)
+        own = counted.over(layout.tensor, layout.split).parameters / layout.sharing(cluster.gpus)
     if layout.offloads:
         return own * 2 * MASTER / HOST_LINK + own / HOST_UPDATE
     seconds = UPDATE_BYTES * own / (SHARE_OF_MEMORY * cluster.gpu.memory_rate)

@@ -8,10 +8,13 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trp_scale.config import RefusedError
+from trp_scale.distributed.groups import Group
+from trp_scale.engines.sequence_parallel import exchanged, own, products
 from trp_scale.models.initialise import give
 from trp_scale.models.tensor_plan import Cut, TensorPlan, matches
 
@@ -21,10 +24,11 @@ NUMBER = 4
 
 @dataclass(frozen=True, kw_only=True)
 class TensorSum:
-    """A sum over the ranks of a tensor group. Attributes: phase: forward or backward; size: bytes."""
+    """What a tensor group sends. Attributes: phase: forward or backward; size: bytes; kind: as of Collective."""
 
     phase: str
     size: int
+    kind: str = "all-reduce"
 
 
 @dataclass(kw_only=True)
@@ -35,8 +39,8 @@ class CountsSums(Cut):
     noted: list[TensorSum] = field(default_factory=list)
     together: bool = False
 
-    def note(self, phase: str, size: int) -> None:
-        self.noted.append(TensorSum(phase=phase, size=size))
+    def note(self, phase: str, size: int, kind: str = "all-reduce") -> None:
+        self.noted.append(TensorSum(phase=phase, size=size, kind=kind))
 
     def projected(self, tokens: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
         self.together = True
@@ -67,6 +71,52 @@ class CountsSums(Cut):
         return F.cross_entropy(logits.float(), labels, reduction="none")
 
 
+class CountsTokens(CountsSums):
+    """The same of a block that has some of the tokens outside of what is cut.
+
+    Args:
+        ranks: that split them.
+    """
+
+    def __init__(self, ranks: int) -> None:
+        super().__init__()
+        self.ranks = ranks
+
+    def all(self, tokens: Tensor) -> Tensor:
+        return torch.cat([tokens] * self.ranks, dim=-2)
+
+    def own(self, tokens: Tensor) -> Tensor:
+        return own(tokens, Group("tensor", size=self.ranks))
+
+    def projected(self, tokens: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
+        found = products(tokens, self.all, self.own, layers)
+        size = self.ranks * tokens.numel() * found[0].element_size()
+        for phase, kind in (("forward", "gather"), ("backward", "gather"), ("backward", "scatter")):
+            self.note(phase, size, kind)
+        return found
+
+    def split(self, tokens: Tensor) -> Tensor:
+        self.note("backward", tokens.nbytes, "gather")
+        return exchanged(tokens, self.own, self.all)
+
+    def whole(self, tokens: Tensor) -> Tensor:
+        self.note("forward", self.ranks * tokens.nbytes, "gather")
+        return exchanged(tokens, self.all, self.own)
+
+
+class RowsOfTokens(nn.Linear):
+    """Rows of a block that has some of the tokens, which get their sums alone."""
+
+    counts: CountsTokens
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        part = F.linear(inputs, self.weight)
+        self.counts.note("forward", part.nbytes, "scatter")
+        self.counts.note("backward", part.nbytes, "gather")
+        sums = exchanged(part, self.counts.own, self.counts.all)
+        return sums + self.bias.to(sums.dtype)
+
+
 def plan_of(model: nn.Module) -> TensorPlan:
     """The model's.
 
@@ -79,8 +129,12 @@ def plan_of(model: nn.Module) -> TensorPlan:
     return plan
 
 
-def cut_over(make: Callable[[], nn.Module], ranks: int) -> Callable[[], nn.Module]:
-    """Makes the part of a model that one of so many ranks has; its values are none."""
+def cut_over(make: Callable[[], nn.Module], ranks: int, split: bool) -> Callable[[], nn.Module]:
+    """Makes the part of a model that one of so many ranks has; its values are none.
+
+    Args:
+        split: whether the ranks split tokens.
+    """
 
     def made() -> nn.Module:
         model = make()
@@ -89,6 +143,8 @@ def cut_over(make: Callable[[], nn.Module], ranks: int) -> Callable[[], nn.Modul
             smaller = _cut(plan.kind(name), layer, ranks)
             if smaller is not None:
                 model.set_submodule(name, smaller)
+        if split:
+            _split(model, plan, ranks)
         for path, owner in model.named_modules():
             for name, tensor in [*owner.named_parameters(path, False), *owner.named_buffers(path, False)]:
                 if matches(name, plan.first_dimension):
@@ -101,6 +157,25 @@ def cut_over(make: Callable[[], nn.Module], ranks: int) -> Callable[[], nn.Modul
         return model
 
     return made
+
+
+def _split(model: nn.Module, plan: TensorPlan, ranks: int) -> None:
+    """Have blocks compute on a rank's tokens."""
+    if not plan.split:
+        name = type(model).__name__
+        raise RefusedError(
+            f"--megatron.sequence_parallel: {name} has no blocks whose tokens can be split; allowed: False"
+        )
+    counts = CountsTokens(ranks)
+    model.cut = counts  # type: ignore[assignment]
+    for path in plan.split:
+        block = model.get_submodule(path)
+        block.cut = counts  # type: ignore[assignment]
+        for name, layer in list(block.named_modules(prefix=path)):
+            if plan.kind(name) == "rows" and isinstance(layer, nn.Linear):
+                rows = RowsOfTokens(layer.in_features, layer.out_features)
+                rows.counts = counts
+                model.set_submodule(name, rows)
 
 
 def _cut(kind: str, layer: nn.Module, ranks: int) -> nn.Module | None:
@@ -120,9 +195,12 @@ def watch(model: nn.Module) -> CountsSums:
     counts, plan = CountsSums(), plan_of(model)
     hooks = {"columns": counts.columns, "rows": counts.rows, "vocabulary": counts.rows, "entered": counts.entered}
     for name, layer in model.named_modules():
-        if kind := plan.kind(name):
+        if (kind := plan.kind(name)) and not isinstance(layer, RowsOfTokens):
             layer.register_forward_hook(hooks[kind])
-        if isinstance(getattr(layer, "cut", None), Cut):
+        cut = getattr(layer, "cut", None)
+        if isinstance(cut, CountsTokens):
+            cut.noted = counts.noted
+        elif isinstance(cut, Cut):
             layer.cut = counts  # type: ignore[assignment]
     if plan.losses:
         setattr(model, plan.losses, counts.losses)

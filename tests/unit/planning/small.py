@@ -59,7 +59,8 @@ def counted(blocks: int = 3, *, tasks: int = 2, network: int = 0) -> Any:
         outline=SimpleNamespace(objective=SimpleNamespace(tasks=("task",) * tasks)),
         saved=lambda how, rounded: Need(fixed=1000, row=10),
     )
-    found.over = lambda ranks: {1: found, 2: half(blocks)}[ranks]
+    found.partial = lambda part: 7
+    found.over = lambda ranks, split: {1: found, 2: half(blocks)}[ranks]
     return found
 
 

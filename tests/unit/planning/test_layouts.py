@@ -110,6 +110,8 @@ def test_ranks_that_share_matrices_sum_in_every_pass_and_others_once_a_window() 
         assert {each.phase for each in found if each.kind == "gather"} == {"update"}
     whole = messages(Layout(engine="megatron", tensor=2, shard_moments=False, sent=2), ranks=4)
     assert sent(whole, "all-reduce") == [40] * 6 + [100] and not sent(whole, "gather")
+    split = messages(Layout(engine="megatron", tensor=2, split=True), ranks=4)
+    assert sent(split, "all-reduce") == [28] + [40] * 6  # the gradients of 7 numbers are each rank's own tokens'
     alone = messages(Layout(engine="megatron", tensor=2), ranks=2)
     assert sent(alone, "all-reduce") == [40] * 6 and {each.ranks for each in alone if each.phase != "start"} == {2}
 

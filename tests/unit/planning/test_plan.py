@@ -142,12 +142,19 @@ def test_sums_over_ranks_that_share_matrices_hide_behind_nothing() -> None:
     ("megatron", "message"),
     [
         ({"tensor_parallel": 3}, "--megatron.tensor_parallel is 3; allowed .* on 16 GPUs in nodes of 8: 1, 2, 4"),
-        ({"tensor_parallel": 2, "sequence_parallel": True}, "--megatron.sequence_parallel True: .* is not planned"),
+        ({"sequence_parallel": True}, "--megatron.sequence_parallel needs ranks that share matrices"),
     ],
 )
 def test_what_cannot_be_cut_is_refused(megatron: dict[str, Any], message: str) -> None:
     with pytest.raises(RefusedError, match=message):
         planned(of_four_heads(**megatron), Cluster(gpu=H100, gpus=16), Given(engine="megatron"))
+
+
+def test_the_command_says_that_tokens_are_split() -> None:
+    counted = of_four_heads(tensor_parallel=2, sequence_parallel=True)
+    (plan,) = planned(counted, Cluster(gpu=H100, gpus=8), Given(engine="megatron"))
+    assert plan.layout.name == "megatron TP 2 SP"
+    assert "--megatron.tensor_parallel 2 --megatron.sequence_parallel True" in plan.command("R")
 
 
 def test_checkpointing_of_cut_blocks_is_refused() -> None:

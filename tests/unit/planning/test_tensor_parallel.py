@@ -28,8 +28,8 @@ def test_a_third_of_the_matrices_and_all_of_the_rest(tiny: Counted) -> None:
     width, hidden, layers, words = model.hidden_size, model.intermediate_size, model.layers, 8064
     block = 3 * (width + 1) * width + width * width + (width + 1) * hidden + hidden * width
     cut = layers * block + (width + 1) * words
-    assert tiny.over(3).parameters == tiny.parameters - cut + cut // 3
-    assert tiny.over(1) is tiny
+    assert tiny.over(3, False).parameters == tiny.parameters - cut + cut // 3
+    assert tiny.over(1, False) is tiny
 
 
 def test_sums_of_a_text_model(tiny: Counted) -> None:
@@ -50,14 +50,39 @@ def test_sums_of_a_text_model(tiny: Counted) -> None:
             ("forward", 4 * rows * masked): 3,
         }
     )
-    assert Counter((each.phase, each.size) for each in tiny.over(3).tensor_sums(rows, False)) == expected
+    assert Counter((each.phase, each.size) for each in tiny.over(3, False).tensor_sums(rows, False)) == expected
+
+
+def test_ranks_that_split_tokens_keep_their_own_and_gather_twice() -> None:
+    """Four heads on two ranks, no dropout. Of each block but the last a rank keeps half of four tensors [R, L, D] less:
+    what entered two products, and the inputs of two norms, with their means and deviations. It gathers what products
+    read in both passes, and the gradients of their outputs; sums are scattered."""
+    config = load_recipe("pos_bert_tiny")
+    config.training.precision = "fp32"
+    config.model.heads, config.model.hidden_size, config.model.dropout = 4, 128, 0.0
+    counted, rows = Counted(config, DataFacts(length=64, vocabulary=8000)), 5
+    whole, split = counted.over(2, False), counted.over(2, True)
+    blocks, numbers = config.model.layers - 1, 64 * 128
+    less = whole.saved("none", False).row - split.saved("none", False).row
+    assert less == blocks * (4 * 4 * numbers + 4 * 4 * 64) / 2
+    sums = Counter((each.phase, each.kind, each.size) for each in split.tensor_sums(rows, False))
+    size = 4 * rows * numbers
+    assert sums[("forward", "gather", size)] == 2 * blocks + 1  # the stream, before the last block
+    assert sums[("forward", "scatter", size)] == sums[("backward", "scatter", size)] == 2 * blocks
+    assert sums[("backward", "gather", size)] == 4 * blocks + 1
+    assert counted.partial(split) == blocks * 6 * 128  # two norms, and two biases of rows
+
+
+def test_images_are_not_split() -> None:
+    with pytest.raises(RefusedError, match="MaskedAutoencoder has no blocks whose tokens can be split"):
+        assert Counted(load_recipe("adpe_tiny"), DataFacts()).over(2, True).parameters
 
 
 @pytest.mark.parametrize("name", ["adpe_tiny", "mm_mae_tiny", "mlo_mae_tiny"])
 def test_image_models_are_cut_too(name: str) -> None:
     """Two sums in each pass of a block with 4 heads, besides those of relative positions and cross-attention."""
     counted = Counted(load_recipe(name), DataFacts())
-    part = counted.over(2)
+    part = counted.over(2, False)
     assert sum(part.blocks) < 0.6 * sum(counted.blocks)
     assert part.saved("none", False).row < 0.75 * counted.saved("none", False).row
     phases = Counter(each.phase for each in part.tensor_sums(4, False))
