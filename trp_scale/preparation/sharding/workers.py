@@ -151,15 +151,18 @@ def run_portions(
         initial = (make, arguments, counters, context.Value("i", 0), own_modules())
         with ProcessPoolExecutor(processes, context, initializer=_start, initargs=initial) as pool:
             futures = {portion.number: pool.submit(_work, portion) for portion in portions}
+            reports = None
             try:
                 while wait(futures.values(), timeout=0.5, return_when="FIRST_EXCEPTION").not_done:
                     if any(future.done() and future.exception() for future in futures.values()):
                         break
-                return {number: future.result() for number, future in futures.items()}
+                reports = {number: future.result() for number, future in futures.items()}
+                return reports
             except BrokenProcessPool as error:
                 raise process_died(progressed.title) from error
             finally:
-                pool.shutdown(wait=False, cancel_futures=True)
+                # A process that has only just been started when all is done would miss what it is started with.
+                pool.shutdown(wait=reports is not None, cancel_futures=True)
 
 
 def process_died(title: str) -> DataError:
