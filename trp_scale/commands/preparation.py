@@ -7,16 +7,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import tyro
 
 from trp_scale.command_line import TakesModules, read
 from trp_scale.errors import RefusedError
-
-if TYPE_CHECKING:
-    from trp_scale.preparation.pseudo_labels.settings import PseudoLabelConfig
-    from trp_scale.preparation.sharding.job import ShardingSettings
+from trp_scale.preparation.sharding.parts import SpreadSettings
 
 
 def shard_text(argv: Sequence[str]) -> int:
@@ -38,6 +35,7 @@ def shard_text(argv: Sequence[str]) -> int:
     from trp_scale.preparation.text.shard import shard_text as shard
 
     _tell_progress()
+    settings.check()
     if not _submitted("shard-text", argv, settings, settings.output):
         shard(settings)
     return 0
@@ -52,6 +50,7 @@ def shard_images(argv: Sequence[str]) -> int:
     from trp_scale.preparation.images.shard import shard_images as shard
 
     _tell_progress()
+    settings.check()
     if not _submitted("shard-images", argv, settings, settings.output):
         shard(settings)
     return 0
@@ -66,28 +65,26 @@ def pseudo_label(argv: Sequence[str]) -> int:
     from trp_scale.preparation.pseudo_labels.label import pseudo_label as label
 
     _tell_progress()
+    settings.check()
     if not _submitted("pseudo-label", argv, settings, settings.data):
         label(settings)
     return 0
 
 
-def _submitted(
-    command: str, argv: Sequence[str], settings: ShardingSettings | PseudoLabelConfig, directory: Path
-) -> bool:
-    """Whether the command is one for SLURM; then it is submitted."""
+def _submitted(command: str, argv: Sequence[str], settings: SpreadSettings, directory: Path) -> bool:
+    """Whether the command, whose settings were checked, is one for SLURM; then it is submitted."""
     if settings.executor != "slurm-array":
         if settings.sbatch:
             raise RefusedError(f"--sbatch {settings.sbatch!r}: goes with --executor slurm-array")
         return False
     from trp_scale.preparation.sharding.slurm_array import submit_array
 
-    settings.check()
     submit_array(command, argv, settings, directory)
     return True
 
 
 @dataclass(kw_only=True)
-class IndexArguments(TakesModules):
+class IndexArguments(SpreadSettings, TakesModules):
     """Write the binary index of a data set from the JSON ones beside its tars: runs map it in place of reading those.
     Or make a data set of WebDataset tars that others made, without sharding them again: their headers and images are
     read once, and the tars stay where they are."""
@@ -114,9 +111,7 @@ class IndexArguments(TakesModules):
     max_skipped: float = 0.01
     """Tars of others: largest share of samples that may be left out, say because they have no image."""
     processes: int = 0
-    """Tars of others: processes at work; 0 = one for each core."""
-    progress: bool = True
-    """Show a progress bar."""
+    """Tars of others: how many are read at once; 0 = one for each core, of this machine or of the Ray cluster."""
 
 
 _CHOICES = ("image", "label", "class_names", "split", "rows_per_block", "max_pixels")
@@ -125,7 +120,7 @@ _CHOICES = ("image", "label", "class_names", "split", "rows_per_block", "max_pix
 
 def index(argv: Sequence[str]) -> int:
     """`trp-scale index`."""
-    first = ("tars", "output", "label", "image", "split", "processes")
+    first = ("tars", "output", "label", "image", "split", "processes", "executor")
     arguments = read(IndexArguments, argv, prog="trp-scale index", first=first)
     from trp_scale.data.index import read_json
     from trp_scale.preparation.binary_index import write_dataset_index
@@ -133,7 +128,7 @@ def index(argv: Sequence[str]) -> int:
 
     dataset = Path(arguments.tars)
     if not (dataset / "dataset.json").exists() or is_indexed(dataset) or arguments.output is not None:
-        _index_tars(arguments)
+        _index_tars(arguments, argv)
         return 0
     _refuse_of_tars(arguments, f"{dataset} is a data set that was sharded here")
     for path in write_dataset_index(dataset, read_json(dataset / "dataset.json")):
@@ -141,7 +136,7 @@ def index(argv: Sequence[str]) -> int:
     return 0
 
 
-def _index_tars(arguments: IndexArguments) -> None:
+def _index_tars(arguments: IndexArguments, argv: Sequence[str]) -> None:
     """Make a data set of the tars of others, or bring one up to date."""
     from trp_scale.preparation.images.index_tars import IndexTars, index_tars, is_indexed, settings_of
 
@@ -155,8 +150,12 @@ def _index_tars(arguments: IndexArguments) -> None:
         if not dataset.is_dir():
             raise RefusedError(f"{arguments.tars}: tars that are not a folder; give --output DIR for the data set")
         output = dataset
+    part = arguments.own_part()
     _tell_progress()
-    index_tars(IndexTars(**{"tars": arguments.tars, **settings}, output=output))
+    config = IndexTars(**{"tars": arguments.tars, **settings}, output=output, part=part, executor=arguments.executor)
+    config.check()
+    if not _submitted("index", argv, arguments, output):
+        index_tars(config)
 
 
 def _refuse_of_tars(arguments: IndexArguments, reason: str) -> None:

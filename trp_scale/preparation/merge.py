@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import logging
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 from trp_scale.data.index import DataError, read_json
+from trp_scale.preparation.images.index_tars import TARS, finish_tars
 from trp_scale.preparation.pseudo_labels.directory import Unfinished, complete, unfinished
-from trp_scale.preparation.sharding.job import DataKind, finish_dataset, some
+from trp_scale.preparation.sharding.job import DataKind, finish_dataset
 from trp_scale.preparation.sharding.lock import only_run
-from trp_scale.preparation.sharding.parts import all_parts
+from trp_scale.preparation.sharding.parts import all_parts, some
 
 log = logging.getLogger(__name__)
 
@@ -56,8 +57,13 @@ def _merge_shards(directory: Path, max_skipped: float | None) -> None:
         stack.enter_context(only_run(directory, "merge.lock"))
         for part in parts:
             stack.enter_context(only_run(directory, part.lock))
-        finished = finish_dataset(directory, _kind(next(iter(parts.values()))), max_skipped)
-    log.info("%s: %d parts are one data set of %d shards", directory, len(parts), len(finished.shards))
+        if next(iter(parts.values()))["kind"] == TARS:
+            shards = len(finish_tars(directory, parts, max_skipped))
+        else:
+            shards = len(finish_dataset(directory, _kind(next(iter(parts.values()))), max_skipped).shards)
+    with suppress(OSError):
+        (directory / "progress").rmdir()
+    log.info("%s: %d parts are one data set of %d shards", directory, len(parts), shards)
 
 
 def _kind(document: dict[str, Any]) -> DataKind[Any]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -48,11 +48,26 @@ from trp_scale.preparation.images.foreign_tar import (
 )
 from trp_scale.preparation.images.tar_members import tar_members
 from trp_scale.preparation.images.tar_places import find_tars, names_of
-from trp_scale.preparation.sharding.job import MAX_LISTED, PortionReport, check_ranges, check_skipped
+from trp_scale.preparation.sharding.job import (
+    MAX_LISTED,
+    PortionReport,
+    check_ranges,
+    check_skipped,
+    refuse_differences,
+)
 from trp_scale.preparation.sharding.lock import only_run
+from trp_scale.preparation.sharding.parts import Part, begun_parts, missing_parts, unfinished
 from trp_scale.preparation.sharding.workers import Advance, Progressed, run_portions
 
 log = logging.getLogger(__name__)
+
+TARS = "tars"
+"""Of the parts of such a data set: what they make."""
+
+ALL = Part(count=1, index=0)
+
+_IDENTITY = ("tars", "image", "label", "class_names", "split", "rows_per_block", "max_pixels")
+"""Settings that the data set depends on."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +83,14 @@ class IndexTars:
     rows_per_block: int
     max_pixels: int
     max_skipped: float
-    processes: int
-    progress: bool
+    processes: int = 0
+    progress: bool = False
+    executor: str = "local"
+    part: Part = ALL
+
+    def identity(self) -> dict[str, Any]:
+        """What all parts have alike."""
+        return {name: getattr(self, name) for name in _IDENTITY}
 
     def check(self) -> None:
         """Raise DataError for a setting that cannot work, naming its flag."""
@@ -104,10 +125,9 @@ def settings_of(directory: Path) -> dict[str, Any]:
     """
     path = directory / "dataset.json"
     settings = read_json(path).get("settings", {})
-    names = ("tars", "image", "label", "class_names", "split", "rows_per_block", "max_pixels")
-    if any(name not in settings for name in names):
+    if any(name not in settings for name in _IDENTITY):
         raise DataError(f"{path}: does not say which tars it was made of; give them, and --output {directory}")
-    return {name: settings[name] for name in names}
+    return {name: settings[name] for name in _IDENTITY}
 
 
 @dataclass(kw_only=True)
@@ -137,8 +157,8 @@ class _Tar:
 
 
 def index_tars(config: IndexTars) -> Path:
-    """Index tars where they lie, and return the directory of the data set. Tars that were indexed before, and that are
-    the same, are not read again.
+    """Index tars where they lie, or the part of them that is asked for, and return the directory of the data set. Tars
+    that were indexed before, and that are the same, are not read again.
 
     Raises:
         DataError: there are no tars, one cannot be read or used (`read_tar`), too many images had to be left out, or
@@ -146,14 +166,11 @@ def index_tars(config: IndexTars) -> Path:
         RemoteError: a URL cannot be read.
     """
     config.check()
-    places = find_tars(config.tars)
     path = config.output / "dataset.json"
     if path.exists() and not is_indexed(config.output):
         raise DataError(f"{path}: a data set that was not made of tars of others is there; choose another --output")
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        looked = list(pool.map(look_at, places))
-    tars = [_Tar(number=n, name=name, place=looked[n]) for n, name in enumerate(names_of(places))]
-    choice = MemberChoice(image=config.image, label=_label(config, tars[0].place), max_pixels=config.max_pixels)
+    tars, choice = _found(config)
+    part = config.part
     try:
         (config.output / OWN_TAR).mkdir(parents=True, exist_ok=True)
         (config.output / "progress").mkdir(exist_ok=True)
@@ -162,17 +179,72 @@ def index_tars(config: IndexTars) -> Path:
             f"--output {config.output}: cannot be written ({error.strerror}); give another one, the tars stay where "
             "they are"
         ) from error
-    with only_run(config.output):
-        left = [tar for tar in tars if _report(config.output, tar, choice) is None]
-        if len(left) < len(tars):
-            log.info("%d of %d tars are indexed already", len(tars) - len(left), len(tars))
+    with only_run(config.output, part.lock):
+        if part.count > 1:
+            _begin(config)
+        mine = tars[part.index :: part.count]
+        left = [tar for tar in mine if _report(config.output, tar, choice) is None]
+        if len(left) < len(mine):
+            log.info("%d of %d tars are indexed already", len(mine) - len(left), len(mine))
         run_portions(
-            left, _Indexer, (config.output, choice), processes=config.processes, progressed=_progressed(config, left)
+            left,
+            _Indexer,
+            (config.output, choice),
+            processes=config.processes,
+            progressed=_progressed(config, left),
+            executor=config.executor,
         )
-        _finish(config, tars, choice)
+        if part.count > 1:
+            log.info("%s is made; when all parts are: trp-scale merge %s", part, config.output)
+        else:
+            _finish(config, tars, choice)
     with suppress(OSError):
         (config.output / "progress").rmdir()
     return config.output
+
+
+def _found(config: IndexTars) -> tuple[list[_Tar], MemberChoice]:
+    """All tars as they are now, and which of their members are read."""
+    places = find_tars(config.tars)
+    with ThreadPoolExecutor(AT_ONCE) as pool:
+        looked = list(pool.map(look_at, places))
+    tars = [_Tar(number=n, name=name, place=looked[n]) for n, name in enumerate(names_of(places))]
+    choice = MemberChoice(image=config.image, label=_label(config, tars[0].place), max_pixels=config.max_pixels)
+    return tars, choice
+
+
+def _begin(config: IndexTars) -> None:
+    """Write down what a part is asked for.
+
+    Raises:
+        DataError: another part was asked for something else.
+    """
+    document = {"kind": TARS, "settings": config.identity(), "max_skipped": config.max_skipped}
+    for part, said in begun_parts(config.output).items():
+        asked = {**document, "parts": config.part.count}
+        refuse_differences(part.path(config.output), {**said, "parts": part.count}, asked, f"{part} is of another run")
+    config.part.write(config.output, document)
+
+
+def finish_tars(directory: Path, parts: Mapping[Part, Mapping[str, Any]], max_skipped: float | None) -> list[str]:
+    """Make the parts of an index one data set; returns its shards.
+
+    Raises:
+        DataError: tars are not indexed, or have changed since; or as `index_tars`.
+    """
+    first, said = next(iter(parts.items()))
+    limit = said["max_skipped"] if max_skipped is None else max_skipped
+    config = IndexTars(output=directory, max_skipped=limit, **said["settings"])
+    tars, choice = _found(config)
+    missing: dict[Part, list[str]] = {}
+    for tar in tars:
+        if _report(directory, tar, choice) is None:
+            missing.setdefault(Part(count=first.count, index=tar.number % first.count), []).append(tar.name)
+    if missing:
+        raise missing_parts(
+            directory, [unfinished(part, names) for part, names in sorted(missing.items())], first.count
+        )
+    return _finish(config, tars, choice)
 
 
 def _label(config: IndexTars, place: Place) -> str:
@@ -251,8 +323,8 @@ def _progressed(config: IndexTars, tars: Sequence[_Tar]) -> Progressed:
     return Progressed(counters=2, total=total, text=text, shown=config.progress, title="indexing")
 
 
-def _finish(config: IndexTars, tars: Sequence[_Tar], choice: MemberChoice) -> None:
-    """Write what makes it one data set."""
+def _finish(config: IndexTars, tars: Sequence[_Tar], choice: MemberChoice) -> list[str]:
+    """Write what makes it one data set; returns its shards."""
     total, used = TarReport(), []
     for tar in tars:
         report = _report(config.output, tar, choice)
@@ -285,16 +357,16 @@ def _finish(config: IndexTars, tars: Sequence[_Tar], choice: MemberChoice) -> No
         "skipped_places": total.skipped_places,
         "skipped_places_limit": MAX_LISTED,
         "ignored": total.ignored,
-        "settings": {
-            name: getattr(config, name)
-            for name in ("tars", "image", "label", "class_names", "split", "rows_per_block", "max_pixels")
-        },
+        "settings": config.identity(),
     }
     (config.output / OWN_TAR / NAME).unlink(missing_ok=True)
     write_dataset_index(config.output, document)
     write_json(config.output / "dataset.json", document)
     _remove_others(config.output, {tar.name for tar in tars})
+    for part in begun_parts(config.output):
+        part.path(config.output).unlink(missing_ok=True)
     log.info("%s: %d images of %d tars", config.output, total.images, len(used))
+    return [tar.name for tar in used]
 
 
 def _class_names(config: IndexTars, total: TarReport) -> list[str] | None:

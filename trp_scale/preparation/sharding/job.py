@@ -27,7 +27,7 @@ from trp_scale.data.index import DataError, index_path, read_index, read_json, w
 from trp_scale.data.temporary import remove_leftovers
 from trp_scale.preparation.binary_index import write_dataset_index
 from trp_scale.preparation.sharding.lock import only_run
-from trp_scale.preparation.sharding.parts import Part, SpreadSettings, all_parts, begun_parts, missing_parts
+from trp_scale.preparation.sharding.parts import Part, SpreadSettings, all_parts, begun_parts, missing_parts, unfinished
 from trp_scale.preparation.sharding.workers import Advance, Numbered, PortionT, Progressed, run_portions
 from trp_scale.preparation.sharding.writing import ShardWriter, new_tar, report_path
 
@@ -368,17 +368,9 @@ def _joined(
             shards.append(f"{stem}.tar")
             blocks += finished.blocks
     if missing:
-        lines = [
-            f"{part.flags} (unfinished: {len(stems)} shards are missing{', ' * bool(stems)}{some(stems)})"
-            for part, stems in sorted(missing.items())
-        ]
+        lines = [unfinished(part, stems) for part, stems in sorted(missing.items())]
         raise missing_parts(output, lines, first.count)
     return shards, blocks, total
-
-
-def some(names: list[str]) -> str:
-    """The first five."""
-    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
 
 
 @dataclass(frozen=True, kw_only=True)

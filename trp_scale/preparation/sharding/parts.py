@@ -115,14 +115,24 @@ def all_parts(directory: Path) -> dict[Part, dict[str, Any]]:
     parts = begun_parts(directory)
     if not parts:
         raise DataError(
-            f"{directory}: no part of a data set has been made here; run shard-text, shard-images or pseudo-label with "
-            "--shard_index and --num_shards first"
+            f"{directory}: no part of a data set has been made here; run shard-text, shard-images, index or "
+            "pseudo-label with --shard_index and --num_shards first"
         )
     count = next(iter(parts)).count
     missing = [part for index in range(count) if (part := Part(count=count, index=index)) not in parts]
     if missing:
         raise missing_parts(directory, [f"{part.flags} (not begun)" for part in missing], count)
     return parts
+
+
+def unfinished(part: Part, names: list[str]) -> str:
+    """A line of what a part lacks."""
+    return f"{part.flags} (unfinished: {len(names)} shards are missing{', ' * bool(names)}{some(names)})"
+
+
+def some(names: list[str]) -> str:
+    """The first five."""
+    return ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
 
 
 def missing_parts(directory: Path, missing: list[str], count: int) -> DataError:

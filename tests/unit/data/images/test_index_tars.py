@@ -173,6 +173,35 @@ def test_several_processes_write_the_same(tars: list[Path], tmp_path: Path) -> N
             assert path.read_bytes() == (tmp_path / "two" / path.relative_to(tmp_path / "one")).read_bytes(), path
 
 
+def test_parts_in_any_order_are_the_same_data_set(
+    tars: list[Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pattern = f"{tmp_path}/far/train-{{000000..000002}}.tar"
+    one = index(pattern, tmp_path / "one")
+    parts = index(pattern, tmp_path / "parts", "--shard_index", "1", "--num_shards", "2")
+    assert refusal(capsys, "merge", str(parts)) == (
+        f"error: {parts}: 1 of 2 parts are missing; run the command of each, then merge again:"
+        "   --shard_index 0 --num_shards 2 (not begun) "
+    )
+    other = ("--output", str(parts), "--num_shards", "2", "--label", "none")
+    assert "part 1 of 2 is of another run: settings {" in refusal(capsys, "index", pattern, *other)
+    index(pattern, parts, "--shard_index", "0", "--num_shards", "2")
+    (parts / "shards" / "train-000002.index.json").unlink()
+    assert "--shard_index 0 --num_shards 2 (unfinished: 1 shards are missing, train-000002.tar)" in refusal(
+        capsys, "merge", str(parts)
+    )
+    index(pattern, parts, "--shard_index", "0", "--num_shards", "2")
+    assert main(["merge", str(parts)]) == main(["merge", str(parts)]) == 0
+    assert {path.relative_to(parts): path.read_bytes() for path in parts.rglob("*") if path.is_file()} == {
+        path.relative_to(one): path.read_bytes() for path in one.rglob("*") if path.is_file()
+    }
+
+
+def refusal(capsys: pytest.CaptureFixture[str], *command: str) -> str:
+    assert main(list(command)) == 2
+    return capsys.readouterr().err.replace("\n", " ")
+
+
 def test_a_text_file_lists_tars_and_names_are_told_apart(tmp_path: Path) -> None:
     for folder in ("a", "b"):
         three_tars(tmp_path / folder)
