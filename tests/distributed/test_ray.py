@@ -88,6 +88,7 @@ def test_text_is_the_same_data_set(cluster: Any, tmp_path: Path) -> None:
     assert content(tmp_path / "over_ray") == content(made)
 
 
+@pytest.mark.exhaustive
 def test_labels_are_the_same(cluster: Any, tmp_path: Path) -> None:
     models = Models(depth=depth_anything(tmp_path / "depth"), semseg=mask2former(tmp_path / "semseg"))
     for name, executor in (("here", "local"), ("over_ray", "ray")):

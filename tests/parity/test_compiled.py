@@ -111,6 +111,7 @@ def test_several_modalities(how: str, balancing: str) -> None:
     assert graphs > 0 and test_modalities.differences(found, test_modalities.reference(balancing)) == []
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("how", GRAPHS)
 def test_class_tokens_that_spread(how: str) -> None:
     """A pass through the encoder alone before each step."""

@@ -99,6 +99,7 @@ def hpz_groups() -> tuple[bool, ...]:
     return tuple(found)
 
 
+@pytest.mark.exhaustive
 def test_a_balancer_of_gradient_norms_is_the_same(four_ranks: Ranks) -> None:
     first, *others = four_ranks(run_balancer, TWO_BY_TWO, "weights")
     assert balancer_differences(first, "weights") == []
@@ -108,6 +109,7 @@ def test_a_balancer_of_gradient_norms_is_the_same(four_ranks: Ranks) -> None:
         )
 
 
+@pytest.mark.exhaustive
 def test_three_levels_are_the_same(four_ranks: Ranks) -> None:
     ours = four_ranks(run_masks, TWO_BY_TWO, mask_changes("patchwise"))[0]
     assert ours.moved

@@ -93,6 +93,7 @@ def test_a_directory_that_cannot_be_used_is_refused(two_ranks: Ranks, tmp_path: 
         zeros_on_disk([1 << 50], torch.float32, tmp_path)
 
 
+@pytest.mark.exhaustive
 def test_three_levels_are_the_same(two_ranks: Ranks) -> None:
     ours = two_ranks(run_masks, OFFLOADED, mask_changes("patchwise"))[0]
     assert ours.moved

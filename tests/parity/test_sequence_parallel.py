@@ -68,6 +68,7 @@ def run_rows(own: Layout) -> Result:
         return run(own, {})
 
 
+@pytest.mark.exhaustive
 def test_places_of_whole_rows_are_split_too(two_ranks: Ranks) -> None:
     ours, theirs = two_ranks(run_rows, layout(SPLIT))[0], run_rows(Layout())
     assert too_far(ours, theirs) == []

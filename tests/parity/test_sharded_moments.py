@@ -75,6 +75,7 @@ def test_with_all_moments_on_each_rank_the_run_is_the_same(two_ranks: Ranks) -> 
     assert too_far(ours, reference("adamw")) == []
 
 
+@pytest.mark.exhaustive
 def test_bf16_weights_and_gradients_follow_plain(two_ranks: Ranks) -> None:
     """The rows are the only masters."""
     half = {"precision": "bf16", "weights": "bf16"}
@@ -110,6 +111,7 @@ def validated(layout: Layout) -> dict[str, Tensor]:
     return averaged or found
 
 
+@pytest.mark.exhaustive
 def test_the_average_of_the_weights_is_read_whole(two_ranks: Ranks) -> None:
     theirs = validated(Layout())
     for tensor_parallel in (1, 2):

@@ -116,6 +116,7 @@ def reference_with_dropout() -> Result:
         return run(Layout(micro_size=2), changes("exact", **DROPOUT), sometimes_absent)
 
 
+@pytest.mark.exhaustive
 def test_each_rank_draws_the_dropout_of_its_heads_and_all_the_same_elsewhere(two_ranks: Ranks) -> None:
     ours = two_ranks(run, LAYOUTS["2"], changes("exact", **DROPOUT), sometimes_absent)[0]
     assert too_far(ours, reference_with_dropout()) == []
@@ -126,7 +127,13 @@ def test_each_rank_draws_the_dropout_of_its_heads_and_all_the_same_elsewhere(two
 HALF = {"precision": "bf16", "weights": "bf16", "gradients": "bf16"}
 
 
-@pytest.mark.parametrize("training", [{"precision": "bf16"}, HALF], ids=["autocast", "weights"])
+@pytest.mark.parametrize(
+    "training",
+    [
+        pytest.param({"precision": "bf16"}, id="autocast"),
+        pytest.param(HALF, id="weights", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_bf16_follows_plain_bf16(two_ranks: Ranks, training: dict[str, str]) -> None:
     ours = two_ranks(run, LAYOUTS["2"], {"training": training})[0]
     theirs = run(Layout(), {"training": {**training, "gradients": "fp32"}})
@@ -277,6 +284,7 @@ def rest(layout: Layout, directory: str) -> Result:
     return Result(weights=weights, initial=initial, steps=[], moved=True)
 
 
+@pytest.mark.exhaustive
 def test_a_checkpoint_goes_from_cut_matrices_to_whole_ones_and_back(two_ranks: Ranks, tmp_path: Path) -> None:
     plain = Layout(micro_size=2)
     straight = run(plain, {})

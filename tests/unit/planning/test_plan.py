@@ -186,9 +186,8 @@ def test_a_larger_recipe_has_the_size_of_its_name(name: str) -> None:
     assert encoder == pytest.approx(blocks, rel=0.07)
 
 
-@pytest.mark.parametrize(
-    "name", [name if name == "mae_vit_h" else pytest.param(name, marks=pytest.mark.exhaustive) for name in LARGER]
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", LARGER)
 def test_a_larger_recipe_fits_on_sixty_four_gpus(name: str) -> None:
     config = load_recipe(name)
     config.data.path = "(none)"

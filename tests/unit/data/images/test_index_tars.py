@@ -165,6 +165,7 @@ def test_what_was_stopped_goes_on(tars: list[Path], tmp_path: Path, monkeypatch:
     assert read == ["train-000000.tar", "train-000001.tar", "train-000001.tar", "train-000002.tar"]
 
 
+@pytest.mark.exhaustive
 def test_several_processes_write_the_same(tars: list[Path], tmp_path: Path) -> None:
     index(tmp_path / "far", tmp_path / "one")
     assert main(["index", str(tmp_path / "far"), "--output", str(tmp_path / "two"), "--processes", "2"]) == 0

@@ -90,6 +90,7 @@ def test_without_a_test_set_held_out_images_are_measured(
     assert not {row.tobytes() for row in train} & {row.tobytes() for row in held_out}
 
 
+@pytest.mark.exhaustive
 def test_random_features_over_seeds(stripes: Path, others: Path, learned: Path, tmp_path: Path) -> None:
     recipe = learned / "config.yaml"
     flags = ("--test", others, "--recipe", recipe, "--seeds", 3)
@@ -156,6 +157,7 @@ def test_the_head_sees_what_it_has_learned_on() -> None:
         assert head.accuracy(test) == expected
 
 
+@pytest.mark.exhaustive
 def test_a_second_encoder_s_head_is_measured_on_its_own(stripes: Path, others: Path, tmp_path: Path) -> None:
     """With fine-tuning in level II the head has learned on that encoder's features (MLO-MAE eq. 13)."""
     run = learned_run(stripes, tmp_path / "run", multilevel__kind="fine_tuning", optimizer__lr=0.05)
@@ -168,6 +170,7 @@ def test_a_second_encoder_s_head_is_measured_on_its_own(stripes: Path, others: P
     assert len(list((tmp_path / "cache").iterdir())) == 3, "of the test images by both encoders"
 
 
+@pytest.mark.exhaustive
 def test_the_own_figure_is_left_out_where_it_would_say_nothing(
     stripes: Path, others: Path, learned: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
