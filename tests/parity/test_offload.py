@@ -20,7 +20,7 @@ from tests.synthetic import Layout, Result, data_group, hybrid, make_engine, run
 from tests.synthetic_images import run_images
 from tests.synthetic_masks import run_masks
 from trp_scale.core.engine import EngineError
-from trp_scale.engines.disk import zeros_on_disk
+from trp_scale.engines.fsdp import zeros_on_disk
 from trp_scale.models.initialise import allocate
 
 OFFLOADED = Layout(engine="fsdp", settings={"fsdp": {"offload": True}})

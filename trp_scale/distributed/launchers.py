@@ -145,7 +145,8 @@ def _slurm_step(environ: Mapping[str, str]) -> RankInfo | None:
         world=world,
         local_rank=_number(environ, "SLURM_LOCALID"),
         local_world=_tasks_on_this_node(environ, world),
-        master_addr=environ.get("MASTER_ADDR") or (first_host(nodes) if nodes else "127.0.0.1"),
+        # A single rank has nobody to find: its node's name need not be one of a host.
+        master_addr=environ.get("MASTER_ADDR") or (first_host(nodes) if nodes and world > 1 else "127.0.0.1"),
         master_port=_number(environ, "MASTER_PORT") if environ.get("MASTER_PORT") else port,
         launcher="slurm",
     )

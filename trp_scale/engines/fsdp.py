@@ -3,9 +3,13 @@ node, with a copy on each node."""
 
 from __future__ import annotations
 
+import mmap
+import os
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from math import prod
 from pathlib import Path
 from typing import Any, cast
 
@@ -18,7 +22,6 @@ from torch.distributed.tensor import DTensor
 from trp_scale.config.settings import near_divisors
 from trp_scale.core.engine import EngineError
 from trp_scale.core.pieces import Piece, whole_tensors
-from trp_scale.engines.disk import zeros_on_disk
 from trp_scale.engines.optimizer import Lamb, empty_adamw_state
 from trp_scale.engines.plain import PlainEngine
 from trp_scale.engines.shards import sum_of_squares
@@ -206,3 +209,27 @@ def balanced(sizes: Sequence[int], places: int) -> list[int]:
         found.append(place := held.index(min(held)))
         held[place] += size
     return found
+
+
+def zeros_on_disk(shape: Sequence[int], dtype: torch.dtype, directory: Path) -> Tensor:
+    """Zeros on the CPU whose memory is a file without a name; the machine keeps in memory what it has room for. The
+    file goes with the last tensor of it, however the process ends.
+
+    Its blocks are taken now: a disk that filled up later would end the process with SIGBUS.
+
+    Raises:
+        EngineError: the directory cannot be written to, or has no room.
+    """
+    size = prod(shape) * dtype.itemsize
+    if not size:
+        return torch.zeros(*shape, dtype=dtype)
+    try:
+        with tempfile.TemporaryFile(dir=directory) as file:
+            os.posix_fallocate(file.fileno(), 0, size)
+            mapped = mmap.mmap(file.fileno(), size)
+    except OSError as error:
+        raise EngineError(
+            f"--fsdp.offload_directory {directory}: no file of {size / 1e9:.3f} GB can be made ({error.strerror}); "
+            "allowed: a directory of this machine's with 12 bytes for each parameter of the model, over all its ranks"
+        ) from error
+    return torch.frombuffer(mapped, dtype=dtype).view(*shape)

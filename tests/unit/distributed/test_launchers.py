@@ -97,6 +97,12 @@ def test_srun() -> None:
     assert discover({**SRUN, "SLURM_JOB_ID": "812347"}).master_port != info.master_port
 
 
+def test_a_single_task_of_srun_finds_nobody_by_name() -> None:
+    alone = {**SRUN, "SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_STEP_NUM_TASKS": "1", "SLURM_NTASKS": "1"}
+    alone |= {"SLURM_STEP_TASKS_PER_NODE": "1", "SLURM_TASKS_PER_NODE": "1"}
+    assert (discover(alone).world, discover(alone).master_addr) == (1, "127.0.0.1")
+
+
 def test_srun_with_an_address_of_the_users() -> None:
     info = discover({**SRUN, "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "4000"})
     assert (info.master_addr, info.master_port) == ("10.0.0.1", 4000)
