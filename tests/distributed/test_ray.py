@@ -82,10 +82,19 @@ def test_a_cluster_without_what_is_needed_is_refused(
         over_ray(range(2), tmp_path)
 
 
-def test_text_is_the_same_data_set(cluster: Any, tmp_path: Path) -> None:
-    made = small_text_dataset(tmp_path / "data")
-    text_part(made, tmp_path / "over_ray", 0, 1, executor="ray", processes=0)
-    assert content(tmp_path / "over_ray") == content(made)
+def test_text_is_the_same_data_set_when_a_node_is_killed(cluster: Any, tmp_path: Path) -> None:
+    made, output = small_text_dataset(tmp_path / "data"), tmp_path / "over_ray"
+    running = threading.Thread(target=lambda: text_part(made, output, 0, 1, executor="ray", processes=0))
+    running.start()
+    deadline = time.monotonic() + 60
+    while not list(output.glob("shards/*.index.json")):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert running.is_alive()
+    cluster.remove_node(next(iter(cluster.worker_nodes)), allow_graceful=False)
+    running.join(timeout=120)
+    assert content(output) == content(made)
+    cluster.add_node(num_cpus=1, object_store_memory=80_000_000)
 
 
 @pytest.mark.exhaustive
