@@ -29,7 +29,7 @@ from trp_scale.data.blocks import check_members, check_size, covered, shard_path
 from trp_scale.data.hashing import Integers
 from trp_scale.data.images.maps import StoredMaps, map_formats
 from trp_scale.data.index import DataError, index_path, read_index, read_index_document
-from trp_scale.data.remote.tars import StoredPart, find_store, open_tar, reads_parts
+from trp_scale.data.remote.tars import StoredPart, TarStore, find_store, reads_parts, tar_descriptor
 
 IMAGE, CLASS = "jpg", "cls"
 """The image, and its class as an ASCII integer."""
@@ -325,10 +325,11 @@ class SampleReader:
         self._verify = verify
         self._keep = keep
         self._limit = 0
+        self._store: TarStore | None = None
         self._files: OrderedDict[int, tuple[int, int]] = OrderedDict()
 
     def __getstate__(self) -> dict[str, object]:
-        return {**self.__dict__, "_files": OrderedDict()}
+        return {**self.__dict__, "_files": OrderedDict(), "_limit": 0, "_store": None}
 
     def __del__(self) -> None:
         for descriptor, _ in self._files.values():
@@ -345,22 +346,26 @@ class SampleReader:
         descriptor, start = self._open(shard, sample)
         contents = []
         for place, suffix in enumerate(table.suffixes):
-            where = f"{table.shards[shard]}: image {sample - int(table.starts[shard])}, .{suffix}"
             offset, length = int(table.offsets[sample, place]), int(table.lengths[sample, place])
             if offset < 0 or offset + length > int(table.sizes[shard]):  # a binary index is not read as a whole
+                where = self._where(shard, sample, suffix)
                 raise DataError(f"{where}: the index is damaged: the member lies outside the tar")
             content = bytearray(length)
             try:
                 count = os.preadv(descriptor, [content], offset - start)
             except OSError as error:
-                raise DataError(f"{where}: cannot be read ({error.strerror})") from error
+                raise DataError(f"{self._where(shard, sample, suffix)}: cannot be read ({error.strerror})") from error
             if count != len(content):
-                raise DataError(f"{where}: {count} bytes found, {len(content)} expected")
+                raise DataError(f"{self._where(shard, sample, suffix)}: {count} bytes found, {len(content)} expected")
             checked = self._verify or suffix not in (IMAGE, CLASS)
             if checked and zlib.crc32(content) != int(table.checksums[sample, place]):
-                raise DataError(f"{where}: checksum differs from the index")
+                raise DataError(f"{self._where(shard, sample, suffix)}: checksum differs from the index")
             contents.append(content)
         return contents
+
+    def _where(self, shard: int, sample: int, suffix: str) -> str:
+        table = self.table
+        return f"{table.shards[shard]}: image {sample - int(table.starts[shard])}, .{suffix}"
 
     def _open(self, shard: int, sample: int) -> tuple[int, int]:
         """A descriptor of the file that holds an image, and the byte of the tar with which it begins."""
@@ -379,8 +384,7 @@ class SampleReader:
         if self._blocks is not None:
             part = stored_part(self.table, block).part
         try:
-            with open_tar(path, size, part) as opened:
-                descriptor = os.dup(opened.fileno())
+            descriptor = tar_descriptor(self._store, path, size, part)
         except OSError as error:
             raise DataError(f"{path}: cannot be opened ({error.strerror})") from error
         self._files[file] = descriptor, 0 if part is None else part.start
@@ -389,9 +393,10 @@ class SampleReader:
         return self._files[file]
 
     def _choose(self) -> None:
-        """Once, when the first image is read: how many files are kept open, and whether of tars or of blocks."""
+        """Once, when the first image is read: who opens the files, how many are kept open, and whether of tars or of
+        blocks."""
         path, total = self.table.shards[0], int(self.table.sizes.sum())
-        store = find_store(path.parent)
+        self._store = store = find_store(path.parent)
         held = store is None or not 0 < store.room() < total
         self._limit = self._keep if held else min(self._keep, OPEN_IN_CACHE)
         if not any(reads_parts(tar, total) for tar in (path, self.table.shards[len(self.table.shards) - 1])):

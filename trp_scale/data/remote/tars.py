@@ -103,7 +103,9 @@ def open_tar(tar: Path, size: int, part: range | None = None) -> IO[bytes]:
         OSError: it cannot be opened.
         DataError, RemoteError: as `TarStore.open`.
     """
-    store = find_store(tar.parent)
-    if store is None:
-        return tar.open("rb", buffering=0)
-    return os.fdopen(store.open(tar, size, part), "rb", buffering=0)
+    return os.fdopen(tar_descriptor(find_store(tar.parent), tar, size, part), "rb", buffering=0)
+
+
+def tar_descriptor(store: TarStore | None, tar: Path, size: int, part: range | None = None) -> int:
+    """As `open_tar`, of a folder whose `find_store` is known: who opens many looks for it once."""
+    return os.open(tar, os.O_RDONLY) if store is None else store.open(tar, size, part)
