@@ -13,6 +13,7 @@ from typing import NoReturn
 import trp_scale
 from trp_scale.command_line import HELP, speaks
 from trp_scale.distributed.launchers import FIRST_WORD_SECONDS, leave
+from trp_scale.distributed.stop import listen_early
 from trp_scale.errors import RefusedError, nearest
 
 
@@ -158,4 +159,6 @@ def _let_rank_0_speak_first() -> None:
 
 def console(*command: str) -> NoReturn:
     """The console command, and the scripts in launch/ and data_tools/, which name their command."""
+    if [*command, *sys.argv[1:]][:1] in (["pretrain"], ["finetune"]):
+        listen_early()  # before the seconds of imports
     leave(main([*command, *sys.argv[1:]]))

@@ -212,6 +212,7 @@ MAY_CHANGE = (
     "adversary.check_every",
     "validation.*",
     "checkpoint.*",
+    "reliability.*",
     "logging.*",
 )
 """Settings that may change; `section.*` is every field of the section. data.path may where the data are the same."""

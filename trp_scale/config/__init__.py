@@ -49,6 +49,7 @@ __all__ = [
     "PretrainConfig",
     "RefusedError",
     "RelativeVisionConfig",
+    "ReliabilityConfig",
     "TextModelConfig",
     "TrainingConfig",
     "ValidationConfig",
@@ -235,6 +236,25 @@ class ValidationConfig(Section):
 
 
 @dataclass(kw_only=True)
+class ReliabilityConfig(Section):
+    """What a run does when something other than itself goes wrong."""
+
+    hang_minutes: float = setting(10.0, at_least=0)
+    """Without a step for so long, or for 20 times the median step if that is longer, a run hangs: each rank writes what
+    it does to RUN_DIR/hangs, the late one is named, and all end with status 4. Three times as long at the start. 0 =
+    never."""
+    collective_minutes: float = setting(30.0, above=0)
+    """How long ranks wait for one another at the start, and in one collective, before it fails."""
+
+    def problems(self, config: Any) -> Iterator[str]:
+        if self.hang_minutes > self.collective_minutes:
+            yield (
+                f"--reliability.hang_minutes is {self.hang_minutes:g}: a collective fails before the late rank is "
+                f"named; allowed: at most --reliability.collective_minutes {self.collective_minutes:g}"
+            )
+
+
+@dataclass(kw_only=True)
 class CheckpointConfig:
     """When checkpoints are written. The last step always writes one."""
 
@@ -311,6 +331,7 @@ class Config:
     """Settings of the balancer of this kind."""
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    reliability: ReliabilityConfig = field(default_factory=ReliabilityConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
 
     @property

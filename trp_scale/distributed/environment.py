@@ -66,6 +66,8 @@ class Environment:
         """Make torch's default process group if there is none; DeepSpeed and FSDP2 need one even for one rank."""
         if dist.is_initialized():
             return
+        # Each rank remembers its last collectives, for the watchdog; torch reads this when a group is made.
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", "2000")
         store = gather(self.info, timeout=self.timeout)
         # DeepSpeed takes its device's number from LOCAL_RANK, which srun and a single process do not have.
         self._local_rank_before = os.environ.get("LOCAL_RANK")

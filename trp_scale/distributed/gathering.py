@@ -15,7 +15,8 @@ from torch.distributed import DistNetworkError, DistStoreError, TCPStore  # type
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from trp_scale.config import RefusedError
-from trp_scale.distributed.launchers import RankInfo
+from trp_scale.distributed.launchers import RankInfo, leave
+from trp_scale.distributed.stop import asked_early
 
 FIRST_REPORT_SECONDS = 10.0
 """How long ranks are awaited before those that are missing are named; then after twice the time, and so on."""
@@ -46,6 +47,7 @@ def gather(info: RankInfo, *, timeout: timedelta, first_report: float = FIRST_RE
         _register(store, info)
         with _patience(store, _SLICE, afterwards=timeout):
             while not _is_there(store, _ALL_HERE):
+                _leave_if_asked()
                 if wait.is_long:
                     here = [rank for rank in range(info.world) if store.check([_place(rank)])]
                     missing = [rank for rank in range(info.world) if rank not in here]
@@ -106,6 +108,7 @@ def _open(info: RankInfo, timeout: timedelta, wait: _Wait) -> Store:
                 "one; give this one a port of its own (MASTER_PORT, or --master_port of the launcher)"
             ) from None
     while reason := _no_answer(info):
+        _leave_if_asked()
         wait.report([0], speaks=info.local_rank == 0, reason=reason)
     return _tcp_store(info, timeout, opens=False)
 
@@ -118,6 +121,13 @@ def _no_answer(info: RankInfo) -> str:
     except OSError as error:
         time.sleep(_PAUSE_SECONDS)
         return error.strerror or str(error)
+
+
+def _leave_if_asked() -> None:
+    """A request to stop that comes before the ranks have met: there is nothing to save."""
+    if asked := asked_early():
+        print(f"{asked} while ranks were awaited: nothing was begun", file=sys.stderr, flush=True)
+        leave(0)
 
 
 def _tcp_store(info: RankInfo, timeout: timedelta, *, opens: bool) -> Store:

@@ -1,14 +1,20 @@
-"""Requests to stop a run: signals, a time limit, and a file named STOP.
+"""Requests to stop a run: signals, a time limit, a file named STOP, a launcher that is gone.
 
 A request is heard by one rank; the loop adds up the ranks' requests in its reduction of each step, so that all ranks
 finish the same step and write one checkpoint.
+
+Nothing here imports torch: a command can listen before it spends seconds on imports (`listen_early`).
 """
 
 from __future__ import annotations
 
+import os
+import select
 import signal
+import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -17,6 +23,27 @@ STOP_FILE = "STOP"
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _SECONDS_BETWEEN_LOOKS = 1.0
 _SECONDS_OF_ONE_CTRL_C = 1.0
+_SECONDS_TO_RAISE = 5.0
+
+EXIT_CTRL_C = 130
+"""Status of a process that a second Ctrl-C ended while it waited for something that hears no signal."""
+
+OF_A_PERSON = ("Ctrl-C", "the file ")
+"""How the reasons begin that a person gave: a batch script does not start such a run again by itself."""
+
+_early: list[signal.Signals] = []
+
+
+def listen_early() -> None:
+    """Note requests from now on, for the `StopRequests` that come later: first thing of a command that trains."""
+    with suppress(ValueError):  # not the main thread
+        for number in (signal.SIGTERM, signal.SIGUSR1):
+            signal.signal(number, lambda number, frame: _early.append(signal.Signals(number)))
+
+
+def asked_early() -> str | None:
+    """The signal that came before there was a run to stop; None: none did."""
+    return _early[0].name if _early else None
 
 
 class StopRequests:
@@ -24,13 +51,15 @@ class StopRequests:
 
     SIGTERM, SIGUSR1 and the first Ctrl-C ask for a stop after the current step. A second Ctrl-C, at least a second
     later, raises KeyboardInterrupt at once (launchers pass on a Ctrl-C that the process has already had, so two within
-    a second are one).
+    a second are one); where this process waits for another rank, which hears no signal, it is ended.
 
     Args:
         run_dir: where rank 0 looks for a file named STOP, at most once a second; it is removed when it is heard, so
             that the next start does not stop at once. None: no file.
         rank: this process's rank.
         max_hours: ask for a stop this many hours after entry; 0 = no limit.
+        launchers: processes that started this one and see to it, by their numbers from the nearest on: their children
+            stop when they are gone (`launchers_of`).
         clock: seconds, never going back.
 
     Must be entered in the main thread (Python allows signal handlers nowhere else).
@@ -42,25 +71,34 @@ class StopRequests:
         *,
         rank: int = 0,
         max_hours: float = 0.0,
+        launchers: tuple[int, ...] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._file = run_dir / STOP_FILE if run_dir is not None and rank == 0 else None
         self._max_hours = max_hours
+        self._launchers = launchers
         self._clock = clock
         self._start = clock()
         self._looked = float("-inf")
         self._interrupted = float("-inf")
         self._reason: str | None = None
         self._before: dict[signal.Signals, Any] = {}
+        self._listener: _Listener | None = None
+        self._gone: float | None = None
 
     def __enter__(self) -> StopRequests:
         self._start = self._clock()
         self._before = {number: signal.signal(number, self._hear) for number in _SIGNALS}
+        self._reason = asked_early()
+        self._listener = _Listener()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if self._listener is not None:
+            self._listener.close()
+            self._listener = None
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
@@ -70,12 +108,23 @@ class StopRequests:
             hours = (self._clock() - self._start) / 3600
             if hours >= self._max_hours:
                 self._reason = f"--training.max_hours {self._max_hours:g} are over"
-        if self._reason is None and self._file is not None and self._clock() - self._looked >= _SECONDS_BETWEEN_LOOKS:
+        if self._reason is None and self._clock() - self._looked >= _SECONDS_BETWEEN_LOOKS:
             self._looked = self._clock()
-            if self._file.exists():
+            if self._file is not None and self._file.exists():
                 self._file.unlink(missing_ok=True)
                 self._reason = f"the file {self._file}"
+            elif gone := gone_launcher(self._launchers):
+                self._reason = f"its launcher, process {gone}, is gone"
         return self._reason
+
+    def waiting_since(self) -> float | None:
+        """When, by time.monotonic(), a request came that the main thread may not have heard yet; None: none came.
+        For other threads."""
+        if self._listener is not None and self._listener.heard is not None:
+            return self._listener.heard
+        if self._gone is None and gone_launcher(self._launchers):
+            self._gone = time.monotonic()
+        return self._gone
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
         name = signal.Signals(number).name
@@ -88,3 +137,77 @@ class StopRequests:
             name = "Ctrl-C (once more: stop without a checkpoint)"
         if self._reason is None:
             self._reason = name
+
+
+class _Listener:
+    """A thread that hears signals while the main thread waits inside a library, where Python runs no handler.
+
+    Attributes:
+        heard: when the first one came, by time.monotonic(); None: none has.
+    """
+
+    def __init__(self) -> None:
+        self.heard: float | None = None
+        self._interrupted: float | None = None
+        self._read, self._write = os.pipe()
+        os.set_blocking(self._write, False)
+        self._before = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
+        self._closed = False
+        self._thread = threading.Thread(target=self._listen, name="trp_scale signals", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Give back what signals write to."""
+        signal.set_wakeup_fd(self._before)
+        self._closed = True
+        os.write(self._write, b"\0")
+        self._thread.join()
+        os.close(self._read)
+        os.close(self._write)
+
+    def _listen(self) -> None:
+        ends: float | None = None
+        while not self._closed:
+            patience = None if ends is None else max(0.0, ends - time.monotonic())
+            if not select.select([self._read], [], [], patience)[0]:
+                os._exit(EXIT_CTRL_C)  # the main thread has not raised: it waits for another rank
+            for number in os.read(self._read, 64):
+                now = time.monotonic()
+                if number in _SIGNALS and self.heard is None:
+                    self.heard = now
+                if number == signal.SIGINT:
+                    if self._interrupted is not None and now - self._interrupted >= _SECONDS_OF_ONE_CTRL_C:
+                        ends = ends or now + _SECONDS_TO_RAISE
+                    self._interrupted = self._interrupted or now
+
+
+def launchers_of(launcher: str, parent: int | None = None) -> tuple[int, ...]:
+    """The processes that see to a rank of torchrun or deepspeed: its parent, and of deepspeed, whose command starts a
+    process on each host that starts the ranks, the parent of that. Of others none: a shell may go, and the run with
+    `nohup` stays."""
+    parent = os.getppid() if parent is None else parent
+    if launcher == "torchrun":
+        return (parent,)
+    if launcher == "deepspeed":
+        above = _parent_of(parent)
+        return (parent,) if above is None else (parent, above)
+    return ()
+
+
+def gone_launcher(launchers: tuple[int, ...]) -> int | None:
+    """The first of these that is no longer what it was: the parent of the one before, or of this process."""
+    child: int | None = None
+    for expected in launchers:
+        found = os.getppid() if child is None else _parent_of(child)
+        if found != expected:
+            return expected
+        child = expected
+    return None
+
+
+def _parent_of(process: int) -> int | None:
+    """None where there is no such process."""
+    try:
+        return int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+    except (OSError, ValueError, IndexError):
+        return None

@@ -16,7 +16,6 @@ from trp_scale.checkpoint.run_directory import newest_complete
 from trp_scale.config import Config, RefusedError
 from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.distributed.environment import Environment
-from trp_scale.distributed.stop import StopRequests
 from trp_scale.downstream.arguments import FinetuneArguments
 from trp_scale.downstream.result_tables import print_results
 from trp_scale.downstream.results import (
@@ -33,7 +32,8 @@ from trp_scale.downstream.task import DownstreamTask, build_task, measure
 from trp_scale.recipes.checks import check_engine
 from trp_scale.recipes.loader import to_dict
 from trp_scale.training import rundir
-from trp_scale.training.pretrain import EXIT_FINISHED, Run
+from trp_scale.training.ending import EXIT_FINISHED
+from trp_scale.training.pretrain import Guard, Run, guarded
 
 
 def finetune(arguments: FinetuneArguments) -> int:
@@ -42,7 +42,8 @@ def finetune(arguments: FinetuneArguments) -> int:
     What is finished already is not run again: a command that was stopped or killed goes on when it is repeated.
     """
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    with Environment() as environment:
+    config = arguments.config
+    with Environment(timeout_minutes=config.reliability.collective_minutes) as environment:
         engine_name = arguments.engine_for(environment.info.world)
         check_engine(arguments.config, engine_name, gpu=environment.device.type == "cuda")
         if engine_name != "plain":
@@ -53,16 +54,18 @@ def finetune(arguments: FinetuneArguments) -> int:
         baseline = None if arguments.baseline is None else read_results(arguments.baseline)
         found = []
         tasks = arguments.config.tasks(arguments.task)
-        with StopRequests(run_dir, rank=environment.info.rank, max_hours=arguments.config.training.max_hours) as stop:
-            if arguments.only is not None:
-                place, number = divmod(arguments.only, arguments.seeds)
-                one = of_seed(arguments, tasks[place], number, run_dir)
-                return run_seed(one, environment, engine_name, stop.requested)[0]
+        if arguments.only is not None:
+            place, number = divmod(arguments.only, arguments.seeds)
+            one = of_seed(arguments, tasks[place], number, run_dir)
+            own = rundir.create_run_directory(one, world)  # the others' are other processes'
+            with guarded(own, config, environment, asked_in=run_dir) as guard:
+                return run_seed(one, environment, engine_name, guard)[0]
+        with guarded(run_dir, config, environment) as guard:
             for task in tasks:
                 of_task: list[SeedResult] = []
                 for number in range(arguments.seeds):
                     one = of_seed(arguments, task, number, run_dir)
-                    status, result = run_seed(one, environment, engine_name, stop.requested, of_task)
+                    status, result = run_seed(one, environment, engine_name, guard, of_task)
                     if result is None:
                         return status
                     of_task.append(result)
@@ -127,7 +130,7 @@ def run_seed(
     arguments: FinetuneArguments,
     environment: Environment,
     engine_name: str,
-    stop_requested: Any,
+    guard: Guard,
     earlier: Sequence[SeedResult] = (),
 ) -> tuple[int, SeedResult | None]:
     """Train and measure one run, or read what it has found already; the result is None when it was stopped.
@@ -153,7 +156,7 @@ def run_seed(
         check_same_data(run_dir, tasks[-1].sources.digest(), earlier)
         return tasks[-1]
 
-    run = Run(arguments, environment, run_dir, engine_name, stop_requested, build)
+    run = Run(arguments, environment, run_dir, engine_name, guard, build)
 
     def measured() -> None:
         task = tasks[-1]  # the first ones only told of the sizes

@@ -39,13 +39,23 @@ COLLECT_EVERY = 50
 steps, which it looks through in 0.2 ms; all that a run has made before takes it 0.5 s."""
 
 
+ASK_EVERY = 8
+"""Batches of a validation from one question to the next whether a rank was asked to stop: one number over all ranks."""
+
+
 @dataclass(kw_only=True)
 class TrainingState:
-    """What a run has done. Attributes: step: steps done; skipped: how many of them moved nothing, a loss
-    scaler's search left out."""
+    """What a run has done.
+
+    Attributes:
+        step: steps done.
+        skipped: how many of them moved nothing, a loss scaler's search left out.
+        unvalidated: the validation of this step was left for a stop.
+    """
 
     step: int = 0
     skipped: int = 0
+    unvalidated: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +84,8 @@ class Trainer:
     Attributes:
         run_context: settings, engine and objective.
         save: writes a checkpoint of the present state.
-        validate: losses over the held-out rows, reported to the observer.
+        validate: losses over the held-out rows, reported to the observer; whether it came to its end, on all ranks
+            alike: a request to stop ends it.
         stop_requested: reason this rank was asked to stop, or None.
         watch: told the number of each step when it begins; the first is 1.
         waited_seconds: time that the run's sources have kept this rank waiting for windows so far.
@@ -86,7 +97,7 @@ class Trainer:
     observer: Observer
     agreement: StepAgreement
     save: Callable[[], None]
-    validate: Callable[[], None]
+    validate: Callable[[], bool]
     stop_requested: Callable[[], str | None]
     watch: Callable[[int], None] = lambda step: None
     waited_seconds: Callable[[], float] = lambda: 0.0
@@ -110,10 +121,13 @@ class Trainer:
         self.engine.train(True)
         try:
             with garbage_collected_between_steps(self.observer.message) as collect:
+                stop = self._validated() if self.state.unvalidated else None
+                if stop:
+                    return stop
                 while self.state.step < self.config.training.steps:
                     stop = self.train_step()
                     if self._due(self.config.validation.every):
-                        self.validate()
+                        stop = self._validated() or stop
                     if stop or self._due(self.config.checkpoint.every):
                         self.save()
                     if stop:
@@ -123,6 +137,11 @@ class Trainer:
             self._read_what_has_arrived()
             raise
         return "finished"
+
+    def _validated(self) -> str | None:
+        """Validate; returns why that was left, if it was: then it is done first when the run goes on."""
+        self.state.unvalidated = not self.validate()
+        return self.agreement.reason(self.stop_requested()) if self.state.unvalidated else None
 
     def train_step(self) -> str | None:
         """One optimizer step; returns why it must be the last, or None.
@@ -236,7 +255,7 @@ class Trainer:
             allowed = self.config.training.max_skipped_steps
             return f"{self.state.skipped} steps skipped, --training.max_skipped_steps allows {allowed}"
         if asked:
-            return self.stop_requested() or "asked to stop on another rank"
+            return self.agreement.reason(self.stop_requested())
         return "finished" if self.state.step >= self.config.training.steps else None
 
     def _due(self, every: int) -> bool:
@@ -288,13 +307,22 @@ def garbage_collected_between_steps(tell: Callable[[str], None]) -> Iterator[Cal
 
 
 @torch.no_grad()
-def validate(engine: Trains, objective: Objective, batches: Iterable[Batch], corrupt: set[str]) -> dict[str, Any]:
+def validate(
+    engine: Trains,
+    objective: Objective,
+    batches: Iterable[Batch],
+    corrupt: set[str],
+    *,
+    leave: Callable[[], bool] = lambda: False,
+) -> dict[str, Any] | None:
     """Mean loss of each task over the split, without dropout; all ranks call it with as many batches.
 
     Args:
         corrupt: keys of blocks that could not be read are added to it.
+        leave: asked after each ASK_EVERY batches whether to leave it; the same on all ranks.
 
     Returns:
+        None if it was left; else
         {"loss": mean over the balanced tasks that occur, or where none is balanced over all that do; None if none does,
          "worst_task": the balanced task with the largest loss,
          "tasks": {name: {"loss": mean over its elements or None, "count": elements}}}
@@ -302,8 +330,11 @@ def validate(engine: Trains, objective: Objective, batches: Iterable[Batch], cor
     engine.train(False)
     size = len(objective.tasks)
     sums = torch.zeros(2, size, dtype=torch.float64, device=engine.device)
-    for batch in batches:
+    for number, batch in enumerate(batches, 1):
         corrupt.update(batch.corrupt)
+        if number % ASK_EVERY == 0 and leave():
+            engine.train(True)
+            return None
         losses = task_losses(objective, engine, batch.to(engine.device))
         sums += torch.stack([losses.sums, losses.counts])
     engine.train(True)
@@ -403,6 +434,18 @@ class StepAgreement:
         )
         new = self.count_corrupt(found) if answer[-1] > 0 else []
         return Agreed(counts=answer[:-2] / self.copies, stop=bool(answer[-2] > 0), new_corrupt=new)
+
+    def asked(self, stop: bool) -> bool:
+        """Whether some rank was asked to stop."""
+        return bool(self.group.sum(torch.tensor(float(stop), dtype=torch.float64)) > 0)
+
+    def reason(self, own: str | None) -> str:
+        """Why the ranks stop, once they have agreed to: the first rank's reason that has one."""
+        reasons = self.group.gather_objects(own)
+        rank, reason = next((each for each in enumerate(reasons) if each[1]), (0, None))
+        if reason is None:
+            return "asked to stop"
+        return reason if self.group.size == 1 else f"{reason} (rank {rank})"
 
     def count_corrupt(self, found: set[str]) -> list[str]:
         """Gather the blocks that could not be read, on all ranks together; rare, or after a validation.

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from datetime import datetime, timezone
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +22,9 @@ from trp_scale.config import Config
 from trp_scale.core.hooks import build_hooks
 from trp_scale.core.run import RunContext
 from trp_scale.distributed.environment import Environment
-from trp_scale.distributed.stop import StopRequests
+from trp_scale.distributed.lease import Lease
+from trp_scale.distributed.stop import StopRequests, launchers_of
+from trp_scale.distributed.watchdog import HANGS, Watchdog
 from trp_scale.engines import compiled, ds_config
 from trp_scale.engines.build import build_engine, build_second_engine
 from trp_scale.models.initialise import without_content
@@ -32,14 +36,11 @@ from trp_scale.recipes.arguments import Arguments
 from trp_scale.recipes.checks import against_compiling, cautions, check_engine
 from trp_scale.recipes.loader import to_dict
 from trp_scale.training import micro_size, rundir
+from trp_scale.training.ending import EXIT_FINISHED, EXIT_SKIPPED, Ending
 from trp_scale.training.loop import StepAgreement, Trainer, TrainingState, require_same_settings, validate
 from trp_scale.upstreams.base import Upstream, build_upstream
 
 logger = logging.getLogger(__name__)
-
-EXIT_FINISHED = 0
-EXIT_SKIPPED = 3
-"""Too many steps were skipped: the run needs a person before it is started again."""
 
 
 class Ended(NamedTuple):
@@ -49,7 +50,7 @@ class Ended(NamedTuple):
         run_dir: what it left behind.
         reason: "finished", or why it stopped before its last step.
         status: 0: all steps done, or stopped when asked to, with a checkpoint to go on from. 3: stopped because more
-            steps than `training.max_skipped_steps` were not finite.
+            steps than `training.max_skipped_steps` were not finite. (4: the watchdog ends the process itself.)
     """
 
     run_dir: Path
@@ -60,7 +61,8 @@ class Ended(NamedTuple):
 def pretrain(arguments: Arguments) -> Ended:
     """Run `trp-scale pretrain`."""
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    with Environment() as environment:
+    config = arguments.config
+    with Environment(timeout_minutes=config.reliability.collective_minutes) as environment:
         engine_name = arguments.engine_for(environment.info.world)
         check_engine(arguments.config, engine_name, gpu=environment.device.type == "cuda")
         if engine_name != "plain":
@@ -72,11 +74,69 @@ def pretrain(arguments: Arguments) -> Ended:
             environment.data, _ = megatron_groups(ranks, local_world=local_world)
         run_dir = rundir.create_run_directory(arguments, environment.world)
         check_shared_directory(run_dir, environment.world)
-        hours = arguments.config.training.max_hours
-        with StopRequests(run_dir, rank=environment.info.rank, max_hours=hours) as stop:
-            run = Run(arguments, environment, run_dir, engine_name, stop.requested)
+        with guarded(run_dir, config, environment) as guard:
+            run = Run(arguments, environment, run_dir, engine_name, guard)
             status = run.train()
+            guard.ending.stopped(run.ended, run.state.step, status)
     return Ended(run_dir, run.ended, status)
+
+
+class Guard(NamedTuple):
+    """What looks after a run while it goes on.
+
+    Attributes:
+        stop_requested: why this rank wants to stop, or None.
+        watchdog: ends the run when it hangs.
+        ending: leaves the record of why it ended.
+    """
+
+    stop_requested: Callable[[], str | None]
+    watchdog: Watchdog
+    ending: Ending
+
+
+@contextmanager
+def guarded(
+    run_dir: Path, config: Config, environment: Environment, *, asked_in: Path | None = None
+) -> Iterator[Guard]:
+    """Context in which a directory belongs to this run, requests to stop are heard, and hangs end. All ranks enter it.
+
+    Args:
+        run_dir: there, and shared by all ranks.
+        asked_in: where a file named STOP is looked for; None: in run_dir.
+
+    Raises:
+        RefusedError: on every rank: another run trains into the directory.
+    """
+    info, world = environment.info, environment.world
+    with ExitStack() as stack:
+        lease = Lease(run_dir)
+        on_rank_zero(world, f"taking {run_dir}", lambda: stack.enter_context(lease) and None)
+        ending = Ending(run_dir=run_dir, rank=info.rank)
+        started = world.broadcast_object(f"{datetime.now(timezone.utc):%Y%m%d-%H%M%S}")
+        ending.begin()
+        requests = StopRequests(
+            asked_in or run_dir,
+            rank=info.rank,
+            max_hours=config.training.max_hours,
+            launchers=launchers_of(info.launcher),
+        )
+        stop = stack.enter_context(requests)
+        watchdog = Watchdog(
+            run_dir / HANGS / started,
+            rank=info.rank,
+            world=info.world,
+            limit=60.0 * config.reliability.hang_minutes,
+            stop_asked=stop.waiting_since,
+            leave_word=ending.hung,
+        )
+        stack.enter_context(watchdog)
+        try:
+            yield Guard(stop.requested, watchdog, ending)
+        except BaseException as error:
+            if not isinstance(error, SystemExit) or error.code:
+                ending.broke(error)
+            raise
 
 
 class Run:
@@ -87,7 +147,7 @@ class Run:
         environment: ranks and device.
         run_dir: made, and the same on all ranks.
         engine_name: plain, ddp, fsdp, megatron or deepspeed.
-        stop_requested: why this rank wants to stop, or None.
+        guard: what looks after the run.
         build: opens what the run learns from; it may complete the settings from the data.
     Attributes:
         ended: why the loop ended; empty until then.
@@ -101,13 +161,14 @@ class Run:
         environment: Environment,
         run_dir: Path,
         engine_name: str,
-        stop_requested: Callable[[], str | None],
+        guard: Guard,
         build: Callable[[Config, Environment], Upstream] = build_upstream,
     ) -> None:
         self.config = config = arguments.config
         self.environment = environment
         self.run_dir = run_dir
         self.world = environment.world
+        self.guard = guard
         require_same_settings(self.world, config)
         if config.training.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses to be deterministic
@@ -178,7 +239,7 @@ class Run:
             self.observer.message(notice)
         self.profile = StepProfile(run_dir, config.logging, environment.device, self.observer.message)
         self.start_up = StartUp(self.engine.graphs, self.observer.message)
-        self.trainer = self._trainer(stop_requested)
+        self.trainer = self._trainer()
 
     def train(self, then: Callable[[], None] = lambda: None) -> int:
         """The loop, then the report; returns the exit status.
@@ -207,7 +268,7 @@ class Run:
             engine.close()
         return EXIT_SKIPPED if self.state.skipped > self.config.training.max_skipped_steps else EXIT_FINISHED
 
-    def _trainer(self, stop_requested: Callable[[], str | None]) -> Trainer:
+    def _trainer(self) -> Trainer:
         """The loop over this run's parts."""
         return Trainer(
             run_context=self.context,
@@ -217,16 +278,18 @@ class Run:
             agreement=self.agreement,
             save=self.save,
             validate=self.validate,
-            stop_requested=stop_requested,
+            stop_requested=self.guard.stop_requested,
             waited_seconds=self.sources.waited_seconds,
-            watch=self.watch if self.world.rank == 0 else lambda step: None,
+            watch=self.watch,
             state=self.state,
         )
 
     def watch(self, step: int) -> None:
-        """Step `step` begins on rank 0."""
-        self.start_up()
-        self.profile(step)
+        """Step `step` begins."""
+        self.guard.watchdog.step(step)
+        if self.world.rank == 0:
+            self.start_up()
+            self.profile(step)
 
     def _stored(self, path: Path | None) -> CheckpointDocument | None:
         """What the checkpoint says of itself; None where the run starts anew."""
@@ -257,10 +320,12 @@ class Run:
         self.sources.seek(loaded.cursors)
         self.state.step = loaded.step
         self.state.skipped = int(loaded.extra["skipped"])
+        self.state.unvalidated = bool(loaded.extra.get("unvalidated", False))
         self.agreement.corrupt = set(loaded.extra["corrupt"])
 
     def save(self) -> None:
         """Write a checkpoint of the present step."""
+        self.guard.watchdog.beat("a checkpoint")
         self.engines.prepare()
         manager.save(
             self.run_dir,
@@ -275,18 +340,28 @@ class Run:
                 **self.upstream.checkpoint_extra(),
                 "data_digest": self.sources.digest(),
                 "skipped": self.state.skipped,
+                "unvalidated": self.state.unvalidated,
                 "corrupt": sorted(self.agreement.corrupt),
             },
         )
 
-    def validate(self) -> None:
-        """Losses over the held-out rows, reported."""
+    def validate(self) -> bool:
+        """Losses over the held-out rows, reported; False: left for a request to stop."""
         corrupt: set[str] = set()
+
+        def leave() -> bool:
+            self.guard.watchdog.beat("a validation")
+            return self.agreement.asked(self.guard.stop_requested() is not None)
+
+        self.guard.watchdog.beat("a validation")
         with self.hooks.validation():
-            losses = validate(self.engine, self.objective, self.sources.validation.windows(), corrupt)
+            batches = self.sources.validation.windows()
+            losses = validate(self.engine, self.objective, batches, corrupt, leave=leave)
         for key in self.agreement.count_corrupt(corrupt):
             self.observer.message(f"validation: block {key} could not be read and is left out")
-        self.observer.validation(self.state.step, losses)
+        if losses is not None:
+            self.observer.validation(self.state.step, losses)
+        return losses is not None
 
     def _describe(self) -> None:
         """Write what the run directory says of the run itself; after the checks of a resume."""

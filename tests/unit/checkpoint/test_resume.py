@@ -49,6 +49,8 @@ ALLOWED = {
     "validation.every",
     "checkpoint.every",
     "checkpoint.keep",
+    "reliability.hang_minutes",
+    "reliability.collective_minutes",
     "logging.every",
     "logging.memory_snapshot",
     "logging.profile",

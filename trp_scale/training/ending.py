@@ -1,0 +1,105 @@
+"""RUN_DIR/stop.json: why a run ended, in words for a person and in fields for a batch script.
+
+{"why": "SIGTERM (rank 0)", "status": 0, "step": 120, "again": true, "advice": "...", "rank": 0, "at": "..."}
+
+`again` is true where the same command should simply be started once more: the run was asked to stop by a scheduler, or
+it broke and had come further than at its start, so that a fault that comes back does not start it for ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import traceback
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from trp_scale.checkpoint.run_directory import checkpoints
+from trp_scale.distributed.stop import OF_A_PERSON
+from trp_scale.distributed.watchdog import EXIT_HUNG
+from trp_scale.errors import RefusedError
+
+STOP_RECORD = "stop.json"
+
+EXIT_FINISHED = 0
+EXIT_BROKEN = 1
+EXIT_REFUSED = 2
+EXIT_SKIPPED = 3
+"""Too many steps were skipped: the run needs a person before it is started again."""
+
+ADVICE = {
+    EXIT_BROKEN: "read the error; the same command goes on from the newest checkpoint",
+    EXIT_REFUSED: "change what the message says; nothing was trained since the newest checkpoint",
+    EXIT_SKIPPED: "look at the loss and the data before it is started again: --optimizer.lr, --optimizer.clipping, or "
+    "an earlier checkpoint (--resume)",
+    EXIT_HUNG: "look at hangs/ for the rank that is late, and at its host; the same command goes on from the newest "
+    "checkpoint",
+}
+
+
+@dataclass(kw_only=True)
+class Ending:
+    """What leaves the record of one start.
+
+    Attributes:
+        run_dir: of the run.
+        rank: this process's.
+        began_with: step of the newest checkpoint when the run was started, -1 without one.
+    """
+
+    run_dir: Path
+    rank: int
+    began_with: int = -1
+
+    def begin(self) -> None:
+        """Take away the record of the start before, on rank 0, once the other ranks wait."""
+        self.began_with = _newest(self.run_dir)
+        if self.rank == 0:
+            (self.run_dir / STOP_RECORD).unlink(missing_ok=True)
+
+    def stopped(self, why: str, step: int, status: int) -> None:
+        """All ranks ended the run together."""
+        if self.rank != 0:
+            return
+        asked = status == EXIT_FINISHED and why != "finished"
+        again = asked and not why.startswith(OF_A_PERSON)
+        advice = "the same command goes on from here" if asked else "all steps are done"
+        self._write(why=why, step=step, status=status, again=again, advice=ADVICE.get(status, advice))
+
+    def broke(self, error: BaseException, step: int | None = None) -> None:
+        """An error ends this rank, and with it the run. The first rank's record stays."""
+        refused = isinstance(error, RefusedError)
+        status = EXIT_REFUSED if refused else EXIT_BROKEN
+        why = "".join(traceback.format_exception_only(error)).strip()
+        self._write(why=why, step=step, status=status, again=not refused and self._got_on(), advice=ADVICE[status])
+
+    def hung(self, step: int, why: str) -> None:
+        """The watchdog ends the run."""
+        self._write(why=why, step=step, status=EXIT_HUNG, again=self._got_on(), advice=ADVICE[EXIT_HUNG])
+
+    def _got_on(self) -> bool:
+        return _newest(self.run_dir) > self.began_with
+
+    def _write(self, **fields: Any) -> None:
+        """Under its name at once and whole; not over that of another rank."""
+        place = {"rank": self.rank, "host": socket.gethostname()}
+        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        document = {**fields, "why": str(fields["why"])[:2000], **place, "at": now}
+        own = self.run_dir / f".{STOP_RECORD}.{self.rank}"
+        with contextlib.suppress(OSError):  # a full disk must not hide the error that is under way
+            own.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
+            try:
+                os.link(own, self.run_dir / STOP_RECORD)
+            except FileExistsError:
+                pass
+            finally:
+                own.unlink(missing_ok=True)
+
+
+def _newest(run_dir: Path) -> int:
+    """Step of the newest checkpoint, -1 without one."""
+    return max((step for step, _ in checkpoints(run_dir)), default=-1)
