@@ -105,6 +105,8 @@ class Lease:
             if time.monotonic() > until:
                 break
             time.sleep(min(0.2, self._renewed_each / 5))
+        if _read(self._path).get("token") != holder.get("token"):  # another start has taken it over
+            return
         aside = self._path.with_name(f".{LEASE}.{self._token}.old")
         with contextlib.suppress(FileNotFoundError):  # another start was faster
             self._path.rename(aside)

@@ -1,0 +1,72 @@
+"""Ranks that stop in the middle, and launchers that are gone, under the real launchers."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.distributed.launched import launch, rank_of_two, wait_for_steps
+from tests.grids import always
+from tests.runs import flags, lines
+from trp_scale.checkpoint.run_directory import checkpoints, incompleteness
+
+LONG = {"training__steps": 100_000, "checkpoint__every": 5, "reliability__hang_minutes": 0.05}
+
+
+def gone(process: int, seconds: float = 60.0) -> bool:
+    """Whether a process ends within so many seconds."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        try:
+            if Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
+                return True
+        except OSError:
+            return True
+        time.sleep(0.05)
+    return False
+
+
+def test_a_stopped_rank_is_named_and_the_others_end(text_dataset: Path, tmp_path: Path) -> None:
+    process = launch("torchrun", flags(text_dataset, tmp_path, **LONG))
+    wait_for_steps(process, tmp_path, 12)
+    first, second = (rank_of_two(process, rank) for rank in (0, 1))
+    os.kill(second, signal.SIGSTOP)
+    assert gone(first), "rank 0 waits for the stopped one"
+    os.kill(second, signal.SIGKILL)  # torchrun asks it to end for 30 s, and it hears nothing
+    process.communicate(timeout=120)
+    record = json.loads((tmp_path / "stop.json").read_text())
+    assert (record["status"], record["again"]) == (4, True)
+    assert record["why"].startswith("the run hangs: rank 1 did not answer")
+    assert "last collective gloo:" in record["why"]
+    (hang,) = (tmp_path / "hangs").iterdir()
+    assert "in reach" in (hang / "rank-00000.txt").read_text() or "all_reduce" in (hang / "rank-00000.txt").read_text()
+
+
+@pytest.mark.parametrize(
+    ("launcher", "number"),
+    always(
+        [("torchrun", signal.SIGKILL), ("deepspeed", signal.SIGTERM), ("deepspeed", signal.SIGKILL)],
+        ("deepspeed", signal.SIGTERM),
+    ),
+)
+def test_ranks_whose_launcher_is_gone_write_a_checkpoint_and_end(
+    text_dataset: Path, tmp_path: Path, launcher: str, number: signal.Signals
+) -> None:
+    extra = {"ds_config": "ds_configs/zero2.json"} if launcher == "deepspeed" else {}
+    process = launch(launcher, flags(text_dataset, tmp_path, **LONG, **extra))
+    wait_for_steps(process, tmp_path, 3)
+    ranks = [rank_of_two(process, rank) for rank in (0, 1)]
+    process.send_signal(number)
+    assert all(gone(rank) for rank in ranks), "they train on"
+    process.communicate(timeout=60)
+    last = lines(tmp_path)[-1]["step"]
+    step, path = checkpoints(tmp_path)[-1]
+    assert (step, incompleteness(path)) == (last, None)
+    record = json.loads((tmp_path / "stop.json").read_text())
+    assert (record["status"], record["again"]) == (0, True)
+    assert "its launcher" in record["why"]
