@@ -41,7 +41,18 @@ preempted=$(job PreemptTime)
 if [[ $preempted == [0-9]* && ! $preempted < $(job StartTime) ]]; then
     told=yes
 fi
-if [[ $told == yes && $status -eq 0 && $(job JobState) == RUNNING ]]; then
-    exec scontrol requeue "$name" # --resume auto goes on from that checkpoint
+# A run that broke or hung says in stop.json whether it had come further than at its start: then it is worth another one.
+run_dir=
+for word in "$@"; do
+    [[ ${before:-} == --run_dir ]] && run_dir=$word
+    [[ $word == --run_dir=* ]] && run_dir=${word#--run_dir=}
+    before=$word
+done
+again=no
+if [[ $status -ne 0 && -n $run_dir ]] && grep -q '"again": true' "$run_dir/stop.json" 2>/dev/null; then
+    again=yes
+fi
+if [[ ($told == yes && $status -eq 0) || $again == yes ]] && [[ $(job JobState) == RUNNING ]]; then
+    exec scontrol requeue "$name" # --resume auto goes on from the newest checkpoint
 fi
 exit "$status"

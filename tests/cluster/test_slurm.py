@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -26,9 +29,10 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
         yield running
 
 
-def submit(slurm: Slurm, text_dataset: Path, run_dir: Path) -> str:
+def submit(slurm: Slurm, text_dataset: Path, run_dir: Path, **changes: Any) -> str:
     """The number of a job that pre-trains on two nodes of one rank each."""
     settings = {"training__steps": STEPS, "validation__every": 0, "logging__every": 10, "model__dropout": 0.1}
+    settings |= changes
     variables = {**environment(), "MASTER_ADDR": "127.0.0.1"}  # the nodes' names are no hosts
     script = ROOT / "launch" / "slurm" / "pretrain.sbatch"
     output = f"--output={run_dir.with_suffix('.log')}"
@@ -57,6 +61,20 @@ def test_a_preempted_run_goes_on_at_the_very_next_row(slurm: Slurm, text_dataset
     assert [essence(line) for line in lines(broken)] == [essence(line) for line in lines(whole)]
     said = broken.with_suffix(".log").read_text()
     assert "resuming from" in said and "KeyError" not in said, "the signal ended one of Python's helpers"
+
+
+def test_a_run_whose_rank_is_killed_is_started_again_if_it_had_got_on(
+    slurm: Slurm, text_dataset: Path, tmp_path: Path
+) -> None:
+    run = tmp_path / "run"
+    number = submit(slurm, text_dataset, run, checkpoint__every=20)
+    wait_until(lambda: bool(list(run.glob("checkpoints/step_*"))), f"a checkpoint, see {run}.log")
+    os.kill(json.loads((run / "lease.json").read_text())["process"], signal.SIGKILL)
+    wait_until(lambda: slurm.job(number, "JobState") == "PENDING", "the job back in the queue")
+    slurm.call("scontrol", "update", f"JobId={number}", "StartTime=now")
+    wait_until(lambda: slurm.job(number, "JobState") == "COMPLETED", f"job {number}, which goes on in {run}.log")
+    assert slurm.job(number, "Restarts") == "1"
+    assert [line["step"] for line in lines(run)] == [1, *range(10, STEPS + 1, 10)]
 
 
 def test_a_cancelled_run_stays_so(slurm: Slurm, text_dataset: Path, tmp_path: Path) -> None:
