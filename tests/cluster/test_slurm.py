@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,7 @@ def test_a_run_whose_rank_is_killed_is_started_again_if_it_had_got_on(
     wait_until(lambda: bool(list(run.glob("checkpoints/step_*"))), f"a checkpoint, see {run}.log")
     os.kill(json.loads((run / "lease.json").read_text())["process"], signal.SIGKILL)
     wait_until(lambda: slurm.job(number, "JobState") == "PENDING", "the job back in the queue")
+    time.sleep(3)  # started in the same second its nodes refuse it: "Job credential revoked"
     slurm.call("scontrol", "update", f"JobId={number}", "StartTime=now")
     wait_until(lambda: slurm.job(number, "JobState") == "COMPLETED", f"job {number}, which goes on in {run}.log")
     assert slurm.job(number, "Restarts") == "1"

@@ -95,6 +95,7 @@ class Batch:
         start: position of the first row in its source's global order.
         epoch: epoch of the first row.
         corrupt: keys of blocks that could not be read; their rows carry no elements (all label weights are 0).
+        reasons: why not, by key, as far as it is known.
         fetch_seconds: time the loader spent to make this batch, in seconds.
         cache_use: what the loader's process has done with the cache of remote tars since its last batch, by the fields
             of `CacheUse`; empty where it has none.
@@ -109,6 +110,7 @@ class Batch:
     start: int
     epoch: int = 0
     corrupt: list[str] = field(default_factory=list)
+    reasons: dict[str, str] = field(default_factory=dict)
     fetch_seconds: float = 0.0
     cache_use: tuple[int, ...] = ()
     joined: bool = False

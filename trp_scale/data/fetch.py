@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import gc
+import logging
 import multiprocessing
 import multiprocessing.connection
 import multiprocessing.resource_tracker
 import os
+import pickle
 import signal
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from multiprocessing import forkserver
 from multiprocessing.process import BaseProcess
 from multiprocessing.util import Finalize
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -21,12 +26,24 @@ from torch.utils.data import DataLoader, Dataset
 
 from trp_scale.core.batch import Batch
 from trp_scale.data.ahead import Share, StoredTars, TarsAhead, tars_ahead
-from trp_scale.data.plan import Addresses, Plan
+from trp_scale.data.index import DataError
+from trp_scale.data.plan import Addresses, Blocks, Plan
 from trp_scale.data.remote.cache import use_of_caches
+
+logger = logging.getLogger(__name__)
 
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 """Signals that ask a run to stop. Process groups get them as a whole; only the training process may act on them."""
 
+
+LOOK_SECONDS = 1.0
+"""A batch that does not come is asked for again after so long; between, it is seen whether workers live."""
+
+PATIENCE_OF_A_STOP = 5.0
+"""Seconds that a run which was asked to stop waits for its next rows."""
+
+TRIAL_SECONDS = 60.0
+"""That rows may take which are tried in a process of their own."""
 
 FEEDER_SECONDS = 1.0
 """To wait at most for a thread that has been told to end."""
@@ -54,6 +71,11 @@ class Fetcher(Dataset[Batch]):
         self._plan, self._builder, self._stored, self._share = plan, builder, stored, share
         self._ahead: TarsAhead | None = None
         self._asked = False
+        self._without: frozenset[int] = frozenset()
+
+    def leave_out(self, positions: Iterable[int]) -> None:
+        """From now on make batches without the rows at these positions, as of unreadable ones."""
+        self._without |= frozenset(positions)
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_ahead": None, "_asked": False}
@@ -73,16 +95,62 @@ class Fetcher(Dataset[Batch]):
         if self._ahead is not None:
             self._ahead.reading(positions.start)
         addresses = self._plan.locate(np.arange(positions.start, positions.stop, dtype=np.int64))
+        lethal = [row for row, at in enumerate(positions) if at in self._without]
+        addresses.present[lethal] = False
         batch = self._builder.build(addresses, positions.start)
+        for row in lethal:
+            name = self._name(addresses, row)
+            batch.corrupt = [*batch.corrupt, name]
+            batch.reasons = {**batch.reasons, name: "reading it ends the process"}
         use = use_of_caches()
         batch.cache_use = () if use is None else tuple(use)
         return batch
+
+    def _name(self, addresses: Addresses, row: int) -> str:
+        """Of a row that is left out, for messages."""
+        member, block = int(addresses.member[row]), int(addresses.block[row])
+        dataset = self._stored[member] if member < len(self._stored) else None
+        blocks: Blocks | None = getattr(dataset, "blocks", None)
+        where = f"block {block} of data set {member}" if blocks is None else blocks.keys[block]
+        return f"{where}, row {int(addresses.row[row])}"
 
     def close(self) -> None:
         """Fetch no more tars ahead, in this process."""
         if self._ahead is not None:
             self._ahead.close()
         self._ahead, self._asked = None, False
+
+
+class WorkerLostError(RuntimeError):
+    """A loader worker has ended, or has made nothing for too long."""
+
+
+class StoppedWaitingError(RuntimeError):
+    """The run was asked to stop while a micro-batch did not come; it can be asked for again."""
+
+
+class _Ranges:
+    """The ranges of one pass: torch asks for them ahead of time; those that were not delivered are asked for again."""
+
+    def __init__(self, sampler: Iterable[range]) -> None:
+        self._rest = iter(sampler)
+        self.pending: deque[range] = deque()
+
+    def __iter__(self) -> Iterator[range]:
+        yield from tuple(self.pending)
+        for each in self._rest:
+            self.pending.append(each)
+            yield each
+
+
+class _Passes:
+    """What torch's loader, which stays from pass to pass, takes for its sampler: the ranges of the present pass."""
+
+    def __init__(self) -> None:
+        self.present: Iterable[range] = ()
+
+    def __iter__(self) -> Iterator[range]:
+        return iter(self.present)
 
 
 class MicroBatches:
@@ -92,47 +160,163 @@ class MicroBatches:
     threads can deadlock in the child. The server has imported torch once, so a worker starts in milliseconds after it.
     (As with any start method but fork, a worker imports the main script again, which must guard what it runs.)
     Workers start with the first batch, and stay for the next iteration if the sampler is iterated again.
+
+    A batch is a function of its range alone. So where a worker ends, or makes nothing for `stuck_seconds`, all are
+    killed, and new ones make what was not delivered. Where that ends them again, each range is tried in a process of
+    its own, and rows that end it are left out as unreadable.
     """
 
     def __init__(
-        self, fetcher: Fetcher, sampler: Iterable[range], *, workers: int, prefetch: int, pin_memory: bool
+        self,
+        fetcher: Fetcher,
+        sampler: Iterable[range],
+        *,
+        workers: int,
+        prefetch: int,
+        pin_memory: bool,
+        stuck_seconds: float = 300.0,
+        asked: Callable[[], bool] = lambda: False,
     ) -> None:
-        context = None
         if workers:
             start_worker_server(fetcher.module)
-            context = multiprocessing.get_context("forkserver")
-        self._loader: DataLoader[Batch] | None = DataLoader(
-            fetcher,
-            batch_sampler=sampler,  # type: ignore[arg-type]  # ranges stand for lists of positions
-            num_workers=workers,
-            prefetch_factor=prefetch if workers else None,
-            persistent_workers=workers > 0,
-            pin_memory=pin_memory,
-            collate_fn=Batch.packed if workers or pin_memory else _unchanged,  # type: ignore[arg-type]  # of whole batches
-            worker_init_fn=prepare_worker if workers else None,
-            multiprocessing_context=context,
-            generator=torch.Generator(),  # the default would draw from, and so move, the global generator
-        )
-        self._fetcher = fetcher
+        self._fetcher, self._sampler = fetcher, sampler
+        self._count, self._prefetch, self._pin_memory = workers, prefetch, pin_memory
+        self._stuck_seconds, self._asked = stuck_seconds, asked
+        self._passes = _Passes()
+        self._loader: DataLoader[Batch] | None = None
+        self._closed = False
         self._workers: list[BaseProcess] = []
         # A process that ends without close(), say by an error before training, would send them SIGTERM, to which they
         # are deaf, and wait for them for ever.
         self._kill_workers = Finalize(self, _kill, args=(self._workers,), exitpriority=0)
         self._feeders: list[threading.Thread] = []
+        self._since: float | None = None
+        self._stuck: list[int | None] = []
+        self._watched = threading.Event()
+        if workers:
+            threading.Thread(target=self._watch, name="trp_scale workers", daemon=True).start()
 
     def __iter__(self) -> Iterator[Batch]:
-        assert self._loader is not None, "closed"
+        assert not self._closed, "closed"
+        ranges = _Ranges(self._sampler)
+        lost_at: range | None = None
+        while True:
+            try:
+                yield from self._delivered(ranges)
+                return
+            except WorkerLostError as error:  # noqa: PERF203 - it is rare
+                at = ranges.pending[0]
+                found = self._left_out(ranges) if at == lost_at else []
+                if at == lost_at and not found:
+                    raise DataError(
+                        f"{error}, again at the same rows, none of which ends a process by itself; look for a lack of "
+                        "memory (dmesg), or take fewer --data.workers"
+                    ) from error
+                logger.warning("%s; new ones go on at the same rows", error)
+                lost_at = None if found else at
+                self._forget()
+
+    def _delivered(self, ranges: _Ranges) -> Iterator[Batch]:
+        if self._loader is None:
+            self._loader = self._new_loader()
+        self._passes.present = ranges
         before, threads = multiprocessing.active_children(), threading.enumerate()
         batches = iter(self._loader)
         self._workers += [child for child in multiprocessing.active_children() if child not in before]
         feeders = (thread for thread in threading.enumerate() if thread.name == "QueueFeederThread")
         self._feeders += [thread for thread in feeders if thread not in threads]
-        for item in batches:
+        while (item := self._awaited(batches)) is not None:
+            ranges.pending.popleft()
             yield item if item.wire is None else item.unpacked()
+
+    def _new_loader(self) -> DataLoader[Batch]:
+        workers = self._count
+        return DataLoader(
+            self._fetcher,
+            batch_sampler=self._passes,  # type: ignore[arg-type]  # ranges stand for lists of positions
+            num_workers=workers,
+            prefetch_factor=self._prefetch if workers else None,
+            persistent_workers=workers > 0,
+            pin_memory=self._pin_memory,
+            collate_fn=Batch.packed if workers else _unchanged,  # type: ignore[arg-type]  # not of lists
+            worker_init_fn=prepare_worker if workers else None,
+            multiprocessing_context=multiprocessing.get_context("forkserver") if workers else None,
+            generator=torch.Generator(),  # the default would draw from, and so move, the global generator
+            timeout=LOOK_SECONDS if workers else 0,
+        )
+
+    def _awaited(self, batches: Iterator[Batch]) -> Batch | None:
+        """The next batch; None at the end.
+
+        Raises:
+            WorkerLostError: it will not come.
+            StoppedWaitingError: the run was asked to stop, and it has not come.
+        """
+        self._since = began = time.monotonic()
+        try:
+            while True:
+                try:
+                    return next(batches, None)
+                except (RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:  # noqa: PERF203 - rare
+                    waited = time.monotonic() - began
+                    if self._asked() and waited > PATIENCE_OF_A_STOP:
+                        raise StoppedWaitingError(f"asked to stop, and no rows came for {waited:.0f} s") from error
+                    if self._stuck:
+                        raise WorkerLostError(
+                            f"loader worker {_numbers(self._stuck)}: nothing came for {waited:.0f} s "
+                            "(--reliability.worker_seconds)"
+                        ) from error
+                    if ended := self._ended(error):
+                        raise WorkerLostError(f"loader worker {_numbers(ended)} ended unexpectedly") from error
+                    if not _timed_out(error):
+                        raise
+        finally:
+            self._since = None
+
+    def _ended(self, error: Exception) -> list[int | None]:
+        """Workers that live no more. What one has handed over may be gone a moment before it is."""
+        until = time.monotonic() + (0.0 if _timed_out(error) or isinstance(error, RuntimeError) else 1.0)
+        while True:
+            ended = [worker.pid for worker in self._workers if not worker.is_alive()]
+            if ended or time.monotonic() > until:
+                return ended
+            time.sleep(0.05)
+
+    def _watch(self) -> None:
+        """In a thread of its own: what a worker that stands still has handed over is awaited in C, without a limit.
+        Killing it ends that."""
+        while not self._watched.wait(LOOK_SECONDS):
+            since = self._since
+            if since is None:
+                continue
+            waited = time.monotonic() - since
+            if waited > self._stuck_seconds or (waited > PATIENCE_OF_A_STOP and self._asked()):
+                self._stuck = [worker.pid for worker in self._workers]
+                for worker in self._workers:
+                    worker.kill()
+                self._since = None
+
+    def _left_out(self, ranges: _Ranges) -> list[int]:
+        """Positions whose rows end a process: they are marked in the fetcher, and left out from now on."""
+        context = multiprocessing.get_context("forkserver")
+        found = []
+        for each in tuple(ranges.pending):
+            if _survives(context, self._fetcher, each):
+                continue
+            ends = [at for at in each if not _survives(context, self._fetcher, range(at, at + 1))]
+            found += ends
+            self._fetcher.leave_out(ends)
+        return found
+
+    def _forget(self) -> None:
+        """Kill the workers, and drop what torch has of them."""
+        _kill(self._workers)
+        self._loader, self._stuck = None, []
 
     def close(self) -> None:
         """End the workers. Drop iterators first: torch asks the workers to end when the last one goes."""
-        self._loader, had_workers = None, bool(self._workers)
+        self._watched.set()
+        self._loader, self._closed, had_workers = None, True, bool(self._workers)
         self._fetcher.close()
         self._kill_workers()
         for thread in self._feeders:  # they feed the workers' queues, and hold their semaphores for a moment longer
@@ -142,6 +326,33 @@ class MicroBatches:
             # What is left of the loader in a cycle still holds semaphores. A process that then ends by os._exit leaves
             # them behind, and the standard library's tracker says so on the terminal (seen in one small run of three).
             gc.collect()
+
+
+def _survives(context: Any, fetcher: Fetcher, positions: range) -> bool:
+    """Whether a process that makes this batch comes to its end; an error of the data is one."""
+    process = context.Process(target=_make, args=(fetcher, positions), daemon=True)
+    process.start()
+    process.join(TRIAL_SECONDS)
+    alive = process.is_alive()
+    if alive:
+        process.kill()
+        process.join()
+    return not alive and process.exitcode == 0
+
+
+def _make(fetcher: Fetcher, positions: range) -> None:
+    prepare_worker(0)
+    with suppress(Exception):
+        fetcher.__getitems__(positions)
+
+
+def _timed_out(error: Exception) -> bool:
+    """Whether torch's loader says that nothing came within LOOK_SECONDS."""
+    return isinstance(error, RuntimeError) and str(error).startswith("DataLoader timed out")
+
+
+def _numbers(processes: Iterable[int | None]) -> str:
+    return ", ".join(str(number) for number in processes)
 
 
 def _kill(workers: list[BaseProcess]) -> None:

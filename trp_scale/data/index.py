@@ -28,6 +28,17 @@ class DataError(RefusedError):
     """Stored data is missing, damaged or of another format; the message names the file and the place."""
 
 
+MOST_OF_A_REASON = 300
+"""Characters of an error that are kept: it may quote what a damaged file holds."""
+
+
+def reason_of(error: Exception) -> str:
+    """Why something cannot be read, in one line."""
+    said = " ".join(str(error).split())
+    text = said if isinstance(error, DataError) else f"{type(error).__name__}: {said}"
+    return text if len(text) <= MOST_OF_A_REASON else f"{text[:MOST_OF_A_REASON]}..."
+
+
 @dataclass(frozen=True, kw_only=True)
 class Member:
     """One member file of a block inside its tar.

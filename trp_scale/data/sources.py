@@ -91,6 +91,7 @@ class ValidationSource:
                 workers=min(1, config.data.workers),  # one is enough: a forward pass takes longer than a fetch
                 prefetch=config.data.prefetch,
                 pin_memory=pin_memory,
+                stuck_seconds=config.reliability.worker_seconds,
             )
 
     def windows(self) -> Iterator[Batch]:

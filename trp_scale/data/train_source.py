@@ -6,7 +6,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -64,6 +64,7 @@ class TrainSource:
         waited_seconds: time that windows and peeks have kept the caller waiting so far.
         cache_use: what this rank's workers have done with the cache of remote tars so far, up to the last window.
         workers: loader processes; 0: windows are made in this process.
+        asked: whether the run was asked to stop: then it does not wait for rows (fetch.StoppedWaitingError).
         reports_to: the source whose next window also carries the keys of blocks that could not be read here. The loop
             counts such keys in its own windows only. None: the loop reads this source's windows itself.
 
@@ -109,6 +110,8 @@ class TrainSource:
         self._rank = rank
         self.workers = config.data.workers if workers is None else workers
         self._prefetch, self._pin_memory = config.data.prefetch, pin_memory
+        self.asked: Callable[[], bool] = lambda: False
+        self._stuck_seconds = config.reliability.worker_seconds
         self._batches: MicroBatches | None = None
         self._stream: Iterator[Batch] | None = None
         self._ahead: deque[list[Batch]] = deque()
@@ -188,6 +191,8 @@ class TrainSource:
             workers=self.workers,
             prefetch=self._prefetch,
             pin_memory=self._pin_memory,
+            stuck_seconds=self._stuck_seconds,
+            asked=self.asked,
         )
         return iter(self._batches)
 

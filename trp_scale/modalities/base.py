@@ -218,7 +218,7 @@ class Modality(ABC):
         """What a batch holds of rows of which nothing is known."""
         cropper, sizes = Cropper(crops), np.ones((rows, 2), dtype=np.int64)
         drawn = cropper.draw(np.zeros(rows, dtype=np.uint64), sizes)
-        return self.fields(DecodedRows(samples=[None] * rows, corrupt=[]), drawn, cropper, self.stored_unknown(rows))
+        return self.fields(DecodedRows(samples=[None] * rows, reasons={}), drawn, cropper, self.stored_unknown(rows))
 
     def stored_unknown(self, rows: int) -> Sequence[Any]:
         """What `fields` asks of the data sets of rows that are not there; most ask nothing."""

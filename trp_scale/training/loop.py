@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,8 +26,10 @@ from trp_scale.core.engine import Engine, Trains
 from trp_scale.core.hooks import Hooks, StepContext
 from trp_scale.core.objective import Objective, task_losses
 from trp_scale.core.run import RunContext
+from trp_scale.data.fetch import StoppedWaitingError
 from trp_scale.data.index import DataError
 from trp_scale.distributed.groups import Group
+from trp_scale.observe.incidents import Incidents
 from trp_scale.observe.observer import Observer
 from trp_scale.observe.records import StepRecord, TaskRecord
 from trp_scale.recipes.loader import flat, to_dict
@@ -88,6 +91,8 @@ class Trainer:
             alike: a request to stop ends it.
         stop_requested: reason this rank was asked to stop, or None.
         watch: told the number of each step when it begins; the first is 1.
+        mark: notes where the sources are; what it returns goes back there.
+        incidents: takes what went wrong.
         waited_seconds: time that the run's sources have kept this rank waiting for windows so far.
     """
 
@@ -101,6 +106,8 @@ class Trainer:
     stop_requested: Callable[[], str | None]
     watch: Callable[[int], None] = lambda step: None
     waited_seconds: Callable[[], float] = lambda: 0.0
+    mark: Callable[[], Callable[[], None]] = lambda: lambda: None
+    incidents: Incidents = field(default_factory=lambda: Incidents(Path(), enabled=False))
     state: TrainingState = field(default_factory=TrainingState)
     unread: UnreadStep | None = None
 
@@ -125,8 +132,9 @@ class Trainer:
                 if stop:
                     return stop
                 while self.state.step < self.config.training.steps:
+                    before = self.state.step
                     stop = self.train_step()
-                    if self._due(self.config.validation.every):
+                    if self.state.step > before and self._due(self.config.validation.every):
                         stop = self._validated() or stop
                     if stop or self._due(self.config.checkpoint.every):
                         self.save()
@@ -151,9 +159,15 @@ class Trainer:
         """
         self.watch(self.state.step + 1)
         started, waited = time.perf_counter(), self.waited_seconds()
-        window = self.source.next_window()
-        counts = torch.stack([self.objective.count(micro) for micro in window]).sum(0)  # [T], on the host
+        go_back = self.mark()
+        window = self._next_window()
+        counts = torch.zeros(len(self.objective.tasks), dtype=torch.float64)  # [T], on the host
+        counts += sum(self.objective.count(micro) for micro in window)
         agreed = self.agreement.reach(counts, window, stop=self.stop_requested() is not None)
+        if agreed.without_rows:
+            go_back()
+            self.read_stats()
+            return self._reason_to_stop(asked=True)
         ctx = self.context(window, agreed.counts)
         self.hooks.before_step(ctx)
         sums = torch.zeros_like(ctx.counts)
@@ -165,8 +179,7 @@ class Trainer:
         searched = self.finish(ctx)
         ctx.release()
         self.state.step += 1
-        for key in agreed.new_corrupt:
-            self.observer.message(f"step {self.state.step}: block {key} could not be read and is left out")
+        self.left_out(f"step {self.state.step}", agreed.new_corrupt)
         self.read_stats()
         assert ctx.late is not None, "the step is decided"
         self.unread = UnreadStep(
@@ -181,6 +194,21 @@ class Trainer:
         if rests or agreed.stop or self._too_many_skipped() or self.state.step >= self.config.training.steps:
             self.read_stats()
         return self._reason_to_stop(agreed.stop)
+
+    def _next_window(self) -> list[Batch]:
+        """Empty where the run was asked to stop and rows do not come: no rank makes this step then."""
+        try:
+            return self.source.next_window()
+        except StoppedWaitingError as error:
+            self.observer.message(str(error))
+            return []
+
+    def left_out(self, when: str, reasons: Mapping[str, str]) -> None:
+        """Tell of blocks that could not be read."""
+        for key, reason in reasons.items():
+            why = f" ({reason})" if reason else ""
+            self.observer.message(f"{when}: block {key} could not be read and is left out{why}")
+            self.incidents.add("unreadable", self.state.step, key=key, reason=reason)
 
     def context(self, window: list[Batch], counts: Tensor) -> StepContext:
         """The step as the hooks see it. Counts are the global batch's."""
@@ -311,14 +339,14 @@ def validate(
     engine: Trains,
     objective: Objective,
     batches: Iterable[Batch],
-    corrupt: set[str],
+    corrupt: dict[str, str],
     *,
     leave: Callable[[], bool] = lambda: False,
 ) -> dict[str, Any] | None:
     """Mean loss of each task over the split, without dropout; all ranks call it with as many batches.
 
     Args:
-        corrupt: keys of blocks that could not be read are added to it.
+        corrupt: why blocks could not be read is added to it, by their keys.
         leave: asked after each ASK_EVERY batches whether to leave it; the same on all ranks.
 
     Returns:
@@ -331,7 +359,7 @@ def validate(
     size = len(objective.tasks)
     sums = torch.zeros(2, size, dtype=torch.float64, device=engine.device)
     for number, batch in enumerate(batches, 1):
-        corrupt.update(batch.corrupt)
+        corrupt.update((key, batch.reasons.get(key, "")) for key in batch.corrupt)
         if number % ASK_EVERY == 0 and leave():
             engine.train(True)
             return None
@@ -376,12 +404,14 @@ class Agreed:
     Attributes:
         counts: [T] float64 on the host, elements of each task in the global batch.
         stop: some rank was asked to stop: this step is the last.
-        new_corrupt: keys of blocks found unreadable in this global batch and not before.
+        without_rows: some rank was, and has no rows for this step: the step is not made.
+        new_corrupt: why blocks of this global batch could not be read, by key; those that were not known before.
     """
 
     counts: Tensor
     stop: bool
-    new_corrupt: list[str]
+    without_rows: bool
+    new_corrupt: Mapping[str, str]
 
 
 def require_same_settings(world: Group, config: Config) -> None:
@@ -408,13 +438,15 @@ class StepAgreement:
     Args:
         group: all ranks.
         max_corrupt_blocks: unreadable blocks allowed before the run stops on all ranks.
+        max_corrupt_steps: steps in a row allowed that each meet such blocks.
         copies: ranks that read the same rows, as those of a tensor parallel group do.
     """
 
-    def __init__(self, group: Group, max_corrupt_blocks: int, *, copies: int = 1) -> None:
+    def __init__(self, group: Group, max_corrupt_blocks: int, *, copies: int = 1, max_corrupt_steps: int = 10) -> None:
         self.group = group
         self.copies = copies
-        self.max_corrupt_blocks = max_corrupt_blocks
+        self.max_corrupt_blocks, self.max_corrupt_steps = max_corrupt_blocks, max_corrupt_steps
+        self.steps_in_a_row = 0
         self.corrupt: set[str] = set()
 
     def reach(self, counts: Tensor, window: Sequence[Batch], *, stop: bool) -> Agreed:
@@ -426,14 +458,27 @@ class StepAgreement:
             stop: this rank was asked to stop.
 
         Raises:
-            DataError: on every rank, when more blocks than allowed could not be read; names them.
+            DataError: on every rank, when more blocks than allowed could not be read, or in more steps in a row; names
+                them.
         """
-        found = {key for micro in window for key in micro.corrupt} - self.corrupt
-        answer = self.group.sum(
-            torch.cat([counts, torch.tensor([float(stop), float(len(found))], dtype=torch.float64)])
+        found = {
+            key: micro.reasons.get(key, "") for micro in window for key in micro.corrupt if key not in self.corrupt
+        }
+        own = [float(stop), float(not window), float(len(found))]
+        answer = self.group.sum(torch.cat([counts, torch.tensor(own, dtype=torch.float64)]))
+        new = self.count_corrupt(found) if answer[-1] > 0 else {}
+        self.steps_in_a_row = self.steps_in_a_row + 1 if new else 0
+        if self.steps_in_a_row > self.max_corrupt_steps:
+            raise DataError(
+                f"{self.steps_in_a_row} steps in a row met unreadable blocks, the last one {_listed(new)}; "
+                f"--reliability.max_corrupt_steps allows {self.max_corrupt_steps}: is the storage there?"
+            )
+        return Agreed(
+            counts=answer[:-3] / self.copies,
+            stop=bool(answer[-3] > 0),
+            without_rows=bool(answer[-2] > 0),
+            new_corrupt=new,
         )
-        new = self.count_corrupt(found) if answer[-1] > 0 else []
-        return Agreed(counts=answer[:-2] / self.copies, stop=bool(answer[-2] > 0), new_corrupt=new)
 
     def asked(self, stop: bool) -> bool:
         """Whether some rank was asked to stop."""
@@ -447,24 +492,35 @@ class StepAgreement:
             return "asked to stop"
         return reason if self.group.size == 1 else f"{reason} (rank {rank})"
 
-    def count_corrupt(self, found: set[str]) -> list[str]:
+    def count_corrupt(self, found: Mapping[str, str]) -> dict[str, str]:
         """Gather the blocks that could not be read, on all ranks together; rare, or after a validation.
 
         Args:
-            found: keys this rank met; those known already do not count again.
+            found: why, by the keys this rank met; those known already do not count again.
 
         Returns:
-            the new ones of all ranks, once each.
+            the new ones of all ranks, by key, in order.
 
         Raises:
             DataError: on every rank, when there are now more than allowed.
         """
-        new = sorted(set().union(*self.group.gather_objects(found)) - self.corrupt)
+        of_all = {key: why for each in self.group.gather_objects(dict(found)) for key, why in each.items()}
+        new = {key: of_all[key] for key in sorted(of_all) if key not in self.corrupt}
         self.corrupt.update(new)
         if len(self.corrupt) > self.max_corrupt_blocks:
+            others = sorted(self.corrupt - new.keys())
             raise DataError(
-                f"{len(self.corrupt)} blocks could not be read ({', '.join(sorted(self.corrupt))}); "
+                f"{len(self.corrupt)} blocks could not be read ({_listed({**dict.fromkeys(others, ''), **new})}); "
                 f"--data.max_corrupt_blocks allows {self.max_corrupt_blocks}; "
                 "trp-scale verify names the damaged bytes"
             )
         return new
+
+
+def _listed(reasons: Mapping[str, str]) -> str:
+    """Keys with their reasons, as many as a person reads."""
+    shown = [f"{key}: {why}" if why else key for key, why in list(reasons.items())[-_SHOWN:]]
+    return ", ".join(shown) + (f" and {len(reasons) - _SHOWN} more" if len(reasons) > _SHOWN else "")
+
+
+_SHOWN = 20

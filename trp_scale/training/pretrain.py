@@ -28,6 +28,7 @@ from trp_scale.distributed.watchdog import HANGS, Watchdog
 from trp_scale.engines import compiled, ds_config
 from trp_scale.engines.build import build_engine, build_second_engine
 from trp_scale.models.initialise import without_content
+from trp_scale.observe.incidents import Incidents
 from trp_scale.observe.observer import Observer
 from trp_scale.observe.profile import StepProfile
 from trp_scale.observe.records import RunInfo
@@ -227,7 +228,10 @@ class Run:
         self.engines = EngineGroup(self.engine, self.hooks.engines(), self.hooks.sharded_state)
         self.state = TrainingState()
         self.agreement = StepAgreement(
-            self.world, config.data.max_corrupt_blocks, copies=config.megatron.tensor_parallel
+            self.world,
+            config.data.max_corrupt_blocks,
+            copies=config.megatron.tensor_parallel,
+            max_corrupt_steps=config.reliability.max_corrupt_steps,
         )
         if selection.checkpoint is not None:
             self.resume(selection.checkpoint)
@@ -237,6 +241,8 @@ class Run:
         self.observer = self._observer()
         for notice in [*notices, *self.sources.notices, *cautions(config, steps_per_epoch)]:
             self.observer.message(notice)
+        self.incidents = Incidents(run_dir, enabled=self.world.rank == 0)
+        self.sources.train.asked = lambda: guard.stop_requested() is not None
         self.profile = StepProfile(run_dir, config.logging, environment.device, self.observer.message)
         self.start_up = StartUp(self.engine.graphs, self.observer.message)
         self.trainer = self._trainer()
@@ -281,8 +287,14 @@ class Run:
             stop_requested=self.guard.stop_requested,
             waited_seconds=self.sources.waited_seconds,
             watch=self.watch,
+            mark=self._mark,
+            incidents=self.incidents,
             state=self.state,
         )
+
+    def _mark(self) -> Callable[[], None]:
+        """Note where the sources are; what is returned goes back there."""
+        return partial(self.sources.seek, self.sources.cursors())
 
     def watch(self, step: int) -> None:
         """Step `step` begins."""
@@ -347,7 +359,7 @@ class Run:
 
     def validate(self) -> bool:
         """Losses over the held-out rows, reported; False: left for a request to stop."""
-        corrupt: set[str] = set()
+        corrupt: dict[str, str] = {}
 
         def leave() -> bool:
             self.guard.watchdog.beat("a validation")
@@ -357,8 +369,7 @@ class Run:
         with self.hooks.validation():
             batches = self.sources.validation.windows()
             losses = validate(self.engine, self.objective, batches, corrupt, leave=leave)
-        for key in self.agreement.count_corrupt(corrupt):
-            self.observer.message(f"validation: block {key} could not be read and is left out")
+        self.trainer.left_out("validation", self.agreement.count_corrupt(corrupt))
         if losses is not None:
             self.observer.validation(self.state.step, losses)
         return losses is not None

@@ -51,6 +51,8 @@ ALLOWED = {
     "checkpoint.keep",
     "reliability.hang_minutes",
     "reliability.collective_minutes",
+    "reliability.worker_seconds",
+    "reliability.max_corrupt_steps",
     "logging.every",
     "logging.memory_snapshot",
     "logging.profile",

@@ -22,7 +22,7 @@ from trp_scale.data.images.maps import map_formats
 from trp_scale.data.images.other_formats import decode_other_format, is_other_format
 from trp_scale.data.images.png import Map
 from trp_scale.data.images.reader import IMAGE, SampleReader
-from trp_scale.data.index import DataError
+from trp_scale.data.index import DataError, reason_of
 from trp_scale.data.plan import Addresses
 
 Made = TypeVar("Made")
@@ -96,11 +96,11 @@ class DecodedRows:
 
     Attributes:
         samples: of each row; None where there is none, or it cannot be decoded.
-        corrupt: names of those that cannot be decoded, "SHARD/KEY".
+        reasons: why some cannot be decoded, by their names, "SHARD/KEY".
     """
 
     samples: list[DecodedSample | None]
-    corrupt: list[str]
+    reasons: Mapping[str, str]
 
     @property
     def sizes(self) -> Integers:
@@ -127,7 +127,8 @@ class DecodedRows:
             keys=torch.from_numpy(addresses.keys),
             start=start,
             epoch=int(addresses.epoch[0]),
-            corrupt=self.corrupt,
+            corrupt=sorted(self.reasons),
+            reasons=dict(self.reasons),
             fetch_seconds=time.perf_counter() - began,
         )
 
@@ -158,7 +159,7 @@ class RowReader:
             scales: from the images' sizes [R, 2], at 1/scale of which each is decoded, [R]; None: all are decoded
                 whole.
         """
-        corrupt: set[str] = set()
+        corrupt: dict[str, str] = {}
         contents = [self._tried(addresses, row, corrupt, self._contents) for row in range(len(addresses.present))]
         scale = np.ones(len(contents), dtype=np.int64)
         if scales is not None:
@@ -167,10 +168,10 @@ class RowReader:
             None if one is None else self._tried(addresses, row, corrupt, partial(self._decode, one, int(scale[row])))
             for row, one in enumerate(contents)
         ]
-        return DecodedRows(samples=samples, corrupt=sorted(corrupt))
+        return DecodedRows(samples=samples, reasons=corrupt)
 
     def _tried(
-        self, addresses: Addresses, row: int, corrupt: set[str], made: Callable[[int, int], Made]
+        self, addresses: Addresses, row: int, corrupt: dict[str, str], made: Callable[[int, int], Made]
     ) -> Made | None:
         """What is made of the row's image; None where there is none, or it is damaged: then it is among `corrupt`."""
         if not addresses.present[row]:
@@ -179,9 +180,9 @@ class RowReader:
         number = int(self._blocks[member].first[addresses.block[row]] + addresses.row[row])
         try:
             return made(member, number)
-        except DataError:  # the batch names it, the training loop limits how many
+        except Exception as error:  # whatever a damaged file leads to; the batch names it, the loop limits how many
             name, key = self._names[member], self._readers[member][0].table.key(number)
-            corrupt.add(f"{name}/{key}" if name else key)
+            corrupt[f"{name}/{key}" if name else key] = reason_of(error)
             return None
 
     def _contents(self, member: int, number: int) -> dict[str, bytearray]:

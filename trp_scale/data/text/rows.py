@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trp_scale.data.hashing import Integers
-from trp_scale.data.index import DataError
+from trp_scale.data.index import DataError, reason_of
 from trp_scale.data.shard_reader import ShardReader
 from trp_scale.data.text.groups import GROUP_BITS, GROUPS
 
@@ -28,7 +28,7 @@ class TextRows:
         own: [R] line of each address's own row in the arrays above.
         partner: [R] line of its partner.
         readable: [R] whether both could be read and hold allowed values.
-        corrupt: keys of blocks in which something was wrong.
+        reasons: what was wrong with some blocks, by key.
     """
 
     tokens: npt.NDArray[Any]
@@ -38,7 +38,7 @@ class TextRows:
     own: Integers
     partner: Integers
     readable: npt.NDArray[np.bool_]
-    corrupt: list[str]
+    reasons: dict[str, str]
 
 
 class TextRowReader:
@@ -77,7 +77,8 @@ class TextRowReader:
         codes, rows = block_code[order], wanted[order]
         bounds = [0, *(np.flatnonzero(np.diff(codes)) + 1).tolist(), 2 * count]
         spans = list(pairwise(bounds))
-        blocks = [self._open(int(codes[first])) for first, _ in spans]
+        reasons: dict[str, str] = {}
+        blocks = [self._open(int(codes[first]), reasons) for first, _ in spans]
         sentences = max((opened[2].shape[1] for opened in blocks if opened is not None), default=1)
 
         tokens = np.zeros((2 * count, self._row_length), dtype=self._dtypes[0])
@@ -100,6 +101,8 @@ class TextRowReader:
                 good[first:last] = False
         if not good.all():
             ends[~good] = 0
+            wrong = {self._key(code): "numbers that no row can have" for code in np.unique(codes[~good]).tolist()}
+            reasons = wrong | reasons
         line = np.empty(2 * count, dtype=np.int64)
         line[order] = np.arange(2 * count)
         return TextRows(
@@ -110,19 +113,22 @@ class TextRowReader:
             own=line[:count],
             partner=line[count:],
             readable=good[line[:count]] & good[line[count:]],
-            corrupt=sorted(self._key(code) for code in np.unique(codes[~good]).tolist()),
+            reasons=reasons,
         )
 
-    def _open(self, code: int) -> tuple[npt.NDArray[Any], ...] | None:
+    def _open(self, code: int, reasons: dict[str, str]) -> tuple[npt.NDArray[Any], ...] | None:
         """Arrays of a block; None where it cannot be read: the batch names it, the training loop limits them."""
         try:
             tokens, tags, sentences = self._readers[code >> 40].arrays(code & ((1 << 40) - 1))
-        except DataError:
+            width = (self._row_length,)
+            if tokens.shape[1:] != width or tags.shape[1:] != width or sentences.ndim != 2 or sentences.shape[1] == 0:
+                raise DataError(f"arrays of {tokens.shape}, {tags.shape} and {sentences.shape}, not of rows of {width}")
+            if (tokens.dtype, tags.dtype, sentences.dtype) != self._dtypes:
+                raise DataError(f"{tokens.dtype}, {tags.dtype} and {sentences.dtype}, not {self._dtypes}")
+        except Exception as error:  # whatever a damaged file leads to
+            reasons[self._key(code)] = reason_of(error)
             return None
-        width = (self._row_length,)
-        if tokens.shape[1:] != width or tags.shape[1:] != width or sentences.ndim != 2 or sentences.shape[1] == 0:
-            return None
-        return (tokens, tags, sentences) if (tokens.dtype, tags.dtype, sentences.dtype) == self._dtypes else None
+        return tokens, tags, sentences
 
     def _check(self, tokens: npt.NDArray[Any], tags: npt.NDArray[np.uint8], ends: Integers) -> npt.NDArray[np.bool_]:
         """Which lines hold allowed values, [N]: a wrong id would fault in the embedding, on a GPU for good."""

@@ -25,7 +25,7 @@ from trp_scale.data.hashing import Integers, Words, below, mix, name_hash
 from trp_scale.data.images.crops import uniform
 from trp_scale.data.images.png import png_format
 from trp_scale.data.images.rows import decode_image
-from trp_scale.data.index import DataError
+from trp_scale.data.index import DataError, reason_of
 from trp_scale.data.plan import Addresses, row_states
 from trp_scale.downstream.detection.annotations import Annotations
 from trp_scale.downstream.detection.masks import decode
@@ -204,13 +204,14 @@ class DetectionBatchBuilder:
             start=start,
             epoch=int(addresses.epoch[0]),
             corrupt=sorted(corrupt),
+            reasons=corrupt,
             fetch_seconds=time.perf_counter() - began,
         )
 
-    def _read(self, addresses: Addresses) -> tuple[list[Tensor | None], set[str]]:
-        """The decoded images, and the names of those that cannot be."""
+    def _read(self, addresses: Addresses) -> tuple[list[Tensor | None], dict[str, str]]:
+        """The decoded images, and why some cannot be, by their names."""
         images: list[Tensor | None] = []
-        corrupt: set[str] = set()
+        corrupt: dict[str, str] = {}
         for row, present in enumerate(addresses.present.tolist()):
             images.append(None)
             if not present:
@@ -220,8 +221,8 @@ class DetectionBatchBuilder:
             path = dataset.folder / dataset.keys[number]
             try:
                 images[-1] = read_image(path, tuple(dataset.sizes[number].tolist()))
-            except DataError:  # the batch names it, the training loop limits how many
-                corrupt.add(str(path))
+            except Exception as error:  # whatever a damaged file leads to; the batch names it, the loop limits how many
+                corrupt[str(path)] = reason_of(error)
         return images, corrupt
 
     def _place(self, addresses: Addresses, sizes: np.ndarray) -> list[Placement]:

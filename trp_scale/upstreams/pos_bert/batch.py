@@ -89,7 +89,8 @@ class TextBatchBuilder:
             keys=torch.from_numpy(addresses.keys),
             start=start,
             epoch=int(addresses.epoch[0]),
-            corrupt=rows.corrupt,
+            corrupt=sorted(rows.reasons),
+            reasons=rows.reasons,
             fetch_seconds=time.perf_counter() - began,
         )
 

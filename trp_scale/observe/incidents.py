@@ -1,0 +1,53 @@
+"""RUN_DIR/incidents.jsonl: what went wrong while a run went on, a line each, over all its starts.
+
+{"at": "...", "step": 120, "kind": "unreadable", "key": "image-000001/scene-00000148", "reason": "..."}
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+INCIDENTS_FILE = "incidents.jsonl"
+
+
+class Incidents:
+    """Appends lines on rank 0. A disk that takes none does not stop the run: they are kept, and written with the next.
+
+    Args:
+        run_dir: of the run.
+        enabled: False on other ranks: nothing is written.
+    """
+
+    def __init__(self, run_dir: Path, *, enabled: bool = True) -> None:
+        self._path, self._enabled = run_dir / INCIDENTS_FILE, enabled
+        self._waiting: list[str] = []
+
+    def add(self, kind: str, step: int, **fields: Any) -> None:
+        """One incident at `step`; the fields are JSON values."""
+        if not self._enabled:
+            return
+        now = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        self._waiting = [*self._waiting, json.dumps({"at": now, "step": step, "kind": kind, **fields})][-_MOST_WAITING:]
+        with contextlib.suppress(OSError):
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write("".join(f"{line}\n" for line in self._waiting))
+            self._waiting = []
+
+
+_MOST_WAITING = 1000
+
+
+def read_incidents(run_dir: Path) -> list[dict[str, Any]]:
+    """The lines that can be read, oldest first; none where there is no such file."""
+    found = []
+    with contextlib.suppress(OSError):
+        for line in (run_dir / INCIDENTS_FILE).read_text(encoding="utf-8", errors="replace").splitlines():
+            with contextlib.suppress(ValueError, RecursionError):
+                document = json.loads(line)
+                if isinstance(document, dict):
+                    found.append(document)
+    return found
