@@ -64,7 +64,7 @@ def batch(positions: range, absent: tuple[int, ...] = ()) -> Batch:
     """Rows at `positions` as one micro-batch."""
     rows = [row(position, absent) for position in positions]
     fields = {name: torch.stack([each[name] for each in rows]) for name in rows[0]}
-    fields["kept"] = torch.from_numpy(kept_places(fields["attention_mask"].numpy(), 2))
+    fields["kept"] = torch.from_numpy(kept_places(fields["attention_mask"].numpy()))
     return Batch(fields=fields, keys=torch.tensor(list(positions)), start=positions[0])
 
 

@@ -111,11 +111,11 @@ class SyntheticModalities:
 
     def next_window(self) -> list[Batch]:
         size, micro = self.config.batch.global_size, self.config.batch.micro_size
-        modalities, absent = self.config.modalities, self.absent(self.cursor // size)
+        modalities, absent, side = self.config.modalities, self.absent(self.cursor // size), self.config.crops.size
         first = self.cursor + self.group.rank * size // self.group.size
         self.cursor += size
         return [
-            batch(range(start, start + micro), modalities.visible_tokens, len(modalities.inputs), absent)
+            batch(range(start, start + micro), modalities.visible_tokens, len(modalities.inputs), absent, side)
             for start in range(first, first + size // self.group.size, micro)
         ]
 

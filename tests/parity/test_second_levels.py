@@ -63,7 +63,10 @@ def encoder_of(weights: dict[str, Tensor]) -> dict[str, Tensor]:
 def test_every_split_gives_the_same_run(two_ranks: Ranks, level: str, engine: str) -> None:
     layout = replace(LAYOUTS[engine], micro_size=(8 if engine == "plain" else 4) // ACCUMULATION[engine])
     arguments = (layout, changes(level, ACCUMULATION[engine]))
-    ours = run_masks(*arguments) if engine == "plain" else two_ranks(run_masks, *arguments)[0]
+    agree(run_masks(*arguments) if engine == "plain" else two_ranks(run_masks, *arguments)[0], level)
+
+
+def agree(ours: MasksResult, level: str) -> None:
     theirs = reference(level)
     assert ours.moved and too_far(ours, theirs) == []
     assert travelled(ours.network, theirs.network, theirs.network_initial) < 1e-4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -18,9 +19,8 @@ from tests.parity.test_tensor_parallel import DROPOUT, METHODS, CutApart, change
 from tests.parity.test_tensor_parallel import reference as reference_of
 from tests.ranks import Ranks
 from tests.synthetic import Layout, Result, data_group, make_engine, run, small_config
-from tests.synthetic_images import image_config, make_image_engine
-from trp_scale.core.batch import Batch
-from trp_scale.core.engine import EngineError
+from trp_scale.core.batch import Batch, TaskLosses
+from trp_scale.core.engine import Engine, EngineError
 from trp_scale.upstreams.pos_bert.model import Layer
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed: the extra [megatron]")
@@ -88,11 +88,11 @@ def list_by_halves(dropout: nn.Dropout, tokens: Tensor) -> Tensor:
     if tokens.dim() != 2 or not dropout.training:
         return forward(dropout, tokens)
     before, parts = torch.get_rng_state(), []
-    for member, half in enumerate(tokens.chunk(2)):
+    for member, half in enumerate(nn.functional.pad(tokens, (0, 0, 0, len(tokens) % 2)).chunk(2)):
         torch.set_rng_state(before)
         with CutApart(member).drawing():
             parts.append(forward(dropout, half))
-    return torch.cat(parts)
+    return torch.cat(parts)[: len(tokens)]
 
 
 forward = nn.Dropout.forward
@@ -111,11 +111,8 @@ def test_each_rank_draws_the_dropout_of_its_tokens(two_ranks: Ranks) -> None:
     assert too_far(ours, reference_with_dropout()) == []
 
 
-def saved_bytes(own: Layout, layers: int) -> int:
-    """That a forward pass keeps for its backward pass, parameters left out."""
-    config = small_config(own, model={"layers": layers, **DROPOUT["model"]})
-    engine, objective = make_engine(own, config, data_group(config))
-    engine.train(True)
+def kept_bytes(engine: Engine, losses_of: Callable[[Engine], TaskLosses]) -> int:
+    """That a forward pass keeps for its backward pass, parameters left out; closes the engine."""
     known = {each.untyped_storage().data_ptr() for each in engine.module.parameters()}
     found: dict[int, int] = {}
 
@@ -126,10 +123,17 @@ def saved_bytes(own: Layout, layers: int) -> int:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        losses = objective(engine, unpadded(range(8)))
+        losses = losses_of(engine)
     assert losses.sums.isfinite().all()
     engine.close()
     return sum(found.values())
+
+
+def saved_bytes(own: Layout, layers: int) -> int:
+    config = small_config(own, model={"layers": layers, **DROPOUT["model"]})
+    engine, objective = make_engine(own, config, data_group(config))
+    engine.train(True)
+    return kept_bytes(engine, lambda forward: objective(forward, unpadded(range(8))))
 
 
 def of_a_block(own: Layout) -> int:
@@ -145,25 +149,34 @@ def test_a_block_keeps_half_of_what_is_not_cut(two_ranks: Ranks) -> None:
     assert cut - split == 4 * (6 * places * 32 + 4 * places) / 2
 
 
-def refusals() -> list[str]:
-    """What these are refused with."""
-    found = []
+def refusal() -> str:
+    """What a model whose last layer is its only one is refused with."""
     with pytest.raises(EngineError) as caught:
         run(layout(SPLIT), {"model": {"layers": 1}})
-    found.append(str(caught.value))
-    with pytest.raises(EngineError) as caught:
-        own = layout(SPLIT)
-        make_image_engine(own, image_config(own), data_group(image_config(own)))
-    found.append(str(caught.value))
-    with pytest.raises(EngineError) as caught, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(synthetic, "kept_places", lambda mask, multiple: torch.arange(31).numpy())
-        run(layout(SPLIT), {})
-    found.append(str(caught.value))
-    return found
+    return str(caught.value)
 
 
-def test_what_cannot_be_split_is_refused(two_ranks: Ranks) -> None:
-    text, images, odd = two_ranks(refusals)[0]
-    assert "BertForMaskedPositions has no blocks whose tokens can be split" in text
-    assert "MaskedAutoencoder has no blocks whose tokens can be split" in images
-    assert "31 tokens do not divide over the 2 ranks of --megatron.tensor_parallel; allowed: a multiple" in odd
+def test_a_model_without_blocks_to_split_is_refused(two_ranks: Ranks) -> None:
+    assert "BertForMaskedPositions has no blocks whose tokens can be split" in two_ranks(refusal)[0]
+
+
+def there_and_back(count: int) -> tuple[tuple[int, ...], bool, Tensor]:
+    """Of so many tokens: the shape of a rank's own, whether they come back whole, and the gradient of one that each
+    rank has weighed by its own number."""
+    from trp_scale.engines.megatron import SplitTokens, megatron_groups
+
+    group = megatron_groups(2, local_world=2)[1]
+    cut = SplitTokens(group, torch.device("cpu"))
+    tokens = torch.randn(3, count, 4, generator=torch.Generator().manual_seed(count), requires_grad=True)
+    own = cut.split(tokens)
+    whole = cut.whole(own)
+    (whole * torch.arange(1.0, count + 1)[:, None]).sum().backward()
+    assert tokens.grad is not None
+    return tuple(own.shape), torch.equal(whole, tokens), tokens.grad[0, :, 0]
+
+
+@pytest.mark.parametrize("count", [1, 2, 5])
+def test_tokens_that_do_not_divide_come_back_without_what_was_added(two_ranks: Ranks, count: int) -> None:
+    for shape, same, gradient in two_ranks(there_and_back, count):
+        assert shape == (3, (count + 1) // 2, 4) and same
+        assert gradient.tolist() == list(range(1, count + 1))

@@ -181,6 +181,7 @@ IMAGES: dict[str, dict[str, Any]] = {
     "per_bucket": adversary_changes("relative_embedding", scope="per_bucket"),
     "value": adversary_changes("relative_embedding", scope="value"),
     "sequential": adversary_changes("relative_coordinate", update="sequential"),
+    "linear decoder": {"adversary": {"kind": "none"}, "vision": {"decoder": "linear"}},
     "U-MAE": {"adversary": {"kind": "none"}, "objective": {"uniformity": 0.01}},
 }
 """Masked autoencoders: the adversary on relative positions acts inside heads."""

@@ -93,8 +93,9 @@ def build_second_engine(
     consist of them alone.
     """
     config = replace(config, training=replace(config.training, weights="fp32"))
-    if not hasattr(module, "tensor_plan"):  # small: each rank of a tensor group holds it whole
+    if not hasattr(module, "tensor_plan"):  # small: each rank of a tensor group holds it whole, and all of its tokens
         module.tensor_plan = TensorPlan()  # type: ignore[assignment]
+        config = replace(config, megatron=replace(config.megatron, sequence_parallel=False))
     document = ds_document and {key: value for key, value in ds_document.items() if key not in OF_THE_FIRST}
     return build_engine(
         name, module, config, device=device, data_group=data_group, ds_document=document, ds_path=ds_path

@@ -25,7 +25,7 @@ from trp_scale.distributed.groups import Group
 from trp_scale.engines.ddp import DdpEngine, GradientReduction
 from trp_scale.engines.optimizer import Lamb
 from trp_scale.engines.plain import Masters
-from trp_scale.engines.sequence_parallel import DropoutApart, exchanged, gathered, own, products, summed
+from trp_scale.engines.sequence_parallel import DropoutApart, Operation, exchanged, gathered, own, products, summed
 from trp_scale.engines.sharded_moments import OwnRows
 from trp_scale.engines.shards import sum_of_squares
 from trp_scale.models.initialise import Value, allocate, first_values
@@ -112,7 +112,7 @@ class Columns(ColumnParallelLinear):  # type: ignore[misc]
 
 
 class Rows(RowParallelLinear):  # type: ignore[misc]
-    """[..., T, I / ranks] -> [..., T, O] on all ranks, or, where they split tokens, each one's [..., T / ranks, O]."""
+    """[..., T, I / ranks] -> [..., T, O] on all ranks, or, where they split tokens, each one's [..., share(T), O]."""
 
     splitting: Group | None = None
 
@@ -121,7 +121,8 @@ class Rows(RowParallelLinear):  # type: ignore[misc]
         if self.splitting is None:
             whole = reduce_from_tensor_model_parallel_region(part, group=self.tp_group)
         else:
-            whole = exchanged(part, partial(summed, group=self.splitting), partial(gathered, group=self.splitting))
+            back = partial(gathered, group=self.splitting, count=part.shape[-2])
+            whole = exchanged(part, partial(summed, group=self.splitting), back)
         return whole if self.bias is None else whole + self.bias.to(whole.dtype)  # type: ignore[no-any-return]
 
 
@@ -197,16 +198,28 @@ class CutOverRanks(Cut):
 
 
 class SplitTokens(CutOverRanks):
-    """Each rank has some of the tokens where nothing is cut."""
+    """Each rank has some of the tokens where nothing is cut.
+
+    Attributes:
+        count: T of the tokens that were split last. One model has one object of this class: its passes through blocks
+            come one after the other.
+    """
 
     def __init__(self, tensor_group: Group, device: torch.device) -> None:
         super().__init__(tensor_group, device)
-        self.gather, self.scatter, self.own = (partial(each, group=tensor_group) for each in (gathered, summed, own))
+        self.scatter, self.own = (partial(each, group=tensor_group) for each in (summed, own))
+        self.count = 0
+
+    @property
+    def gather(self) -> Operation:
+        """Of the tokens that are split now; a backward pass keeps it."""
+        return partial(gathered, group=self.group, count=self.count)
 
     def projected(self, tokens: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
         return products(tokens, self.gather, self.scatter, layers)
 
     def split(self, tokens: Tensor) -> Tensor:
+        self.count = tokens.shape[-2]
         return exchanged(tokens, self.own, self.gather)
 
     def whole(self, tokens: Tensor) -> Tensor:
@@ -222,7 +235,7 @@ class MegatronEngine(DdpEngine):
         data_group: of `megatron_groups`.
     Attributes:
         cut: names of parameters of which the ranks of a tensor group hold different elements.
-        partial: those of which each rank of a tensor group makes the gradient of its own tokens alone.
+        partial: parameters of which each rank of a tensor group makes the gradient of its own tokens alone.
     """
 
     name = "megatron"
@@ -245,9 +258,8 @@ class MegatronEngine(DdpEngine):
                 )
         if config.megatron.sequence_parallel and not plan.split:
             raise EngineError(
-                f"--megatron.sequence_parallel: {type(module).__name__} has no blocks whose tokens can be split (an "
-                "image's, 1 more than its patches, seldom divide); allowed: pos_bert of several --model.layers, or "
-                "without --megatron.sequence_parallel"
+                f"--megatron.sequence_parallel: {type(module).__name__} has no blocks whose tokens can be split; "
+                "allowed: several --model.layers, or without --megatron.sequence_parallel"
             )
         self.plan = plan
         self.tensor_group = megatron_groups(ranks, local_world=ranks)[1]
@@ -301,9 +313,8 @@ class MegatronEngine(DdpEngine):
                     layer.splitting = self.tensor_group
                 elif isinstance(layer, nn.Dropout):
                     module.set_submodule(name, DropoutApart(layer, cut))
-        for name, layer in module.named_modules():
-            if isinstance(getattr(layer, "cut", None), CutOverRanks) and (not name or name in self.plan.split):
-                layer.cut = cut  # type: ignore[assignment]
+        for layer in self.plan.splitting(module):
+            layer.cut = cut  # type: ignore[assignment]
 
     def _cut_first_dimension(self, module: nn.Module) -> None:
         for path, owner in module.named_modules():
@@ -330,10 +341,8 @@ class MegatronEngine(DdpEngine):
 
     def optimizer_of(self, module: nn.Module) -> torch.optim.Optimizer:
         optimizer = super().optimizer_of(module)
-        blocks = tuple(f"{path}." for path in self.plan.split) if self.config.megatron.sequence_parallel else ()
-        self.partial = [
-            own for name, own in self.named_parameters() if name not in self.cut and name.startswith(blocks)
-        ]
+        partial = set(self.plan.partial(module) if self.config.megatron.sequence_parallel else ()) - self.cut
+        self.partial = [own for name, own in self.named_parameters() if name in partial]
         if isinstance(optimizer, Lamb):
             # What all ranks hold alike is counted on each; that goes out of the ratio of two norms.
             optimizer.shard(lambda tensor: tensor, self.world if self.shards_moments else self.tensor_group)

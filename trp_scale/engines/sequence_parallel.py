@@ -1,6 +1,9 @@
 """Tokens split over the ranks that share matrices (Korthikanti et al. 2022, section 4.2.2): what they send, and
 products that read all tokens and keep a rank's own.
 
+T tokens need not divide. All ranks have `share(T)` of them, the last ones zeros in the place of what is missing: these
+are dropped where tokens are gathered, so that no product and no attention sees them, and their gradient is zero.
+
 megatron-core 0.16's functions of the same kind take their memory from a GPU, and split the first dimension alone.
 """
 
@@ -14,41 +17,45 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from trp_scale.core.engine import EngineError
 from trp_scale.distributed.groups import Group
 from trp_scale.models.tensor_plan import Cut
 
 Operation = Callable[[Tensor], Tensor]
 
 
-def gathered(tokens: Tensor, group: Group) -> Tensor:
-    """[..., T / ranks, D] of each rank -> [..., T, D] on all."""
+def share(count: int, group: Group) -> int:
+    """Tokens of a rank, of so many in all: T / ranks, rounded up."""
+    return -(-count // group.size)
+
+
+def gathered(tokens: Tensor, group: Group, count: int) -> Tensor:
+    """[..., share(T), D] of each rank -> [..., T, D] on all.
+
+    Args:
+        count: T.
+    """
     first = tokens.movedim(-2, 0).contiguous()
     whole = first.new_empty((group.size * len(first), *first.shape[1:]))
     dist.all_gather_into_tensor(whole, first, group=group.handle)
-    return whole.movedim(0, -2)
+    return whole[:count].movedim(0, -2).contiguous()  # each layer that reads it would copy and keep its own
 
 
 def summed(tokens: Tensor, group: Group) -> Tensor:
-    """[..., T, D] of each rank -> [..., T / ranks, D], the sum over the ranks of each one's own tokens."""
-    first = tokens.movedim(-2, 0).contiguous()
-    own = first.new_empty((len(first) // group.size, *first.shape[1:]))
+    """[..., T, D] of each rank -> [..., share(T), D], the sum over the ranks of each one's own tokens."""
+    first = tokens.movedim(-2, 0)
+    part = share(len(first), group)
+    missing = group.size * part - len(first)
+    first = F.pad(first, (0, 0) * (first.dim() - 1) + (0, missing)) if missing else first.contiguous()
+    own = first.new_empty((part, *first.shape[1:]))
     dist.reduce_scatter_tensor(own, first, group=group.handle)
     return own.movedim(0, -2)
 
 
 def own(tokens: Tensor, group: Group) -> Tensor:
-    """[..., T, D] that all ranks have -> this one's [..., T / ranks, D].
-
-    Raises:
-        EngineError: the tokens do not divide.
-    """
-    if tokens.shape[-2] % group.size:
-        raise EngineError(
-            f"--megatron.sequence_parallel: {tokens.shape[-2]} tokens do not divide over the {group.size} ranks of "
-            "--megatron.tensor_parallel; allowed: a multiple of them, or without --megatron.sequence_parallel"
-        )
-    return tokens.chunk(group.size, dim=-2)[group.rank].contiguous()
+    """[..., T, D] that all ranks have -> this one's [..., share(T), D]."""
+    part = share(tokens.shape[-2], group)
+    found = tokens[..., group.rank * part : (group.rank + 1) * part, :]
+    return F.pad(found, (0, 0, 0, part - found.shape[-2]))
 
 
 class Exchange(torch.autograd.Function):
@@ -76,7 +83,7 @@ class Products(torch.autograd.Function):
     def forward(
         ctx: Any, tokens: Tensor, gather: Operation, scatter: Operation, count: int, *parameters: Tensor
     ) -> tuple[Tensor, ...]:
-        """[..., T / ranks, I], weights [O, I], and as many biases [O] -> of each [..., T, O]."""
+        """[..., share(T), I], weights [O, I], and as many biases [O] -> of each [..., T, O]."""
         weights, biases = parameters[:count], parameters[count:]
         ctx.gather, ctx.scatter = gather, scatter
         ctx.save_for_backward(tokens, *weights)

@@ -6,7 +6,7 @@ the matrix that reads them by rows; between the two no rank needs another (Shoey
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -25,8 +25,8 @@ class TensorPlan:
         vocabulary: embeddings of which each rank holds a range of the rows.
         first_dimension: parameters and buffers beside these that are cut as the vocabulary is.
         entered: modules whose whole output is read by what is cut: its gradient is summed over the ranks.
-        split: blocks that can compute on some of the tokens outside attention and feed-forward (sequence parallelism,
-            Korthikanti et al. 2022).
+        split: names, without *, of blocks and parts that can compute on some of the tokens outside attention and
+            feed-forward (sequence parallelism, Korthikanti et al. 2022).
         losses: attribute of the model that takes a function: logits whose columns are cut [N, V / ranks] and labels [N]
             -> cross-entropies [N].
         divided: sizes that the number of ranks must divide, by the flag that sets them.
@@ -55,6 +55,21 @@ class TensorPlan:
         """How many layers this one is, each of which is cut."""
         return next((parts for pattern, parts in self.packed.items() if fnmatchcase(module, pattern)), 1)
 
+    def splitting(self, model: nn.Module) -> Iterator[nn.Module]:
+        """The modules whose `cut` splits tokens: what is split, and what has such parts."""
+        for name, module in model.named_modules():
+            parts = f"{name}." if name else ""
+            if hasattr(module, "cut") and any(path == name or path.startswith(parts) for path in self.split):
+                yield module
+
+    def partial(self, model: nn.Module) -> Iterator[str]:
+        """Names of the parameters of which a rank that splits tokens makes the gradient of its own alone; some may be
+        cut. Not those of a module inside that has a `cut`: all heads read these, by `Cut.shared`."""
+        for path in self.split:
+            for name, module in model.get_submodule(path).named_modules(prefix=path):
+                if not hasattr(module, "cut"):
+                    yield from (each for each, _ in module.named_parameters(name, recurse=False))
+
 
 def matches(name: str, patterns: tuple[str, ...]) -> bool:
     """Whether one of the patterns stands for this name."""
@@ -77,7 +92,7 @@ class Cut:
 
     def projected(self, tokens: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
         """[..., T, D], of a rank that has some of the tokens [..., T / ranks, D] -> of each layer, whose outputs may be
-        cut, [..., T, O]."""
+        cut, [..., T, O]. A rank's share of tokens is rounded up."""
         return tuple(layer(tokens) for layer in layers)
 
     def split(self, tokens: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
+from timm.layers import Mlp
 from timm.models.vision_transformer import Block
 from torch import Tensor, nn
 
@@ -19,8 +20,9 @@ def feed_forward_ratio(width: int, intermediate: int) -> float:
     return ratio if int(width * ratio) == intermediate else (intermediate + 0.5) / width
 
 
-def block_plan(**divided: int) -> TensorPlan:
-    """How a model of these blocks is cut: heads, and hidden units of the feed-forward layers; all else is not.
+def block_plan(model: nn.Module, **divided: int) -> TensorPlan:
+    """How a model of these blocks is cut: heads, and hidden units of the feed-forward layers; all else is not. Tokens
+    can be split in all of them.
 
     Args:
         divided: sizes that the number of ranks must divide, by the flag that sets them, "__" for the dot.
@@ -29,6 +31,7 @@ def block_plan(**divided: int) -> TensorPlan:
         columns=("*.mlp.fc1",),
         packed={"*.attn.qkv": 3},
         rows=("*.attn.proj", "*.mlp.fc2"),
+        split=tuple(name for name, module in model.named_modules() if isinstance(module, TransformerBlock)),
         divided={"--" + flag.replace("__", "."): size for flag, size in divided.items()},
     )
 
@@ -82,20 +85,29 @@ class TransformerBlock(Block):  # type: ignore[misc]
             feed_forward_input: give also what entered the feed-forward's second matrix, [B, T, intermediate] without a
                 graph.
         """
-        parts = self.attn.qkv(self.norm1(tokens)).chunk(3, dim=-1)  # [B, T, D]; one copy in the backward pass
+        (projected,) = self.cut.projected(self.norm1(tokens), self.attn.qkv)  # [B, T, 3 D]
+        parts = projected.chunk(3, dim=-1)  # [B, T, D]; one copy in the backward pass
         # Of a tensor parallel rank, which has some of the heads, D is their width.
-        queries, keys, values = (part.unflatten(-1, (-1, self.head_size)).transpose(1, 2) for part in parts)
+        queries, keys, values = (part.unflatten(-1, (-1, self.head_size)).transpose(1, 2) for part in parts)  # type: ignore[no-untyped-call]
         if last is not None:
-            queries, tokens = queries[:, :, -last:], tokens[:, -last:]
+            queries, tokens = queries[:, :, -last:], self.cut.split(self.cut.whole(tokens)[:, -last:])
         bias = None if self.relative_positions is None else self.relative_positions(queries, relative)
         context = attend(queries, keys, values, bias)  # [B, H, Q, D / H]
         if value is not None:
             context = context + masked_rows(self.cut.shared(value).to(context.dtype), context.shape[2], masked)
         tokens = tokens + self.drop_path1(self.attn.proj(context.transpose(1, 2).flatten(2)))  # [B, Q, D]
-        if not feed_forward_input:
-            return tokens + self.drop_path2(self.mlp(self.norm2(tokens)))  # type: ignore[no-any-return]
-        hidden = self.mlp.norm(self.mlp.drop1(self.mlp.act(self.mlp.fc1(self.norm2(tokens)))))
-        return tokens + self.drop_path2(self.mlp.drop2(self.mlp.fc2(hidden))), self.cut.joined(hidden.detach())
+        more, hidden = feed_forward(self.mlp, self.norm2(tokens), self.cut)
+        tokens = tokens + self.drop_path2(more)
+        return (tokens, self.cut.joined(hidden.detach())) if feed_forward_input else tokens
+
+
+def feed_forward(mlp: Mlp, tokens: Tensor, cut: Cut) -> tuple[Tensor, Tensor]:
+    """timm's feed-forward layer [..., T, D] -> [..., T, D], and what entered its second matrix, [..., T, intermediate].
+
+    Where its matrices are cut a rank has a part of that, of all tokens, whether or not `cut` splits them."""
+    (hidden,) = cut.projected(tokens, mlp.fc1)
+    hidden = mlp.norm(mlp.drop1(mlp.act(hidden)))
+    return mlp.drop2(mlp.fc2(hidden)), hidden
 
 
 def attend(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None) -> Tensor:

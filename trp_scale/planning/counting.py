@@ -156,9 +156,9 @@ class Counted:
 
     def partial(self, part: Counted) -> int:
         """Numbers of the parameters of which a rank that splits tokens makes the gradient of its own alone."""
-        blocks = tuple(f"{path}." for path in plan_of(self.model).split)
+        partial = set(plan_of(self.model).partial(self.model))
         pairs = zip(self.model.named_parameters(), part.model.parameters(), strict=True)
-        return sum(a.numel() for (name, a), b in pairs if name.startswith(blocks) and a.shape == b.shape)
+        return sum(a.numel() for (name, a), b in pairs if name in partial and a.shape == b.shape)
 
     def with_checkpointing(self, how: Checkpointing) -> Config:
         return replace(self.config, training=replace(self.config.training, activation_checkpointing=how))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from trp_scale.config import RefusedError
 from trp_scale.distributed.groups import Group
-from trp_scale.engines.sequence_parallel import exchanged, own, products
+from trp_scale.engines.sequence_parallel import Operation, exchanged, own, products
 from trp_scale.models.initialise import give
 from trp_scale.models.tensor_plan import Cut, TensorPlan, matches
 
@@ -76,32 +76,38 @@ class CountsTokens(CountsSums):
 
     Args:
         ranks: that split them.
+    Attributes:
+        count: T of the tokens that were split last.
     """
 
     def __init__(self, ranks: int) -> None:
         super().__init__()
         self.ranks = ranks
+        self.count = 0
 
-    def all(self, tokens: Tensor) -> Tensor:
-        return torch.cat([tokens] * self.ranks, dim=-2)
+    def all(self, count: int) -> Operation:
+        """Puts a rank's own in the places of so many of all."""
+        return lambda tokens: torch.cat([tokens] * self.ranks, dim=-2)[..., :count, :].contiguous()
 
     def own(self, tokens: Tensor) -> Tensor:
         return own(tokens, Group("tensor", size=self.ranks))
 
     def projected(self, tokens: Tensor, *layers: nn.Module) -> tuple[Tensor, ...]:
-        found = products(tokens, self.all, self.own, layers)
+        found = products(tokens, self.all(self.count), self.own, layers)
         size = self.ranks * tokens.numel() * found[0].element_size()
         for phase, kind in (("forward", "gather"), ("backward", "gather"), ("backward", "scatter")):
             self.note(phase, size, kind)
         return found
 
     def split(self, tokens: Tensor) -> Tensor:
-        self.note("backward", tokens.nbytes, "gather")
-        return exchanged(tokens, self.own, self.all)
+        self.count = tokens.shape[-2]
+        found = exchanged(tokens, self.own, self.all(self.count))
+        self.note("backward", self.ranks * found.nbytes, "gather")
+        return found
 
     def whole(self, tokens: Tensor) -> Tensor:
         self.note("forward", self.ranks * tokens.nbytes, "gather")
-        return exchanged(tokens, self.all, self.own)
+        return exchanged(tokens, self.all(self.count), self.own)
 
 
 class RowsOfTokens(nn.Linear):
@@ -111,9 +117,9 @@ class RowsOfTokens(nn.Linear):
 
     def forward(self, inputs: Tensor) -> Tensor:
         part = F.linear(inputs, self.weight)
-        self.counts.note("forward", part.nbytes, "scatter")
-        self.counts.note("backward", part.nbytes, "gather")
-        sums = exchanged(part, self.counts.own, self.counts.all)
+        sums = exchanged(part, self.counts.own, self.counts.all(part.shape[-2]))
+        self.counts.note("forward", self.counts.ranks * sums.nbytes, "scatter")
+        self.counts.note("backward", self.counts.ranks * sums.nbytes, "gather")
         return sums + self.bias.to(sums.dtype)
 
 
@@ -164,14 +170,14 @@ def _split(model: nn.Module, plan: TensorPlan, ranks: int) -> None:
     if not plan.split:
         name = type(model).__name__
         raise RefusedError(
-            f"--megatron.sequence_parallel: {name} has no blocks whose tokens can be split; allowed: False"
+            f"--megatron.sequence_parallel: {name} has no blocks whose tokens can be split; allowed: several "
+            "--model.layers, or without --megatron.sequence_parallel"
         )
     counts = CountsTokens(ranks)
-    model.cut = counts  # type: ignore[assignment]
+    for module in plan.splitting(model):
+        module.cut = counts  # type: ignore[assignment]
     for path in plan.split:
-        block = model.get_submodule(path)
-        block.cut = counts  # type: ignore[assignment]
-        for name, layer in list(block.named_modules(prefix=path)):
+        for name, layer in list(model.get_submodule(path).named_modules(prefix=path)):
             if plan.kind(name) == "rows" and isinstance(layer, nn.Linear):
                 rows = RowsOfTokens(layer.in_features, layer.out_features)
                 rows.counts = counts

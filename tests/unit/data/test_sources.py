@@ -69,14 +69,6 @@ def test_batches_of_a_compiled_run_are_of_one_form(tmp_path: Path, how: str) -> 
     assert [not bool(batch["attention_mask"].all()) for batch in window] == padded
 
 
-def test_ranks_that_split_tokens_have_equally_many(dataset: Path) -> None:
-    split = {"tensor_parallel": 3, "sequence_parallel": True}
-    window = open_sources(config_for(dataset, megatron=split), rank=0, world=1).train.next_window()
-    assert all(len(batch["kept"]) % 3 == 0 for batch in window)
-    with pytest.raises(RefusedError, match=r"tensor_parallel is 5 and does not divide the 24 pieces.*: 2, 3, 4, 6,"):
-        open_sources(config_for(dataset, megatron={**split, "tensor_parallel": 5}), rank=0, world=1)
-
-
 def test_sequences_are_well_formed(reference: list[dict[str, torch.Tensor]]) -> None:
     for step in reference:
         for row in range(12):

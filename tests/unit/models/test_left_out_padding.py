@@ -120,13 +120,3 @@ def test_lists_have_few_lengths(rows: int, length: int) -> None:
         assert (added == np.flatnonzero(~flat)[: len(added)]).all()
         lengths.add(len(kept))
     assert len(lengths) <= KEPT_LENGTHS + 1
-
-
-@pytest.mark.parametrize(("rows", "length", "multiple"), [(1, 8, 2), (3, 24, 4), (2, 128, 8), (5, 77, 7)])
-def test_lists_that_ranks_split_divide(rows: int, length: int, multiple: int) -> None:
-    generator = np.random.default_rng(0)
-    for _ in range(200):
-        real = np.arange(length) < generator.integers(3, length + 1, (rows, 1))
-        kept, flat = kept_places(real, multiple), real.ravel()
-        assert len(kept) % multiple == 0
-        assert (np.diff(kept) > 0).all() and flat[kept].sum() == flat.sum()

@@ -73,9 +73,56 @@ def test_ranks_that_split_tokens_keep_their_own_and_gather_twice() -> None:
     assert counted.partial(split) == blocks * 6 * 128  # two norms, and two biases of rows
 
 
-def test_images_are_not_split() -> None:
-    with pytest.raises(RefusedError, match="MaskedAutoencoder has no blocks whose tokens can be split"):
-        assert Counted(load_recipe("adpe_tiny"), DataFacts()).over(2, True).parameters
+def other_half(tokens: int) -> int:
+    """What a rank of two has not; it has one more where they are odd."""
+    return tokens // 2
+
+
+def test_ranks_split_the_tokens_of_an_autoencoder() -> None:
+    """13 in the encoder, 50 in the decoder, whose last block ends with the 37 masked ones. A token is in four tensors
+    [D] and four numbers of norms; half of those are before the last block's attention."""
+    counted = Counted(load_recipe("mlo_mae_tiny"), DataFacts())
+    model, vision = counted.config.model, counted.config.vision  # type: ignore[attr-defined]
+    whole, split, rows = counted.over(2, False), counted.over(2, True), 4
+    half = 2 * vision.decoder_hidden_size + 2
+    numbers = model.layers * (4 * model.hidden_size + 4) * other_half(13)
+    numbers += (vision.decoder_layers - 1) * 2 * half * other_half(50) + half * (other_half(50) + other_half(37))
+    assert whole.saved("none", False).row - split.saved("none", False).row == 4 * numbers
+    widths = model.layers * model.hidden_size + vision.decoder_layers * vision.decoder_hidden_size
+    assert counted.partial(split) == 6 * widths  # two norms, and two biases of rows
+    noted = split.tensor_sums(rows, False)
+    sums = Counter((each.phase, each.kind) for each in noted)
+    blocks, stacks = model.layers + vision.decoder_layers, 2
+    # Tokens are split, and whole again, once in each stack, and once more where the last block goes on with its end.
+    assert sums[("forward", "gather")] == 2 * blocks + stacks + 1
+    assert sums[("backward", "gather")] == 4 * blocks + stacks + 1
+    assert sums[("forward", "scatter")] == sums[("backward", "scatter")] == 2 * blocks
+    assert set(sums) == {(phase, kind) for phase in ("forward", "backward") for kind in ("gather", "scatter")}
+    # 13 tokens travel as 14, and 37 as 38.
+    sent = [(14, model.hidden_size), *((tokens, vision.decoder_hidden_size) for tokens in (38, 50))]
+    assert {each.size for each in noted} == {4 * rows * tokens * width for tokens, width in sent}
+
+
+def test_ranks_split_the_tokens_of_a_multi_modal_autoencoder() -> None:
+    """33 tokens in the encoder; 64 places in each of three decoders, from the queries of their cross-attention on."""
+    counted = Counted(load_recipe("mm_mae_tiny"), DataFacts())
+    model, vision, tasks = counted.config.model, counted.config.vision, 3  # type: ignore[attr-defined]
+    whole, split, width = counted.over(2, False), counted.over(2, True), vision.decoder_hidden_size
+    numbers = model.layers * (4 * model.hidden_size + 4) * other_half(33)
+    numbers += tasks * (1 + vision.decoder_layers) * (4 * width + 4) * other_half(64)
+    assert whole.saved("none", False).row - split.saved("none", False).row == 4 * numbers
+    assert counted.partial(split) == 6 * (
+        model.layers * model.hidden_size + tasks * (1 + vision.decoder_layers) * width
+    )
+    sums = Counter((each.phase, each.kind) for each in split.tensor_sums(4, False))
+    assert sums[("backward", "all-reduce")] == tasks  # what keys and values read, which is whole
+
+
+def test_a_model_without_blocks_to_split_is_refused() -> None:
+    config = load_recipe("pos_bert_tiny")
+    config.model.layers = 1
+    with pytest.raises(RefusedError, match="BertForMaskedPositions has no blocks whose tokens can be split"):
+        assert Counted(config, DataFacts(length=64, vocabulary=8064)).over(3, True).parameters
 
 
 @pytest.mark.parametrize("name", ["adpe_tiny", "mm_mae_tiny", "mlo_mae_tiny"])

@@ -17,7 +17,7 @@ from trp_scale.models.patches import gather_patches
 from trp_scale.models.perturbation import Perturbed, perturbation_shape, perturbed
 from trp_scale.models.positions import shifted, sine_cosine
 from trp_scale.models.relative_positions import IndexKind, RelativeInputs, relative_inputs
-from trp_scale.models.tensor_plan import TensorPlan
+from trp_scale.models.tensor_plan import WHOLE, Cut, TensorPlan
 from trp_scale.models.vit import TransformerBlock, block_plan
 from trp_scale.upstreams.mae.settings import MaeConfig
 
@@ -52,6 +52,7 @@ class MaskedAutoencoder(nn.Module):
 
     encoder_positions: Tensor
     decoder_positions: Tensor
+    cut: Cut = WHOLE
 
     def __init__(self, config: MaeConfig) -> None:
         super().__init__()
@@ -98,7 +99,7 @@ class MaskedAutoencoder(nn.Module):
         """That of its blocks."""
         heads = {"vision__decoder_heads": self.vision.decoder_heads} if self.decoder_blocks else {}
         block = cast(TransformerBlock, self.blocks[0])
-        return block_plan(model__heads=block.heads, model__intermediate_size=block.mlp.fc1.out_features, **heads)
+        return block_plan(self, model__heads=block.heads, model__intermediate_size=block.mlp.fc1.out_features, **heads)
 
     @property
     def index(self) -> IndexKind:
@@ -230,7 +231,8 @@ class MaskedAutoencoder(nn.Module):
                 shifts=acting.offsets,
                 tables=acting.tables,
             )
+        tokens = self.cut.split(tokens)
         for number, (block, inputs) in enumerate(zip(blocks, relative, strict=True)):
             value = None if acting.values is None or not masked else acting.values[number]
             tokens = block(tokens, inputs, value, masked, last if number == len(blocks) - 1 else None)
-        return tokens
+        return self.cut.whole(tokens)

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from trp_scale.models.initialise import initialise_multimodal
 from trp_scale.models.patches import gather_patches
 from trp_scale.models.positions import sine_cosine
-from trp_scale.models.tensor_plan import TensorPlan
-from trp_scale.models.vit import TransformerBlock, attend, block_plan
+from trp_scale.models.tensor_plan import WHOLE, Cut, TensorPlan
+from trp_scale.models.vit import TransformerBlock, attend, block_plan, feed_forward
 from trp_scale.upstreams.mm_mae.settings import MmMaeConfig
 from trp_scale.upstreams.mm_mae.tokens import RunModalities, visible_slots
 
@@ -29,6 +29,8 @@ class CrossAttention(nn.Module):
         heads: H, must divide the width.
     """
 
+    cut: Cut = WHOLE
+
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
         self.heads, self.head_size = heads, width // heads
@@ -38,7 +40,8 @@ class CrossAttention(nn.Module):
 
     def forward(self, queries: Tensor, context: Tensor) -> Tensor:
         """[R, Q, d] and [R, K, d] -> [R, Q, d]."""
-        parts = [self.query(queries), *self.key_value(context).chunk(2, dim=-1)]
+        (asking,) = self.cut.projected(queries, self.query)  # the context is whole, of other tokens
+        parts = [asking, *self.key_value(context).chunk(2, dim=-1)]
         asked, keys, values = (part.unflatten(-1, (-1, self.head_size)).transpose(1, 2) for part in parts)
         found = attend(asked, keys, values, None)  # [R, H, Q, d / H]
         return self.proj(found.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
@@ -55,6 +58,7 @@ class TaskDecoder(nn.Module):
     """
 
     positions: Tensor
+    cut: Cut = WHOLE
 
     def __init__(self, config: MmMaeConfig, own: str, values: int) -> None:
         super().__init__()
@@ -96,12 +100,12 @@ class TaskDecoder(nn.Module):
         context = torch.cat([entered[:, :1], seen], dim=1)
         masked = (slots == visible.shape[1]).unsqueeze(-1)  # [R, N, 1]
         known = gather_patches(seen, slots.clamp(max=visible.shape[1] - 1))  # [R, N, d]
-        queries = torch.where(masked, self.mask_token + self.placed(self.own), known)
+        queries = self.cut.split(torch.where(masked, self.mask_token + self.placed(self.own), known))
         found = self.cross_attention(self.query_norm(queries), self.context_norm(context))
-        found = found + self.mlp(self.norm(found))
+        found = found + feed_forward(self.mlp, self.norm(found), self.cut)[0]
         for block in self.blocks:
             found = block(found)
-        return self.prediction(found)  # type: ignore[no-any-return]
+        return self.prediction(self.cut.whole(found))  # type: ignore[no-any-return]
 
     def placed(self, modality: str) -> Tensor:
         """[N, d] what a token of this modality gets at each place."""
@@ -135,6 +139,7 @@ class MultimodalMaskedAutoencoder(nn.Module):
     """
 
     positions: Tensor
+    cut: Cut = WHOLE
 
     def __init__(self, config: MmMaeConfig, classes: Mapping[str, int]) -> None:
         super().__init__()
@@ -175,11 +180,13 @@ class MultimodalMaskedAutoencoder(nn.Module):
 
     @property
     def tensor_plan(self) -> TensorPlan:
-        """That of its blocks, and the decoders' look at the visible tokens."""
+        """That of its blocks, and the decoders' look at the visible tokens, whose queries can be split."""
         cross = "decoders.*.cross_attention"
-        plan = block_plan(**self.divided)
+        plan = block_plan(self, **self.divided)
+        before = ("query_norm", "cross_attention", "norm", "mlp")
         return replace(
             plan,
+            split=(*plan.split, *(f"decoders.{task}.{part}" for task in self.decoders for part in before)),
             columns=(*plan.columns, f"{cross}.query"),
             packed={**plan.packed, f"{cross}.key_value": 2},
             rows=(*plan.rows, f"{cross}.proj"),
@@ -197,15 +204,10 @@ class MultimodalMaskedAutoencoder(nn.Module):
             task_taps: [T, R, 1 + V, D] zeros, added for each task to what its decoder reads of the encoder, before the
                 encoder's norm.
         """
-        tokens = self.embed(patches, visible)  # [R, 1 + V, D]
-        *blocks, last = self.blocks
-        for block in blocks:
-            tokens = block(tokens)
-        shared_inputs = None
+        tokens, shared_inputs = self.encode(patches, visible, tapped=task_taps is not None)
         if task_taps is None:
-            read = (self.norm(last(tokens)),) * len(self.outputs)
+            read: Sequence[Tensor] = (self.norm(tokens),) * len(self.outputs)
         else:
-            tokens, shared_inputs = last(tokens, feed_forward_input=True)
             read = self.norm(tokens + task_taps.to(tokens.dtype)).unbind(0)  # T times [R, 1 + V, D]
         slots = visible_slots(visible, len(self.inputs) * self.grid**2)
         predictions = tuple(
@@ -221,10 +223,21 @@ class MultimodalMaskedAutoencoder(nn.Module):
             patches: as `forward`'s; a modality of which no token is visible may be left out.
             visible: [R, V] int64, token numbers.
         """
-        tokens = self.embed(patches, visible)
-        for block in self.blocks:
+        return self.norm(self.encode(patches, visible)[0])  # type: ignore[no-any-return]
+
+    def encode(
+        self, patches: Mapping[str, Tensor], visible: Tensor, *, tapped: bool = False
+    ) -> tuple[Tensor, Tensor | None]:
+        """[R, 1 + V, D] of the last block; and [R, 1 + V, intermediate] what entered its last matrix, if tapped."""
+        tokens, entered = self.cut.split(self.embed(patches, visible)), None
+        *blocks, last = self.blocks
+        for block in blocks:
             tokens = block(tokens)
-        return self.norm(tokens)  # type: ignore[no-any-return]
+        if tapped:
+            tokens, entered = last(tokens, feed_forward_input=True)
+        else:
+            tokens = last(tokens)
+        return self.cut.whole(tokens), entered
 
     def own_slots(self, slots: Tensor, masked: int, modality: str) -> Tensor:
         """[R, N] the part of all slots [R, I N] that is one modality's; `masked` everywhere if it is no input."""

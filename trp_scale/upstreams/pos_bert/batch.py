@@ -11,7 +11,6 @@ import numpy.typing as npt
 import torch
 
 from trp_scale.config import RefusedError
-from trp_scale.config.settings import near_divisors
 from trp_scale.core.batch import Batch
 from trp_scale.data.hashing import Integers, Words
 from trp_scale.data.mixture import MemberPath
@@ -50,8 +49,6 @@ class TextBatchBuilder:
         self._pairs = config.objective.next_sentence != "off"
         self._maskings = config.masking.maskings
         self._seed = config.training.seed
-        # Ranks that split the tokens of a list have equally many.
-        self._multiple = config.megatron.tensor_parallel if config.megatron.sequence_parallel else 1
         self._always_masked = config.training.compile in ("blocks", "whole")
         self._block_rows = [dataset.blocks.rows for dataset in datasets]
         self._reader = TextRowReader(
@@ -83,7 +80,7 @@ class TextBatchBuilder:
         if attended.all() and not self._always_masked:
             del fields["attention_mask"]
         else:
-            fields["kept"] = torch.from_numpy(kept_places(attended, self._multiple))
+            fields["kept"] = torch.from_numpy(kept_places(attended))
         return Batch(
             fields=fields,
             keys=torch.from_numpy(addresses.keys),
@@ -159,16 +156,15 @@ KEPT_LENGTHS = 64
 tensors are of a size that it has seen."""
 
 
-def kept_places(attended: Flags, multiple: int = 1) -> Integers:
+def kept_places(attended: Flags) -> Integers:
     """Places, ascending, of the flattened rows that a micro-batch computes: the real ones, and the first that are
     padded up to the next 64th of them all.
 
     Args:
         attended: [R, L] True at real places.
-        multiple: divides L; the list's length is a multiple of it.
     """
     real = attended.ravel()
-    part = -(-real.size // (KEPT_LENGTHS * multiple)) * multiple
+    part = -(-real.size // KEPT_LENGTHS)
     spare = -int(real.sum()) % part
     return np.flatnonzero(real | (np.cumsum(~real) <= spare))
 
@@ -194,12 +190,5 @@ def open_rows(config: PosBertConfig, paths: Sequence[MemberPath]) -> Rows:
         raise RefusedError(
             f"{paths[0].path}: sequences of {meta.length} pieces, model.max_positions is {config.model.max_positions}; "
             f"raise it (--model.max_positions {meta.length}), or shard the data with a smaller length"
-        )
-    ranks = config.megatron.tensor_parallel
-    if config.megatron.sequence_parallel and meta.length % ranks:
-        raise RefusedError(
-            f"--megatron.sequence_parallel: --megatron.tensor_parallel is {ranks} and does not divide the "
-            f"{meta.length} pieces of a sequence of {paths[0].path}; allowed: {near_divisors(meta.length, ranks)}, or "
-            "without --megatron.sequence_parallel"
         )
     return Rows.of(datasets, meta, TextBatchBuilder(config, datasets, meta))
