@@ -3,8 +3,9 @@
     python benchmarks/plan_checks.py [--parts traffic memory published] [--worlds 2 4]
 
 traffic: collectives of a step and bytes a parameter on the wire, over those of BERT 4 x 256 and 8 x 128 on ranks over
-gloo (benchmarks/wire.py counts them). memory: a rank's bytes without the planner's workspace, over the peak of the
-resident set in BERT-base (benchmarks/memory.py); its activations are those of a CPU's attention.
+gloo, and of masked autoencoders as large whose matrices are cut (benchmarks/wire.py counts them). memory: a rank's
+bytes without the planner's workspace, over the peak of the resident set in BERT-base (benchmarks/memory.py); its
+activations are those of a CPU's attention.
 published: rows a second and GPU on many GPUs over those on few, predicted and as published for models of the same
 widths and depths. Of these the first has pre-training of BERT; MPT predicts a next piece at every place, where ours
 predicts masked ones.
@@ -79,6 +80,8 @@ def traffic_over_counted(layers: int, hidden_size: int, world: int) -> None:
     options = wire.Options(layers=layers, hidden_size=hidden_size, rows=4)
     print(f"\ntraffic of BERT {layers} x {hidden_size} on {world} ranks: predicted, counted")
     compare_traffic(options, world)
+    print(f"of a masked autoencoder {layers} x {hidden_size}:")
+    compare_traffic(replace(options, model="mae", engines=list(wire.TENSOR)), world)
     if world > 2:
         print(f"fsdp in groups of {world // 2}:")
         compare_traffic(replace(options, engines=["fsdp"], shard_ranks=world // 2), world)

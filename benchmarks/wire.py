@@ -1,6 +1,7 @@
 """What travels between two ranks in a training step, on each engine, and what a second rank is worth.
 
-    python benchmarks/wire.py [--layers 4 --hidden_size 256 --rows 16] [--engines ddp tp2 ...] [--rounds 9] [--half]
+    python benchmarks/wire.py [--model mae] [--layers 4 --hidden_size 256 --rows 16] [--engines ddp tp2 ...]
+        [--rounds 9] [--half]
 
 tp1 and tp2 are --engine megatron with one and two ranks to a matrix; in tp2sp the two split the tokens.
 
@@ -22,7 +23,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.multiprocessing as multiprocessing
@@ -34,11 +35,16 @@ from torch.utils._pytree import tree_leaves
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.gpu_setting import ENGINES, Setting, engine_of, text_config
-from benchmarks.steps import Precision, Workload, trainer_of, whole_step
+from benchmarks.image_steps import mae_workload, random_images
+from benchmarks.steps import Precision, Workload, endless, trainer_of, whole_step
 from benchmarks.text_steps import LENGTH, random_batch, text_workload
 from trp_scale.config import TextModelConfig
+from trp_scale.config.components import settings_of
 from trp_scale.distributed.environment import Environment
+from trp_scale.recipes.loader import load_recipe
 from trp_scale.training.loop import Trainer
+from trp_scale.upstreams.mae.settings import MaeConfig
+from trp_scale.upstreams.pos_bert.settings import PosBertConfig
 
 PORT = 29621
 ACCUMULATIONS = (1, 4)
@@ -59,10 +65,13 @@ TENSOR = {"tp1": 1, "tp2": 2, "tp2sp": 2}
 
 @dataclass(kw_only=True)
 class Options:
-    """A BERT, and what to do with it."""
+    """A model, and what to do with it."""
 
+    model: Literal["bert", "mae"] = "bert"
+    """bert; or mae: a masked autoencoder with relative positions over two crops of 49 patches, all of which enter the
+    encoder, and a decoder of two blocks."""
     layers: int = 4
-    """Transformer blocks."""
+    """Transformer blocks, of the encoder."""
     hidden_size: int = 256
     """Width; a head is 64."""
     rows: int = 16
@@ -99,6 +108,20 @@ class CountsCollectives(TorchDispatchMode):
 
 def workload(options: Options, world: int, accumulation: int = 1) -> Workload:
     """A rank's `accumulation` micro-batches of a run on `world` ranks."""
+    precision: Precision = "bf16" if options.half else "fp32"
+    own = options.rows * accumulation
+    if options.model == "mae":
+        images = autoencoder(options, accumulation * world, precision)
+        work = replace(mae_workload(images), rows=random_images(images, own))
+    else:
+        work = replace(text_workload(bert(options, accumulation * world, precision)), rows=random_batch(own))
+    work.config.training.weights = work.config.training.gradients = precision
+    work.config.fsdp.shard_ranks = options.shard_ranks
+    return work
+
+
+def bert(options: Options, micro_batches: int, precision: Precision) -> PosBertConfig:
+    """Settings of a run whose step has so many micro-batches over all ranks."""
     width = options.hidden_size
     model = TextModelConfig(
         layers=options.layers,
@@ -108,11 +131,17 @@ def workload(options: Options, world: int, accumulation: int = 1) -> Workload:
         max_positions=LENGTH,
         dropout=0.0,
     )
-    precision: Precision = "bf16" if options.half else "fp32"
-    config = text_config(model, rows=options.rows, accumulation=accumulation * world, precision=precision)
-    config.training.weights = config.training.gradients = precision
-    config.fsdp.shard_ranks = options.shard_ranks
-    return replace(text_workload(config), rows=random_batch(options.rows * accumulation))
+    return text_config(model, rows=options.rows, accumulation=micro_batches, precision=precision)
+
+
+def autoencoder(options: Options, micro_batches: int, precision: Precision) -> MaeConfig:
+    """The same of a masked autoencoder: the small recipe's, without its adversary."""
+    config = load_recipe("adpe_tiny")
+    assert isinstance(config, MaeConfig)
+    width = options.hidden_size
+    config.model.layers, config.model.hidden_size, config.model.heads = options.layers, width, max(1, width // 64)
+    config.model.intermediate_size, config.adversary = 4 * width, settings_of("adversary", "none")
+    return endless(config, options.rows, accumulation=micro_batches, precision=precision)
 
 
 def trainer_on(environment: Environment, layout: str, work: Workload) -> Trainer:
