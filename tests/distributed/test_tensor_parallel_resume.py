@@ -29,6 +29,7 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed: the
 Changes = dict[str, Any]
 
 TENSOR: Changes = {"engine": "megatron", "megatron__tensor_parallel": 2}
+SPLIT: Changes = {**TENSOR, "megatron__sequence_parallel": True}
 ELSEWHERE: list[Changes] = [
     {"engine": "megatron", "megatron__tensor_parallel": 1},
     {"engine": "ddp"},
@@ -95,7 +96,7 @@ def test_a_text_run_is_stopped_and_goes_on_elsewhere(
     assert pretrain_here(flags(text_dataset, plain, training__steps=stopped, **changes)) == 0
     same_export(exported(parts, tmp_path / "of_two", "hf"), exported(plain, tmp_path / "of_one", "hf"))
     first = states(parts, stopped)
-    for number, other in enumerate([*ELSEWHERE, {**TENSOR, "megatron__sequence_parallel": True}], 1):
+    for number, other in enumerate([*ELSEWHERE, SPLIT], 1):
         words = flags(text_dataset, parts, training__steps=stopped + number, **changes, **other)
         assert set(two_ranks(pretrain_here, words)) == {0}
     steps = stopped + 1 + len(ELSEWHERE)
@@ -110,7 +111,7 @@ def test_a_run_that_learns_masks_goes_on_elsewhere(two_ranks: Ranks, image_datas
     changes: Changes = {"optimizer__schedule": "constant", "checkpoint__keep": 0, **CYCLE, **EXACT_ENOUGH}
     plain, parts = tmp_path / "plain", tmp_path / "parts"
     steps, first = 8, 3
-    for layout, last in zip([TENSOR, *ELSEWHERE, TENSOR], [first, 4, 5, 6, 7, steps], strict=True):
+    for layout, last in zip([TENSOR, *ELSEWHERE, SPLIT], [first, 4, 5, 6, 7, steps], strict=True):
         words = image_flags("mlo_mae_tiny", image_dataset, parts, training__steps=last, **changes, **layout)
         assert set(two_ranks(pretrain_here, words)) == {0}
     assert pretrain_here(image_flags("mlo_mae_tiny", image_dataset, plain, training__steps=steps, **changes)) == 0
