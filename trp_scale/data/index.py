@@ -33,7 +33,13 @@ MOST_OF_A_REASON = 300
 
 
 def reason_of(error: Exception) -> str:
-    """Why something cannot be read, in one line."""
+    """Why something cannot be read, in one line.
+
+    Raises:
+        RefusedError, MemoryError: the error itself, where it is not the file's: of the network, say.
+    """
+    if isinstance(error, MemoryError) or (isinstance(error, RefusedError) and not isinstance(error, DataError)):
+        raise error
     said = " ".join(str(error).split())
     text = said if isinstance(error, DataError) else f"{type(error).__name__}: {said}"
     return text if len(text) <= MOST_OF_A_REASON else f"{text[:MOST_OF_A_REASON]}..."
