@@ -107,8 +107,8 @@ class TrainingConfig(Section):
     max_hours: float = setting(0.0, at_least=0)
     """Stop with a checkpoint after this many hours of this process; 0 = no limit."""
     max_skipped_steps: int = setting(10, at_least=0)
-    """Stop with a checkpoint after more skipped steps than this. A step is skipped when its loss or gradient is not
-    finite; the host knows of it one step later."""
+    """Stop with a checkpoint after more skipped steps than this among the last 1,000. A step is skipped when its loss
+    or gradient is not finite, or a spike (reliability.spikes); the host knows of it one step later."""
     deterministic: bool = False
     """Deterministic kernels on the GPU (slower); needed for a bit-exact resume there."""
     compile: Literal["auto", "none", "blocks", "whole"] = "auto"
@@ -250,6 +250,15 @@ class ReliabilityConfig(Section):
     micro-batches. Less than hang_minutes."""
     max_corrupt_steps: int = setting(10, at_least=1)
     """Steps in a row that each meet another unreadable block before the run stops: then it is the storage."""
+
+    spikes: Literal["ignore", "warn", "skip", "rollback"] = "warn"
+    """What follows on a step whose loss, or a task's, or whose gradient norm is far above those of the last 128 steps:
+    warn: a line in incidents.jsonl. skip: the step also moves nothing. rollback: the run also goes back to the newest
+    checkpoint before it, and on with the rows after it."""
+    spike_score: float = setting(10.0, above=0)
+    """Robust z-score, of logarithms, from which a step is a spike; it also has at least twice the median."""
+    max_rollbacks: int = setting(3, at_least=0)
+    """Rollbacks of one start; at the next spike the run stops with status 3."""
 
     def problems(self, config: Any) -> Iterator[str]:
         if self.hang_minutes > self.collective_minutes:

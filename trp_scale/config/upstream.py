@@ -115,7 +115,7 @@ class DataConfig(Section):
     """Share of the blocks held out for validation, chosen by a hash of their keys."""
     max_corrupt_blocks: int = setting(0, at_least=0)
     """Most unreadable blocks (text) or images that are left out and reported. One more stops the run on all ranks."""
-    verify: bool = False
+    verify: bool = True
     """Compare the checksum of each block at its first reading, and of each image. Those of depth and segmentation maps
     are always compared."""
 

@@ -131,17 +131,21 @@ class StepContext:
         """Fix the [T] float64 weights of this step; only the balancer calls it."""
         self.weights = weights
 
-    def decide(self, grad_norm: Tensor) -> None:
+    def decide(self, grad_norm: Tensor, limits: Tensor | None = None) -> None:
         """Apply the step where its loss and its gradient are finite, and skip it otherwise, on all ranks alike: both
         are of the global batch. Only the loop calls it; the device decides and no one waits.
 
         Args:
             grad_norm: 0-dimensional, of the engine.
+            limits: [2 + T] float64, the most that loss, gradient norm and the tasks' losses may be; None: no limits.
         """
         assert self.weights is not None, "the balancer sets the weights of every step"
         means = self.losses
         self.grad_norm, self.loss = grad_norm, (self.weights * means).sum()
         self.applied = self.grad_norm.isfinite() & self.loss.isfinite()
+        if limits is not None:
+            found = torch.cat([torch.stack([self.loss, self.grad_norm.to(torch.float64)]), means])
+            self.applied = self.applied & (found <= limits.to(found.device, non_blocking=True)).all()
         self.late = LateStats(
             applied=self.applied,
             grad_norm=self.grad_norm,

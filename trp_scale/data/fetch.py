@@ -8,7 +8,6 @@ import multiprocessing
 import multiprocessing.connection
 import multiprocessing.resource_tracker
 import os
-import pickle
 import signal
 import threading
 import time
@@ -257,7 +256,7 @@ class MicroBatches:
             while True:
                 try:
                     return next(batches, None)
-                except (RuntimeError, OSError, EOFError, pickle.UnpicklingError) as error:  # noqa: PERF203 - rare
+                except Exception as error:  # noqa: PERF203 - what a worker has handed over may be cut short
                     waited = time.monotonic() - began
                     if self._asked() and waited > PATIENCE_OF_A_STOP:
                         raise StoppedWaitingError(f"asked to stop, and no rows came for {waited:.0f} s") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -81,8 +82,10 @@ class Observer:
         losses = {name: task.loss for name, task in record.tasks.items() if task.weight != 0.0}
         self._display.update(record, speed, worst(losses, self.info.outside_tasks))
         if not record.applied:
+            is_finite = math.isfinite(record.loss) and math.isfinite(record.grad_norm)
+            why = "are far above those of the last steps" if is_finite else "are not finite"
             self.message(
-                f"step {record.step} skipped: loss {record.loss:g} or gradient norm {record.grad_norm:g} is not finite"
+                f"step {record.step} skipped: loss {record.loss:g} and gradient norm {record.grad_norm:g} {why}"
             )
         if logged:
             self._held = self._line(record, speed)

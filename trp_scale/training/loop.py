@@ -33,6 +33,7 @@ from trp_scale.observe.incidents import Incidents
 from trp_scale.observe.observer import Observer
 from trp_scale.observe.records import StepRecord, TaskRecord
 from trp_scale.recipes.loader import flat, to_dict
+from trp_scale.training.spikes import SpikeWatch
 
 SECONDS_AFTER_AN_ERROR = 5.0
 """How long the numbers of the last step are waited for when an error ends the run."""
@@ -41,6 +42,12 @@ COLLECT_EVERY = 50
 """Steps from one run of Python's garbage collector to the next. A step leaves it next to nothing: 600 objects in 200
 steps, which it looks through in 0.2 ms; all that a run has made before takes it 0.5 s."""
 
+
+ROLLED_BACK = "going back because of the spike"
+"""How the reason begins for which a run ends that goes back to a checkpoint."""
+
+SKIP_WINDOW = 1000
+"""Steps among which skipped ones are counted against training.max_skipped_steps."""
 
 ASK_EVERY = 8
 """Batches of a validation from one question to the next whether a rank was asked to stop: one number over all ranks."""
@@ -53,12 +60,21 @@ class TrainingState:
     Attributes:
         step: steps done.
         skipped: how many of them moved nothing, a loss scaler's search left out.
+        skips: numbers of those among the last SKIP_WINDOW steps.
         unvalidated: the validation of this step was left for a stop.
+        roll_back_from: step of a spike, after which the run goes back to a checkpoint before it; 0: there was none.
     """
 
     step: int = 0
     skipped: int = 0
+    skips: list[int] = field(default_factory=list)
     unvalidated: bool = False
+    roll_back_from: int = 0
+
+    def skip(self, step: int) -> None:
+        """Take note of a step that moved nothing."""
+        self.skipped += 1
+        self.skips = [*(each for each in self.skips if each > step - SKIP_WINDOW), step]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,12 +84,14 @@ class UnreadStep:
     Attributes:
         step: its number, from 1.
         late: its numbers, on their way to the host.
+        keys: [R] of this rank's rows.
         searched: a loss scaler's ordinary search left it out; it does not count as skipped.
         step_seconds, data_wait_seconds, hooks: as in StepRecord.
     """
 
     step: int
     late: LateStats
+    keys: Tensor
     searched: bool
     step_seconds: float
     data_wait_seconds: float
@@ -92,6 +110,8 @@ class Trainer:
         stop_requested: reason this rank was asked to stop, or None.
         watch: told the number of each step when it begins; the first is 1.
         mark: notes where the sources are; what it returns goes back there.
+        can_go_back: whether there is a checkpoint; the same on all ranks.
+        spikes: judges the numbers of each step; None: nothing does.
         incidents: takes what went wrong.
         waited_seconds: time that the run's sources have kept this rank waiting for windows so far.
     """
@@ -107,6 +127,8 @@ class Trainer:
     watch: Callable[[int], None] = lambda step: None
     waited_seconds: Callable[[], float] = lambda: 0.0
     mark: Callable[[], Callable[[], None]] = lambda: lambda: None
+    spikes: SpikeWatch | None = None
+    can_go_back: Callable[[], bool] = lambda: False
     incidents: Incidents = field(default_factory=lambda: Incidents(Path(), enabled=False))
     state: TrainingState = field(default_factory=TrainingState)
     unread: UnreadStep | None = None
@@ -128,6 +150,8 @@ class Trainer:
         self.engine.train(True)
         try:
             with garbage_collected_between_steps(self.observer.message) as collect:
+                if self._too_many_skipped():  # when it stopped: nothing was changed since
+                    return str(self._reason_to_stop(asked=False))
                 stop = self._validated() if self.state.unvalidated else None
                 if stop:
                     return stop
@@ -136,6 +160,8 @@ class Trainer:
                     stop = self.train_step()
                     if self.state.step > before and self._due(self.config.validation.every):
                         stop = self._validated() or stop
+                    if self.state.roll_back_from:
+                        return str(stop)  # what is here is not worth a checkpoint
                     if stop or self._due(self.config.checkpoint.every):
                         self.save()
                     if stop:
@@ -185,6 +211,7 @@ class Trainer:
         self.unread = UnreadStep(
             step=self.state.step,
             late=ctx.late,
+            keys=torch.cat([micro.keys for micro in window]),
             searched=searched,
             step_seconds=time.perf_counter() - started,
             data_wait_seconds=self.waited_seconds() - waited,
@@ -229,7 +256,7 @@ class Trainer:
             whether a loss scaler's ordinary search left the step out.
         """
         self.hooks.gradients(ctx)
-        ctx.decide(self.engine.check_gradients())
+        ctx.decide(self.engine.check_gradients(), None if self.spikes is None else self.spikes.limits())
         searched = False
         if self.engine.decides_on_host and not ctx.stats().applied:
             searched = self.engine.skip()
@@ -238,12 +265,36 @@ class Trainer:
         self.hooks.after_step(ctx)
         return searched
 
-    def read_stats(self) -> None:
-        """Read and report the step that is unread, if one is; waits until the device has made it."""
+    def read_stats(self, *, judge: bool = True) -> None:
+        """Read and report the step that is unread, if one is; waits until the device has made it.
+
+        Args:
+            judge: look for spikes, on all ranks together.
+        """
         if self.unread is not None:
             unread, self.unread = self.unread, None
-            self.state.skipped += not (unread.late.read().applied or unread.searched)
+            if not (unread.late.read().applied or unread.searched):
+                self.state.skip(unread.step)
             self.report(unread)
+            if judge and self.spikes is not None:
+                self._judge(unread, self.spikes)
+
+    def _judge(self, unread: UnreadStep, spikes: SpikeWatch) -> None:
+        """Look for spikes in a step; the same on all ranks, whose numbers are the same."""
+        found, action = spikes.judge(unread.late.read()), spikes.settings.spikes
+        if not found:
+            return
+        rows = [key for keys in self.agreement.group.gather_objects(unread.keys.tolist()) for key in keys]
+        self.observer.message(f"step {unread.step}: a spike: {', '.join(map(str, found))}")
+        self.incidents.add(
+            "spike",
+            unread.step,
+            action=action,
+            found=[each._asdict() for each in found],
+            keys=rows,
+        )
+        if action == "rollback" and self.can_go_back():
+            self.state.roll_back_from = self.state.roll_back_from or unread.step
 
     def _read_what_has_arrived(self) -> None:
         """Before an error is passed on. A device may wait for a rank that is gone: give it a few seconds."""
@@ -251,7 +302,7 @@ class Trainer:
         while self.unread is not None and not self.unread.late.arrived() and time.monotonic() < until:
             time.sleep(0.01)
         if self.unread is not None and self.unread.late.arrived():
-            self.read_stats()
+            self.read_stats(judge=False)
 
     def report(self, unread: UnreadStep) -> None:
         """Hand the step to the observer; an absent task has count 0 and no loss."""
@@ -276,12 +327,14 @@ class Trainer:
         self.observer.step(record)
 
     def _too_many_skipped(self) -> bool:
-        return self.state.skipped > self.config.training.max_skipped_steps
+        return len(self.state.skips) > self.config.training.max_skipped_steps
 
     def _reason_to_stop(self, asked: bool) -> str | None:
         if self._too_many_skipped():
             allowed = self.config.training.max_skipped_steps
-            return f"{self.state.skipped} steps skipped, --training.max_skipped_steps allows {allowed}"
+            return f"{len(self.state.skips)} steps skipped, --training.max_skipped_steps allows {allowed}"
+        if self.state.roll_back_from:
+            return f"{ROLLED_BACK} of step {self.state.roll_back_from}"
         if asked:
             return self.agreement.reason(self.stop_requested())
         return "finished" if self.state.step >= self.config.training.steps else None

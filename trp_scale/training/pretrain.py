@@ -18,6 +18,7 @@ from trp_scale.checkpoint.agreement import check_shared_directory, on_rank_zero,
 from trp_scale.checkpoint.document import CheckpointDocument, read_document
 from trp_scale.checkpoint.engine_group import EngineGroup
 from trp_scale.checkpoint.resume import check_settings, select, take_back
+from trp_scale.checkpoint.run_directory import checkpoints
 from trp_scale.config import Config
 from trp_scale.core.hooks import build_hooks
 from trp_scale.core.run import RunContext
@@ -39,6 +40,7 @@ from trp_scale.recipes.loader import to_dict
 from trp_scale.training import micro_size, rundir
 from trp_scale.training.ending import EXIT_FINISHED, EXIT_SKIPPED, Ending
 from trp_scale.training.loop import StepAgreement, Trainer, TrainingState, require_same_settings, validate
+from trp_scale.training.spikes import SpikeWatch
 from trp_scale.upstreams.base import Upstream, build_upstream
 
 logger = logging.getLogger(__name__)
@@ -78,6 +80,10 @@ def pretrain(arguments: Arguments) -> Ended:
         with guarded(run_dir, config, environment) as guard:
             run = Run(arguments, environment, run_dir, engine_name, guard)
             status = run.train()
+            while run.goes_back:
+                over = PassedOver(run.sources.cursors(), 1 if run.over is None else run.over.rollbacks + 1)
+                run = Run(arguments, environment, run_dir, engine_name, guard, over=over)
+                status = run.train()
             guard.ending.stopped(run.ended, run.state.step, status)
     return Ended(run_dir, run.ended, status)
 
@@ -140,6 +146,14 @@ def guarded(
             raise
 
 
+class PassedOver(NamedTuple):
+    """What a run that goes back to a checkpoint takes with it. Attributes: cursors: rows consumed of each source;
+    rollbacks: of this start."""
+
+    cursors: dict[str, int]
+    rollbacks: int
+
+
 class Run:
     """The parts of one run, joined.
 
@@ -150,6 +164,7 @@ class Run:
         engine_name: plain, ddp, fsdp, megatron or deepspeed.
         guard: what looks after the run.
         build: opens what the run learns from; it may complete the settings from the data.
+        over: go on from the newest checkpoint with the rows after these; None: as the arguments say.
     Attributes:
         ended: why the loop ended; empty until then.
     """
@@ -164,19 +179,20 @@ class Run:
         engine_name: str,
         guard: Guard,
         build: Callable[[Config, Environment], Upstream] = build_upstream,
+        over: PassedOver | None = None,
     ) -> None:
         self.config = config = arguments.config
         self.environment = environment
         self.run_dir = run_dir
         self.world = environment.world
-        self.guard = guard
+        self.guard, self.over = guard, over
         require_same_settings(self.world, config)
         if config.training.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses to be deterministic
             torch.use_deterministic_algorithms(True)
         torch.set_float32_matmul_precision("high" if config.training.tf32 else "highest")
         torch.backends.cudnn.allow_tf32 = config.training.tf32
-        selection = select(run_dir, arguments.resume, self.world)
+        selection = select(run_dir, arguments.resume if over is None else "auto", self.world)
         stored = self._stored(selection.checkpoint)
         document = ds_config.read(arguments.ds_config) if arguments.ds_config else None
         chosen: list[str] = []
@@ -233,8 +249,12 @@ class Run:
             copies=config.megatron.tensor_parallel,
             max_corrupt_steps=config.reliability.max_corrupt_steps,
         )
+        watches = config.reliability.spikes != "ignore"
+        self.spikes = SpikeWatch(config.reliability, self.objective.tasks) if watches else None
         if selection.checkpoint is not None:
             self.resume(selection.checkpoint)
+        if over is not None:
+            self.sources.seek(over.cursors)
         step = self.state.step
         notices += on_rank_zero(self.world, f"going back to step {step}", lambda: take_back(run_dir, step))
         self._describe()
@@ -272,7 +292,14 @@ class Run:
             self.sources.close()  # whatever happened, no loader worker is left
         for engine in (*self.hooks.engines().values(), self.engine):
             engine.close()
-        return EXIT_SKIPPED if self.state.skipped > self.config.training.max_skipped_steps else EXIT_FINISHED
+        too_many = len(self.state.skips) > self.config.training.max_skipped_steps
+        return EXIT_SKIPPED if too_many or self.state.roll_back_from else EXIT_FINISHED
+
+    @property
+    def goes_back(self) -> bool:
+        """Whether it ended to go on from a checkpoint before a spike."""
+        rollbacks = 0 if self.over is None else self.over.rollbacks
+        return bool(self.state.roll_back_from) and rollbacks < self.config.reliability.max_rollbacks
 
     def _trainer(self) -> Trainer:
         """The loop over this run's parts."""
@@ -289,6 +316,8 @@ class Run:
             watch=self.watch,
             mark=self._mark,
             incidents=self.incidents,
+            spikes=self.spikes,
+            can_go_back=lambda: on_rank_zero(self.world, "going back", lambda: bool(checkpoints(self.run_dir))),
             state=self.state,
         )
 
@@ -332,6 +361,9 @@ class Run:
         self.sources.seek(loaded.cursors)
         self.state.step = loaded.step
         self.state.skipped = int(loaded.extra["skipped"])
+        self.state.skips = [int(step) for step in loaded.extra.get("skips", ())]
+        if self.spikes is not None:
+            self.spikes.load(loaded.extra.get("spikes", {}))
         self.state.unvalidated = bool(loaded.extra.get("unvalidated", False))
         self.agreement.corrupt = set(loaded.extra["corrupt"])
 
@@ -352,6 +384,8 @@ class Run:
                 **self.upstream.checkpoint_extra(),
                 "data_digest": self.sources.digest(),
                 "skipped": self.state.skipped,
+                "skips": self.state.skips,
+                "spikes": {} if self.spikes is None else self.spikes.state(),
                 "unvalidated": self.state.unvalidated,
                 "corrupt": sorted(self.agreement.corrupt),
             },
