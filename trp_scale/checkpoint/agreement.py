@@ -15,6 +15,10 @@ from trp_scale.distributed.groups import Group
 T = TypeVar("T")
 
 
+class StorageError(CheckpointError):
+    """The storage failed, and nothing else: full, read-only, or broken. It may work the next time."""
+
+
 class RankError(RuntimeError):
     """Something failed on at least one rank that is no mistake of the user's; raised on all ranks, naming those."""
 
@@ -26,17 +30,20 @@ class Failure:
     Attributes:
         refused: a traceback would say no more than the message.
         complete: the message itself says where and what, so that it needs no rank and no action in front.
+        storage: it is one of storage.
     """
 
     message: str
     refused: bool
     complete: bool
+    storage: bool = False
 
     @classmethod
     def of(cls, error: Exception) -> Failure:
         if isinstance(error, RefusedError):
-            return cls(str(error), refused=True, complete=True)
-        return cls(f"{type(error).__name__}: {error}", refused=isinstance(error, OSError), complete=False)
+            return cls(str(error), refused=True, complete=True, storage=isinstance(error, StorageError))
+        storage = isinstance(error, OSError)
+        return cls(f"{type(error).__name__}: {error}", refused=storage, complete=False, storage=storage)
 
 
 def together(group: Group, what: str, action: Callable[[], T]) -> list[T]:
@@ -45,7 +52,8 @@ def together(group: Group, what: str, action: Callable[[], T]) -> list[T]:
     Returns:
         the result of each rank, on every rank.
     Raises:
-        CheckpointError: on every rank, when it was refused on any (RefusedError, OSError).
+        StorageError: on every rank, when nothing but storage failed (OSError).
+        CheckpointError: on every rank, when it was refused on any (RefusedError).
         RankError: on every rank, when any met another error: names `what`, the ranks and their messages.
     """
     result: T | None = None
@@ -58,9 +66,12 @@ def together(group: Group, what: str, action: Callable[[], T]) -> list[T]:
     failures = {rank: failure for rank, (failure, _) in enumerate(gathered) if failure is not None}
     if failures:
         messages = {failure.message for failure in failures.values()}
+        refused: type[CheckpointError] = (
+            StorageError if all(failure.storage for failure in failures.values()) else CheckpointError
+        )
         if len(messages) == 1 and all(failure.complete for failure in failures.values()):
-            raise CheckpointError(messages.pop()) from cause
-        kind = CheckpointError if all(failure.refused for failure in failures.values()) else RankError
+            raise refused(messages.pop()) from cause
+        kind = refused if all(failure.refused for failure in failures.values()) else RankError
         listed = "; ".join(f"rank {rank}: {failure.message}" for rank, failure in failures.items())
         raise kind(f"{what} failed on {len(failures)} of {group.size} ranks: {listed}") from cause
     return [value for _, value in gathered]  # type: ignore[misc]

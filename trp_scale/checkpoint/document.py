@@ -9,7 +9,9 @@ checkpoints/step_00000123/
 
 from __future__ import annotations
 
+import hashlib
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -19,7 +21,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from trp_scale.checkpoint.durable import write_json
+from trp_scale.checkpoint.durable import json_text, write_text
 from trp_scale.checkpoint.tensor_file import CHUNK, CheckpointError, FileEntry
 
 FORMAT = 2
@@ -27,6 +29,10 @@ DOCUMENT_NAME = "checkpoint.json"
 HOOKS_NAME = "hooks.safetensors"
 REFERENCE = "__tensor__"
 """Key that stands, in the JSON part, for a tensor of the file beside it."""
+
+_DIGEST = re.compile(rb'\A(\{\n "digest": ")([0-9a-f]{64})(",\n)')
+"""How checkpoint.json begins: with the SHA-256 of its bytes without these 64."""
+_STEP = re.compile(r"step_(\d{8,})")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,8 +74,11 @@ class CheckpointDocument:
     extra: dict[str, Any]
 
     def write(self, directory: Path) -> None:
-        """Write checkpoint.json, flushed, under a hidden name first."""
-        write_json(directory / DOCUMENT_NAME, {"format": FORMAT, "checksum_bytes": CHUNK, **asdict(self)})
+        """Write checkpoint.json, flushed, under a hidden name first. It begins with a digest of all its other bytes."""
+        path = directory / DOCUMENT_NAME
+        text = json_text(path, {"digest": "", "format": FORMAT, "checksum_bytes": CHUNK, **asdict(self)})
+        digest = hashlib.sha256(text.encode()).hexdigest()
+        write_text(path, text.replace('"digest": ""', f'"digest": "{digest}"', 1))
 
     def file(self, name: str) -> FileEntry:
         return next(entry for entry in self.files if entry.name == name)
@@ -99,6 +108,7 @@ def read_document(directory: Path) -> CheckpointDocument:
                 f"{path}: a checkpoint of format {found[0]}, and this version reads format {FORMAT} only; read it with "
                 "the version that wrote it, or start a new run"
             )
+        digested = check_digest(path, content)
         tensors = {
             name: StoredTensor(shape=tuple(tensor["shape"]), states=dict(tensor["states"]))
             for name, tensor in content.pop("tensors").items()
@@ -107,11 +117,66 @@ def read_document(directory: Path) -> CheckpointDocument:
             FileEntry(name=entry["name"], size=entry["size"], crc32=tuple(entry["crc32"]))
             for entry in content.pop("files")
         )
-        return CheckpointDocument(tensors=tensors, files=files, **content)
+        document = CheckpointDocument(tensors=tensors, files=files, **content)
+        check_consistent(directory, document, digested=digested)
+        return document
     except CheckpointError:
         raise
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise CheckpointError(f"{path}: not a checkpoint's document ({type(error).__name__}: {error})") from error
+
+
+def check_digest(path: Path, content: dict[str, Any]) -> bool:
+    """Compare checkpoint.json with the digest that it begins with. One of an older version has none.
+
+    Args:
+        content: what was read from it; its digest is taken out.
+
+    Returns:
+        whether it has one.
+    Raises:
+        CheckpointError: some byte is not as it was written.
+    """
+    if content.pop("digest", None) is None:
+        return False
+    raw = path.read_bytes()
+    begin = _DIGEST.match(raw)
+    if begin is None or hashlib.sha256(_DIGEST.sub(rb"\1\3", raw, count=1)).hexdigest().encode() != begin[2]:
+        raise CheckpointError(f"{path}: does not have the digest that it was written with")
+    return True
+
+
+def check_consistent(directory: Path, document: CheckpointDocument, *, digested: bool) -> None:
+    """What must agree in every checkpoint, also in one of an older version, whose document has no digest.
+
+    In those older ones each step took a whole global batch of the train source, also where it was skipped or blocks
+    were left out. Where the sources of learned masks stand follows from no step.
+
+    Args:
+        digested: its bytes are those that were written.
+
+    Raises:
+        CheckpointError: naming the field, the value found and the one expected.
+    """
+    path = directory / DOCUMENT_NAME
+    named = _STEP.search(directory.name)
+    if named is not None and int(named[1]) != document.step:
+        raise CheckpointError(f"{path}: step {document.step} found in a directory of step {int(named[1])}")
+    for entry in document.files:
+        if Path(entry.name).name != entry.name:
+            raise CheckpointError(f"{path}: file {entry.name!r} found, a plain file name expected")
+        if len(entry.crc32) != -(-entry.size // CHUNK):
+            raise CheckpointError(
+                f"{path}: {len(entry.crc32)} checksums found for the {entry.size} bytes of {entry.name}, "
+                f"{-(-entry.size // CHUNK)} expected"
+            )
+    rows = document.config.get("batch", {}).get("global_size")
+    taken = document.cursors.get("train")
+    if not digested and rows and taken not in (None, document.step * rows):
+        raise CheckpointError(
+            f"{path}: cursor {taken} of the train source found at step {document.step}, {document.step * rows} "
+            f"expected (global batches of {rows} rows)"
+        )
 
 
 def read_hooks_state(directory: Path, document: CheckpointDocument) -> dict[str, Any]:

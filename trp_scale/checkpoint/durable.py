@@ -20,20 +20,33 @@ def sync_directory(directory: Path) -> None:
         os.close(descriptor)
 
 
+def json_text(path: Path, document: Mapping[str, Any]) -> str:
+    """Indented JSON, for a file.
+
+    Raises:
+        CheckpointError: the document holds something that is not a JSON value; names the file.
+    """
+    try:
+        return json.dumps(document, indent=1, ensure_ascii=False) + "\n"
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"{path}: {error}; only JSON values may be stored here") from error
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write under a hidden name, flush, rename."""
+    temporary = path.with_name(f".{path.name}.tmp")
+    with temporary.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    sync_directory(path.parent)
+
+
 def write_json(path: Path, document: Mapping[str, Any]) -> None:
     """Write indented JSON under a hidden name, flush it, rename it.
 
     Raises:
         CheckpointError: the document holds something that is not a JSON value.
     """
-    try:
-        text = json.dumps(document, indent=1, ensure_ascii=False)
-    except (TypeError, ValueError) as error:
-        raise CheckpointError(f"{path}: {error}; only JSON values may be stored here") from error
-    temporary = path.with_name(f".{path.name}.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        file.write(text + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    sync_directory(path.parent)
+    write_text(path, json_text(path, document))

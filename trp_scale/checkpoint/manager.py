@@ -2,18 +2,21 @@
 
 Save: every rank writes its pieces into checkpoints/.step_00000123.tmp and flushes them; rank 0 checks that the pieces
 of all ranks hold every element once, writes checkpoint.json last and renames the directory. A process killed at any
-moment leaves either a whole checkpoint or a hidden directory that the next save removes.
+moment leaves either a whole checkpoint or a hidden directory that the next start removes. What a run does of it behind
+its steps is in writer.py.
 """
 
 from __future__ import annotations
 
+import copy
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from trp_scale.checkpoint.agreement import RankError, on_rank_zero, together
 from trp_scale.checkpoint.document import (
@@ -33,6 +36,7 @@ from trp_scale.checkpoint.format import (
     write_pieces,
 )
 from trp_scale.checkpoint.run_directory import (
+    Kept,
     checkpoint_path,
     incompleteness,
     publish,
@@ -44,6 +48,51 @@ from trp_scale.checkpoint.tensor_file import CheckpointError, FileEntry, Header,
 from trp_scale.core.engine import Stores
 from trp_scale.core.pieces import Piece
 from trp_scale.distributed.groups import Group
+
+
+@dataclass(frozen=True, kw_only=True)
+class Content:
+    """What a checkpoint is made of, at one step.
+
+    Attributes:
+        step: steps done.
+        engine: whose weights and moments; read while they are written or copied.
+        hooks_state: nested dicts of JSON values and tensors, the same on every rank.
+        cursors: rows consumed, by source.
+        config: the resolved settings, nested.
+        extra: JSON values of the training loop; `vocab_size` and `data_tokenizer` are needed for an export,
+            `data_digest` lets the data set move between runs.
+    """
+
+    step: int
+    engine: Stores
+    hooks_state: Mapping[str, Any]
+    cursors: Mapping[str, int]
+    config: Mapping[str, Any]
+    extra: Mapping[str, Any]
+
+    def facts(self, group: Group) -> dict[str, Any]:
+        """Fields of checkpoint.json but tensors, files and hooks; nothing in them changes with later steps."""
+        return {
+            "step": self.step,
+            "optimizer_steps": self.engine.optimizer_steps(),
+            "cursors": dict(self.cursors),
+            "engine": self.engine.name,
+            "zero_stage": self.engine.zero_stage,
+            "world_size": group.size,
+            "engine_state": dict(self.engine.extra_state()),
+            "config": copy.deepcopy(dict(self.config)),
+            "extra": copy.deepcopy(dict(self.extra)),
+        }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What one rank has written: its own file, and what was in it; rank 0 also the hooks' tensors."""
+
+    entry: FileEntry
+    pieces: list[StoredPiece]
+    hooks: FileEntry | None
 
 
 def save(
@@ -58,46 +107,38 @@ def save(
     keep: int,
     extra: Mapping[str, Any],
 ) -> Path:
-    """Write the checkpoint of `step`; all ranks of `group`, the whole world, call it together.
+    """Write the checkpoint of `step`; all ranks of `group`, the whole world, call it together and wait. A run writes
+    its own behind its steps: writer.py.
 
     Args:
         run_dir: the run directory, shared by all ranks; the checkpoint becomes run_dir/checkpoints/step_00000123.
-        step: steps done.
-        hooks_state: nested dicts of JSON values and tensors, the same on every rank.
-        cursors: rows consumed, by source.
-        config: the resolved settings, nested.
+        step, engine, hooks_state, cursors, config, extra: as of `Content`.
         keep: newest checkpoints that stay, this one included; 0 = all.
-        extra: JSON values of the training loop; `vocab_size` and `data_tokenizer` are needed for an export,
-            `data_digest` lets the data set move between runs.
     Raises:
         RankError: on every rank, when any of them failed; nothing new is visible under the final name then.
     """
     final, temporary = checkpoint_path(run_dir, step), temporary_path(run_dir, step)
-    facts = {
-        "step": step,
-        "optimizer_steps": engine.optimizer_steps(),
-        "cursors": dict(cursors),
-        "engine": engine.name,
-        "zero_stage": engine.zero_stage,
-        "world_size": group.size,
-        "engine_state": dict(engine.extra_state()),
-        "config": dict(config),
-        "extra": dict(extra),
-    }
+    content = Content(step=step, engine=engine, hooks_state=hooks_state, cursors=cursors, config=config, extra=extra)
+    facts = content.facts(group)
 
     def prepare() -> None:
         remove_leftovers(run_dir)
         temporary.mkdir(parents=True)
 
-    def write() -> tuple[FileEntry, list[StoredPiece]]:
-        return write_pieces(temporary / f"rank-{group.rank:05d}.safetensors", lambda: _owned(engine))
+    def write() -> Part:
+        document, tensors = split_state(hooks_state)
+        hooks.update(document)
+        return write_part(temporary, group.rank, lambda: owned(engine), tensors)
 
+    hooks: dict[str, Any] = {}
     try:
         on_rank_zero(group, f"preparing the checkpoint {final}", prepare)
         written = together(group, f"writing the checkpoint {final}", write)
-        on_rank_zero(group, f"finishing {final}", lambda: _finish(temporary, written, hooks_state, facts))
+        on_rank_zero(group, f"finishing {final}", lambda: finish(temporary, written, hooks, facts))
         on_rank_zero(group, f"naming the checkpoint {final}", lambda: publish(temporary, final))
-        on_rank_zero(group, f"{final} is written; removing older ones", lambda: retain(run_dir, final, keep))
+        on_rank_zero(
+            group, f"{final} is written; removing older ones", lambda: retain(run_dir, final, Kept(newest=keep))
+        )
     except (CheckpointError, RankError) as error:
         if group.rank == 0:  # should this fail too, the error under way says more, and the next save removes the rest
             shutil.rmtree(temporary, ignore_errors=True)
@@ -105,24 +146,38 @@ def save(
     return final
 
 
-def _owned(engine: Stores) -> Iterator[Piece]:
+def owned(engine: Stores) -> Iterator[Piece]:
     """What this rank owns, pieces without elements left out."""
     return (piece for piece in engine.pieces() if piece.owner and piece.region.size)
 
 
-def _finish(
-    temporary: Path,
-    written: Sequence[tuple[FileEntry, list[StoredPiece]]],
-    hooks_state: Mapping[str, Any],
-    facts: Mapping[str, Any],
+def write_part(
+    temporary: Path, rank: int, pieces: Callable[[], Iterable[Piece]], hooks_tensors: Mapping[str, Tensor]
+) -> Part:
+    """Write what one rank writes, flushed.
+
+    Args:
+        temporary: the checkpoint's directory under its hidden name.
+        pieces: what the rank owns.
+        hooks_tensors: of the hooks' state, by path; rank 0 writes them.
+    Raises:
+        OSError: it cannot be written.
+    """
+    entry, stored = write_pieces(temporary / f"rank-{rank:05d}.safetensors", pieces)
+    hooks = None
+    if rank == 0:
+        header: Header = {key: (dtype_name(tensor), tuple(tensor.shape)) for key, tensor in hooks_tensors.items()}
+        hooks = write_tensor_file(temporary / HOOKS_NAME, header, hooks_tensors.items())
+    return Part(entry=entry, pieces=stored, hooks=hooks)
+
+
+def finish(
+    temporary: Path, written: Sequence[Part], hooks_document: Mapping[str, Any], facts: Mapping[str, Any]
 ) -> None:
-    """Write what rank 0 writes, checkpoint.json last, once the pieces of all ranks are on the disk."""
-    hooks_document, hooks_tensors = split_state(hooks_state)
-    header: Header = {key: (dtype_name(tensor), tuple(tensor.shape)) for key, tensor in hooks_tensors.items()}
-    hooks_file = write_tensor_file(temporary / HOOKS_NAME, header, hooks_tensors.items())
-    tensors = join_pieces(piece for _, pieces in written for piece in pieces)
-    files = (*(entry for entry, _ in written), hooks_file)
-    CheckpointDocument(tensors=tensors, files=files, hooks=hooks_document, **facts).write(temporary)
+    """On rank 0: write checkpoint.json, last, once the parts of all ranks are on the disk."""
+    tensors = join_pieces(piece for part in written for piece in part.pieces)
+    files = (*(part.entry for part in written), *(part.hooks for part in written if part.hooks is not None))
+    CheckpointDocument(tensors=tensors, files=files, hooks=dict(hooks_document), **facts).write(temporary)
     if problem := incompleteness(temporary):
         raise CheckpointError(problem)
 
@@ -144,7 +199,7 @@ def load(path: Path, *, engine: Stores, group: Group, checked: bool = False) -> 
     engine.create_optimizer_state()
 
     def listed() -> list[StoredPiece]:
-        return [without_values(piece) for piece in _owned(engine)]  # replicas would be gathered once for each rank
+        return [without_values(piece) for piece in owned(engine)]  # replicas would be gathered once for each rank
 
     wanted = together(group, f"listing the tensors for {path}", listed)
 

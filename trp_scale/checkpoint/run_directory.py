@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import shutil
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -93,19 +94,50 @@ def publish(temporary: Path, final: Path) -> None:
         shutil.rmtree(replaced)
 
 
-def retain(run_dir: Path, written: Path, keep: int) -> list[Path]:
-    """Keep `written` and the newest complete ones before it, `keep` in all; remove the rest of those before it.
+@dataclass(frozen=True, kw_only=True)
+class Kept:
+    """Which checkpoints stay.
+
+    Attributes:
+        newest: so many of the newest sound ones, the last written included; 0 = all.
+        every: each one whose step is a multiple of it; 0 = none.
+        before: the newest sound one of an earlier step than this, where it is not 0: a fault began there.
+    """
+
+    newest: int
+    every: int = 0
+    before: int = 0
+
+
+def retain(
+    run_dir: Path,
+    written: Path,
+    kept: Kept,
+    problem_of: Callable[[Path], str | None] = incompleteness,
+    spared: Collection[Path] = (),
+) -> list[Path]:
+    """Keep `written` and those before it that are to stay; remove the rest of those before it.
 
     Later steps are not touched: they can only be there when the run was taken back to an earlier step, and then
-    set_aside_later has moved them. keep = 0 keeps everything.
+    set_aside_later has moved them. Nothing is removed for the sake of a checkpoint that is not sound.
+
+    Args:
+        problem_of: what is wrong with a checkpoint; None = it is sound.
+        spared: still needed; they go the next time.
     """
-    if keep == 0:
+    if kept.newest == 0 or problem_of(written) is not None:
         return []
     step = next(step for step, path in checkpoints(run_dir) if path.name == written.name)
-    before = [path for earlier, path in checkpoints(run_dir) if earlier < step]
-    complete = [path for path in before if incompleteness(path) is None]
-    kept = complete[len(complete) - (keep - 1) :] if keep > 1 else []
-    removed = [path for path in before if path not in kept]
+    before = [(earlier, path) for earlier, path in reversed(checkpoints(run_dir)) if earlier < step]
+    staying = {path for earlier, path in before if kept.every and earlier % kept.every == 0} | set(spared)
+    wanted, pinned = kept.newest - 1, False
+    for earlier, path in before:
+        needed = not pinned and 0 < earlier < kept.before
+        if (wanted > 0 or needed) and problem_of(path) is None:
+            staying.add(path)
+            wanted -= 1
+            pinned = pinned or needed
+    removed = [path for _, path in reversed(before) if path not in staying]
     for path in removed:
         hidden = path.with_name(f".{path.name}.old")
         path.rename(hidden)  # half-removed, it must not look like a checkpoint

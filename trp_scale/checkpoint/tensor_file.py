@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -58,6 +58,11 @@ def dtype_name(tensor: Tensor) -> str:
         known = ", ".join(str(dtype) for dtype in _NAMES)
         raise CheckpointError(f"a tensor of {tensor.dtype} cannot be stored; these can: {known}")
     return _NAMES[tensor.dtype]
+
+
+def stored_bytes(states: Mapping[str, str], elements: int) -> int:
+    """Bytes of a piece's states in a file, their names left out; by the names of their types."""
+    return elements * sum(DTYPES[dtype].itemsize for dtype in states.values())
 
 
 @dataclass(frozen=True, kw_only=True)

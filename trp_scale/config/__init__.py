@@ -269,13 +269,28 @@ class ReliabilityConfig(Section):
 
 
 @dataclass(kw_only=True)
-class CheckpointConfig:
+class CheckpointConfig(Section):
     """When checkpoints are written. The last step always writes one."""
 
     every: int = setting(0, at_least=0)
     """Write one each N steps; 0 = only at the end."""
     keep: int = setting(2, at_least=0)
-    """Newest checkpoints that are kept; 0 = all."""
+    """Newest checkpoints that are kept, those whose bytes were read back and are whole; 0 = all."""
+    keep_every: int = setting(0, at_least=0)
+    """Beside those, each checkpoint whose step is a multiple of N stays; 0 = none."""
+    asynchronous: bool = True
+    """Steps go on while a checkpoint is written from a copy in host memory, of the size of a rank's weights and
+    moments. False: they wait, and there is no copy."""
+    max_failures: int = setting(3, at_least=1)
+    """A checkpoint that cannot be written, as on a full disk, is tried again at the next step that is due. After so
+    many in a row the run stops, with status 5."""
+    mirror: str = ""
+    """URL that finished checkpoints are copied to behind the steps, such as s3://BUCKET/RUN; none is removed there.
+    Empty = none."""
+
+    def problems(self, config: Any) -> Iterator[str]:
+        if self.mirror and "://" not in self.mirror:
+            yield f"--checkpoint.mirror is {self.mirror!r}; allowed: a URL, such as s3://BUCKET/RUN or file:///DIRECTORY"
 
 
 @dataclass(kw_only=True)

@@ -83,6 +83,8 @@ def of_seed(arguments: FinetuneArguments, task: str, number: int, run_dir: Path)
     config = copy.deepcopy(arguments.config)
     config.downstream.task = task
     config.training.seed += number
+    if config.checkpoint.mirror:
+        config.checkpoint.mirror += f"/{task}/seed_{config.training.seed}"
     directory = run_dir / task / f"seed_{config.training.seed}"
     return replace(arguments, config=config, run_dir=directory)
 

@@ -30,12 +30,16 @@ EXIT_BROKEN = 1
 EXIT_REFUSED = 2
 EXIT_SKIPPED = 3
 """Too many steps were skipped: the run needs a person before it is started again."""
+EXIT_STORAGE = 5
+"""Too many checkpoints in a row could not be written."""
 
 ADVICE = {
     EXIT_BROKEN: "read the error; the same command goes on from the newest checkpoint",
     EXIT_REFUSED: "change what the message says; nothing was trained since the newest checkpoint",
     EXIT_SKIPPED: "look at the loss and the data before it is started again: --optimizer.lr, --optimizer.clipping, or "
     "an earlier checkpoint (--resume)",
+    EXIT_STORAGE: "make room on the disk of the run directory, or look whether it can be written to; the same command "
+    "goes on from the newest checkpoint",
     EXIT_HUNG: "look at hangs/ for the rank that is late, and at its host; the same command goes on from the newest "
     "checkpoint",
 }
@@ -66,7 +70,7 @@ class Ending:
         if self.rank != 0:
             return
         asked = status == EXIT_FINISHED and why != "finished"
-        again = asked and not why.startswith(OF_A_PERSON)
+        again = (asked and not why.startswith(OF_A_PERSON)) or (status == EXIT_STORAGE and self._got_on())
         advice = "the same command goes on from here" if asked else "all steps are done"
         self._write(why=why, step=step, status=status, again=again, advice=ADVICE.get(status, advice))
 

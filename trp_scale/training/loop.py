@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -49,6 +49,9 @@ ROLLED_BACK = "going back because of the spike"
 SKIP_WINDOW = 1000
 """Steps among which skipped ones are counted against training.max_skipped_steps."""
 
+CALM_STEPS = 100
+"""Applied steps after which a fault is over, and the checkpoint from before it may go."""
+
 ASK_EVERY = 8
 """Batches of a validation from one question to the next whether a rank was asked to stop: one number over all ranks."""
 
@@ -63,6 +66,8 @@ class TrainingState:
         skips: numbers of those among the last SKIP_WINDOW steps.
         unvalidated: the validation of this step was left for a stop.
         roll_back_from: step of a spike, after which the run goes back to a checkpoint before it; 0: there was none.
+        fault: first skipped step of the present fault, 0 without one. It ends after CALM_STEPS steps without another.
+        last_fault: its last skipped step so far.
     """
 
     step: int = 0
@@ -70,11 +75,17 @@ class TrainingState:
     skips: list[int] = field(default_factory=list)
     unvalidated: bool = False
     roll_back_from: int = 0
+    fault: int = 0
+    last_fault: int = 0
 
-    def skip(self, step: int) -> None:
-        """Take note of a step that moved nothing."""
-        self.skipped += 1
-        self.skips = [*(each for each in self.skips if each > step - SKIP_WINDOW), step]
+    def made(self, step: int, *, skipped: bool) -> None:
+        """Take note of a step that was looked at."""
+        if skipped:
+            self.skipped += 1
+            self.skips = [*(each for each in self.skips if each > step - SKIP_WINDOW), step]
+            self.fault, self.last_fault = self.fault or step, step
+        elif self.fault and step - self.last_fault >= CALM_STEPS:
+            self.fault = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,13 +109,38 @@ class UnreadStep:
     hooks: Mapping[str, Any]
 
 
+class WrittenBehind(Protocol):
+    """Checkpoints that are written while steps go on (checkpoint/writer.py)."""
+
+    def written(self) -> bool:
+        """Whether one is under way of which this rank's part is over."""
+        ...
+
+    def settle(self) -> None:
+        """Finish the one that is under way, on all ranks together."""
+        ...
+
+    def given_up(self) -> str | None:
+        """Why the run stops, once too many could not be written."""
+        ...
+
+    def close(self) -> None:
+        """The run ends without another one."""
+        ...
+
+    def finish(self, again: Callable[[], None]) -> None:
+        """The run ends: what is under way becomes whole, or is written `again`."""
+        ...
+
+
 @dataclass(kw_only=True)
 class Trainer:
     """One run's parts, and the loop over its steps.
 
     Attributes:
         run_context: settings, engine and objective.
-        save: writes a checkpoint of the present state.
+        save: writes a checkpoint of the present state, or begins to.
+        checkpoints: those that `save` has begun; None: it writes them whole.
         validate: losses over the held-out rows, reported to the observer; whether it came to its end, on all ranks
             alike: a request to stop ends it.
         stop_requested: reason this rank was asked to stop, or None.
@@ -130,6 +166,7 @@ class Trainer:
     spikes: SpikeWatch | None = None
     can_go_back: Callable[[], bool] = lambda: False
     incidents: Incidents = field(default_factory=lambda: Incidents(Path(), enabled=False))
+    checkpoints: WrittenBehind | None = None
     state: TrainingState = field(default_factory=TrainingState)
     unread: UnreadStep | None = None
 
@@ -160,11 +197,16 @@ class Trainer:
                     stop = self.train_step()
                     if self.state.step > before and self._due(self.config.validation.every):
                         stop = self._validated() or stop
-                    if self.state.roll_back_from:
-                        return str(stop)  # what is here is not worth a checkpoint
+                    if self.state.roll_back_from:  # what is here is not worth a checkpoint
+                        if self.checkpoints is not None:
+                            self.checkpoints.close()
+                        return str(stop)
                     if stop or self._due(self.config.checkpoint.every):
                         self.save()
+                    stop = stop or self._checkpoints_given_up()
                     if stop:
+                        if self.checkpoints is not None:
+                            self.checkpoints.finish(self.save)
                         return stop
                     collect(self.state.step)
         except BaseException:
@@ -176,6 +218,9 @@ class Trainer:
         """Validate; returns why that was left, if it was: then it is done first when the run goes on."""
         self.state.unvalidated = not self.validate()
         return self.agreement.reason(self.stop_requested()) if self.state.unvalidated else None
+
+    def _checkpoints_given_up(self) -> str | None:
+        return None if self.checkpoints is None else self.checkpoints.given_up()
 
     def train_step(self) -> str | None:
         """One optimizer step; returns why it must be the last, or None.
@@ -189,7 +234,8 @@ class Trainer:
         window = self._next_window()
         counts = torch.zeros(len(self.objective.tasks), dtype=torch.float64)  # [T], on the host
         counts += sum(self.objective.count(micro) for micro in window)
-        agreed = self.agreement.reach(counts, window, stop=self.stop_requested() is not None)
+        written = self.checkpoints is not None and self.checkpoints.written()
+        agreed = self.agreement.reach(counts, window, stop=self.stop_requested() is not None, written=written)
         if agreed.without_rows:
             go_back()
             self.read_stats()
@@ -217,6 +263,8 @@ class Trainer:
             data_wait_seconds=self.waited_seconds() - waited,
             hooks=self.hooks.metrics() if self.observer.enabled and self.observer.wants(self.state.step) else {},
         )
+        if agreed.written and self.checkpoints is not None:
+            self.checkpoints.settle()
         rests = self._due(self.config.validation.every) or self._due(self.config.checkpoint.every)
         if rests or agreed.stop or self._too_many_skipped() or self.state.step >= self.config.training.steps:
             self.read_stats()
@@ -273,8 +321,7 @@ class Trainer:
         """
         if self.unread is not None:
             unread, self.unread = self.unread, None
-            if not (unread.late.read().applied or unread.searched):
-                self.state.skip(unread.step)
+            self.state.made(unread.step, skipped=not (unread.late.read().applied or unread.searched))
             self.report(unread)
             if judge and self.spikes is not None:
                 self._judge(unread, self.spikes)
@@ -459,12 +506,14 @@ class Agreed:
         stop: some rank was asked to stop: this step is the last.
         without_rows: some rank was, and has no rows for this step: the step is not made.
         new_corrupt: why blocks of this global batch could not be read, by key; those that were not known before.
+        written: every rank's part of the checkpoint that is under way is over.
     """
 
     counts: Tensor
     stop: bool
     without_rows: bool
     new_corrupt: Mapping[str, str]
+    written: bool
 
 
 def require_same_settings(world: Group, config: Config) -> None:
@@ -502,13 +551,14 @@ class StepAgreement:
         self.steps_in_a_row = 0
         self.corrupt: set[str] = set()
 
-    def reach(self, counts: Tensor, window: Sequence[Batch], *, stop: bool) -> Agreed:
+    def reach(self, counts: Tensor, window: Sequence[Batch], *, stop: bool, written: bool = False) -> Agreed:
         """Sum counts over the ranks and hear every rank's wishes.
 
         Args:
             counts: [T] float64 on the host, of this rank's window.
             window: this rank's micro-batches.
             stop: this rank was asked to stop.
+            written: this rank's part of the checkpoint that is under way is over.
 
         Raises:
             DataError: on every rank, when more blocks than allowed could not be read, or in more steps in a row; names
@@ -517,9 +567,10 @@ class StepAgreement:
         found = {
             key: micro.reasons.get(key, "") for micro in window for key in micro.corrupt if key not in self.corrupt
         }
-        own = [float(stop), float(not window), float(len(found))]
+        own = [float(stop), float(not window), float(written), float(len(found))]
         answer = self.group.sum(torch.cat([counts, torch.tensor(own, dtype=torch.float64)]))
-        new = self.count_corrupt(found) if answer[-1] > 0 else {}
+        stops, without, parts, corrupt = answer[-4:].tolist()
+        new = self.count_corrupt(found) if corrupt > 0 else {}
         self.steps_in_a_row = self.steps_in_a_row + 1 if new else 0
         if self.steps_in_a_row > self.max_corrupt_steps:
             raise DataError(
@@ -527,10 +578,11 @@ class StepAgreement:
                 f"--reliability.max_corrupt_steps allows {self.max_corrupt_steps}: is the storage there?"
             )
         return Agreed(
-            counts=answer[:-3] / self.copies,
-            stop=bool(answer[-3] > 0),
-            without_rows=bool(answer[-2] > 0),
+            counts=answer[:-4] / self.copies,
+            stop=stops > 0,
+            without_rows=without > 0,
             new_corrupt=new,
+            written=parts == self.group.size,
         )
 
     def asked(self, stop: bool) -> bool:

@@ -17,8 +17,10 @@ from trp_scale.checkpoint import manager
 from trp_scale.checkpoint.agreement import check_shared_directory, on_rank_zero, together
 from trp_scale.checkpoint.document import CheckpointDocument, read_document
 from trp_scale.checkpoint.engine_group import EngineGroup
+from trp_scale.checkpoint.manager import Content
 from trp_scale.checkpoint.resume import check_settings, select, take_back
 from trp_scale.checkpoint.run_directory import checkpoints
+from trp_scale.checkpoint.writer import CheckpointWriter
 from trp_scale.config import Config
 from trp_scale.core.hooks import build_hooks
 from trp_scale.core.run import RunContext
@@ -38,7 +40,7 @@ from trp_scale.recipes.arguments import Arguments
 from trp_scale.recipes.checks import against_compiling, cautions, check_engine
 from trp_scale.recipes.loader import to_dict
 from trp_scale.training import micro_size, rundir
-from trp_scale.training.ending import EXIT_FINISHED, EXIT_SKIPPED, Ending
+from trp_scale.training.ending import EXIT_FINISHED, EXIT_SKIPPED, EXIT_STORAGE, Ending
 from trp_scale.training.loop import StepAgreement, Trainer, TrainingState, require_same_settings, validate
 from trp_scale.training.spikes import SpikeWatch
 from trp_scale.upstreams.base import Upstream, build_upstream
@@ -53,7 +55,8 @@ class Ended(NamedTuple):
         run_dir: what it left behind.
         reason: "finished", or why it stopped before its last step.
         status: 0: all steps done, or stopped when asked to, with a checkpoint to go on from. 3: stopped because more
-            steps than `training.max_skipped_steps` were not finite. (4: the watchdog ends the process itself.)
+            steps than `training.max_skipped_steps` were not finite. (4: the watchdog ends the process itself.) 5: its
+            checkpoints could not be written.
     """
 
     run_dir: Path
@@ -263,6 +266,14 @@ class Run:
             self.observer.message(notice)
         self.incidents = Incidents(run_dir, enabled=self.world.rank == 0)
         self.sources.train.asked = lambda: guard.stop_requested() is not None
+        self.checkpoints = CheckpointWriter(
+            run_dir=run_dir,
+            group=self.world,
+            settings=config.checkpoint,
+            beat=lambda: guard.watchdog.beat("a checkpoint"),
+            tell=self.observer.message,
+            no_copy="weights and moments lie in files" if self._in_files(engine_name) else "",
+        )
         self.profile = StepProfile(run_dir, config.logging, environment.device, self.observer.message)
         self.start_up = StartUp(self.engine.graphs, self.observer.message)
         self.trainer = self._trainer()
@@ -281,10 +292,13 @@ class Run:
                 finally:
                     self.profile.close()
             except BaseException as error:
+                self.checkpoints.abandon()
                 # Only what cannot wait for another rank: the display gives the terminal back, the report says what was.
                 self.observer.close(f"{type(error).__name__}: {error}", self.start_up.figures())
                 raise
             self.start_up()
+            if (why := self.checkpoints.given_up()) and why != self.ended:
+                self.ended = f"{self.ended}; {why}"
             self.observer.close(self.ended, self.start_up.figures())
             if self.state.step >= self.config.training.steps:
                 then()
@@ -293,7 +307,9 @@ class Run:
         for engine in (*self.hooks.engines().values(), self.engine):
             engine.close()
         too_many = len(self.state.skips) > self.config.training.max_skipped_steps
-        return EXIT_SKIPPED if too_many or self.state.roll_back_from else EXIT_FINISHED
+        if too_many or self.state.roll_back_from:
+            return EXIT_SKIPPED
+        return EXIT_STORAGE if self.checkpoints.given_up() else EXIT_FINISHED
 
     @property
     def goes_back(self) -> bool:
@@ -318,6 +334,7 @@ class Run:
             incidents=self.incidents,
             spikes=self.spikes,
             can_go_back=lambda: on_rank_zero(self.world, "going back", lambda: bool(checkpoints(self.run_dir))),
+            checkpoints=self.checkpoints,
             state=self.state,
         )
 
@@ -365,21 +382,19 @@ class Run:
         if self.spikes is not None:
             self.spikes.load(loaded.extra.get("spikes", {}))
         self.state.unvalidated = bool(loaded.extra.get("unvalidated", False))
+        self.state.fault, self.state.last_fault = loaded.extra.get("fault", (0, 0))
         self.agreement.corrupt = set(loaded.extra["corrupt"])
 
     def save(self) -> None:
-        """Write a checkpoint of the present step."""
+        """Write a checkpoint of the present step, or begin to. The last one, which nothing follows, is waited for."""
         self.guard.watchdog.beat("a checkpoint")
         self.engines.prepare()
-        manager.save(
-            self.run_dir,
+        content = Content(
             step=self.state.step,
             engine=self.engines,
             hooks_state=self.hooks.state_dict(),
             cursors=self.sources.cursors(),
             config=to_dict(self.config),
-            group=self.world,
-            keep=self.config.checkpoint.keep,
             extra={
                 **self.upstream.checkpoint_extra(),
                 "data_digest": self.sources.digest(),
@@ -387,9 +402,16 @@ class Run:
                 "skips": self.state.skips,
                 "spikes": {} if self.spikes is None else self.spikes.state(),
                 "unvalidated": self.state.unvalidated,
+                "fault": [self.state.fault, self.state.last_fault],
                 "corrupt": sorted(self.agreement.corrupt),
             },
         )
+        alone = self.config.checkpoint.every == 0 or self.state.step >= self.config.training.steps
+        self.checkpoints.save(content, wait=alone, before=self.state.fault)
+
+    def _in_files(self, engine_name: str) -> bool:
+        """Whether weights and moments need not fit into memory, so that a copy of them there may not either."""
+        return engine_name == "fsdp" and bool(self.config.fsdp.offload_directory)
 
     def validate(self) -> bool:
         """Losses over the held-out rows, reported; False: left for a request to stop."""

@@ -1,0 +1,375 @@
+"""A run's checkpoints, written behind its steps.
+
+step n       every rank copies what it owns into host memory (host_copy.py), with hooks, cursors and counters; rank 0
+             looks whether there is room and makes checkpoints/.step_n.tmp
+steps n+1..  a thread of each rank writes its file, with checksums, and flushes it; it makes no collective call. That a
+             rank's part is written, or has failed, travels as one number in the step's all-reduce
+step n+k     all parts are there: all ranks tell what they wrote, rank 0 writes checkpoint.json and gives the directory
+             its name; behind the steps it reads the bytes back, removes older ones and feeds the mirror (keeper.py)
+
+A second checkpoint waits for the first. Where storage fails, the steps go on and the next one that is due is tried;
+after `max_failures` in a row the run stops.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from trp_scale.checkpoint.agreement import RankError, StorageError, on_rank_zero, together
+from trp_scale.checkpoint.document import split_state
+from trp_scale.checkpoint.format import StoredPiece, join_pieces, without_values
+from trp_scale.checkpoint.host_copy import SHARE_OF_MEMORY, HostCopy, available_memory
+from trp_scale.checkpoint.keeper import Keeper, polite
+from trp_scale.checkpoint.manager import Content, Part, finish, owned, write_part
+from trp_scale.checkpoint.mirror import open_url
+from trp_scale.checkpoint.run_directory import Kept, checkpoint_path, checkpoints, publish, temporary_path
+from trp_scale.checkpoint.tensor_file import CheckpointError, stored_bytes
+from trp_scale.config import CheckpointConfig
+from trp_scale.core.engine import Stores
+from trp_scale.core.pieces import Piece
+from trp_scale.distributed.groups import Group
+
+PAUSE_AT_END = 5.0
+"""Seconds before the last checkpoint of a run is tried again."""
+
+BESIDE_TENSORS = 8 << 20
+"""Bytes that must be free beside those of the tensors: for names in files and checkpoint.json."""
+
+
+class AbandonedError(Exception):
+    """The run breaks, and what its thread writes is of no use."""
+
+
+@dataclass(kw_only=True)
+class _UnderWay:
+    """One checkpoint that is being written: what all ranks know of it, and this rank's part.
+
+    Attributes:
+        facts, hooks: of its document.
+        result, error: of this rank's part, once it is written or has failed.
+        passed: pieces that have been written.
+    """
+
+    step: int
+    final: Path
+    temporary: Path
+    kept: Kept
+    facts: dict[str, Any]
+    hooks: dict[str, Any]
+    result: Part | None = None
+    error: Exception | None = None
+    passed: int = 0
+    abandoned: bool = False
+    thread: threading.Thread | None = None
+
+    def write(self, rank: int, pieces: Callable[[], Iterable[Piece]], tensors: dict[str, Tensor]) -> None:
+        """Write this rank's part; raises nothing."""
+        try:
+            self.result = write_part(self.temporary, rank, lambda: self._counted(pieces()), tensors)
+        except Exception as error:  # it is raised on all ranks where they meet
+            self.error = error
+
+    def write_behind(self, rank: int, pieces: Callable[[], Iterable[Piece]], tensors: dict[str, Tensor]) -> None:
+        """The same in a thread."""
+
+        def work() -> None:
+            polite()
+            self.write(rank, pieces, tensors)
+
+        self.thread = threading.Thread(target=work, name=f"trp_scale checkpoint {self.step}", daemon=True)
+        self.thread.start()
+
+    def _counted(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
+        for piece in pieces:
+            if self.abandoned:
+                raise AbandonedError
+            self.passed += 1
+            yield piece
+
+    @property
+    def over(self) -> bool:
+        """Whether this rank's part is written or has failed."""
+        return self.thread is None or not self.thread.is_alive()
+
+    def wait(self, beat: Callable[[], None]) -> None:
+        """Until this rank's part is over; a thread that gets on is a sign of life."""
+        passed = -1
+        while self.thread is not None and self.thread.is_alive():
+            if self.passed != passed:
+                passed = self.passed
+                beat()
+            self.thread.join(timeout=1.0)
+
+    def part(self) -> Part:
+        """What this rank has written.
+
+        Raises:
+            Exception: what went wrong.
+        """
+        if self.error is not None:
+            raise self.error
+        assert self.result is not None, "waited for"
+        return self.result
+
+
+@dataclass(kw_only=True)
+class CheckpointWriter:
+    """All ranks make the same calls at the same steps; `written` and `abandon` make no collective call.
+
+    Attributes:
+        run_dir: shared by all ranks.
+        group: all ranks.
+        settings: of checkpoints.
+        beat: takes a sign of life while something is waited for.
+        tell: takes a line for the log.
+        no_copy: why weights and moments are not copied in host memory; empty: they are.
+        failures: checkpoints in a row that storage has refused.
+        problem: what it said last.
+        newest: step of the newest whole checkpoint, -1 without one.
+    """
+
+    run_dir: Path
+    group: Group
+    settings: CheckpointConfig
+    beat: Callable[[], None] = lambda: None
+    tell: Callable[[str], None] = lambda line: None
+    no_copy: str = ""
+    failures: int = 0
+    problem: str = ""
+    newest: int = -1
+    _copy: HostCopy = field(default_factory=HostCopy, init=False)
+    _under_way: _UnderWay | None = field(default=None, init=False)
+    _keeper: Keeper | None = field(default=None, init=False)
+
+    def __post_init__(self) -> None:
+        """Raises:
+        RefusedError: on every rank: no installed library knows the mirror's URL.
+        """
+
+        def begin() -> int:
+            if self.settings.mirror:
+                open_url(self.settings.mirror)
+            return max((step for step, _ in checkpoints(self.run_dir)), default=-1)
+
+        self.newest = on_rank_zero(self.group, "looking for checkpoints", begin)
+        if self.group.rank == 0:
+            self._keeper = Keeper(self.run_dir, self.settings.mirror)
+        if self.no_copy and self.settings.asynchronous and self.settings.every:
+            self.tell(f"checkpoints are written while the steps wait: {self.no_copy}")
+
+    def save(self, content: Content, *, wait: bool = False, before: int = 0) -> None:
+        """Begin a checkpoint, or write it whole; one that is under way is finished first.
+
+        Args:
+            content: of the present step; nothing is read of it after this returns, unless `wait`.
+            wait: return when it is whole, or storage has failed; no copy is taken.
+            before: the newest whole checkpoint of an earlier step stays; 0 = none for this reason.
+
+        Raises:
+            RankError: on every rank: something other than storage failed on any.
+        """
+        self.settle()
+        wait = wait or not self.settings.asynchronous or bool(self.no_copy)
+        try:
+            behind = self._begin(content, wait=wait, before=before)
+        except StorageError as error:
+            self._failed(content.step, error)
+            return
+        except CheckpointError as error:
+            raise RankError(str(error)) from error
+        if not behind:
+            self.settle()
+
+    def written(self) -> bool:
+        """Whether a checkpoint is under way of which this rank's part is over; asked once a step."""
+        self._speak()
+        return self._under_way is not None and self._under_way.over
+
+    def settle(self) -> None:
+        """Finish the checkpoint that is under way, if one is; waits for its parts.
+
+        Raises:
+            RankError: on every rank: something other than storage failed on any.
+        """
+        under_way = self._under_way
+        if under_way is None:
+            return
+        under_way.wait(self.beat)
+        self._under_way = None
+
+        def name() -> None:
+            finish(under_way.temporary, parts, under_way.hooks, under_way.facts)
+            publish(under_way.temporary, under_way.final)
+
+        try:
+            parts = together(self.group, f"writing the checkpoint {under_way.final}", under_way.part)
+            on_rank_zero(self.group, f"finishing the checkpoint {under_way.final}", name)
+        except StorageError as error:
+            self._remove(under_way.temporary)
+            self._failed(under_way.step, error)
+            return
+        except (CheckpointError, RankError) as error:
+            self._remove(under_way.temporary)
+            raise RankError(str(error)) from error
+        self.failures, self.problem, self.newest = 0, "", under_way.step
+        if self._keeper is not None:
+            self._keeper.written(under_way.final, under_way.kept)
+
+    def given_up(self) -> str | None:
+        """Why the run stops, once storage has failed too often."""
+        if self.failures < self.settings.max_failures:
+            return None
+        return f"{self.failures} checkpoints in a row could not be written: {self.problem}"
+
+    def finish(self, again: Callable[[], None]) -> None:
+        """The run ends: its last checkpoint becomes whole, older ones are removed, the mirror has it.
+
+        Args:
+            again: called to write the checkpoint of this last step once more, where storage failed.
+        """
+        self.settle()
+        while self.failures and self.given_up() is None:
+            self.beat()
+            time.sleep(PAUSE_AT_END)
+            again()
+            self.settle()
+        self.close()
+
+    def close(self) -> None:
+        """Finish what is under way, wait until older ones are removed and the mirror has the newest, and let go of
+        memory. All ranks call it."""
+        self.settle()
+        if self._keeper is not None:
+            self._keeper.finish(self.beat)
+        self._speak()
+        self._copy.release()
+
+    def abandon(self) -> None:
+        """The run breaks, and ranks may be gone: what is under way is left half-written, for the next start to remove;
+        one rank alone finishes it."""
+        if self._under_way is not None and self.group.size > 1:
+            self._under_way.abandoned = True
+            if self._under_way.thread is not None:
+                self._under_way.thread.join(timeout=30.0)
+        elif self._under_way is not None:
+            with contextlib.suppress(RankError):  # the error under way says more
+                self.settle()
+        if self._keeper is not None:
+            self._keeper.abandon()
+        self._speak()
+
+    def _begin(self, content: Content, *, wait: bool, before: int) -> bool:
+        """All ranks tell what they own; rank 0 makes room; each begins to write behind the steps, or has written.
+
+        Returns:
+            whether it is written behind the steps, the same on every rank.
+        """
+        settings = self.settings
+        final, temporary = checkpoint_path(self.run_dir, content.step), temporary_path(self.run_dir, content.step)
+        hooks: dict[str, Any] = {}
+        tensors: dict[str, Tensor] = {}
+
+        def listed() -> tuple[list[StoredPiece], str, int, int]:
+            document, found = split_state(content.hooks_state)
+            hooks.update(document)
+            tensors.update(found)
+            pieces = list(owned(content.engine))
+            lacking = 0 if wait else self._copy.lacks(pieces)
+            return [without_values(piece) for piece in pieces], socket.gethostname(), lacking, available_memory()
+
+        ranks = together(self.group, f"listing the tensors for {final}", listed)
+        join_pieces(piece for pieces, *_ in ranks for piece in pieces)  # the same on every rank, and so is its error
+        needed = sum(stored_bytes(piece.states, piece.region.size) for pieces, *_ in ranks for piece in pieces)
+        needed += sum(tensor.nbytes for tensor in tensors.values()) + BESIDE_TENSORS
+        on_rank_zero(self.group, f"preparing the checkpoint {final}", lambda: make_room(temporary, needed))
+        behind = not wait and not self._too_large([(host, lacking, free) for _, host, lacking, free in ranks])
+        under_way = _UnderWay(
+            step=content.step,
+            final=final,
+            temporary=temporary,
+            kept=Kept(newest=settings.keep, every=settings.keep_every, before=before),
+            facts=content.facts(self.group),
+            hooks=hooks,
+        )
+        self._under_way = under_way
+        self.beat()
+        if behind:
+            self._write_behind(under_way, content.engine, tensors)
+        else:
+            under_way.write(self.group.rank, lambda: owned(content.engine), tensors)
+        return behind
+
+    def _write_behind(self, under_way: _UnderWay, engine: Stores, tensors: dict[str, Tensor]) -> None:
+        try:
+            copied = self._copy.take(owned(engine))
+        except (RuntimeError, MemoryError) as error:  # the memory was there a moment ago
+            self.tell(f"step {under_way.step}: the checkpoint is written while the step waits: {error}")
+            under_way.write(self.group.rank, lambda: owned(engine), tensors)
+            return
+        tensors = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+        under_way.write_behind(self.group.rank, lambda: copied, tensors)
+
+    def _too_large(self, ranks: list[tuple[str, int, int]]) -> bool:
+        """Whether a host has no room for its ranks' copies; from then on checkpoints are written without one."""
+        for host in dict.fromkeys(host for host, _, _ in ranks):
+            lacking = sum(lacks for name, lacks, _ in ranks if name == host)
+            free = min(free for name, _, free in ranks if name == host)
+            if lacking > SHARE_OF_MEMORY * free:
+                self.no_copy = (
+                    f"a copy of weights and moments needs {_size(lacking)} of host memory on {host}, which has "
+                    f"{_size(free)}"
+                )
+                self.tell(f"checkpoints are written while the steps wait: {self.no_copy}")
+                return True
+        return False
+
+    def _failed(self, step: int, error: StorageError) -> None:
+        self.failures += 1
+        self.problem = str(error)
+        newest = f"the newest is of step {self.newest}" if self.newest >= 0 else "there is none yet"
+        self.tell(
+            f"step {step}: no checkpoint, {newest} ({self.failures} of {self.settings.max_failures} failures in a row, "
+            f"--checkpoint.max_failures); {error}"
+        )
+
+    def _remove(self, temporary: Path) -> None:
+        if self.group.rank == 0:  # what cannot be removed now, the next start does
+            shutil.rmtree(temporary, ignore_errors=True)
+
+    def _speak(self) -> None:
+        for message in self._keeper.messages() if self._keeper is not None else ():
+            self.tell(message)
+
+
+def make_room(temporary: Path, needed: int) -> None:
+    """On rank 0: make the directory that a checkpoint is written into, where the disk has room for it.
+
+    Raises:
+        OSError: it has not, or the directory cannot be made.
+    """
+    if temporary.exists():  # of this step, from before the run went back
+        shutil.rmtree(temporary)
+    temporary.parent.mkdir(parents=True, exist_ok=True)
+    free = shutil.disk_usage(temporary.parent).free
+    if free < needed:
+        raise OSError(
+            errno.ENOSPC,
+            f"{temporary.parent} has {_size(free)} free, a checkpoint needs {_size(needed)}: make room there, or keep "
+            "fewer (--checkpoint.keep, --checkpoint.keep_every)",
+        )
+    temporary.mkdir()
+
+
+def _size(count: int) -> str:
+    return f"{count / 1e9:.2f} GB" if count >= 1e8 else f"{count / 1e6:.1f} MB"
