@@ -121,8 +121,10 @@ def open_url(url: str) -> tuple[Any, str]:
     """The file system of a URL, and the path in it.
 
     Raises:
-        RefusedError: no installed library knows it.
+        RefusedError: it is none, or no installed library knows it.
     """
+    if "://" not in url:
+        raise RefusedError(f"--checkpoint.mirror {url}: allowed: a URL, such as s3://BUCKET/RUN or file:///DIRECTORY")
     import fsspec
 
     try:

@@ -78,14 +78,25 @@ def select(run_dir: Path, resume: str, group: Group) -> Selection:
 
 def newest_whole(run_dir: Path, group: Group) -> Found:
     """The newest checkpoint of which every byte is as it was written; all ranks together. The warnings name newer ones
-    that are not."""
-    warnings: list[str] = []
-    for _, path in reversed(on_rank_zero(group, f"looking into {run_dir}", lambda: checkpoints(run_dir))):
+    that are not, and how many steps are lost with them."""
+    passed: list[tuple[int, Path, str]] = []
+    taken: Path | None = None
+    at = 0
+    for step, path in reversed(on_rank_zero(group, f"looking into {run_dir}", lambda: checkpoints(run_dir))):
         problem = damage(path, group)
         if problem is None:
-            return Found(path=path, warnings=tuple(warnings))
-        warnings.append(f"{path} is not whole and is passed over: {problem}")
-    return Found(path=None, warnings=tuple(warnings))
+            taken, at = path, step
+            break
+        passed.append((step, path, problem))
+    warnings = [
+        f"{path} is not whole and is passed over: {problem}" + (_lost(step - at) if taken else "")
+        for step, path, problem in passed
+    ]
+    return Found(path=taken, warnings=tuple(warnings))
+
+
+def _lost(steps: int) -> str:
+    return f"; {steps} {'steps are' if steps > 1 else 'step is'} lost, which this start makes again"
 
 
 def damage(path: Path, group: Group) -> str | None:

@@ -269,7 +269,7 @@ class ReliabilityConfig(Section):
 
 
 @dataclass(kw_only=True)
-class CheckpointConfig(Section):
+class CheckpointConfig:
     """When checkpoints are written. The last step always writes one."""
 
     every: int = setting(0, at_least=0)
@@ -287,10 +287,6 @@ class CheckpointConfig(Section):
     mirror: str = ""
     """URL that finished checkpoints are copied to behind the steps, such as s3://BUCKET/RUN; none is removed there.
     Empty = none."""
-
-    def problems(self, config: Any) -> Iterator[str]:
-        if self.mirror and "://" not in self.mirror:
-            yield f"--checkpoint.mirror is {self.mirror!r}; allowed: a URL, such as s3://BUCKET/RUN or file:///DIRECTORY"
 
 
 @dataclass(kw_only=True)

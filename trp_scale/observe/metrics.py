@@ -5,15 +5,16 @@ Read back in one pass, it gives a run's history: where each task started, where 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
 import statistics
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, BinaryIO
 
 from trp_scale.config import RefusedError
 
@@ -21,6 +22,9 @@ METRICS_FILE = "metrics.jsonl"
 
 LONGEST_LINE = 1 << 24
 """Bytes at the end of the file that are searched for the last newline."""
+
+MOST_HELD = 64 << 20
+"""Bytes of lines that wait for storage to take them; beyond, the oldest go."""
 
 
 def finite(value: Any) -> Any:
@@ -48,29 +52,83 @@ def drop_torn_line(path: Path) -> None:
 
 
 class MetricsWriter:
-    """Appends to `run_dir`/metrics.jsonl.
+    """Appends to `run_dir`/metrics.jsonl. Lines that storage refuses, as a full disk does, are held and written with
+    the next one; the run goes on.
+
+    Args:
+        run_dir: the run directory.
+        tell: takes a line for the log.
 
     Raises:
         TypeError: a value that JSON does not know (a tensor, say), with the line's step.
     """
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, tell: Callable[[str], None] = lambda line: None) -> None:
         self.path = Path(run_dir) / METRICS_FILE
         self.path.parent.mkdir(parents=True, exist_ok=True)
         drop_torn_line(self.path)
-        self._file: TextIO = self.path.open("a", encoding="utf-8")
+        # No buffer: it would write what was refused a second time.
+        self._file: BinaryIO = self.path.open("ab", buffering=0)  # type: ignore[assignment]
+        self._tell = tell
+        self._size = os.fstat(self._file.fileno()).st_size
+        self._held: deque[bytes] = deque()
+        self._lost = 0
+        self._refused = self._torn = False
 
     def write(self, line: Mapping[str, Any]) -> None:
         try:
             text = json.dumps(finite(line), allow_nan=False)
         except TypeError as error:
             raise TypeError(f"{self.path}: step {line.get('step')}: {error}; metrics must be plain numbers") from error
-        # One write call per line, so that a reader who follows the file never sees half of one.
-        self._file.write(text + "\n")
-        self._file.flush()
+        self._held.append(text.encode() + b"\n")
+        self._write_held()
 
     def close(self) -> None:
+        """Write what is held, if that can be, and say what could not be."""
+        self._write_held()
+        if lost := len(self._held) + self._lost:
+            self._tell(f"{self.path}: {lost} lines could not be written and are lost")
         self._file.close()
+
+    def _write_held(self) -> None:
+        while self._held:
+            try:
+                self._append(self._held[0])
+            except OSError as error:
+                if not self._refused:
+                    self._tell(f"{self.path}: cannot be written ({error.strerror}); its lines are held for later")
+                self._refused = True
+                while sum(map(len, self._held)) > MOST_HELD:
+                    self._held.popleft()
+                    self._lost += 1
+                return
+            self._held.popleft()
+        if self._refused:
+            self._refused = False
+            self._tell(f"{self.path}: can be written again")
+
+    def _append(self, line: bytes) -> None:
+        """Append a line whole, or nothing of it.
+
+        Raises:
+            OSError: storage refuses it.
+        """
+        if self._torn:
+            os.ftruncate(self._file.fileno(), self._size)
+            self._torn = False
+        rest = memoryview(line)
+        try:
+            # One call a line, if all of it is taken, so that a reader who follows the file never sees half of one.
+            while rest:
+                rest = rest[self._file.write(rest) :]
+        except OSError:
+            self._torn = len(rest) < len(line)
+            if self._torn:
+                with contextlib.suppress(OSError):  # it is tried again before the next line
+                    os.ftruncate(self._file.fileno(), self._size)
+                    self._torn = False
+            raise
+        self._size += len(line)
 
 
 def read_metrics(run_dir: Path) -> Iterator[dict[str, Any]]:

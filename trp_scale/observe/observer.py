@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import statistics
+import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -55,8 +58,9 @@ class Observer:
         # Not the first step of a resumed run: its lines are those of a run that was never stopped.
         self._first = info.start_step == 0
         self._summary: dict[str, Any] | None = None
+        self._refused: list[Sink] = []
         if enabled:
-            self._writer = MetricsWriter(self.run_dir)
+            self._writer = MetricsWriter(self.run_dir, self.message)
             self._sinks: list[Sink] = open_sinks(self.run_dir, config, info)
             self._display: Display = open_display(config, info, self.run_dir)
 
@@ -129,10 +133,10 @@ class Observer:
         self._display.close()
         self._summary = self._summarise(reason, start or {})
         text = json.dumps(self._summary, indent=2, allow_nan=False) + "\n"
-        (self.run_dir / SUMMARY_FILE).write_text(text, encoding="utf-8")
-        (self.run_dir / REPORT_FILE).write_text(report(self.run_dir), encoding="utf-8")
+        self._leave(SUMMARY_FILE, lambda: text)
+        self._leave(REPORT_FILE, lambda: report(self.run_dir))
         for sink in self._sinks:
-            sink.close(self._summary)
+            self._to_sink(sink, partial(sink.close, self._summary))
         self._display.show(report_table(self.run_dir))
         return self._summary
 
@@ -181,7 +185,32 @@ class Observer:
     def _write(self, line: Mapping[str, Any]) -> None:
         self._writer.write(line)
         for sink in self._sinks:
-            sink.write(line)
+            self._to_sink(sink, partial(sink.write, line))
+
+    def _to_sink(self, sink: Sink, action: Callable[[], None]) -> None:
+        """What goes to a sink; its own storage may fail, and metrics.jsonl is the truth."""
+        try:
+            action()
+        except OSError as error:
+            if sink not in self._refused:
+                self.message(f"{type(sink).__name__}: cannot be written ({error}); its curves lack steps")
+                self._refused.append(sink)
+
+    def _leave(self, name: str, content: Callable[[], str]) -> None:
+        """Write a file of the run directory, whole or not at all; storage that refuses it is asked a few times."""
+        path = self.run_dir / name
+        temporary = path.with_name(f".{name}.tmp")
+        for pause in (0.2, 1.0, 0.0):
+            try:
+                temporary.write_text(content(), encoding="utf-8")
+                temporary.replace(path)
+                return
+            except OSError as error:
+                refused = error
+                with contextlib.suppress(OSError):
+                    temporary.unlink(missing_ok=True)
+            time.sleep(pause)
+        print(f"{path}: could not be written ({refused})", file=sys.stderr)
 
     def _summarise(self, reason: str, start: Mapping[str, Any]) -> dict[str, Any]:
         history = read_history(self.run_dir)
