@@ -37,8 +37,8 @@ class Faults:
     """What goes wrong, and what was asked.
 
     Attributes:
-        of: the next answers to requests of a path that ends so: "500", "503", "stall", "cut" (fewer bytes than said),
-            "short" (fewer bytes, and says so), "close" (none), "401"; then all goes well.
+        of: the next answers to requests, GET or PUT, of a path that ends so: "500", "503", "stall", "cut" (fewer
+            bytes than said), "short" (fewer bytes, and says so), "close" (none), "401"; then all goes well.
         asked: (method, path, Range) of each request.
     """
 
@@ -104,7 +104,7 @@ def faulty_server(serve: Serve) -> Iterator[tuple[str, Faults]]:
         def answer(self) -> None:
             content = self.rfile.read(int(self.headers.get("Content-Length") or 0))
             faults.asked.append((self.command, self.path, self.headers.get("Range", "")))
-            fault = faults.next(self.path) if self.command == "GET" else ""
+            fault = faults.next(self.path) if self.command in ("GET", "PUT") else ""
             if fault == "stall":
                 over.wait(STALL_SECONDS)
             if fault in ("stall", "close"):
