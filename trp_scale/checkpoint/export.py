@@ -6,9 +6,14 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
+from safetensors import SafetensorError
+
+from trp_scale.checkpoint.agreement import RankError
 from trp_scale.checkpoint.document import DOCUMENT_NAME, CheckpointDocument, read_document
 from trp_scale.checkpoint.durable import sync_directory
 from trp_scale.checkpoint.format import STATE_OF
@@ -37,6 +42,13 @@ class Export:
     image_size: int
 
 
+TRIES = 10
+"""Of reading a run that goes on: each time the newest checkpoint was removed before it was read to its end."""
+
+_found: ContextVar[list[Path] | None] = ContextVar("checkpoints that were found in runs", default=None)
+
+T = TypeVar("T")
+
 Writer = Callable[[Export], None]
 """Raises RefusedError where the library has no such model."""
 
@@ -45,7 +57,7 @@ def export(source: Path, output: Path, *, to: str = "hf", image_size: int = 224,
     """Write config.json, model.safetensors (fp32) and, for text, the tokenizer's files.
 
     Args:
-        source: run directory (its newest complete checkpoint is taken) or checkpoint.
+        source: run directory (its newest complete checkpoint is taken; it may be training) or checkpoint.
         output: directory that is created; it may exist if it is empty.
         to: hf (transformers) or timm.
         image_size: side of the images whose positions are written for timm, in pixels.
@@ -58,6 +70,10 @@ def export(source: Path, output: Path, *, to: str = "hf", image_size: int = 224,
     """
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise RefusedError(f"--output {output}: exists and is not an empty directory; give another, or remove it")
+    return while_training(lambda: _export(source, output, to=to, image_size=image_size, weights=weights))
+
+
+def _export(source: Path, output: Path, *, to: str, image_size: int, weights: Weights) -> Path:
     checkpoint = find_checkpoint(source)
     document = read_document(checkpoint)
     write = find_writer(document, to)
@@ -122,4 +138,22 @@ def find_checkpoint(source: Path) -> Path:
     if found.path is None:
         why = "; ".join(found.warnings) or "expected a run directory with checkpoints/step_..., or a checkpoint"
         raise RefusedError(f"{source}: no weights to read: {why}")
+    if (noted := _found.get()) is not None:
+        noted.append(found.path)
     return found.path
+
+
+def while_training(action: Callable[[], T]) -> T:
+    """Do what reads the newest checkpoints of runs (find_checkpoint). Where a run goes on and removes one before it was
+    read to its end, it is done again, with the newer one."""
+    for _ in range(TRIES - 1):
+        noted: list[Path] = []
+        token = _found.set(noted)
+        try:
+            return action()
+        except (OSError, RefusedError, RankError, SafetensorError):
+            if all((path / DOCUMENT_NAME).exists() for path in noted):
+                raise
+        finally:
+            _found.reset(token)
+    return action()

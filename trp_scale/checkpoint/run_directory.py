@@ -57,14 +57,18 @@ def incompleteness(path: Path) -> str | None:
 
 
 def newest_complete(run_dir: Path) -> Found:
-    """The newest checkpoint that is complete; newer ones that are not are named in the warnings."""
-    warnings: list[str] = []
-    for _, path in reversed(checkpoints(run_dir)):
-        problem = incompleteness(path)
-        if problem is None:
-            return Found(path=path, warnings=tuple(warnings))
-        warnings.append(f"{path} is not complete and is passed over: {problem}")
-    return Found(path=None, warnings=tuple(warnings))
+    """The newest checkpoint that is complete; newer ones that are not are named in the warnings. A run that goes on may
+    remove them meanwhile: then it is looked again."""
+    while True:
+        warnings: list[str] = []
+        listed = checkpoints(run_dir)
+        for _, path in reversed(listed):
+            problem = incompleteness(path)
+            if problem is None:
+                return Found(path=path, warnings=tuple(warnings))
+            warnings.append(f"{path} is not complete and is passed over: {problem}")
+        if checkpoints(run_dir) == listed:
+            return Found(path=None, warnings=tuple(warnings))
 
 
 def remove_leftovers(run_dir: Path) -> None:

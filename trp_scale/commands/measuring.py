@@ -34,9 +34,12 @@ def report(argv: Sequence[str]) -> int:
 
     print(table(arguments.run), end="")
     if arguments.pictures is not None:
+        from trp_scale.checkpoint.export import while_training
         from trp_scale.downstream.pictures import draw_pictures
 
-        print("\n".join(draw_pictures(arguments.run, arguments.pictures, data=arguments.data)))
+        pictures = arguments.pictures
+        drawn = while_training(lambda: draw_pictures(arguments.run, pictures, data=arguments.data))
+        print("\n".join(drawn))
     return 0
 
 
@@ -45,9 +48,10 @@ def evaluate(argv: Sequence[str]) -> int:
     from trp_scale.downstream.arguments import parse_evaluate
 
     arguments = parse_evaluate(argv)
+    from trp_scale.checkpoint.export import while_training
     from trp_scale.downstream.evaluate import evaluate as measure
 
-    return measure(arguments)
+    return while_training(lambda: measure(arguments))
 
 
 def probe(argv: Sequence[str]) -> int:
@@ -55,9 +59,10 @@ def probe(argv: Sequence[str]) -> int:
     from trp_scale.downstream.probe.arguments import parse_probe
 
     arguments = parse_probe(argv)
+    from trp_scale.checkpoint.export import while_training
     from trp_scale.downstream.probe.command import probe as measure
 
-    return measure(arguments)
+    return while_training(lambda: measure(arguments))
 
 
 def represent(argv: Sequence[str]) -> int:
@@ -65,9 +70,10 @@ def represent(argv: Sequence[str]) -> int:
     from trp_scale.downstream.representation.arguments import RepresentArguments
 
     arguments = read(RepresentArguments, argv, prog="trp-scale represent", first=("from_", "data", "output", "run"))
+    from trp_scale.checkpoint.export import while_training
     from trp_scale.downstream.representation.represent import represent as draw
 
-    return draw(arguments)
+    return while_training(lambda: draw(arguments))
 
 
 @dataclass(kw_only=True)

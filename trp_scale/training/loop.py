@@ -511,9 +511,9 @@ class Agreed:
 
     counts: Tensor
     stop: bool
-    without_rows: bool
     new_corrupt: Mapping[str, str]
-    written: bool
+    without_rows: bool = False
+    written: bool = False
 
 
 def require_same_settings(world: Group, config: Config) -> None:

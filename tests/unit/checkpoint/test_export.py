@@ -14,7 +14,9 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import AutoTokenizer, BertForPreTraining, PreTrainedTokenizerFast
 
 from tests.unit.checkpoint.fake_engine import FakeEngine, save_step
+from trp_scale.checkpoint import export as export_module
 from trp_scale.checkpoint.export import export
+from trp_scale.checkpoint.run_directory import checkpoint_path
 from trp_scale.checkpoint.tensor_file import CheckpointError
 from trp_scale.config import RefusedError, TextModelConfig
 from trp_scale.upstreams.pos_bert.model import BertForMaskedPositions, bert_config
@@ -124,3 +126,36 @@ def test_nothing_to_export(tmp_path: Path) -> None:
     write_run(tmp_path / "run", our_weights(), vocab_size=None)
     with pytest.raises(CheckpointError, match="vocab_size is None"):
         export(tmp_path / "run", tmp_path / "hf")
+
+
+def test_a_checkpoint_that_is_removed_while_it_is_read_gives_way_to_the_newer_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a run with --checkpoint.keep 1 does, three times."""
+    original, newer = export_module.read_document, [2, 3, 4]
+    save_step(tmp_path, 1)
+
+    def read(path: Path) -> Any:
+        if newer:
+            save_step(tmp_path, newer.pop(0), keep=1)
+        return original(path)
+
+    monkeypatch.setattr(export_module, "read_document", read)
+
+    def use() -> tuple[Path, int]:
+        checkpoint = export_module.find_checkpoint(tmp_path)
+        return checkpoint, export_module.read_document(checkpoint).step
+
+    assert export_module.while_training(use) == (checkpoint_path(tmp_path, 4), 4)
+
+
+def test_what_is_wrong_otherwise_is_said_at_once(tmp_path: Path) -> None:
+    path, tried = save_step(tmp_path, 1), []
+
+    def use() -> None:
+        tried.append(export_module.find_checkpoint(tmp_path))
+        raise RefusedError("not this one")
+
+    with pytest.raises(RefusedError, match="not this one"):
+        export_module.while_training(use)
+    assert tried == [path]

@@ -45,10 +45,11 @@ def weights_are_of(path: Path | None, seed: int) -> bool:
     return all(tensor.equal(whole_state(seed)["weight"][name]) for name, tensor in read_full_state(path).items())
 
 
-def test_kill_9_while_tensors_are_written(tmp_path: Path) -> None:
+@pytest.mark.parametrize("program", ["stalled_save", "stalled_writer"])
+def test_kill_9_while_tensors_are_written(tmp_path: Path, program: str) -> None:
     run_dir, signal = tmp_path / "run", tmp_path / "signal"
     save_step(run_dir, 1, seed=1)
-    command = [sys.executable, "-m", "tests.unit.checkpoint.stalled_save", str(run_dir), str(signal)]
+    command = [sys.executable, "-m", f"tests.unit.checkpoint.{program}", str(run_dir), str(signal)]
     process = subprocess.Popen(command, cwd=ROOT)
     try:
         for _ in range(600):
