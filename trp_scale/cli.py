@@ -69,7 +69,10 @@ COMMANDS: dict[str, dict[str, Command]] = {
         ),
     },
     "look at the machines": {
-        "doctor": Command("trp_scale.commands.doctor:doctor", "find what of the machines would stop or slow a run"),
+        "doctor": Command(
+            "trp_scale.commands.doctor:doctor",
+            "find what of the machines, or in a run's directory, stops or slows a run",
+        ),
     },
     "look at what was trained": {
         "report": Command("trp_scale.commands.measuring:report", "print what a run has reached so far, or at its end"),

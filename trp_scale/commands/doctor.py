@@ -1,4 +1,4 @@
-"""`trp-scale doctor`: what of the machines would stop or slow a run."""
+"""`trp-scale doctor`: what of the machines would stop or slow a run, or, with a directory, how a run stands."""
 
 from __future__ import annotations
 
@@ -24,8 +24,14 @@ if TYPE_CHECKING:
 class DoctorArguments:
     """Examine the machines before a run: GPUs and driver, versions, CPUs, limits, shared memory, ports and network,
     clocks, speed of each rank, all-reduce and storage. Under torchrun, deepspeed or srun it examines all hosts of the
-    job. Ends with status 1 where something is wrong, 0 otherwise."""
+    job. With RUN_DIR it examines a run in their place: which checkpoints are whole, where it would go on, why it
+    ended, whether it is alive, what went wrong, room on the disk. Ends with status 1 where something is wrong, 0
+    otherwise."""
 
+    run_dir: Annotated[Path | None, tyro.conf.Positional, tyro.conf.arg(metavar="RUN_DIR")] = None
+    """A run's directory, whether the run goes on or not: nothing in it is changed."""
+    quick: bool = False
+    """With RUN_DIR: compare files of checkpoints by their sizes, not by the checksums of every byte."""
     storage: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     """Directory on the storage that the hosts share: each rank writes a file there, reads another's and removes its
     own. Not given: storage is not measured."""
@@ -46,6 +52,10 @@ def doctor(argv: Sequence[str]) -> int:
         raise RefusedError(f"--mebibytes is {arguments.mebibytes}; allowed: 1 or more")
     if arguments.timeout_minutes <= 0:
         raise RefusedError(f"--timeout_minutes is {arguments.timeout_minutes}; allowed: above 0")
+    if arguments.run_dir is not None:
+        return _of_a_run(arguments.run_dir, arguments)
+    if arguments.quick:
+        raise RefusedError("--quick is for a run; give its directory: trp-scale doctor RUN_DIR --quick")
     from trp_scale.distributed.doctor import examine
     from trp_scale.distributed.environment import Environment
     from trp_scale.distributed.hostfile import examine_hostfile
@@ -57,6 +67,18 @@ def doctor(argv: Sequence[str]) -> int:
             print(_as_json(environment, findings) if arguments.json else "\n".join(_lines(findings)), flush=True)
         environment.world.barrier()  # nobody ends, and with it the job, before it is printed
     # Of a hostfile the first rank alone knows: it ends with that.
+    return int(any(each.state == "wrong" for each in findings))
+
+
+def _of_a_run(run_dir: Path, arguments: DoctorArguments) -> int:
+    given = [f"--{name}" for name in ("storage", "hostfile") if getattr(arguments, name) is not None]
+    if given:
+        raise RefusedError(f"{given[0]} is for the machines, and {run_dir} for a run; give one of them")
+    from trp_scale.training.examine_run import examine_run
+
+    findings = examine_run(run_dir, quick=arguments.quick)
+    document = {"run_dir": str(run_dir), "findings": [asdict(each) for each in findings]}
+    print(json.dumps(document, indent=1) if arguments.json else "\n".join(_lines(findings)), flush=True)
     return int(any(each.state == "wrong" for each in findings))
 
 
