@@ -26,6 +26,7 @@ SOURCE = re.compile(r"(?<![\w/.:*{}-])((?:[\w-]+/)+[\w-]+\.py)\b")
 FILE = re.compile(rf"(?<![\w/.-])((?:{'|'.join(map(re.escape, TOP))})/[\w./-]*\w/?)")
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#([^)\s]+))?\)|\]\(#([^)\s]+)\)")
 SETTING = re.compile(r"`(?:--)?([a-z_]+\.[a-z_]+)(?: ([\w.]+))?`")
+TEST = re.compile(r"\b(tests/[\w/]+\.py)::(\w+)")
 WITHIN = re.compile(r"((?:`[\w.]+`(?:, | and )?)+) (?:of `\w+` )?in `([\w./-]+\.py)`")
 
 
@@ -133,6 +134,18 @@ def missing_names(text: str, root: Path = ROOT) -> list[str]:
     return found
 
 
+def missing_tests(text: str, root: Path = ROOT) -> list[str]:
+    """Of `tests/file.py::test_name`, those whose file has no such test."""
+
+    def there(path: str, name: str) -> bool:
+        file = root / path
+        return (
+            file.is_file() and re.search(rf"^def {name}\(", file.read_text(encoding="utf-8"), re.MULTILINE) is not None
+        )
+
+    return [f"{path}::{name}" for path, name in TEST.findall(text) if not there(path, name)]
+
+
 def test_every_document_that_is_named_exists() -> None:
     texts = {path: (ROOT / path).read_text(encoding="utf-8") for path in tracked() if path not in OWN}
     missing = {str(path): missing_documents(text, path.parent) for path, text in texts.items()}
@@ -152,6 +165,7 @@ def test_every_file_that_a_document_names_exists(path: Path) -> None:
     assert missing_files(text) == []
     assert broken_links(text, path.parent) == []
     assert missing_names(text) == []
+    assert missing_tests(text) == []
     assert wrong_settings(text, known_settings()) == []
 
 
@@ -208,6 +222,21 @@ def test_a_file_that_is_missing_is_seen(text: str, missing: list[str]) -> None:
 )
 def test_a_broken_link_is_seen(text: str, broken: list[str]) -> None:
     assert broken_links(text, Path()) == broken
+
+
+def test_each_fault_names_its_test() -> None:
+    """A row of docs/reliability.md on a fault is there with a test that shows it."""
+    faults = (ROOT / "docs" / "reliability.md").read_text(encoding="utf-8").partition("## Exit status")[0]
+    rows = [line for line in faults.splitlines() if line.startswith("| ") and not line.startswith("| fault ")]
+    assert len(rows) > 30
+    assert [row for row in rows if row.count(" | ") != 4 or not TEST.search(row.rpartition(" | ")[2])] == []
+
+
+def test_a_test_that_is_missing_is_seen() -> None:
+    own = f"tests/unit/test_documents.py::{test_a_test_that_is_missing_is_seen.__name__}"
+    text = f"`{own}`, `tests/unit/test_documents.py::test_nothing`, `tests/unit/test_nothing.py::test_nothing`"
+    missing = ["tests/unit/test_documents.py::test_nothing", "tests/unit/test_nothing.py::test_nothing"]
+    assert missing_tests(text) == missing
 
 
 def test_a_name_that_its_file_does_not_have_is_seen() -> None:
