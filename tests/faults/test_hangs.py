@@ -15,7 +15,7 @@ from tests.grids import always
 from tests.runs import flags, lines
 from trp_scale.checkpoint.run_directory import checkpoints, incompleteness
 
-LONG = {"training__steps": 100_000, "checkpoint__every": 5, "reliability__hang_minutes": 0.05}
+LONG = {"training__steps": 100_000, "checkpoint__every": 5, "reliability__hang_minutes": 0.15}
 
 
 def gone(process: int, seconds: float = 60.0) -> bool:

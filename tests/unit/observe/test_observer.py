@@ -55,7 +55,7 @@ def test_skipped_steps_are_strict_json_and_always_logged(
     assert second["tasks"]["noun"] == {"loss": None, "weight": None, "count": 1}
     assert second["applied"] is False
     assert observer.close("finished")["skipped_steps"] == 1
-    assert "step 2 skipped: loss nan, gradient norm inf" in capsys.readouterr().out
+    assert "step 2 skipped: loss nan and gradient norm inf" in capsys.readouterr().out
 
 
 def test_absent_tasks_are_listed_and_forgotten_ones_refused(start: Callable[..., Observer], tmp_path: Path) -> None:
