@@ -2,6 +2,7 @@
 # make test       set up, run all tests but the exhaustive grids
 # make test-exhaustive   what make test leaves out: pairs of grids, and slow tests near to others
 # make test-cluster   under a SLURM of its own, and on namespaces as hosts: as root; it says which packages are missing
+# make test-faults   100,000 damaged and hostile files, given to every reader; TRP_SCALE_FUZZ=N: so many
 # make setup | lint | types | wheel-test | clean
 #
 # PYTHON=python3.12 chooses the interpreter, RANKS=4 the ranks of `make pretrain`.
@@ -9,7 +10,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help setup pretrain test test-exhaustive test-cluster lint types wheel-test clean
+.PHONY: help setup pretrain test test-exhaustive test-cluster test-faults lint types wheel-test clean
 
 PYTHON ?= python3
 RANKS ?= 2
@@ -27,7 +28,7 @@ CORES := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 THREADS := $(shell echo $$(( $(CORES) > $(RANKS) ? $(CORES) / $(RANKS) : 1 )))
 
 help:
-	@sed -n 's/^# //p' Makefile | head -n 6
+	@sed -n 's/^# //p' Makefile | head -n 7
 
 setup: $(INSTALLED)
 
@@ -55,6 +56,9 @@ test-exhaustive: $(INSTALLED)
 
 test-cluster: $(INSTALLED)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -rs -m cluster tests/cluster
+
+test-faults: $(INSTALLED)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(CORES) -m faults tests/faults
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .
