@@ -1,0 +1,358 @@
+"""Readers of data sets: their JSON, their tars, their indexes, and what else lies beside them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import struct
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from PIL import Image
+
+from tests.faults.mutations import index_repaired, png_repaired, tar_repaired
+from tests.faults.readers import Case, Reader, Target, of_content, repaired, whole
+from tests.unit.data.images.foreign_tars import encoded, three_tars
+from tests.unit.data.images.multimodal import (
+    first_window,
+    maps,
+    multimodal_config,
+    sample,
+    write_beside,
+    write_multimodal,
+)
+from tests.unit.data.images.source_images import png
+from tests.unit.data.stored import config_for, npy, write_dataset
+from trp_scale.data.images.dataset import open_image_dataset
+from trp_scale.data.images.maps import map_formats, read_names
+from trp_scale.data.images.png import write_png
+from trp_scale.data.images.reader import SampleReader
+from trp_scale.data.images.rows import decode_image, decode_scaled, jpeg_size
+from trp_scale.data.index import DataError, index_path, write_json
+from trp_scale.data.remote.cache import cache_root
+from trp_scale.data.remote.mirror import MARKER, find_mirror
+from trp_scale.data.remote.places import PLACES, find_places
+from trp_scale.data.shard_reader import ShardReader, parse_npy
+from trp_scale.data.text.dataset import open_text_dataset
+from trp_scale.errors import RefusedError
+from trp_scale.preparation.binary_index import write_dataset_index
+from trp_scale.preparation.images.display import stored_images
+from trp_scale.preparation.images.index_tars import IndexTars, index_tars, settings_of
+from trp_scale.preparation.images.settings import ShardImagesConfig
+from trp_scale.preparation.images.shard import shard_images
+from trp_scale.preparation.merge import merge
+from trp_scale.preparation.pseudo_labels.directory import LabelDirectory, LabelReport, digest_of_images
+from trp_scale.preparation.sharding.writing import report_path
+from trp_scale.preparation.verify import verify_dataset
+from trp_scale.upstreams.base import open_sources
+
+
+def text_data(directory: Path) -> Path:
+    """Two tars of few rows, all full."""
+    return write_dataset(directory / "text", block_rows=[[3, 2], [4]], shortest=21)
+
+
+def image_data(directory: Path) -> Path:
+    """Two tars of two images, depth in them, segmentation beside them."""
+    shards = [[sample(number + 2 * shard, 24, 30) for number in range(2)] for shard in range(2)]
+    return write_beside(directory / "images", shards)
+
+
+def read_text(directory: Path) -> None:
+    """Open a data set of text and every block of it; what cannot be read is left out, as in a run."""
+    dataset = open_text_dataset(directory)
+    dataset.digest()
+    reader = ShardReader(dataset.blocks, verify=False)
+    for block in range(len(dataset.blocks.rows)):
+        reader.arrays(block)
+
+
+def read_images(directory: Path, used: tuple[str, ...] = ("depth", "semseg")) -> None:
+    """Open a data set of images and each image's members, and what order and split see."""
+    dataset = open_image_dataset(directory, used=used)
+    dataset.digest()
+    for number in range(min(16, len(dataset.blocks.keys))):
+        dataset.tars(number)
+        str(dataset.blocks.keys[number])
+    for table in (dataset.samples, *dataset.aligned):
+        reader = SampleReader(table, verify=False, blocks=dataset.blocks)
+        for number in range(min(8, table.rows)):
+            reader.members(number)
+            table.key(number)
+
+
+def of_json(made: Callable[[Path], Path], files: str, read: Callable[[Path], Any]) -> Callable[[Path], Case]:
+    """Mutate the JSON files that a pattern names."""
+
+    def make(directory: Path) -> Case:
+        data = made(directory)
+        targets = [Target(path=path, kind="json") for path in sorted(data.glob(files))]
+        return Case(targets=targets, read=partial(read, data))
+
+    return make
+
+
+def _tars(made: Callable[[Path], Path], read: Callable[[Path], Any]) -> Callable[[Path], Case]:
+    def make(directory: Path) -> Case:
+        data = made(directory)
+        paths = sorted(data.glob("*/*.tar"))
+        plain = [Target(path=path, kind="bytes") for path in paths]
+        mended = [Target(path=path, kind="bytes", within=whole, joined=repaired(tar_repaired)) for path in paths]
+        return Case(targets=plain + mended, read=partial(read, data))
+
+    return make
+
+
+def rows_of_text(directory: Path) -> None:
+    """A batch of a run."""
+    open_sources(config_for(directory), rank=0, world=1).train.next_window()
+
+
+def rows_of_images(directory: Path) -> None:
+    """A batch of a run on three modalities."""
+    first_window(multimodal_config(directory))
+
+
+def _packed_image_data(directory: Path) -> Path:
+    return write_multimodal(directory / "images", [[sample(number, 24, 30) for number in range(3)]])
+
+
+def verifiable(directory: Path) -> Path:
+    """An image data set with all that verify looks at."""
+    data = image_data(directory)
+    _indexed(data)
+    return data
+
+
+def _indexed(data: Path) -> Path:
+    write_dataset_index(data, json.loads((data / "dataset.json").read_text()))
+    return data
+
+
+def _description(content: bytes) -> bytes:
+    _, _, place, length, _ = struct.unpack("<8sQQQ32s", content[:64])
+    return content[place : place + length]
+
+
+def binary_index(made: Callable[[Path], Path], read: Callable[[Path], Any]) -> Callable[[Path], Case]:
+    """The description with its hash mended, and every other byte of the file."""
+
+    def make(directory: Path) -> Case:
+        data = _indexed(made(directory))
+        targets = []
+        for path in sorted(data.glob("*/index.bin")):
+            targets += 3 * [Target(path=path, kind="json", within=_description, joined=index_repaired)]
+            targets.append(Target(path=path, kind="bytes"))
+        return Case(targets=targets, read=partial(read, data))
+
+    return make
+
+
+def foreign(directory: Path) -> Path:
+    """An index of tars of others."""
+    three_tars(directory / "tars", each=2)
+    output = directory / "data"
+    index_tars(
+        IndexTars(
+            tars=str(directory / "tars"),
+            output=output,
+            image="auto",
+            label="json:label",
+            class_names="",
+            split="train",
+            rows_per_block=2,
+            max_pixels=1_000_000,
+            max_skipped=0.0,
+            processes=1,
+        )
+    )
+    return output
+
+
+def read_foreign(directory: Path) -> None:
+    read_images(directory, used=())
+    settings_of(directory)
+
+
+def places(directory: Path) -> Case:
+    data = foreign(directory)
+    (data / "shards" / "index.bin").unlink()
+
+    def read() -> None:
+        found = find_places(data / "shards")
+        assert found is not None
+        for name in found.tars:
+            found.fetches(Path(name))
+            found.where(Path(name))
+        read_images(data, used=())
+
+    return Case(targets=[Target(path=data / "shards" / PLACES, kind="json")], read=read)
+
+
+def remote_json(directory: Path) -> Case:
+    data = text_data(directory)
+    files = {str(path.relative_to(data)): path for path in sorted(data.rglob("*")) if path.is_file()}
+    listed = {name: [path.stat().st_size, "1"] for name, path in files.items()}
+    write_json(data / MARKER, {"url": "http://127.0.0.1:1/data", "cache": str(cache_root()), "files": listed})
+
+    def read() -> None:
+        mirror = find_mirror(data / "shards")
+        assert mirror is not None
+        for tar in sorted((data / "shards").glob("*.tar")):
+            mirror.size(tar)
+            mirror.where(tar)
+        mirror.room()
+        read_text(data)
+
+    return Case(targets=[Target(path=data / MARKER, kind="json")], read=read)
+
+
+def parts(directory: Path) -> Case:
+    """One part of two that are made, and merged."""
+    data = directory / "data"
+    asked = ShardImagesConfig(output=data, embedded=True, count=4, size=16, processes=1, progress=False, num_shards=2)
+    for index in range(2):
+        shard_images(replace(asked, rows_per_block=2, samples_per_shard=2, shard_index=index))
+    targets = [Target(path=path, kind="json") for path in sorted(data.glob("progress/*.json"))]
+    targets += [Target(path=path, kind="json") for path in sorted(data.glob("shards/*.index.json"))]
+    return Case(targets=targets, read=partial(merge, data), renewed=data)
+
+
+def labels(directory: Path) -> Case:
+    """Labels in the making: settings, what was asked, reports and indexes."""
+    data = write_beside(directory / "images", [[sample(number, 24, 30) for number in range(2)]])
+    document = json.loads((data / "dataset.json").read_text())
+    description = document["modalities"].pop("semseg")
+    write_json(data / "dataset.json", document)
+    labelled = LabelDirectory(
+        dataset=data,
+        name="semseg-made",
+        modality="semseg",
+        identity={"model": "m"},
+        description={"classes": description["classes"]},
+        flag="--semseg.directory",
+    )
+    (data / "semseg-made" / "progress").mkdir()
+    for shard in document["shards"]:
+        report = LabelReport(labels=2, images=digest_of_images(data, shard))
+        write_json(report_path(data / "semseg-made", Path(shard).stem), vars(report))
+    shutil.move(data / "semseg-made", data / "kept")
+    labelled.begin(document, max_skipped=0.1, replace=False)
+    for path in (data / "kept").rglob("*"):
+        if path.is_file():
+            shutil.move(path, data / "semseg-made" / path.relative_to(data / "kept"))
+    shutil.rmtree(data / "kept")
+    targets = [Target(path=path, kind="json") for path in sorted((data / "semseg-made").rglob("*.json"))]
+    targets.append(Target(path=data / "dataset.json", kind="json"))
+    return Case(targets=targets, read=partial(merge, data), renewed=data)
+
+
+def inspected(directory: Path) -> Case:
+    """What `trp-scale inspect` shows of images."""
+    data = _packed_image_data(directory)
+    tar = next(data.glob("shards/*.tar"))
+
+    def read() -> None:
+        for shown in stored_images(tar, 3):
+            shown.line()
+            shown.pictures()
+
+    files = [Target(path=data / "dataset.json", kind="json"), Target(path=index_path(tar), kind="json")]
+    return Case(targets=[*files, Target(path=tar, kind="bytes")], read=read)
+
+
+def _decode(content: bytes) -> None:
+    held = bytearray(content)
+    decode_image(held)
+    size = jpeg_size(held)
+    if min(size) >= 4 and size != (1, 1):
+        decode_scaled(held, 4)
+
+
+def jpeg(directory: Path) -> Case:
+    pixels = np.random.default_rng(0).integers(0, 256, (5, 6, 3), dtype=np.uint8)
+    image = Image.fromarray(pixels).resize((48, 40), Image.Resampling.BICUBIC)
+    return of_content(directory / "image.jpg", "bytes", encoded(image, "JPEG"), _decode)
+
+
+def other_formats(directory: Path) -> Case:
+    """PNG, with its checksums mended, and WebP."""
+    pixels = np.random.default_rng(0).integers(0, 256, (5, 6, 4), dtype=np.uint8)
+    image = Image.fromarray(pixels).resize((48, 40))
+    (directory / "image.png").write_bytes(encoded(image, "PNG"))
+    (directory / "image.webp").write_bytes(encoded(image.convert("RGB"), "WEBP"))
+    png_file, webp = directory / "image.png", directory / "image.webp"
+    sound = {path: path.read_bytes() for path in (png_file, webp)}
+
+    def read() -> None:
+        for path, content in sound.items():
+            if (found := path.read_bytes()) != content:
+                decode_image(bytearray(found))
+
+    targets = [Target(path=png_file, kind="bytes", within=whole, joined=repaired(png_repaired))]
+    return Case(targets=[*targets, Target(path=png_file, kind="bytes"), Target(path=webp, kind="bytes")], read=read)
+
+
+def png_map(directory: Path) -> Case:
+    size, forms = (20, 30), map_formats()
+    stored = {name: png(numbers) for name, numbers in zip(("depth", "semseg"), maps(*size, seed=0), strict=True)}
+    stored["normals"] = write_png(np.random.default_rng(0).integers(0, 1 << 16, (*size, 3)).astype(np.uint16))
+    targets = []
+    for name, content in stored.items():
+        path = directory / f"{name}.png"
+        path.write_bytes(content)
+        targets += [
+            Target(path=path, kind="bytes"),
+            Target(path=path, kind="bytes", within=whole, joined=repaired(png_repaired)),
+        ]
+
+    def read() -> None:
+        for name, content in stored.items():
+            if (found := (directory / f"{name}.png").read_bytes()) != content:
+                forms[name].decode(found, size)
+
+    return Case(targets=targets, read=read)
+
+
+def npy_member(directory: Path) -> Case:
+    content = npy(np.arange(60, dtype=np.uint16).reshape(4, 15))
+    return of_content(directory / "x.npy", "bytes", content, lambda found: parse_npy(memoryview(found), "x.npy"))
+
+
+def names(directory: Path) -> Case:
+    path = directory / "names.txt"
+    path.write_text("wall\nsky\ntree\n")
+    return Case(targets=[Target(path=path, kind="text")], read=lambda: read_names("--class_names", str(path)))
+
+
+DATA = (RefusedError,)
+
+READERS = [
+    Reader(name="text_index", make=of_json(text_data, "shards/*.json", read_text), documented=DATA),
+    Reader(name="text_dataset_json", make=of_json(text_data, "dataset.json", read_text), documented=DATA),
+    Reader(name="text_rows", make=_tars(text_data, rows_of_text), documented=DATA, share=0.3),
+    Reader(name="text_tar_verified", make=_tars(text_data, verify_dataset), documented=DATA, share=0.3),
+    Reader(name="image_index", make=of_json(image_data, "*/*.index.json", read_images), documented=DATA),
+    Reader(name="image_dataset_json", make=of_json(image_data, "dataset.json", read_images), documented=DATA),
+    Reader(name="image_rows", make=_tars(_packed_image_data, rows_of_images), documented=DATA, share=0.2),
+    Reader(name="verify_tar", make=_tars(verifiable, verify_dataset), documented=DATA, share=0.2),
+    Reader(name="verify_json", make=of_json(verifiable, "**/*.json", verify_dataset), documented=DATA, share=0.5),
+    Reader(name="binary_index_text", make=binary_index(text_data, read_text), documented=DATA),
+    Reader(name="binary_index_images", make=binary_index(image_data, read_images), documented=DATA),
+    Reader(name="foreign_index", make=of_json(foreign, "**/*.json", read_foreign), documented=DATA, share=0.5),
+    Reader(name="foreign_verified", make=of_json(foreign, "**/*.json", verify_dataset), documented=DATA, share=0.3),
+    Reader(name="places", make=places, documented=DATA),
+    Reader(name="remote_json", make=remote_json, documented=DATA),
+    Reader(name="parts", make=parts, documented=DATA, share=0.3),
+    Reader(name="labels", make=labels, documented=DATA, share=0.3),
+    Reader(name="inspect", make=inspected, documented=DATA, share=0.3),
+    Reader(name="jpeg", make=jpeg, documented=(DataError,)),
+    Reader(name="png_and_webp", make=other_formats, documented=(DataError,)),
+    Reader(name="png_map", make=png_map, documented=(DataError,)),
+    Reader(name="npy", make=npy_member, documented=(DataError,)),
+    Reader(name="names", make=names, documented=(DataError,), share=0.3),
+]
