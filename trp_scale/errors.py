@@ -1,8 +1,9 @@
-"""The refusal that a user sees, and the nearest known name in it."""
+"""The refusal that a user sees: how a value is quoted in it, and the nearest known name."""
 
 from __future__ import annotations
 
 import difflib
+import reprlib
 from collections.abc import Iterable
 
 
@@ -14,7 +15,44 @@ class RefusedError(ValueError):
     """
 
 
+LONGEST_QUOTE = 200
+"""Characters of a value that a message quotes; a file may hold one of any size."""
+
+MOST_PROBLEMS = 40
+"""Wrong settings, lines or fields that one message lists."""
+
+_QUOTE = reprlib.Repr()
+_QUOTE.maxlevel = 4
+_QUOTE.maxlist = _QUOTE.maxtuple = _QUOTE.maxset = _QUOTE.maxfrozenset = _QUOTE.maxdict = 16
+_QUOTE.maxstring = _QUOTE.maxlong = _QUOTE.maxother = LONGEST_QUOTE
+
+
+def quoted(value: object) -> str:
+    """A value as a message quotes it: its repr, of a long or deep one the beginning. Never written out as a whole:
+    aliases of YAML make a value of any size out of a few bytes."""
+    return shortened(_QUOTE.repr(value))
+
+
+def shortened(text: str, most: int = LONGEST_QUOTE) -> str:
+    """Text of at most `most` characters: a longer one ends in "..."."""
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def said_by(error: BaseException) -> str:
+    """The first line of what another library says, or the error's name: its messages may quote a file at length."""
+    lines = str(error).strip()[: 4 * LONGEST_QUOTE].splitlines()
+    return shortened(lines[0] if lines else type(error).__name__)
+
+
+def listed_problems(problems: list[str]) -> str:
+    """The problems one a line, the first MOST_PROBLEMS of them."""
+    lines = [f"  {problem}" for problem in problems[:MOST_PROBLEMS]]
+    if len(problems) > MOST_PROBLEMS:
+        lines.append(f"  and {len(problems) - MOST_PROBLEMS} more")
+    return "\n".join(lines)
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """The words "; did you mean X?" for the known name most like `name`, or nothing when none is like it."""
-    found = difflib.get_close_matches(name, sorted(known), n=1, cutoff=0.5)
+    found = difflib.get_close_matches(name[:LONGEST_QUOTE], sorted(known), n=1, cutoff=0.5)
     return f"; did you mean {found[0]}?" if found else ""

@@ -101,7 +101,12 @@ def spoilt_runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_a_rollback_goes_on_from_the_checkpoint_with_the_rows_after_it(
     text_dataset: Path, tmp_path: Path, spoilt_runs: list[int], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    changes = {"training__steps": 12, "checkpoint__every": 3, "checkpoint__keep": 0, "reliability__spikes": "rollback"} | SCORE
+    changes = {
+        "training__steps": 12,
+        "checkpoint__every": 3,
+        "checkpoint__keep": 0,
+        "reliability__spikes": "rollback",
+    } | SCORE
     assert pretrain_here(flags(text_dataset, tmp_path, **changes)) == 0
     assert spoilt_runs == [8], "met once: its rows are passed over"
     assert [line["step"] for line in lines(tmp_path)] == list(range(1, 13))

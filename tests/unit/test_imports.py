@@ -16,6 +16,7 @@ PACKAGE = ROOT / "trp_scale"
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
+    ("documents",),
     ("config",),
     ("command_line",),
     ("distributed",),
@@ -47,7 +48,7 @@ def allowed(importer: str, imported: str) -> bool:
     if importer == imported:
         return True
     if importer == "recipes":
-        return imported in ("config", "command_line")
+        return imported in ("config", "command_line", "documents")
     if imported == "recipes":
         return importer in RECIPES_ARE_READ_BY
     level = {part: number for number, layer in enumerate(LAYERS) for part in layer}

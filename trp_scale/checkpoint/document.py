@@ -10,10 +10,10 @@ checkpoints/step_00000123/
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,10 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from trp_scale.checkpoint.durable import json_text, write_text
-from trp_scale.checkpoint.tensor_file import CHUNK, CheckpointError, FileEntry
+from trp_scale.checkpoint.tensor_file import CHUNK, DTYPES, CheckpointError, FileEntry, reading_tensors
+from trp_scale.documents.fields import LARGEST, Positive, Whole, record
+from trp_scale.documents.json_files import read_object
+from trp_scale.errors import quoted, shortened
 
 FORMAT = 2
 DOCUMENT_NAME = "checkpoint.json"
@@ -35,11 +38,15 @@ _DIGEST = re.compile(rb'\A(\{\n "digest": ")([0-9a-f]{64})(",\n)')
 _STEP = re.compile(r"step_(\d{8,})")
 
 
+LARGEST_DOCUMENT = 1 << 30
+"""Bytes of checkpoint.json."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class StoredTensor:
     """One tensor of the model. `states` maps "weight", "exp_avg", "exp_avg_sq" to a safetensors dtype name."""
 
-    shape: tuple[int, ...]
+    shape: tuple[Whole, ...]
     states: dict[str, str]
 
 
@@ -60,14 +67,14 @@ class CheckpointDocument:
         extra: what the training loop stores beside, such as vocab_size and data_digest.
     """
 
-    step: int
-    optimizer_steps: int
+    step: Whole
+    optimizer_steps: Whole
     tensors: dict[str, StoredTensor]
     files: tuple[FileEntry, ...]
-    cursors: dict[str, int]
+    cursors: dict[str, Whole]
     engine: str
-    zero_stage: int | None
-    world_size: int
+    zero_stage: Whole | None
+    world_size: Positive
     engine_state: dict[str, float]
     config: dict[str, Any]
     hooks: dict[str, Any]
@@ -95,35 +102,42 @@ def read_document(directory: Path) -> CheckpointDocument:
         CheckpointError: it is missing, damaged or of another format.
     """
     path = directory / DOCUMENT_NAME
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{path}: missing, so {directory} is not a finished checkpoint") from error
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{path}: not JSON ({error})") from error
-    try:
-        found = (content.pop("format"), content.pop("checksum_bytes"))
-        if found != (FORMAT, CHUNK):
-            raise CheckpointError(
-                f"{path}: a checkpoint of format {found[0]}, and this version reads format {FORMAT} only; read it with "
-                "the version that wrote it, or start a new run"
-            )
-        digested = check_digest(path, content)
-        tensors = {
-            name: StoredTensor(shape=tuple(tensor["shape"]), states=dict(tensor["states"]))
-            for name, tensor in content.pop("tensors").items()
-        }
-        files = tuple(
-            FileEntry(name=entry["name"], size=entry["size"], crc32=tuple(entry["crc32"]))
-            for entry in content.pop("files")
+    missing = f"missing, so {directory} is not a finished checkpoint"
+    content = read_object(path, CheckpointError, missing=missing, largest=LARGEST_DOCUMENT)
+    found = (content.pop("format", None), content.pop("checksum_bytes", None))
+    if found != (FORMAT, CHUNK):
+        raise CheckpointError(
+            f"{path}: a checkpoint of format {quoted(found[0])}, and this version reads format {FORMAT} only; read it "
+            "with the version that wrote it, or start a new run"
         )
-        document = CheckpointDocument(tensors=tensors, files=files, **content)
-        check_consistent(directory, document, digested=digested)
-        return document
-    except CheckpointError:
-        raise
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise CheckpointError(f"{path}: not a checkpoint's document ({type(error).__name__}: {error})") from error
+    digested = check_digest(path, content)
+    document = record(CheckpointDocument, content, str(path), CheckpointError)
+    check_tensors(path, document)
+    check_consistent(directory, document, digested=digested)
+    return document
+
+
+def check_tensors(path: Path, document: CheckpointDocument) -> None:
+    """Check what the types of a document do not say: sizes that memory and files can have.
+
+    Raises:
+        CheckpointError: a tensor or a file cannot be.
+    """
+    for name, tensor in document.tensors.items():
+        if prod(tensor.shape) > LARGEST or any(dtype not in DTYPES for dtype in tensor.states.values()):
+            raise CheckpointError(
+                f"{path}: tensor {shortened(name)}: shape {quoted(tensor.shape)} of {quoted(tensor.states)} found, less "
+                f"than 2^63 elements of {', '.join(DTYPES)} expected"
+            )
+    names = [entry.name for entry in document.files]
+    if len(set(names)) < len(names) or HOOKS_NAME not in names:
+        raise CheckpointError(f"{path}: files {quoted(names)} found, each once and {HOOKS_NAME} among them expected")
+    for entry in document.files:
+        if len(entry.crc32) != -(-entry.size // CHUNK):
+            raise CheckpointError(
+                f"{path}: {len(entry.crc32)} checksums of {entry.name} found, {-(-entry.size // CHUNK)} expected of "
+                f"{entry.size} bytes"
+            )
 
 
 def check_digest(path: Path, content: dict[str, Any]) -> bool:
@@ -165,11 +179,6 @@ def check_consistent(directory: Path, document: CheckpointDocument, *, digested:
     for entry in document.files:
         if Path(entry.name).name != entry.name:
             raise CheckpointError(f"{path}: file {entry.name!r} found, a plain file name expected")
-        if len(entry.crc32) != -(-entry.size // CHUNK):
-            raise CheckpointError(
-                f"{path}: {len(entry.crc32)} checksums found for the {entry.size} bytes of {entry.name}, "
-                f"{-(-entry.size // CHUNK)} expected"
-            )
     rows = document.config.get("batch", {}).get("global_size")
     taken = document.cursors.get("train")
     if not digested and rows and taken not in (None, document.step * rows):
@@ -181,7 +190,9 @@ def check_consistent(directory: Path, document: CheckpointDocument, *, digested:
 
 def read_hooks_state(directory: Path, document: CheckpointDocument) -> dict[str, Any]:
     """The hooks' state as it was saved, tensors in their places."""
-    return join_state(document.hooks, load_file(directory / HOOKS_NAME))  # type: ignore[no-any-return]
+    with reading_tensors(directory / HOOKS_NAME):
+        tensors = load_file(directory / HOOKS_NAME)
+    return join_state(document.hooks, tensors)  # type: ignore[no-any-return]
 
 
 def split_state(state: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Tensor]]:
@@ -223,9 +234,10 @@ def join_state(document: Any, tensors: Mapping[str, Tensor]) -> Any:
     """
     if isinstance(document, dict):
         if set(document) == {REFERENCE}:
-            if document[REFERENCE] not in tensors:
-                raise CheckpointError(f"hooks' state: the tensor {document[REFERENCE]!r} is not in the file")
-            return torch.clone(tensors[document[REFERENCE]])
+            key = document[REFERENCE]
+            if not isinstance(key, str) or key not in tensors:
+                raise CheckpointError(f"hooks' state: the tensor {quoted(key)} is not in the file")
+            return torch.clone(tensors[key])
         return {name: join_state(each, tensors) for name, each in document.items()}
     if isinstance(document, list):
         return [join_state(each, tensors) for each in document]

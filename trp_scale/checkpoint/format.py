@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from torch import Tensor
 
 from trp_scale.checkpoint.agreement import together
@@ -38,13 +38,16 @@ from trp_scale.checkpoint.tensor_file import (
     Header,
     check_sound,
     dtype_name,
+    reading_tensors,
     write_tensor_file,
 )
 from trp_scale.config.upstream import AVERAGE, Weights
 from trp_scale.core.pieces import STATE_NAMES, WEIGHT_AVERAGE, Box, FlatRange, Integers, Piece, Region, Runs
 from trp_scale.distributed.groups import Group
+from trp_scale.errors import shortened
 
-_KEY = re.compile(r"(\w+):(.+)(?:@(\d+):(\d+)|#\[(\d+:\d+(?:,\d+:\d+)*)\])")
+_NUMBER = r"[0-9]{1,18}"
+_KEY = re.compile(rf"(\w+):(.+)(?:@({_NUMBER}):({_NUMBER})|#\[({_NUMBER}:{_NUMBER}(?:,{_NUMBER}:{_NUMBER})*)\])")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,7 +190,9 @@ def check_same_tensors(directory: Path, document: CheckpointDocument, wanted: Ma
             if there != here and not unborn:
                 problems.append(f"{state} of {name}: {there} in the checkpoint, {here} in the model")
     if problems:
-        shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
+        shown = "; ".join(map(shortened, problems[:8])) + (
+            f"; and {len(problems) - 8} more" if len(problems) > 8 else ""
+        )
         raise CheckpointError(f"{directory} does not fit the model: {shown}")
 
 
@@ -222,13 +227,13 @@ class StoredPieces:
                 check_covered_once(f"{directory}: {state} of {name}", tensor.shape, found)
 
     def _understood(self, file: str, key: str, dtype: str, size: int) -> tuple[str, StoredPiece]:
-        where, parsed = f"{self.directory / file}: {key}", parse_key(key)
+        where, parsed = f"{self.directory / file}: {shortened(key)}", parse_key(key)
         if parsed is None:
             raise CheckpointError(f"{where}: not a piece; expected state:name@start:stop or state:name#[a:b,c:d]")
         state, name, region = parsed
         tensor = self.document.tensors.get(name)
         if tensor is None or state not in tensor.states:
-            raise CheckpointError(f"{where}: {state} of {name} is not listed in checkpoint.json")
+            raise CheckpointError(f"{where}: {shortened(f'{state} of {name}')} is not listed in checkpoint.json")
         if not region.fits(tensor.shape):
             raise CheckpointError(f"{where}: the piece is empty or lies outside the shape {tensor.shape}")
         if (dtype, size) != (tensor.states[state], region.size):
@@ -264,7 +269,8 @@ class StoredPieces:
             if not lengths:
                 continue
             base = sources[0]
-            stored = self._file(piece.file).get_slice(piece.key(state))[base : sources[-1] + lengths[-1]]
+            with reading_tensors(self.directory / piece.file):
+                stored = self._file(piece.file).get_slice(piece.key(state))[base : sources[-1] + lengths[-1]]
             for source, start, length in zip(sources, targets, lengths, strict=True):
                 buffer[start : start + length].copy_(stored[source - base : source - base + length])
                 copied += length
@@ -307,12 +313,9 @@ def read_header(path: Path) -> Header:
     Raises:
         CheckpointError: it is not a safetensors file.
     """
-    try:
-        with safe_open(path, framework="pt") as file:  # type: ignore[no-untyped-call]
-            slices = ((key, file.get_slice(key)) for key in file.keys())  # noqa: SIM118 (not a dict)
-            return {key: (each.get_dtype(), tuple(each.get_shape())) for key, each in slices}
-    except SafetensorError as error:
-        raise CheckpointError(f"{path}: not a safetensors file ({error})") from error
+    with reading_tensors(path), safe_open(path, framework="pt") as file:  # type: ignore[no-untyped-call]
+        slices = ((key, file.get_slice(key)) for key in file.keys())  # noqa: SIM118 (not a dict)
+        return {key: (each.get_dtype(), tuple(each.get_shape())) for key, each in slices}
 
 
 def open_pieces(path: Path, document: CheckpointDocument, group: Group, *, checked: bool = False) -> StoredPieces:

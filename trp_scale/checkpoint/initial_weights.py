@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from trp_scale.checkpoint.document import DOCUMENT_NAME
 from trp_scale.checkpoint.export import find_checkpoint
 from trp_scale.checkpoint.format import named_weights, read_tensor, stored_names
+from trp_scale.checkpoint.tensor_file import reading_tensors
 from trp_scale.config import RefusedError
+from trp_scale.errors import said_by, shortened
 from trp_scale.models.initialise import give
 
 
@@ -100,10 +102,12 @@ def load_given_weights(model: Model, path: str, load: Load[Model]) -> None:
         raise RefusedError(
             f"--model.weights {path}: a directory with {FILE} or a .safetensors file expected (nothing is unpickled)"
         )
+    with reading_tensors(file):
+        found = load_file(file)
     try:
-        load(model, load_file(file))
-    except (ValueError, SafetensorError) as error:
-        raise RefusedError(f"--model.weights {file}: {error}") from error
+        load(model, found)
+    except ValueError as error:
+        raise RefusedError(f"--model.weights {file}: {shortened(str(error), 1000)}") from error
 
 
 @contextmanager
@@ -120,9 +124,13 @@ def reading(path: str, what: str) -> Iterator[None]:
     try:
         yield
     except (SafetensorError, OSError) as error:
-        raise RefusedError(f"--from {path}: {what} cannot be read ({error}); copy it again") from error
+        raise RefusedError(f"--from {path}: {what} cannot be read ({said_by(error)}); copy it again") from error
     except KeyError as error:
-        raise RefusedError(f"--from {path}: {what} has no {error.args[0]}") from error
+        raise RefusedError(f"--from {path}: {what} has no {shortened(str(error.args[0]))}") from error
+    except (RuntimeError, TypeError, ValueError, IndexError) as error:  # of tensors with other shapes than expected
+        if isinstance(error, RefusedError):
+            raise
+        raise RefusedError(f"--from {path}: {what} is of another model, or damaged ({said_by(error)})") from error
 
 
 def stored_weights(path: str) -> dict[str, Tensor]:

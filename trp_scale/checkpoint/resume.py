@@ -20,6 +20,8 @@ from trp_scale.checkpoint.run_directory import Found, checkpoints, remove_leftov
 from trp_scale.checkpoint.tensor_file import CheckpointError, check_sound
 from trp_scale.config import RefusedError
 from trp_scale.distributed.groups import Group
+from trp_scale.documents.json_files import json_lines, parse_json
+from trp_scale.errors import listed_problems, quoted, shortened
 from trp_scale.observe.metrics import METRICS_FILE
 from trp_scale.recipes.loader import flat, from_dict, to_dict
 
@@ -177,8 +179,8 @@ def cut_metrics(path: Path, step: int) -> CutMetrics:
         return CutMetrics(kept=0, later=0, damaged=0)
     kept = later = damaged = 0
     temporary = path.with_name(f".{path.name}.tmp")
-    with path.open("rb") as lines, temporary.open("wb") as output:
-        for line in lines:
+    with temporary.open("wb") as output:
+        for _, line in json_lines(path):
             number = _step_of(line)
             if number is None:
                 damaged += 1
@@ -199,8 +201,8 @@ def _step_of(line: bytes) -> int | None:
     if not line.endswith(b"\n"):
         return None
     try:
-        step = json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):
+        step = parse_json(line, METRICS_FILE)["step"]
+    except (RefusedError, KeyError, TypeError):
         return None
     return step if isinstance(step, int) else None
 
@@ -272,9 +274,9 @@ def check_settings(
     if stored_digest != present_digest:
         refused.append(f"content of the data set: checkpoint {_shown(stored_digest)}, now {_shown(present_digest)}")
     if refused:
-        listed = "\n  ".join(refused)
+        listed = listed_problems(refused)
         raise RefusedError(
-            f"the checkpoint was made with other settings:\n  {listed}\n"
+            f"the checkpoint was made with other settings:\n{listed}\n"
             f"On resume these may change: engine, number of ranks, {', '.join(MAY_CHANGE)}, and data.path to the same "
             "data elsewhere. Set the listed ones back, or start a new run with another --run_dir."
         )
@@ -294,4 +296,4 @@ def _flat(nested: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _shown(value: Any) -> str:
-    return "unknown" if value is None else str(value)
+    return "unknown" if value is None else shortened(value if isinstance(value, str) else quoted(value))

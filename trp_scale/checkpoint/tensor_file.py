@@ -10,16 +10,20 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import IO
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor
 
 from trp_scale.config import RefusedError
+from trp_scale.documents.fields import FileName, Whole
+from trp_scale.errors import said_by
 
 
 class CheckpointError(RefusedError):
@@ -69,9 +73,31 @@ def stored_bytes(states: Mapping[str, str], elements: int) -> int:
 class FileEntry:
     """A file of a checkpoint. `crc32` has zlib.crc32 of each CHUNK bytes in turn, the last one shorter."""
 
-    name: str
-    size: int
-    crc32: tuple[int, ...]
+    name: FileName
+    size: Whole
+    crc32: tuple[Whole, ...]
+
+
+@contextmanager
+def reading_tensors(path: Path) -> Iterator[None]:
+    """While a safetensors file is read.
+
+    Raises:
+        CheckpointError: the library cannot read it.
+    """
+    try:
+        yield
+    except (
+        SafetensorError,
+        OSError,
+        RuntimeError,
+        ValueError,
+        TypeError,
+        KeyError,
+    ) as error:  # of torch, and of itself
+        if isinstance(error, RefusedError):
+            raise
+        raise CheckpointError(f"{path}: not a safetensors file that can be read ({said_by(error)})") from error
 
 
 class ChecksumWriter:

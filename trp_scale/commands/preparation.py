@@ -204,12 +204,12 @@ class InspectArguments(TakesModules):
 def inspect(argv: Sequence[str]) -> int:
     """`trp-scale inspect`."""
     arguments = read(InspectArguments, argv, prog="trp-scale inspect")
-    from trp_scale.data.index import read_index, read_json
+    from trp_scale.data.index import read_fields, read_index
     from trp_scale.preparation.images.display import is_image_shard
 
     shard = arguments.shard
     if shard.is_dir():
-        shard = shard / "shards" / (*read_json(shard / "dataset.json")["shards"], "text-000000.tar")[0]
+        shard = shard / "shards" / (*read_fields(shard / "dataset.json").file_names("shards"), "text-000000.tar")[0]
     block = arguments.block or None
     if is_image_shard(read_index(shard).blocks):
         _show_images(shard, arguments.rows, block, arguments.output)

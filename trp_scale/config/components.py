@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
 from trp_scale.config.settings import Section, Settings
-from trp_scale.errors import RefusedError, nearest
+from trp_scale.errors import RefusedError, nearest, quoted
 
 ENTRY_POINTS = "trp_scale.components"
 """Group of entry points whose modules register components when they are imported."""
@@ -282,7 +282,7 @@ def find(role: str, name: str, said: str = "") -> Component:
     _load_all()
     if (role, name) in _components:
         return _components[role, name]
-    raise RefusedError(f"{said or role} is {name!r}: {unknown_component(role, name)}")
+    raise RefusedError(f"{said or role} is {quoted(name)}: {unknown_component(role, name)}")
 
 
 def unknown_component(role: str, name: str) -> str:

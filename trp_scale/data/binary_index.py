@@ -34,6 +34,9 @@ import numpy.typing as npt
 from trp_scale.data.index import BINARY_INDEX, DataError, index_path
 from trp_scale.data.remote.tars import find_store
 from trp_scale.data.temporary import temporary_beside
+from trp_scale.documents.fields import Fields, FileName, Positive, Whole, is_plain_name
+from trp_scale.documents.json_files import LARGEST_INDEX, parse_json
+from trp_scale.errors import quoted
 
 NAME = BINARY_INDEX
 
@@ -42,7 +45,27 @@ BINARY_FORMAT = 1
 _MAGIC = b"TRPINDEX"
 _START = struct.Struct("<8sQQQ32s")
 _CHUNK = 1 << 22
+_TAR = tuple[FileName, Whole, Whole, str, str]
+"""In the description: name, size, size of its JSON index, hash of that one's end, hash of its keys."""
+
+_KINDS = {
+    "identities": np.dtype("<u8"),
+    "rows": np.dtype("<i4"),
+    "first": np.dtype("<i8"),
+    "keys": np.dtype("|u1"),
+}
+"""Types of the arrays beside the samples."""
 _END = 4096
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Place:
+    """Where an array lies."""
+
+    dtype: str
+    length: Whole
+    offset: Whole
+    digest: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,26 +222,42 @@ class BinaryIndex:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        document, self.hash = self._description()
-        tars = document["tars"]
+        fields, self.hash = self._description()
+        tars = fields.take("tars", list[_TAR])
         self.tars: list[str] = [tar[0] for tar in tars]
         self.sizes = np.array([tar[1] for tar in tars], dtype=np.int64)
         self._beside: list[tuple[int, str]] = [(tar[2], tar[3]) for tar in tars]
         self.paths = TarPaths(path.parent, self.tars)
-        self.key_digests = [bytes.fromhex(tar[4]) for tar in tars]
-        self.counts = np.array(document["counts"], dtype=np.int64)
-        self.suffixes: tuple[str, ...] = tuple(document["suffixes"])
-        self.digest: str = document["digest"]
-        self.highest_label: int = document["highest_label"]
-        self.rows_per_block: int | None = document["rows_per_block"]
-        self._arrays: dict[str, dict[str, Any]] = document["arrays"]
+        self.key_digests = [_from_hex(tar[4], fields) for tar in tars]
+        self.counts = np.array(fields.take("counts", list[Whole]), dtype=np.int64)
+        self.suffixes: tuple[str, ...] = tuple(fields.texts("suffixes"))
+        self.digest = fields.text("digest")
+        self.highest_label = fields.whole("highest_label", least=-1)
+        self.rows_per_block: int | None = fields.take("rows_per_block", Positive | None)
+        self._arrays: dict[str, _Place] = fields.take("arrays", dict[str, _Place])
         self.samples: npt.NDArray[Any] = self.array("samples", record_type(len(self.suffixes)))
+        if len(self.counts) != len(self.tars) or sum(self.counts.tolist()) != len(self.samples):
+            raise fields.refusal(
+                f"counts of {len(self.counts)} tars with {sum(self.counts.tolist())} samples found, "
+                f"{len(self.tars)} tars and {len(self.samples)} samples expected"
+            )
+        self._check_blocks(fields)
 
     def __reduce__(self) -> tuple[object, tuple[Path, bytes]]:
         return _reopened, (self.path, self.hash)
 
-    def _description(self) -> tuple[dict[str, Any], bytes]:
-        advice = f"make it again: trp-scale index {self.path.parent.parent}"
+    def _check_blocks(self, fields: Fields) -> None:
+        """As many of everything as there are blocks."""
+        lengths = {
+            name: place.length for name, place in self._arrays.items() if name in ("identities", "rows", "first")
+        }
+        if set(lengths) != {"identities", "rows", "first"} or len(set(lengths.values())) > 1:
+            raise fields.refusal(
+                f"arrays of {quoted(lengths)} blocks found, identities, rows and first of each expected"
+            )
+
+    def _description(self) -> tuple[Fields, bytes]:
+        advice = self._advice
         try:
             with self.path.open("rb") as stream:
                 start = stream.read(_START.size)
@@ -228,7 +267,7 @@ class BinaryIndex:
                 if form != BINARY_FORMAT:
                     raise DataError(f"{self.path}: format {form} found, {BINARY_FORMAT} expected; {advice}")
                 found = os.fstat(stream.fileno()).st_size
-                if found != place + length:
+                if found != place + length or length > LARGEST_INDEX:
                     raise DataError(f"{self.path}: {found} bytes found, {place + length} expected; {advice}")
                 stream.seek(place)
                 description = stream.read(length)
@@ -236,16 +275,28 @@ class BinaryIndex:
             raise DataError(f"{self.path}: cannot be read ({error.strerror})") from error
         if hashlib.blake2b(description, digest_size=32).digest() != hashed:
             raise DataError(f"{self.path}: its description is damaged; {advice}")
-        document: dict[str, Any] = json.loads(description)
-        return document, hashed
+        where = f"{self.path}: its description"
+        return Fields(parse_json(description, where, DataError), where, DataError, advice), hashed
 
     def array(self, name: str, dtype: np.dtype[Any] | None = None) -> npt.NDArray[Any]:
-        """One of the arrays, read-only, over the mapped file."""
-        place = self._arrays[name]
-        kind = np.dtype(place["dtype"]) if dtype is None else dtype
-        if not place["length"]:
+        """One of the arrays, read-only, over the mapped file.
+
+        Raises:
+            DataError: there is none, it is of another type, or lies outside the file.
+        """
+        place = self._arrays.get(name)
+        kind = _KINDS.get(name) if dtype is None else dtype
+        if place is None or kind is None or (dtype is None and place.dtype != kind.str):
+            raise DataError(f"{self.path}: array {name} is missing or of another type; {self._advice}")
+        if place.offset + place.length * kind.itemsize > self.path.stat().st_size:
+            raise DataError(f"{self.path}: array {name} lies outside the file; {self._advice}")
+        if not place.length:
             return np.empty(0, dtype=kind)
-        return np.memmap(self.path, dtype=kind, mode="r", offset=place["offset"], shape=(place["length"],))
+        return np.memmap(self.path, dtype=kind, mode="r", offset=place.offset, shape=(place.length,))
+
+    @property
+    def _advice(self) -> str:
+        return f"make it again: trp-scale index {self.path.parent.parent}"
 
     def blocks(self) -> OrderBlocks:
         """What order and split see, without keys."""
@@ -257,7 +308,10 @@ class BinaryIndex:
         Raises:
             DataError: not as many as blocks.
         """
-        keys = self.array("keys").tobytes().decode().split("\n")
+        try:
+            keys = self.array("keys").tobytes().decode().split("\n")
+        except UnicodeDecodeError as error:
+            raise DataError(f"{self.path}: the keys are damaged; {self._advice}") from error
         if len(keys) != len(self.samples):
             raise DataError(f"{self.path}: {len(keys)} keys found for {len(self.samples)} blocks")
         return keys
@@ -272,8 +326,8 @@ class BinaryIndex:
         directory = self.path.parent
         advice = f"it is older than the data, or the data was copied in part; trp-scale index {directory.parent}"
         for name in shards:
-            if Path(name).name != name:
-                raise DataError(f"{directory}: shard {name!r} is not a plain file name")
+            if not is_plain_name(name):
+                raise DataError(f"{directory}: shard {quoted(name)} is not a plain file name")
         if list(shards) != self.tars:
             raise DataError(f"{self.path}: of other tars than dataset.json lists; {advice} makes it again")
         for what, here, asked in (
@@ -281,7 +335,9 @@ class BinaryIndex:
             ("images of a block", self.rows_per_block, rows_per_block),
         ):
             if here != asked:
-                raise DataError(f"{self.path}: {what} {here} there, {asked} in dataset.json; {advice} makes it again")
+                raise DataError(
+                    f"{self.path}: {what} {quoted(here)} there, {quoted(asked)} in dataset.json; {advice} makes it again"
+                )
         if not first_rank_here():
             return
         store = find_store(directory)
@@ -318,10 +374,15 @@ class BinaryIndex:
             array = self.array(name, self.samples.dtype if name == "samples" else None)
             for first in range(0, len(array), _CHUNK):
                 digest.update(array[first : first + _CHUNK].tobytes())
-            if digest.hexdigest() != place["digest"]:
-                raise DataError(
-                    f"{self.path}: {name} are damaged; make it again: trp-scale index {self.path.parent.parent}"
-                )
+            if digest.hexdigest() != place.digest:
+                raise DataError(f"{self.path}: {quoted(name)} are damaged; {self._advice}")
+
+
+def _from_hex(text: str, fields: Fields) -> bytes:
+    try:
+        return bytes.fromhex(text)
+    except ValueError as error:
+        raise fields.refusal(f"{quoted(text)} found, a hash expected") from error
 
 
 def first_rank_here() -> bool:
@@ -404,6 +465,8 @@ class BlockNames(Sequence[str]):
             return [self[number] for number in range(*place.indices(len(self)))]
         first = int(self._first[place])
         tar = int(np.searchsorted(self._starts, first, side="right")) - 1
+        if not 0 <= tar < len(self._tars):
+            raise DataError(f"{self._tars[0].parent}: {NAME} is damaged: block {place} begins at image {first}")
         return f"{self._tars[tar].stem}/{first - int(self._starts[tar])}"
 
     def __iter__(self) -> Iterator[str]:

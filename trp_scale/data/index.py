@@ -14,8 +14,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from trp_scale.config import RefusedError
 from trp_scale.data.temporary import temporary_beside
+from trp_scale.documents.fields import Fields, Whole, record
+from trp_scale.documents.json_files import LARGEST_INDEX, can_be_written, parse_json, read_content, read_object
+from trp_scale.errors import RefusedError, quoted, shortened
 
 BINARY_INDEX = "index.bin"
 """One index of all tars of a folder (binary_index.py), beside them."""
@@ -55,9 +57,9 @@ class Member:
         crc32: zlib.crc32 of the content.
     """
 
-    offset: int
-    length: int
-    crc32: int
+    offset: Whole
+    length: Whole
+    crc32: Whole
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,9 +74,9 @@ class Block:
     """
 
     key: str
-    rows: int
+    rows: Whole
     members: dict[str, Member]
-    label: int | None = None
+    label: Whole | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,35 +105,73 @@ def read_index(shard: Path) -> ShardIndex:
     Raises:
         DataError: the index is missing, not JSON, or of another format.
     """
-    path = index_path(shard)
-    document = read_index_document(shard)
-    try:
-        blocks = [
-            Block(
-                key=block["key"],
-                rows=block["rows"],
-                members={suffix: Member(**member) for suffix, member in block["members"].items()},
-                label=block["label"],
-            )
-            for block in document["blocks"]
-        ]
-        return ShardIndex(shard=document["shard"], size=document["size"], blocks=blocks)
-    except (KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{path}: not a shard index ({type(error).__name__}: {error})") from error
+    index = read_index_document(shard)
+    return ShardIndex(shard=index.shard, size=index.size, blocks=[_block(index.path, block) for block in index.blocks])
 
 
-def read_index_document(shard: Path) -> dict[str, Any]:
-    """The JSON of the index beside `shard`, for who reads more of them than there is time to make `Block`s for.
+@dataclass(frozen=True, kw_only=True)
+class IndexDocument:
+    """The JSON index of one tar, for who reads more of them than there is time to make `Block`s for.
+
+    Attributes:
+        path: of the index.
+        shard, size: as in `ShardIndex`.
+        blocks: objects, of whose fields nothing is known; `refusal` says which of them is wrong.
+        fields: all of the document.
+    """
+
+    path: Path
+    shard: str
+    size: int
+    blocks: list[dict[str, Any]]
+    fields: Fields
+
+    def keys(self) -> list[str]:
+        """The keys of all blocks.
+
+        Raises:
+            DataError: one has none.
+        """
+        keys = [block.get("key") for block in self.blocks]
+        try:
+            "\n".join(keys).encode()  # type: ignore[arg-type]  # of another type: refused
+        except (TypeError, UnicodeEncodeError):
+            raise self.refusal() from None
+        return keys  # type: ignore[return-value]
+
+    def refusal(self) -> DataError:
+        """The error that names the first block which is none."""
+        for block in self.blocks:
+            try:
+                _block(self.path, block)
+            except DataError as error:
+                return error
+        return DataError(f"{self.path}: not the index of a shard; shard the data again")
+
+
+def _block(path: Path, block: dict[str, Any]) -> Block:
+    where = f"{path}: block {shortened(str(block.get('key')))}"
+    found = record(Block, block, where, DataError, "shard the data again")
+    if not can_be_written(found.key):
+        raise DataError(f"{path}: block {quoted(found.key)}: a key that can be written expected; shard the data again")
+    return found
+
+
+def read_index_document(shard: Path) -> IndexDocument:
+    """The JSON of the index beside `shard`.
 
     Raises:
         DataError: the index is missing, not JSON, or of another format.
     """
     path = index_path(shard)
-    document = read_json(path)
-    if document.get("format") != INDEX_FORMAT:
-        found = document.get("format")
-        raise DataError(f"{path}: format {found!r} found, {INDEX_FORMAT} expected; shard the data again")
-    return document
+    content = read_content(path, DataError, largest=LARGEST_INDEX)
+    fields = Fields(parse_json(content, str(path), DataError, looked_through=False), str(path), DataError)
+    if (found := fields.document.get("format")) != INDEX_FORMAT:
+        raise DataError(f"{path}: format {quoted(found)} found, {INDEX_FORMAT} expected; shard the data again")
+    blocks = fields.take("blocks", list)
+    if not all(type(block) is dict for block in blocks):
+        raise DataError(f"{path}: a block that is no object; shard the data again")
+    return IndexDocument(path=path, shard=fields.text("shard"), size=fields.whole("size"), blocks=blocks, fields=fields)
 
 
 def write_json(path: Path, document: dict[str, object]) -> None:
@@ -147,12 +187,16 @@ def read_json(path: Path) -> dict[str, Any]:
     Raises:
         DataError: the file is missing or is not a JSON object.
     """
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise DataError(f"{path}: not found") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: not JSON ({error})") from error
-    if not isinstance(document, dict):
-        raise DataError(f"{path}: a JSON object expected, {type(document).__name__} found")
-    return document
+    return read_object(path, DataError)
+
+
+def read_fields(path: Path, advice: str = "") -> Fields:
+    """Read a JSON object whose fields are asked for by name and type.
+
+    Args:
+        advice: what to do about a wrong field, for messages.
+
+    Raises:
+        DataError: as `read_json`; and each field as it is asked for.
+    """
+    return Fields(read_json(path), str(path), DataError, advice)

@@ -105,7 +105,7 @@ def require_kind(paths: Sequence[MemberPath], wanted: str) -> None:
     """
     for path in paths:
         found = read_json(path.path / "dataset.json").get("kind")
-        if found != wanted and found in KINDS:
+        if found != wanted and isinstance(found, str) and found in KINDS:
             raise RefusedError(
                 f"{path.path}: kind {found!r} found, but this run's encoder reads kind "
                 f"{wanted!r}; give other data (--data.path), or choose a recipe for {found} data"

@@ -26,6 +26,8 @@ from trp_scale.data.images.maps import Description, MapFormat, StoredMaps, own_d
 from trp_scale.data.images.png import Map
 from trp_scale.data.images.rows import DecodedRows
 from trp_scale.data.index import DataError
+from trp_scale.documents.fields import is_finite
+from trp_scale.errors import quoted
 from trp_scale.modalities.base import Interpret, MapFiles, Modality, PseudoLabels, SceneMap, Size
 from trp_scale.models.patches import patchify
 
@@ -74,11 +76,11 @@ class DepthFormat(MapFormat):
     def stored(self, path: Path, name: str, description: Description) -> StoredDepth:
         directory, scale = own_directory(path, name, description), description.get("scale")
         larger_is = description.get("larger_is", "farther")
-        if scale is not None and not (isinstance(scale, int | float) and scale > 0):
-            raise DataError(f"{path}: scale {scale!r} of modality {name}: metres per unit expected, or null")
+        if scale is not None and not (is_finite(scale) and scale > 0):
+            raise DataError(f"{path}: scale {quoted(scale)} of modality {name}: metres per unit expected, or null")
         if larger_is not in get_args(Direction):
             raise DataError(
-                f"{path}: larger_is {larger_is!r} of modality {name}: {' or '.join(get_args(Direction))} expected"
+                f"{path}: larger_is {quoted(larger_is)} of modality {name}: {' or '.join(get_args(Direction))} expected"
             )
         return StoredDepth(name=name, suffix=self.suffix, directory=directory, scale=scale, larger_is=larger_is)
 

@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from trp_scale.config import RefusedError
+from trp_scale.documents.fields import PartOf, Whole, record
+from trp_scale.documents.json_files import json_lines, parse_json
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -131,27 +133,66 @@ class MetricsWriter:
         self._size += len(line)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Task(PartOf):
+    loss: float | None
+    weight: float | None
+    count: Whole
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Measured(PartOf):
+    loss: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Validation(PartOf):
+    loss: float | None = None
+    tasks: dict[str, _Measured] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Cache(PartOf):
+    found: Whole
+    fetched: Whole
+    fetched_bytes: Whole
+    ahead: Whole
+    ahead_bytes: Whole
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Line(PartOf):
+    """What is read of a line. One of a step has tasks, and one of a step that was validated a validation."""
+
+    step: Whole
+    tasks: dict[str, _Task] = field(default_factory=dict)
+    validation: _Validation | None = None
+    loss: float | None = None
+    applied: bool = True
+    outside_tasks: list[str] = field(default_factory=list)
+    peak_memory_bytes: Whole = 0
+    step_seconds: float | None = None
+    data_wait_seconds: float | None = None
+    tokens_per_second: float | None = None
+    model_flops_utilisation: float | None = None
+    cache: _Cache | None = None
+
+
 def read_metrics(run_dir: Path) -> Iterator[dict[str, Any]]:
     """The lines of a run's metrics.jsonl, oldest first; a torn last line is left out.
 
     Raises:
-        RefusedError: the directory holds no metrics.jsonl.
-        ValueError: a whole line is not a JSON object, with its number.
+        RefusedError: the directory holds no metrics.jsonl, or a whole line is not a JSON object; with its number.
     """
     path = Path(run_dir) / METRICS_FILE
     if not path.exists():
         raise RefusedError(f"{path} does not exist: {run_dir} is not a run directory, or the run made no step")
-    with path.open(encoding="utf-8") as file:
-        for number, text in enumerate(file, start=1):
-            if not text.endswith("\n"):
-                return
-            try:
-                line = json.loads(text)
-            except json.JSONDecodeError as error:
-                raise ValueError(f"{path}: line {number} is not JSON ({error})") from error
-            if not isinstance(line, dict):
-                raise ValueError(f"{path}: line {number} is a {type(line).__name__}, expected an object")
-            yield line
+    for number, text in json_lines(path):
+        if not text.endswith(b"\n"):
+            return
+        line = parse_json(text, f"{path}: line {number}")
+        record(_Line, line, f"{path}: line {number}", RefusedError)
+        yield line
 
 
 END_LINES = 10
@@ -245,8 +286,8 @@ def read_history(run_dir: Path) -> RunHistory:
             history.cache[name] = history.cache.get(name, 0) + count
         history.data_wait_seconds += (line.get("data_wait_seconds") or 0.0) * steps
         history.last_step = line["step"]
-        history.skipped_steps += 0 if line["applied"] else 1
-        history.peak_memory_bytes = max(history.peak_memory_bytes, line["peak_memory_bytes"])
+        history.skipped_steps += 0 if line.get("applied", True) else 1
+        history.peak_memory_bytes = max(history.peak_memory_bytes, line.get("peak_memory_bytes", 0))
         history.outside_tasks.update(line.get("outside_tasks", ()))
         for name, values in columns.items():
             if line.get(name) is not None:
@@ -254,9 +295,9 @@ def read_history(run_dir: Path) -> RunHistory:
         for name, entry in line["tasks"].items():
             starts[name] = entry["loss"] if starts.get(name) is None else starts[name]
         if history.loss_start is None:
-            history.loss_start = line["loss"]
+            history.loss_start = line.get("loss")
         recent.append(line)
-    losses = [line["loss"] for line in recent if line["loss"] is not None]
+    losses = [line["loss"] for line in recent if line.get("loss") is not None]
     history.loss_end = statistics.fmean(losses) if losses else None
     history.tasks = {name: task_history(name, start, recent) for name, start in starts.items()}
     # A task that balancer.min_count kept out in all these steps is not the worst for its few elements' sake.

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import io
-import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import yaml
 from rich import box
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from trp_scale.documents.fields import Fields, PartOf, Whole, record
+from trp_scale.documents.json_files import read_object
+from trp_scale.documents.yaml_files import read_yaml
+from trp_scale.errors import RefusedError
 from trp_scale.observe.metrics import END_LINES, RunHistory, read_history
 
 SUMMARY_FILE = "summary.json"
@@ -33,8 +36,33 @@ def read_summary(run_dir: Path) -> Mapping[str, Any]:
     path = Path(run_dir) / SUMMARY_FILE
     if not path.exists():
         return {}
-    summary: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    summary = read_object(path)
+    record(_Summary, summary, str(path), RefusedError)
     return summary
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Graphs(PartOf):
+    """What is read of the graphs of a run in summary.json."""
+
+    made: Whole
+    found: Whole
+    seconds: float
+    surplus: Whole
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Summary(PartOf):
+    """What is read of summary.json."""
+
+    exit_reason: str = ""
+    description: str = ""
+    rows: dict[str, Whole] | None = None
+    loader_workers: Whole = 0
+    loader_workers_asked: Whole = 0
+    start_seconds: float | None = None
+    start_compile_seconds: float | None = None
+    graphs: _Graphs | None = None
 
 
 def task_table(history: RunHistory) -> Table:
@@ -123,7 +151,7 @@ def start_lines(summary: Mapping[str, Any]) -> list[str]:
 def is_fine_tuning(run_dir: Path) -> bool:
     """Whether the run's settings have a section of fine-tuning."""
     path = Path(run_dir) / "config.yaml"
-    return path.is_file() and "downstream" in (yaml.safe_load(path.read_text(encoding="utf-8")) or {})
+    return path.is_file() and "downstream" in Fields(read_yaml(path) or {}, str(path))
 
 
 def report_table(run_dir: Path) -> RenderableType:
@@ -140,8 +168,7 @@ def report(run_dir: Path) -> str:
     """The report as plain text, from metrics.jsonl and, when the run has ended, summary.json.
 
     Raises:
-        RefusedError: no metrics.jsonl there.
-        ValueError: a line of it is not a JSON object.
+        RefusedError: no metrics.jsonl there, or a file that is damaged.
     """
     console = Console(file=io.StringIO(), width=REPORT_WIDTH, color_system=None, force_terminal=False)
     with console.capture() as capture:

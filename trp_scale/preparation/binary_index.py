@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from trp_scale.data.blocks import write_block_index
 from trp_scale.data.images.dataset import write_image_index
 from trp_scale.data.images.maps import OWN_TAR, second_directories
 from trp_scale.data.index import DataError
 from trp_scale.data.text.dataset import SUFFIXES
+from trp_scale.documents.fields import Fields
 
 
 def write_dataset_index(directory: Path, document: Mapping[str, Any]) -> list[Path]:
@@ -23,14 +24,12 @@ def write_dataset_index(directory: Path, document: Mapping[str, Any]) -> list[Pa
     Raises:
         DataError: a tar or a JSON index is missing, damaged or does not fit.
     """
-    kind = document.get("kind")
-    if kind not in ("text", "image"):
-        raise DataError(f"{directory / 'dataset.json'}: kind {kind!r} found, text or image expected")
-    shards = list(document["shards"])
+    fields = Fields(document, str(directory / "dataset.json"), DataError)
+    kind, shards = fields.take("kind", Literal["text", "image"]), fields.file_names("shards")
     if kind == "text":
         return [write_block_index(directory / OWN_TAR, shards, SUFFIXES)]
-    rows_per_block = document["rows_per_block"]
-    written = [write_image_index(directory / OWN_TAR, shards, tuple(document["suffixes"]), rows_per_block)]
+    rows_per_block = fields.whole("rows_per_block", least=1)
+    written = [write_image_index(directory / OWN_TAR, shards, tuple(fields.texts("suffixes")), rows_per_block)]
     for name, maps in second_directories(directory / "dataset.json", document).items():
         written.append(write_image_index(directory / name, shards, (maps.suffix,), rows_per_block))
     return written

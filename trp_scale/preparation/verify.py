@@ -6,12 +6,14 @@ import tarfile
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any, Literal, Protocol
 
 from trp_scale.data.binary_index import find_index
 from trp_scale.data.images.maps import second_directories
-from trp_scale.data.index import Block, DataError, ShardIndex, read_index, read_json
+from trp_scale.data.index import Block, DataError, ShardIndex, read_fields, read_index
 from trp_scale.data.remote.places import find_places
+from trp_scale.documents.fields import Fields, Whole
+from trp_scale.errors import quoted, said_by, shortened
 from trp_scale.preparation.images import verify as images
 from trp_scale.preparation.images.index_tars import choice_of, verify_tar
 from trp_scale.preparation.text import stored as text
@@ -49,12 +51,8 @@ def verify_dataset(directory: Path) -> Verified:
     Raises:
         DataError: the first thing that is wrong, with shard, block, member and bytes a-b (both inclusive).
     """
-    dataset = read_json(directory / "dataset.json")
-    kind = KINDS.get(dataset.get("kind", ""))
-    if kind is None:
-        raise DataError(
-            f"{directory / 'dataset.json'}: kind {dataset.get('kind')!r} found, one of {', '.join(KINDS)} expected"
-        )
+    fields = read_fields(directory / "dataset.json")
+    kind, dataset = KINDS[fields.take("kind", Literal["text", "image"])], kind_fields(fields)
     second = second_directories(directory / "dataset.json", dataset)
     _refuse_unlisted(directory / "shards", dataset)
     for place in ("shards", *second):
@@ -72,19 +70,40 @@ def verify_dataset(directory: Path) -> Verified:
             verify_tar(shard, places.where(shard), choice_of(shard), images.check_decodes)
         for block in index.blocks:
             if places is None and block.key in seen:  # tars of others may each count from 0
-                raise DataError(f"{shard}: block {block.key}: the key is used twice in the data set")
+                raise DataError(f"{shard}: block {shortened(block.key)}: the key is used twice in the data set")
             seen.add(block.key)
         blocks += len(index.blocks)
         rows += sum(block.rows for block in index.blocks)
         size += index.size
     for what, found in (("blocks", blocks), ("rows", rows)):
         if dataset.get(what, found) != found:
-            raise DataError(f"{directory / 'dataset.json'}: {dataset[what]} {what} written there, {found} found")
+            raise DataError(
+                f"{directory / 'dataset.json'}: {quoted(dataset[what])} {what} written there, {found} found"
+            )
     for name, modality in second.items():
         _refuse_unlisted(directory / name, dataset)
         for shard in dataset["shards"]:
             size += _verify_maps(directory / "shards" / shard, directory / name / shard, modality.suffix, dataset)
     return Verified(shards=len(dataset["shards"]), blocks=blocks, rows=rows, bytes=size)
+
+
+def kind_fields(fields: Fields) -> dict[str, Any]:
+    """dataset.json, with those fields of their types that checking a block asks for.
+
+    Raises:
+        DataError: one is missing or of another type.
+    """
+    fields.file_names("shards")
+    if fields.document["kind"] == "text":
+        fields.take("token_dtype", Literal["uint16", "uint32"])
+        fields.whole("row_length", least=1)
+        fields.whole("vocab_size")
+        if "pad" not in fields.take("special_tokens", dict[str, Whole]):
+            raise fields.refusal("special_tokens has no 'pad'")
+    else:
+        fields.texts("suffixes")
+        fields.take("classes", list[str] | None, None)
+    return {"classes": None, **fields.document}
 
 
 def _refuse_unlisted(directory: Path, dataset: dict[str, Any]) -> None:
@@ -108,7 +127,7 @@ def _verify_shard(shard: Path, index: ShardIndex, dataset: dict[str, Any], kind:
         raise DataError(f"{shard}: not found")
     size = shard.stat().st_size
     if index.shard != shard.name or index.size != size:
-        raise DataError(f"{shard}: {size} bytes found, its index says {index.size} bytes of {index.shard}")
+        raise DataError(f"{shard}: {size} bytes found, its index says {index.size} bytes of {shortened(index.shard)}")
     for block in index.blocks:
         kind.check_members(shard, block, dataset)
     places = sorted(
@@ -119,7 +138,7 @@ def _verify_shard(shard: Path, index: ShardIndex, dataset: dict[str, Any], kind:
         contents: dict[str, bytes] = {}
         named: dict[str, str] = {}
         for offset, suffix, block in places:
-            where = f"{shard}: block {block.key}, member {suffix}"
+            where = f"{shard}: block {shortened(block.key)}, member {suffix}"
             if offset != position + _TAR_UNIT:
                 raise DataError(f"{where}: the index says it begins at byte {offset}, not {position + _TAR_UNIT}")
             _verify_header(where, stream.read(_TAR_UNIT), position, block, suffix)
@@ -136,14 +155,14 @@ def _verify_header(where: str, header: bytes, position: int, block: Block, suffi
     place = f"{where}, bytes {position}-{position + _TAR_UNIT - 1}"
     try:
         entry = tarfile.TarInfo.frombuf(header, "utf-8", "strict")
-    except tarfile.HeaderError as error:
-        raise DataError(f"{place}: damaged tar header ({error})") from error
+    except (tarfile.HeaderError, UnicodeDecodeError) as error:
+        raise DataError(f"{place}: damaged tar header ({said_by(error)})") from error
     if header[148:156] != f"{entry.chksum:06o}\0 ".encode():  # the one field that its own checksum does not cover
         raise DataError(f"{place}: damaged tar header (checksum field)")
     length = block.members[suffix].length
     if (entry.name, entry.size) != (f"{block.key}.{suffix}", length):
         raise DataError(
-            f"{place}: the tar holds {entry.name} of {entry.size} bytes there, the index says {length} bytes"
+            f"{place}: the tar holds {shortened(entry.name)} of {entry.size} bytes there, the index says {length} bytes"
         )
 
 

@@ -18,6 +18,7 @@ from trp_scale.command_line import Modules, asks_for_help, read
 from trp_scale.config import Config, PretrainConfig, RefusedError
 from trp_scale.config.components import find, load_module, own_modules
 from trp_scale.config.finetuning import FinetuneConfig
+from trp_scale.documents.fields import Fields
 from trp_scale.recipes.checks import check
 from trp_scale.recipes.loader import (
     elsewhere,
@@ -25,7 +26,7 @@ from trp_scale.recipes.loader import (
     from_dict,
     known_recipes,
     load_recipe,
-    read_yaml,
+    read_document,
     setting_name,
     task_settings,
     to_dict,
@@ -318,8 +319,7 @@ def require_modules(run_dir: str, given: Sequence[str]) -> None:
     path = Path(run_dir) / "config.yaml"
     if not run_dir or not path.is_file():
         return
-    document = read_yaml(path)
-    made_with = document.get("modules", []) if isinstance(document, Mapping) else []
+    made_with = Fields(read_document(path), str(path)).texts("modules", [])
     if missing := [name for name in made_with if name not in given]:
         raise RefusedError(
             f"{run_dir} is a run with --module {' --module '.join(map(str, missing))}; give it here too, by its "

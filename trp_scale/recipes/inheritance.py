@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from trp_scale.config import RefusedError
+from trp_scale.errors import quoted
 
 EXTENDS = "extends"
 
@@ -53,7 +54,9 @@ def inherit(
         if document is None:
             document = {}
         if not isinstance(document, Mapping):
-            raise RefusedError(f"{here}: {document!r} is no section; allowed: sections of settings, such as `model:`")
+            raise RefusedError(
+                f"{here}: {quoted(document)} is no section; allowed: sections of settings, such as `model:`"
+            )
         documents[here] = document
         following = _extended(here, document, find)
         if following is not None and _same(following, documents):
@@ -74,7 +77,9 @@ def _extended(path: Path, document: Mapping[str, Any], find: Callable[[str, Path
         return None
     name = document[EXTENDS]
     if not isinstance(name, str) or not name:
-        raise RefusedError(f"{path} extends {name!r}; allowed: the name of one recipe, or the path of a .yaml file")
+        raise RefusedError(
+            f"{path} extends {quoted(name)}; allowed: the name of one recipe, or the path of a .yaml file"
+        )
     return find(name, path)
 
 

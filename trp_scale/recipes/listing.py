@@ -12,13 +12,14 @@ import tyro
 
 from trp_scale.command_line import Modules, TakesModules, read
 from trp_scale.config import PretrainConfig
+from trp_scale.documents.json_files import read_lines
+from trp_scale.documents.yaml_files import write_yaml
 from trp_scale.recipes.loader import (
     known_recipes,
     load_recipe,
     recipe_path,
     resolve,
     to_dict,
-    write_yaml,
 )
 from trp_scale.recipes.registered import RECIPES, mapping_at, registered_recipes
 
@@ -68,7 +69,7 @@ def summary(name: str) -> str:
     path, paragraph = recipe_path(name), list[str]()
     if mapping_at(path) is not None:
         return registered_recipes[name].line
-    for line in path.read_text(encoding="utf-8").splitlines():
+    for line in read_lines(path):
         words = line.removeprefix("#").strip()
         if not line.startswith("#") or not words:
             break

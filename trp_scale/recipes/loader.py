@@ -1,7 +1,7 @@
 """Recipes: YAML files with the settings of a run, and their way to `Config` and back.
 
-Every key is a field of `trp_scale.config`; what a file leaves out keeps the field's default. Values are read by the
-rules of YAML 1.2, in which `2e-4` is a number and `off` is a word. A file may extend another (`inheritance.py`).
+Every key is a field of `trp_scale.config`; what a file leaves out keeps the field's default. A file may
+extend another (`inheritance.py`).
 """
 
 from __future__ import annotations
@@ -9,14 +9,12 @@ from __future__ import annotations
 import copyreg
 import dataclasses
 import functools
-import re
+import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
-
-import yaml
 
 from trp_scale.config import Config, PretrainConfig, RefusedError, nearest
 from trp_scale.config.components import (
@@ -32,6 +30,8 @@ from trp_scale.config.components import (
 )
 from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.config.settings import Settings, was
+from trp_scale.documents.yaml_files import read_yaml, write_yaml
+from trp_scale.errors import LONGEST_QUOTE, MOST_PROBLEMS, listed_problems, quoted, shortened
 from trp_scale.recipes.inheritance import Inherited, inherit
 from trp_scale.recipes.registered import RECIPES, mapping_at, registered_recipes
 
@@ -39,36 +39,6 @@ Section = TypeVar("Section")
 
 TRAINING = {"upstream": "trp-scale pretrain", "task": "trp-scale finetune"}
 """Roles whose settings are those of a whole run, and the command that makes such runs."""
-
-
-class _Yaml12Loader(yaml.SafeLoader):
-    """PyYAML reads YAML 1.1: `2e-4` would be text, `off` would be False, and of two equal keys the last would win."""
-
-    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 - replaces PyYAML's own table
-
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]  # type: ignore[no-untyped-call]
-        repeated = [key for key in keys if keys.count(key) > 1]
-        if repeated:
-            raise yaml.constructor.ConstructorError(None, None, f"key {repeated[0]!r} is given twice", node.start_mark)
-        return super().construct_mapping(node, deep=deep)  # type: ignore[no-any-return]
-
-
-class _Yaml12Dumper(yaml.SafeDumper):
-    """Puts quotes around text that either version would read as something else, such as `1e-3` and `off`."""
-
-
-_FLOAT = r"[-+]?(\.[0-9]+|[0-9][0-9_]*(\.[0-9]*)?)([eE][-+]?[0-9]+)?"
-for _tag, _pattern, _first in (
-    ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
-    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
-    ("int", r"[-+]?[0-9][0-9_]*", "-+0123456789"),
-    ("float", _FLOAT, "-+.0123456789"),
-):
-    for _class in (_Yaml12Loader, _Yaml12Dumper):
-        _class.add_implicit_resolver(  # type: ignore[attr-defined]
-            f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), list(_first)
-        )
 
 
 def known_recipes(kind: type[Config] | None = None) -> list[str]:
@@ -101,19 +71,14 @@ def resolve(path: Path) -> tuple[Config, Inherited]:
 
 def _inherited(path: Path) -> Inherited:
     roles = (field for _, _, run in runs() for field in dataclasses.fields(run) if "role" in field.metadata)
-    return inherit(path, read_yaml, _extended_path, {"downstream", *(field.name for field in roles)})
+    return inherit(path, read_document, _extended_path, {"downstream", *(field.name for field in roles)})
 
 
-def read_yaml(path: Path) -> object:
+def read_document(path: Path) -> object:
     """The document in a YAML file, or of a recipe that is registered as a mapping; refused where there is none."""
     if (document := mapping_at(path)) is not None:
         return document
-    try:
-        return yaml.load(path.read_text(encoding="utf-8"), Loader=_Yaml12Loader)
-    except OSError as error:
-        raise RefusedError(f"{path}: cannot be read: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError, ValueError) as error:
-        raise RefusedError(f"{path} is not a YAML file: {error}") from error
+    return read_yaml(path)
 
 
 def _extended_path(name: str, path: Path) -> Path:
@@ -182,15 +147,6 @@ def dump(config: Config) -> str:
     return write_yaml(to_dict(config))
 
 
-def write_yaml(document: Mapping[str, Any], *, on_one_line: bool = False) -> str:
-    """`document` as YAML of either version; on one line without its end if asked."""
-    # Not allow_unicode: PyYAML would write some characters, such as U+0085, in a way that it reads as white space.
-    if on_one_line:
-        flow = yaml.dump(document, Dumper=_Yaml12Dumper, sort_keys=False, default_flow_style=True, width=float("inf"))
-        return flow.strip().removeprefix("{").removesuffix("}")
-    return yaml.dump(document, Dumper=_Yaml12Dumper, sort_keys=False)
-
-
 def from_dict(document: Mapping[str, Any], source: str = "settings") -> Config:
     """The settings that `document` describes: those of its `upstream` (pos_bert where it names none), or of its task
     where it has a section `downstream` (glue where that names no kind); fields it leaves out keep their defaults.
@@ -208,8 +164,7 @@ def from_dict(document: Mapping[str, Any], source: str = "settings") -> Config:
     config = _build(kind, document, "", problems)
     if problems:
         _refuse_without_modules(document, source)
-        listed = "\n".join(f"  {problem}" for problem in problems)
-        raise RefusedError(f"{source} has {len(problems)} wrong setting(s):\n{listed}")
+        raise RefusedError(f"{source} has {len(problems)} wrong setting(s):\n{listed_problems(problems)}")
     assert isinstance(config, Config)
     return config
 
@@ -226,8 +181,7 @@ def read_section(kind: type[Section], values: Mapping[str, Any], source: str) ->
     problems: list[str] = []
     section: Section = _build(kind, values, "", problems)
     if problems:
-        listed = "\n".join(f"  {problem}" for problem in problems)
-        raise RefusedError(f"{source} has {len(problems)} wrong setting(s):\n{listed}")
+        raise RefusedError(f"{source} has {len(problems)} wrong setting(s):\n{listed_problems(problems)}")
     return section
 
 
@@ -252,7 +206,7 @@ def _base_type(document: object, problems: list[str]) -> type[Config]:
             return task_settings(str(kind))
         return upstream_settings(str(named.get("upstream", "pos_bert")))
     except RefusedError as error:
-        raise RefusedError("\n".join([str(error), *problems])) from None
+        raise RefusedError("\n".join([str(error), *problems[:MOST_PROBLEMS]])) from None
 
 
 def upstream_settings(name: str, said: str = "upstream") -> type[PretrainConfig]:
@@ -314,15 +268,18 @@ def _build(kind: type[Any], document: object, path: str, problems: list[str], ru
     run = run or kind
     if not isinstance(document, Mapping):
         allowed = ", ".join(setting_name(field.name) for field in dataclasses.fields(kind))
-        problems.append(f"{path or 'the file'}: {document!r} is no section; allowed: keys {allowed}")
+        problems.append(f"{path or 'the file'}: {quoted(document)} is no section; allowed: keys {allowed}")
         return kind()
     fields = {setting_name(field.name): field for field in dataclasses.fields(kind)}
     types = get_type_hints(kind)
     values: dict[str, Any] = {}
     for key, value in document.items():
-        where = f"{path}.{key}" if path else str(key)
+        where = shortened(f"{path}.{key}" if path else str(key))
+        if key not in fields and len(problems) >= MOST_PROBLEMS:
+            problems.append(f"{where}: unknown key")  # the nearest name is not looked for any more
+        elif key not in fields:
+            problems.append(f"{where}: {_unknown(run, kind, str(key)[:LONGEST_QUOTE], value, path, fields)}")
         if key not in fields:
-            problems.append(f"{where}: {_unknown(run, kind, str(key), value, path, fields)}")
             continue
         field = fields[key]
         if "role" in field.metadata:
@@ -333,7 +290,7 @@ def _build(kind: type[Any], document: object, path: str, problems: list[str], ru
             try:
                 values[field.name] = _value(types[field.name], value)
             except TypeError as error:
-                problems.append(f"{where}: {value!r} is {type(value).__name__}, allowed: {error}")
+                problems.append(f"{where}: {quoted(value)} is {type(value).__name__}, allowed: {error}")
     return kind(**values)
 
 
@@ -369,7 +326,7 @@ def elsewhere(run: type[Any], kind: type[Any], section: str, key: str, value: ob
         section, key: of the setting; section is "" for a whole section.
         value: that it is given.
     """
-    if new := kind_in_place_of(f"{section}.{key} {value}"):
+    if new := kind_in_place_of(f"{section}.{key} {value}" if isinstance(value, str | int) else f"{section}.{key}"):
         return f"this is now {new}"
     if new := _new_name(kind, section, key):
         return f"this setting is now {new}"
@@ -474,7 +431,7 @@ def _value(kind: Any, value: object) -> object:
         return Path(value)
     if kind is float and number:
         return float(value)  # type: ignore[arg-type]
-    if kind is int and number and float(value).is_integer():  # type: ignore[arg-type]
+    if kind is int and number and math.isfinite(value) and float(value).is_integer():  # type: ignore[arg-type]
         return int(value)  # type: ignore[call-overload]
     if kind in (bool, str) and isinstance(value, kind):
         return value

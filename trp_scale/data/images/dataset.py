@@ -39,8 +39,10 @@ from trp_scale.data.images.reader import (
     stored_part,
     write_samples,
 )
-from trp_scale.data.index import DataError, read_json
+from trp_scale.data.index import DataError, read_fields
 from trp_scale.data.remote.tars import StoredPart
+from trp_scale.documents.fields import Fields, Positive
+from trp_scale.errors import quoted
 
 FORMAT = 1
 
@@ -144,11 +146,12 @@ def open_image_dataset(directory: Path, name: str = "", used: Sequence[str] = ()
         RefusedError: the data set has not all modalities that are used.
     """
     path = directory / "dataset.json"
-    document = read_json(path)
-    meta, rows_per_block = _read_meta(path, document)
-    maps = required(directory, stored_maps(path, document), used)
+    fields = read_fields(path, "shard the images again")
+    meta, rows_per_block = _read_meta(path, fields)
+    maps = required(directory, stored_maps(path, fields.document), used)
+    shards = fields.file_names("shards")
     own = [each.suffix for each in maps if each.directory == OWN_TAR]
-    samples = read_samples(directory / OWN_TAR, list(document["shards"]), meta.suffixes, (IMAGE, *own), rows_per_block)
+    samples = read_samples(directory / OWN_TAR, shards, meta.suffixes, (IMAGE, *own), rows_per_block)
     if samples.rows != meta.rows:
         raise DataError(f"{path}: {meta.rows} rows written there, {samples.rows} images found; copy the data again")
     highest = samples.highest_label
@@ -161,7 +164,7 @@ def open_image_dataset(directory: Path, name: str = "", used: Sequence[str] = ()
     return ImageDataset(
         name=name,
         directory=directory,
-        split=str((document.get("settings") or {}).get("split", "train")),
+        split=fields.section("settings").text("split", "train"),
         meta=replace(meta, maps={each.name: each for each in maps}),
         maps=maps,
         rows_per_block=rows_per_block,
@@ -235,24 +238,20 @@ def agree_images(datasets: list[ImageDataset]) -> ImageMeta:
     )
 
 
-def _read_meta(path: Path, document: dict[str, Any]) -> tuple[ImageMeta, int]:
+def _read_meta(path: Path, fields: Fields) -> tuple[ImageMeta, int]:
     """What dataset.json says, and the images per block."""
     for name, expected in (("format", FORMAT), ("kind", "image")):
-        if document.get(name) != expected:
-            raise DataError(
-                f"{path}: {name} {document.get(name)!r} found, {expected!r} expected; shard the images again"
-            )
-    missing = [name for name in ("shards", "suffixes", "rows", "rows_per_block") if name not in document]
-    if missing:
-        raise DataError(f"{path}: no field {missing[0]!r}; shard the images again")
-    suffixes, rows_per_block = document["suffixes"], document["rows_per_block"]
+        if (found := fields.document.get(name)) != expected:
+            raise fields.refusal(f"{name} {quoted(found)} found, {expected!r} expected")
+    suffixes = fields.texts("suffixes")
     unknown = [suffix for suffix in suffixes if suffix not in known_suffixes()]
     if unknown or IMAGE not in suffixes:
-        found = f"suffix {unknown[0]!r} found" if unknown else f"no suffix {IMAGE!r} found"
+        words = f"suffix {quoted(unknown[0])} found" if unknown else f"no suffix {IMAGE!r} found"
         raise DataError(
-            f"{path}: {found}; allowed are {', '.join(known_suffixes())}, and {IMAGE} is needed{OWN_MODALITY}"
+            f"{path}: {words}; allowed are {', '.join(known_suffixes())}, and {IMAGE} is needed{OWN_MODALITY}"
         )
-    if not isinstance(rows_per_block, int) or rows_per_block < 1:
-        raise DataError(f"{path}: rows_per_block {rows_per_block!r} found, at least 1 allowed; shard the images again")
-    classes = class_names(path, "classes", document.get("classes"))
-    return ImageMeta(classes=classes, suffixes=tuple(suffixes), rows=document["rows"]), rows_per_block
+    if len(set(suffixes)) < len(suffixes):
+        raise fields.refusal(f"suffixes {quoted(suffixes)} found, each is allowed once")
+    classes = class_names(path, "classes", fields.document.get("classes"))
+    meta = ImageMeta(classes=classes, suffixes=tuple(suffixes), rows=fields.whole("rows"))
+    return meta, fields.take("rows_per_block", Positive)

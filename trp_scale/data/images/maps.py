@@ -19,8 +19,12 @@ from typing import Any
 
 from trp_scale.config import RefusedError
 from trp_scale.config.components import find, names
+from trp_scale.data.images.pixel_limit import refuse_too_many_pixels
 from trp_scale.data.images.png import GREY, RGB, Map, png_format, png_size, read_png
 from trp_scale.data.index import DataError
+from trp_scale.documents.fields import is_plain_name
+from trp_scale.documents.json_files import read_content
+from trp_scale.errors import quoted, said_by
 
 OWN_TAR = "shards"
 """Directory of the image's own tar."""
@@ -91,10 +95,11 @@ class MapFormat:
         height, width = png_size(content)  # as its header says, before anything is unpacked
         if size is not None and (height, width) != tuple(size):
             raise DataError(f".{self.suffix}: {width} x {height} pixels, the image has {size[1]} x {size[0]}")
+        refuse_too_many_pixels(height, width)
         try:
             return read_png(content)
         except Exception as error:  # decoders raise whatever a broken file leads them to
-            raise DataError(f".{self.suffix}: not a PNG that can be decoded ({error})") from error
+            raise DataError(f".{self.suffix}: not a PNG that can be decoded ({said_by(error)})") from error
 
     def stored(self, path: Path, name: str, description: Description) -> StoredMaps:
         """What dataset.json says of the maps.
@@ -139,15 +144,19 @@ def stored_maps(path: Path, document: Mapping[str, Any]) -> dict[str, StoredMaps
     Raises:
         DataError: a description that cannot be.
     """
-    described, suffixes = document.get("modalities") or {}, document.get("suffixes", ())
+    described, suffixes = document.get("modalities") or {}, document.get("suffixes", [])
     if not isinstance(described, dict):
-        raise DataError(f"{path}: modalities {described!r} found, descriptions by name expected: {{...}}")
+        raise DataError(f"{path}: modalities {quoted(described)} found, descriptions by name expected: {{...}}")
+    if not isinstance(suffixes, list):
+        raise DataError(f"{path}: suffixes {quoted(suffixes)} found, a list of names expected")
     found = {}
     for name, form in map_formats().items():
         if name in described or form.suffix in suffixes:
             description = described.get(name, {})
             if not isinstance(description, dict):
-                raise DataError(f"{path}: modalities.{name} {description!r} found, its description expected: {{...}}")
+                raise DataError(
+                    f"{path}: modalities.{name} {quoted(description)} found, its description expected: {{...}}"
+                )
             found[name] = form.stored(path, name, description)
             if found[name].directory == OWN_TAR and form.suffix not in suffixes:
                 raise DataError(
@@ -173,9 +182,9 @@ def own_directory(path: Path, name: str, description: Description) -> str:
         DataError: not a plain name.
     """
     directory = description.get("directory", OWN_TAR)
-    if not isinstance(directory, str) or Path(directory).name != directory:
-        raise DataError(f"{path}: directory {directory!r} of modality {name}: a plain name expected")
-    return directory
+    if not is_plain_name(directory):
+        raise DataError(f"{path}: directory {quoted(directory)} of modality {name}: a plain name expected")
+    return str(directory)
 
 
 def class_names(path: Path, place: str, found: object) -> tuple[str, ...] | None:
@@ -192,7 +201,9 @@ def class_names(path: Path, place: str, found: object) -> tuple[str, ...] | None
     if found is None:
         return None
     if not isinstance(found, list) or not all(isinstance(name, str) for name in found):
-        raise DataError(f'{path}: {place} {found!r} found, a list of names expected, such as ["wall", "sky"], or null')
+        raise DataError(
+            f'{path}: {place} {quoted(found)} found, a list of names expected, such as ["wall", "sky"], or null'
+        )
     return tuple(found)
 
 
@@ -238,10 +249,10 @@ def read_names(flag: str, file: str) -> tuple[list[str], bytes]:
     Raises:
         DataError: the file cannot be read, holds no name, or a line between names is empty.
     """
+    content = read_content(Path(file), DataError, said=f"{flag} {file}")
     try:
-        content = Path(file).read_bytes()
         names = [line.strip() for line in content.decode("utf-8").rstrip().splitlines()]
-    except (OSError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
         raise DataError(f"{flag} {file}: not a text file that can be read ({error})") from error
     if not names:
         raise DataError(f"{flag} {file}: no name in it, one a line expected")

@@ -10,6 +10,8 @@ import numpy as np
 import numpy.typing as npt
 from PIL import Image
 
+from trp_scale.data.images.pixel_limit import refuse_too_many_pixels
+
 FORMATS = ("PNG", "WEBP")
 """Pillow's names of them. Nothing else is opened: Pillow starts programs for some formats."""
 
@@ -23,9 +25,11 @@ def decode_other_format(content: bytes | bytearray) -> npt.NDArray[np.uint8]:
     """The pixels of a PNG or WebP, [H, W, 3]; transparent ones show white.
 
     Raises:
-        Exception: whatever a broken file leads Pillow to, also one with more pixels than it allows.
+        DataError: more than MOST_PIXELS.
+        Exception: whatever a broken file leads Pillow to.
     """
     with Image.open(io.BytesIO(content), formats=FORMATS) as image:
+        refuse_too_many_pixels(image.height, image.width)
         pixels: npt.NDArray[np.uint8] = np.array(as_rgb(image))
     return pixels
 

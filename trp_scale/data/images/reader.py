@@ -30,6 +30,8 @@ from trp_scale.data.hashing import Integers
 from trp_scale.data.images.maps import StoredMaps, map_formats
 from trp_scale.data.index import DataError, index_path, read_index, read_index_document
 from trp_scale.data.remote.tars import StoredPart, TarStore, find_store, reads_parts, tar_descriptor
+from trp_scale.documents.fields import LARGEST
+from trp_scale.errors import quoted, shortened
 
 IMAGE, CLASS = "jpg", "cls"
 """The image, and its class as an ASCII integer."""
@@ -96,7 +98,13 @@ class SampleTable:
         return int(self.starts[-1])
 
     def shard_of(self, sample: int) -> int:
-        """Number of the tar that holds an image."""
+        """Number of the tar that holds an image.
+
+        Raises:
+            DataError: there is no such image: a binary index is not read as a whole before.
+        """
+        if not 0 <= sample < self.rows:
+            raise DataError(f"{self.shards[0].parent}: the index is damaged: image {sample} of {self.rows}")
         return int(np.searchsorted(self.starts, sample, side="right")) - 1
 
     def key(self, sample: int) -> str:
@@ -232,25 +240,29 @@ def _read_columns(path: Path, suffixes: tuple[str, ...]) -> tuple[int, list[str]
 
     Straight from the JSON: with `Block`s and `Member`s between, opening ImageNet takes three times as long.
     """
-    document = read_index_document(path)
+    index = read_index_document(path)
+    blocks, size, keys = index.blocks, index.size, index.keys()
+    check_size(path, index.shard, size)
     try:
-        blocks, size = document["blocks"], document["size"]
-        check_size(path, document["shard"], size)
-        keys = [block["key"] for block in blocks]
         wanted = frozenset(suffixes)
         for block in blocks:
             if block["members"].keys() != wanted:
                 check_members(path, block["key"], set(block["members"]), suffixes)
             if block["rows"] != 1:
-                raise DataError(f"{path}: image {block['key']}: {block['rows']} rows, 1 expected")
+                raise DataError(f"{path}: image {shortened(block['key'])}: {quoted(block['rows'])} rows, 1 expected")
         places = [
             (member["offset"], member["length"], member["crc32"])
             for block in blocks
             for member in map(block["members"].__getitem__, suffixes)
         ]
-    except (KeyError, TypeError, AttributeError) as error:
-        raise DataError(f"{index_path(path)}: not a shard index ({type(error).__name__}: {error})") from error
-    members: Integers = np.array(places, dtype=np.int64).reshape(len(blocks), len(suffixes), 3)
+        found = np.array(places)
+    except DataError:
+        raise
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise index.refusal() from error
+    if found.dtype != np.int64 and len(places):  # something else than whole numbers of 64 bits among them
+        raise index.refusal()
+    members: Integers = found.astype(np.int64).reshape(len(blocks), len(suffixes), 3)
     _check_places(path, size, keys, members)
     return size, keys, members, _read_labels(path, blocks, "cls" in suffixes)
 
@@ -261,9 +273,9 @@ def _read_labels(path: Path, blocks: list[dict[str, Any]], labelled: bool) -> In
         return np.full(len(blocks), -1, dtype=np.int64)
     labels = [block.get("label") for block in blocks]
     for block, label in zip(blocks, labels, strict=True):
-        if type(label) is not int or label < 0:
+        if type(label) is not int or not 0 <= label <= LARGEST:
             raise DataError(
-                f"{index_path(path)}: image {block['key']}: class {label!r} found, a whole number from 0 expected; "
+                f"{index_path(path)}: image {shortened(block['key'])}: class {quoted(label)} found, a whole number from 0 expected; "
                 "shard the images again"
             )
     return np.array(labels, dtype=np.int64)
@@ -274,10 +286,12 @@ def _check_places(path: Path, size: int, keys: list[str], members: Integers) -> 
     outside = (members < 0).any(axis=(1, 2)) | (members[:, :, 0] + members[:, :, 1] > size).any(axis=1)
     outside |= (members[:, :, 1:] >= 1 << 32).any(axis=(1, 2))  # columns of 32 bits
     if outside.any():
-        raise DataError(f"{path}: image {keys[int(outside.argmax())]}: a member lies outside the tar's {size} bytes")
+        raise DataError(
+            f"{path}: image {shortened(keys[int(outside.argmax())])}: a member lies outside the tar's {size} bytes"
+        )
     if len(set(keys)) < len(keys):
         twice = next(key for key, count in Counter(keys).items() if count > 1)
-        raise DataError(f"{path}: key {twice!r} comes twice; shard the images again")
+        raise DataError(f"{path}: key {quoted(twice)} comes twice; shard the images again")
 
 
 class CutBlocks(Protocol):
@@ -435,7 +449,7 @@ def first_difference(images: Path, maps: Path) -> str:
     keys = ([block.key for block in read_index(path).blocks] for path in (images, maps))
     for place, (ours, theirs) in enumerate(zip_longest(*keys)):
         if ours != theirs:
-            found = "no more maps" if theirs is None else f"a map of {theirs}"
-            expected = "no more images" if ours is None else f"image {ours}"
+            found = "no more maps" if theirs is None else f"a map of {shortened(theirs)}"
+            expected = "no more images" if ours is None else f"image {shortened(ours)}"
             return f"{maps}: place {place}: {found} found, {images} has {expected} there"
     return ""

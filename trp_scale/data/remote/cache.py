@@ -101,7 +101,10 @@ class Cache:
         given = given_bound()
         if given is not None:
             return given
-        disk = os.statvfs(self.root)
+        try:
+            disk = os.statvfs(self.root)
+        except OSError as error:
+            raise RemoteError(f"{self.root}: the cache cannot be looked into ({error.strerror})") from error
         return max(0, self._used() + disk.f_frsize * (disk.f_bavail - int(LEFT_FREE * disk.f_blocks)))
 
     def open(self, place: Path, size: int, fetch: Callable[[int], None]) -> int:

@@ -13,7 +13,6 @@ sizes, asks `Mirror` (tars.py). Of a local data set that is one look for remote.
 from __future__ import annotations
 
 import functools
-import json
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -34,6 +33,8 @@ from trp_scale.data.remote.transfer import (
     url_directory,
 )
 from trp_scale.data.temporary import temporary_beside
+from trp_scale.documents.fields import Fields, FileName, Whole, is_within, record
+from trp_scale.errors import quoted
 
 MARKER = "remote.json"
 
@@ -96,7 +97,9 @@ class _Update:
 
     def _before(self) -> dict[str, Any]:
         marker = self._directory / MARKER
-        return (read_json(marker)["files"] or {"": None}) if marker.exists() else {}
+        if not marker.exists():
+            return {}
+        return {name: list(each) for name, each in (_read_marker(marker).files or {}).items()} or {"": None}
 
     def _kept(self, name: str, listed: dict[str, Stored] | None, before: dict[str, Any]) -> bool:
         """Whether what is here, if it is, is what is there."""
@@ -142,8 +145,8 @@ class _Update:
 
     def _write(self, name: str, fill: Callable[[IO[bytes]], object]) -> None:
         path = self._directory / name
-        if not path.resolve().is_relative_to(self._directory.resolve()):
-            raise DataError(f"{self._url}: file name {name!r} leads out of the data set")
+        if not is_within(name) or not path.resolve().is_relative_to(self._directory.resolve()):
+            raise DataError(f"{self._url}: file name {quoted(name)} leads out of the data set")
         path.parent.mkdir(parents=True, exist_ok=True)
         temporary = temporary_beside(path)
         try:
@@ -178,13 +181,14 @@ def _tars(url: str, document: dict[str, Any]) -> list[str]:
     Raises:
         DataError: one that leads elsewhere.
     """
-    described = document.get("modalities") or {}
-    folders = dict.fromkeys(["shards", *(each.get("directory", "shards") for each in described.values())])
-    names = list(document.get("shards", ()))
-    for name in [*folders, *names]:
-        if Path(name).name != name:
-            raise DataError(f"{url}/dataset.json: {name!r} is not a plain file name")
-    return [f"{folder}/{name}" for folder in folders for name in names]
+    fields = Fields(document, f"{url}/dataset.json", DataError)
+    names = fields.file_names("shards") if "shards" in fields else []
+    described = fields.section("modalities")
+    folders = [
+        "shards",
+        *(described.section(name).take("directory", FileName, "shards") for name in described.document),
+    ]
+    return [f"{folder}/{name}" for folder in dict.fromkeys(folders) for name in names]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -277,11 +281,30 @@ def find_mirror(directory: Path) -> Mirror | None:
 
 @functools.lru_cache(maxsize=16)
 def _read_mirror(marker: Path, _: int) -> Mirror:
-    document = json.loads(marker.read_text())
-    files = document["files"]
+    read = _read_marker(marker)
     return Mirror(
         directory=marker.parent,
-        url=document["url"],
-        cache=shared_cache(Path(document["cache"])),
-        sizes=None if files is None else {name: size for name, (size, _) in files.items()},
+        url=read.url,
+        cache=shared_cache(Path(read.cache)),
+        sizes=None if read.files is None else {name: size for name, (size, _) in read.files.items()},
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Marker:
+    """remote.json: the URL, the cache's folder, and size and version of each file; None: the server lists none."""
+
+    url: str
+    cache: str
+    files: dict[str, tuple[Whole, str]] | None
+
+
+def _read_marker(marker: Path) -> _Marker:
+    advice = f"remove {marker}: the directory is then looked through again"
+    found = record(_Marker, read_json(marker), str(marker), DataError, advice)
+    if not is_url(found.url) or not Path(found.cache).is_absolute() or "\0" in found.cache:
+        raise DataError(
+            f"{marker}: url {quoted(found.url)} and cache {quoted(found.cache)} found, a URL and an absolute path "
+            f"expected; {advice}"
+        )
+    return found

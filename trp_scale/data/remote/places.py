@@ -15,15 +15,17 @@ from __future__ import annotations
 import datetime
 import functools
 import hashlib
-import json
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from trp_scale.data.index import DataError, write_json
+from trp_scale.data.index import DataError, read_fields, write_json
 from trp_scale.data.remote.cache import cache_root, kept_as, shared_cache
 from trp_scale.data.remote.transfer import Remote, is_url, shared_remote, url_directory
+from trp_scale.documents.fields import FileName, Whole
+from trp_scale.errors import quoted
 
 PLACES = "places.json"
 
@@ -39,7 +41,7 @@ class Place:
     """
 
     place: str
-    size: int
+    size: Whole
     version: str
 
 
@@ -201,9 +203,11 @@ def find_places(directory: Path) -> Places | None:
 
 @functools.lru_cache(maxsize=16)
 def _read_places(path: Path, _: int) -> Places:
-    try:
-        tars = {name: Place(**each) for name, each in json.loads(path.read_text())["tars"].items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        advice = f"index the tars again: trp-scale index {path.parent.parent}"
-        raise DataError(f"{path}: not a list of tars ({type(error).__name__}: {error}); {advice}") from error
+    fields = read_fields(path, f"index the tars again: trp-scale index {path.parent.parent}")
+    tars = fields.take("tars", dict[FileName, Place])
+    for place in tars.values():
+        if "\0" in place.place or not (is_url(place.place) or place.place.startswith("/")):
+            raise fields.refusal(f"place {quoted(place.place)} found, an absolute path or a URL expected")
+        if not is_url(place.place) and not re.fullmatch(r"\d{1,19}", place.version):
+            raise fields.refusal(f"version {quoted(place.version)} found, the time it was written to expected")
     return Places(directory=path.parent, tars=tars)

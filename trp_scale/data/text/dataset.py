@@ -5,16 +5,21 @@ from __future__ import annotations
 import hashlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 from trp_scale.data.blocks import BlockTable, read_blocks
-from trp_scale.data.index import DataError, read_json
+from trp_scale.data.index import DataError, read_fields
 from trp_scale.data.remote.tars import StoredPart
 from trp_scale.data.text.groups import GROUPS
+from trp_scale.documents.fields import Fields, Whole
+from trp_scale.errors import quoted
 
 FORMAT = 1
 SUFFIXES = ("tokens.npy", "tags.npy", "sentences.npy")
 """Members of a text block. tokens [R, P] uint16 or uint32, tags [R, P] uint8, sentences [R, S] uint16."""
+
+LONGEST = 1 << 16
+"""Pieces of a sequence: ends of sentences are stored in 16 bits."""
 
 _SPECIAL = ("pad", "unk", "cls", "sep", "mask")
 
@@ -70,11 +75,11 @@ def open_text_dataset(directory: Path, name: str = "") -> TextDataset:
     Raises:
         DataError: something is missing or of another format, or the tars differ from their indexes.
     """
-    document = read_json(directory / "dataset.json")
+    fields = read_fields(directory / "dataset.json", "shard the data again")
     return TextDataset(
         name=name,
-        meta=_read_meta(directory, document),
-        blocks=read_blocks(directory / "shards", list(document["shards"]), SUFFIXES),
+        meta=_read_meta(directory, fields),
+        blocks=read_blocks(directory / "shards", fields.file_names("shards"), SUFFIXES),
     )
 
 
@@ -106,44 +111,29 @@ def agree(datasets: list[TextDataset]) -> TextMeta:
     return TextMeta(**{**first.meta.__dict__, "tokenizer_directories": directories})
 
 
-def _read_meta(directory: Path, document: dict[str, Any]) -> TextMeta:
-    path = directory / "dataset.json"
+def _read_meta(directory: Path, fields: Fields) -> TextMeta:
     for field, expected in (("format", FORMAT), ("kind", "text")):
-        if document.get(field) != expected:
-            raise DataError(
-                f"{path}: {field} {document.get(field)!r} found, {expected!r} expected; shard the data again"
-            )
-    needed = (
-        "length",
-        "row_length",
-        "vocab_size",
-        "token_dtype",
-        "special_tokens",
-        "special_token_ids",
-        "groups",
-        "shards",
-    )
-    missing = [field for field in needed if field not in document]
-    if missing:
-        raise DataError(f"{path}: no field {missing[0]!r}; shard the data again")
-    special = document["special_tokens"]
+        if (found := fields.document.get(field)) != expected:
+            raise fields.refusal(f"{field} {quoted(found)} found, {expected!r} expected")
+    length, row_length = fields.whole("length"), fields.whole("row_length")
+    if row_length != length - 3 or row_length < 1:
+        raise fields.refusal(f"row_length {row_length} found, length - 3 = {length - 3} expected")
+    if length > LONGEST:
+        raise fields.refusal(f"length {length} found, at most {LONGEST} allowed")
+    special = fields.take("special_tokens", dict[str, Whole])
     absent = [name for name in _SPECIAL if name not in special]
     if absent:
-        raise DataError(f"{path}: special_tokens has no {absent[0]!r}; needed are {', '.join(_SPECIAL)}")
-    if document["row_length"] != document["length"] - 3 or document["row_length"] < 1:
-        raise DataError(
-            f"{path}: row_length {document['row_length']} found, length - 3 = {document['length'] - 3} expected"
-        )
-    if tuple(document["groups"]) != GROUPS:
-        raise DataError(f"{path}: groups {document['groups']} found, {list(GROUPS)} expected; shard the data again")
+        raise fields.refusal(f"special_tokens has no {absent[0]!r}; needed are {', '.join(_SPECIAL)}")
+    if (groups := tuple(fields.texts("groups"))) != GROUPS:
+        raise fields.refusal(f"groups {quoted(list(groups))} found, {list(GROUPS)} expected")
     return TextMeta(
-        length=document["length"],
-        row_length=document["row_length"],
-        vocab_size=document["vocab_size"],
-        token_dtype=document["token_dtype"],
-        special_tokens={name: int(special[name]) for name in _SPECIAL},
-        special_token_ids=tuple(sorted(document["special_token_ids"])),
-        groups=tuple(document["groups"]),
+        length=length,
+        row_length=row_length,
+        vocab_size=fields.whole("vocab_size", least=1),
+        token_dtype=fields.take("token_dtype", Literal["uint16", "uint32"]),
+        special_tokens={name: special[name] for name in _SPECIAL},
+        special_token_ids=tuple(sorted(fields.take("special_token_ids", list[Whole]))),
+        groups=groups,
         tokenizer_digest=_digest(directory / "tokenizer"),
         tokenizer_directories=(directory / "tokenizer",),
     )

@@ -23,6 +23,7 @@ from torchvision.transforms.v2 import functional
 from trp_scale.core.batch import Batch
 from trp_scale.data.hashing import Integers, Words, below, mix, name_hash
 from trp_scale.data.images.crops import uniform
+from trp_scale.data.images.pixel_limit import refuse_too_many_pixels
 from trp_scale.data.images.png import png_format
 from trp_scale.data.images.rows import decode_image
 from trp_scale.data.index import DataError, reason_of
@@ -30,6 +31,7 @@ from trp_scale.data.plan import Addresses, row_states
 from trp_scale.downstream.detection.annotations import Annotations
 from trp_scale.downstream.detection.masks import decode
 from trp_scale.downstream.detection.settings import DetectionTaskConfig
+from trp_scale.errors import said_by
 
 Floats = npt.NDArray[np.float64]
 
@@ -287,9 +289,10 @@ def read_image(path: Path, size: tuple[int, ...]) -> Tensor:
             raise DataError("16 bits a channel found, images of 8 bits are allowed; convert it")
         else:
             image = Image.open(io.BytesIO(content), formats=("PNG", "GIF", "WEBP"))
+            refuse_too_many_pixels(image.height, image.width)
             pixels = torch.from_numpy(np.array(image.convert("RGB"))).permute(2, 0, 1)
     except Exception as error:  # decoders raise whatever a broken file leads them to
-        raise DataError(f"{path}: cannot be read ({error})") from error
+        raise DataError(f"{path}: cannot be read ({said_by(error)})") from error
     if any(wanted and wanted != found for wanted, found in zip(size, pixels.shape[1:], strict=True)):
         raise DataError(f"{path}: {tuple(pixels.shape[1:])} pixels found, the annotations say {size}")
     return pixels

@@ -27,6 +27,7 @@ from trp_scale.downstream.classification.batch import MeasuredImages
 from trp_scale.downstream.classification.settings import ClassificationTaskConfig
 from trp_scale.downstream.probe.encoder import FrozenEncoder
 from trp_scale.downstream.representation.attention import recorded_attention
+from trp_scale.errors import quoted
 from trp_scale.upstreams.base import upstream_of
 
 BATCH = 64
@@ -64,7 +65,9 @@ def choose_images(data: Path, most: int) -> ImageChoice:
     """
     kind = read_json(data / "dataset.json").get("kind")
     if kind != "image":
-        raise RefusedError(f"--data {data}: kind {kind!r} found, 'image' allowed: shards of trp-scale shard-images")
+        raise RefusedError(
+            f"--data {data}: kind {quoted(kind)} found, 'image' allowed: shards of trp-scale shard-images"
+        )
     dataset = open_image_dataset(data)
     classes = dataset.meta.classes or ()
     if "cls" in dataset.meta.suffixes and not classes:

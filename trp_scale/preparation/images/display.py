@@ -9,11 +9,14 @@ from pathlib import Path
 
 from PIL import Image, ImageDraw
 
-from trp_scale.data.images.maps import OWN_TAR, StoredMaps, class_names, stored_maps
-from trp_scale.data.images.png import read_png
+from trp_scale.data.images.maps import OWN_TAR, StoredMaps, class_names, map_formats, stored_maps
+from trp_scale.data.images.other_formats import FORMATS
+from trp_scale.data.images.png import png_size
 from trp_scale.data.images.reader import CLASS, known_suffixes
-from trp_scale.data.index import Block, DataError, read_index, read_json
+from trp_scale.data.images.rows import decode_image
+from trp_scale.data.index import Block, DataError, read_fields, read_index
 from trp_scale.data.remote.tars import open_tar
+from trp_scale.errors import said_by
 from trp_scale.modalities import modality
 from trp_scale.preparation.images.verify import check_members
 
@@ -36,7 +39,7 @@ class Shown:
         parts = [f"class {self.label}"] if self.label else []
         for suffix, content in self.members.items():
             if suffix != CLASS:
-                image = Image.open(io.BytesIO(content))
+                image = _opened(suffix, content)
                 parts.append(f"{suffix} {image.width} x {image.height} {image.mode}, {len(content):,} bytes")
             if suffix in self.maps:
                 meaning = modality(self.maps[suffix].name).meaning(self.maps[suffix])
@@ -48,9 +51,12 @@ class Shown:
         found = []
         for suffix, content in self.members.items():
             if suffix in self.maps:
-                found.append(Image.fromarray(modality(self.maps[suffix].name).colours(read_png(content))))
+                form = map_formats()[self.maps[suffix].name]
+                numbers = form.decode(content, png_size(content) if form.fits(content) else None)
+                found.append(Image.fromarray(modality(self.maps[suffix].name).colours(numbers)))
             elif suffix != CLASS:
-                found.append(Image.open(io.BytesIO(content)).convert("RGB"))
+                pixels = decode_image(bytearray(content)).permute(1, 2, 0)  # [H, W, 3]
+                found.append(Image.fromarray(pixels.numpy()))
         return found
 
 
@@ -62,7 +68,9 @@ def stored_images(shard: Path, count: int, key: str | None = None) -> Iterator[S
     """
     directory = shard.parent.parent
     path = directory / "dataset.json"
-    dataset = read_json(path)
+    fields = read_fields(path, "shard the images again")
+    dataset = fields.document
+    suffixes = fields.texts("suffixes")
     shard = directory / OWN_TAR / shard.name
     index = read_index(shard)
     blocks = index.blocks
@@ -76,15 +84,23 @@ def stored_images(shard: Path, count: int, key: str | None = None) -> Iterator[S
     first = 0 if key is None else keys.index(key)
     with open_tar(shard, index.size) as stream:
         for block in blocks[first : first + count]:
-            check_members(shard, block, dataset)
+            check_members(shard, block, dict(dataset))
             members = {}
-            for suffix in dataset["suffixes"]:
+            for suffix in suffixes:
                 member = block.members[suffix]
-                stream.seek(member.offset)
-                members[suffix] = stream.read(member.length)
+                stream.seek(min(member.offset, index.size))
+                members[suffix] = stream.read(min(member.length, index.size))
             members |= {each.suffix: each.read(block.key) for each in maps}
             label = _label(block.label, classes)
             yield Shown(key=block.key, label=label, members=members, maps=of_suffix)
+
+
+def _opened(suffix: str, content: bytes) -> Image.Image:
+    """An image or a map whose header can be read; nothing else than the formats that are stored is opened."""
+    try:
+        return Image.open(io.BytesIO(content), formats=("JPEG", *FORMATS))
+    except Exception as error:  # decoders raise whatever a broken file leads them to
+        raise DataError(f".{suffix}: not an image that can be decoded ({said_by(error)})") from error
 
 
 def is_image_shard(blocks: list[Block]) -> bool:
@@ -108,8 +124,9 @@ class _Maps:
                 f"{self._tar}: no .{self.suffix} of {key!r}, which is an image of {OWN_TAR}/{self._tar.name}"
             )
         with self._tar.open("rb") as stream:
-            stream.seek(member.offset)
-            return stream.read(member.length)
+            size = self._tar.stat().st_size
+            stream.seek(min(member.offset, size))
+            return stream.read(min(member.length, size))
 
 
 def _label(label: int | None, classes: tuple[str, ...] | None) -> str:

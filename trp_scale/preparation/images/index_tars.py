@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 from trp_scale.data.binary_index import NAME
 from trp_scale.data.images.dataset import FORMAT
@@ -26,9 +26,9 @@ from trp_scale.data.index import (
     DataError,
     ShardIndex,
     index_path,
+    read_fields,
     read_index,
     read_index_document,
-    read_json,
     write_json,
 )
 from trp_scale.data.remote.places import PLACES, Place, look_at, write_places
@@ -36,6 +36,8 @@ from trp_scale.data.remote.stream import open_stream
 from trp_scale.data.remote.tars import open_tar
 from trp_scale.data.remote.transfer import AT_ONCE
 from trp_scale.data.temporary import remove_leftovers
+from trp_scale.documents.fields import Fields, record
+from trp_scale.errors import quoted, shortened
 from trp_scale.preparation.binary_index import write_dataset_index
 from trp_scale.preparation.images.foreign_tar import (
     AUTO,
@@ -124,10 +126,17 @@ def settings_of(directory: Path) -> dict[str, Any]:
         DataError: dataset.json is missing or says nothing of it.
     """
     path = directory / "dataset.json"
-    settings = read_json(path).get("settings", {})
+    return _identity(
+        read_fields(path).section("settings"), f"give the tars that it was made of, and --output {directory}"
+    )
+
+
+def _identity(settings: Fields, advice: str) -> dict[str, Any]:
+    """The settings that all parts have alike, each of its type."""
+    types = get_type_hints(IndexTars)
     if any(name not in settings for name in _IDENTITY):
-        raise DataError(f"{path}: does not say which tars it was made of; give them, and --output {directory}")
-    return {name: settings[name] for name in _IDENTITY}
+        raise settings.refusal(f"does not say which tars it was made of; {advice}")
+    return {name: settings.take(name, types[name]) for name in _IDENTITY}
 
 
 @dataclass(kw_only=True)
@@ -234,7 +243,9 @@ def finish_tars(directory: Path, parts: Mapping[Part, Mapping[str, Any]], max_sk
     """
     first, said = next(iter(parts.items()))
     limit = said["max_skipped"] if max_skipped is None else max_skipped
-    config = IndexTars(output=directory, max_skipped=limit, **said["settings"])
+    asked = _identity(Fields(said["settings"], f"{first.path(directory)}: settings", DataError), "run the parts again")
+    config = IndexTars(output=directory, max_skipped=limit, **asked)
+    config.check()
     tars, choice = _found(config)
     missing: dict[Part, list[str]] = {}
     for tar in tars:
@@ -282,11 +293,11 @@ def _source(tar: _Tar, choice: MemberChoice) -> dict[str, object]:
 def _report(output: Path, tar: _Tar, choice: MemberChoice) -> TarReport | None:
     """The report of a tar that was indexed as it is now, or None."""
     try:
-        document = read_index_document(output / OWN_TAR / tar.name)
-        if document["source"] != _source(tar, choice):
+        fields = read_index_document(output / OWN_TAR / tar.name).fields
+        if fields.document.get("source") != _source(tar, choice):
             return None
-        return TarReport(**document["report"])
-    except (DataError, KeyError, TypeError):
+        return record(TarReport, fields.document.get("report"), "report", DataError)
+    except DataError:
         return None
 
 
@@ -410,7 +421,9 @@ def verify_tar(shard: Path, where: str, choice: MemberChoice, check: Any) -> int
     advice = f"index the tars again: trp-scale index {shard.parent.parent}"
     for ours, theirs in zip(index.blocks, found.blocks, strict=False):
         if ours != theirs:
-            raise DataError(f"{where}: image {theirs.key}: {theirs} found, the index says {ours}; {advice}")
+            raise DataError(
+                f"{where}: image {shortened(theirs.key)}: {quoted(theirs)} found, the index says {quoted(ours)}; {advice}"
+            )
     if len(index.blocks) != len(found.blocks):
         raise DataError(f"{where}: {len(found.blocks)} images found, the index has {len(index.blocks)}; {advice}")
     return index.size
@@ -422,7 +435,6 @@ def choice_of(shard: Path) -> MemberChoice:
     Raises:
         DataError: its index does not say.
     """
-    try:
-        return MemberChoice(**read_index_document(shard)["source"]["choice"])
-    except (KeyError, TypeError) as error:
-        raise DataError(f"{index_path(shard)}: does not say which members were read; index the tars again") from error
+    source = read_index_document(shard).fields.section("source")
+    where = f"{index_path(shard)}: which members were read"
+    return record(MemberChoice, source.document.get("choice"), where, DataError, "index the tars again")

@@ -10,9 +10,11 @@ from PIL import Image
 
 from trp_scale.data.images.maps import map_formats
 from trp_scale.data.images.other_formats import FORMATS
+from trp_scale.data.images.pixel_limit import refuse_too_many_pixels
 from trp_scale.data.images.png import png_size
 from trp_scale.data.images.reader import CLASS, IMAGE, OWN_MODALITY, first_difference, known_suffixes
 from trp_scale.data.index import Block, DataError, Member, read_index
+from trp_scale.errors import quoted, said_by, shortened
 
 IMAGE_MODES = ("RGB", "L")
 """Modes of Pillow that an image may have."""
@@ -27,14 +29,18 @@ def check_members(shard: Path, block: Block, dataset: dict[str, Any]) -> None:
     known = known_suffixes()
     unknown = sorted(set(dataset["suffixes"]) - set(known))
     if unknown:
-        raise DataError(f"dataset.json: suffix {unknown[0]!r} found, only {', '.join(known)} may be{OWN_MODALITY}")
+        raise DataError(
+            f"dataset.json: suffix {quoted(unknown[0])} found, only {', '.join(known)} may be{OWN_MODALITY}"
+        )
     for suffix in block.members:
         if suffix not in dataset["suffixes"]:
             allowed = ", ".join(dataset["suffixes"])
-            raise DataError(f"{shard}: block {block.key}: member .{suffix} is refused; only {allowed} may be")
+            raise DataError(
+                f"{shard}: block {shortened(block.key)}: member .{shortened(suffix)} is refused; only {allowed} may be"
+            )
     for suffix in dataset["suffixes"]:
         if suffix not in block.members:
-            raise DataError(f"{shard}: block {block.key}: member .{suffix} is missing")
+            raise DataError(f"{shard}: block {shortened(block.key)}: member .{suffix} is missing")
 
 
 def check_contents(
@@ -61,7 +67,7 @@ def check_contents(
         raise DataError(f"{where}: the index says class {block.label}, and there is no member .{CLASS}")
     if CLASS in contents:
         text, names = contents[CLASS], dataset["classes"]
-        if not text.isdigit() or (names is not None and int(text) >= len(names)):
+        if not text.isdigit() or (names is not None and (len(text) > 18 or int(text) >= len(names))):
             allowed = "a number from 0" if names is None else f"a number from 0 to {len(names) - 1}"
             raise DataError(f"{places[CLASS]}: class {text[:20]!r} found, {allowed} expected")
         if text != str(block.label).encode():
@@ -76,10 +82,11 @@ def check_decodes(place: str, content: bytes) -> None:
     """
     try:
         with Image.open(io.BytesIO(content), formats=("JPEG", *FORMATS)) as image:
+            refuse_too_many_pixels(image.height, image.width)
             image.draft(image.mode, (1, 1))  # a JPEG: an eighth of the size, all of the entropy-coded bytes
             image.load()
     except Exception as error:  # as in _open_image
-        raise DataError(f"{place}: not an image that can be decoded ({error})") from error
+        raise DataError(f"{place}: not an image that can be decoded ({said_by(error)})") from error
 
 
 def check_aligned(images: Path, maps: Path, suffix: str) -> None:
@@ -100,7 +107,7 @@ def check_aligned(images: Path, maps: Path, suffix: str) -> None:
         for image, map_ in blocks:
             where = f"{maps}: block {map_.key}, member {suffix}"
             width, height = _open_image(where, _content(image_stream, image.members[IMAGE])).size
-            found = png_size(_content(map_stream, map_.members[suffix]))
+            found = png_size(_content(map_stream, map_.members[suffix]).ljust(24, b"\0"))
             if found != (height, width):
                 raise DataError(f"{where}: {found[1]} x {found[0]} pixels, the image has {width} x {height}")
 
@@ -115,7 +122,7 @@ def _open_image(place: str, content: bytes) -> Image.Image:
     try:
         return Image.open(io.BytesIO(content), formats=("JPEG",))
     except Exception as error:  # decoders raise whatever a broken file leads them to
-        raise DataError(f"{place}: not a JPEG that can be decoded ({error})") from error
+        raise DataError(f"{place}: not a JPEG that can be decoded ({said_by(error)})") from error
 
 
 def _check_image(place: str, content: bytes) -> tuple[int, int]:
@@ -123,10 +130,11 @@ def _check_image(place: str, content: bytes) -> tuple[int, int]:
     image = _open_image(place, content)
     width, height = image.size
     try:
+        refuse_too_many_pixels(height, width)
         image.draft(image.mode, (1, 1))  # an eighth of the size, all of the entropy-coded bytes
         image.load()
     except Exception as error:  # as in _open_image
-        raise DataError(f"{place}: not a JPEG that can be decoded ({error})") from error
+        raise DataError(f"{place}: not a JPEG that can be decoded ({said_by(error)})") from error
     if image.mode not in IMAGE_MODES:
         raise DataError(f"{place}: mode {image.mode} found, {' or '.join(IMAGE_MODES)} expected")
     return height, width

@@ -21,8 +21,11 @@ from typing import Any
 from trp_scale.data.binary_index import NAME
 from trp_scale.data.images.dataset import write_image_index
 from trp_scale.data.images.maps import OWN_TAR, map_formats, stored_maps
-from trp_scale.data.index import DataError, index_path, read_index_document, read_json, write_json
+from trp_scale.data.index import DataError, index_path, read_fields, read_index_document, read_json, write_json
 from trp_scale.data.temporary import remove_leftovers
+from trp_scale.documents.fields import Fields, record
+from trp_scale.documents.json_files import LARGEST_INDEX, read_content
+from trp_scale.errors import quoted
 from trp_scale.preparation.sharding.job import PortionReport, check_skipped, refuse_differences
 from trp_scale.preparation.sharding.lock import only_run
 from trp_scale.preparation.sharding.writing import report_path
@@ -90,12 +93,15 @@ class LabelDirectory:
         entry = self.entry(document)
         if entry is None or entry.get("directory", OWN_TAR) != self.name:
             return False
-        self._refuse_differences(self.dataset / "dataset.json", entry.get("settings") or {})
+        path = self.dataset / "dataset.json"
+        settings = Fields(entry, f"{path}: modalities.{self.modality}", DataError).section("settings").document
+        self._refuse_differences(path, settings)
         return True
 
     def entry(self, document: Mapping[str, Any]) -> dict[str, Any] | None:
         """What dataset.json says of the modality; None: nothing, and there are no maps of it."""
-        found: dict[str, Any] | None = (document.get("modalities") or {}).get(self.modality)
+        described = Fields(document, str(self.dataset / "dataset.json"), DataError).section("modalities")
+        found: dict[str, Any] | None = described.take(self.modality, dict | None, None)
         return {} if found is None and map_formats()[self.modality].suffix in document["suffixes"] else found
 
     def check(self, document: Mapping[str, Any], *, replace: bool) -> None:
@@ -163,19 +169,19 @@ class LabelDirectory:
     def is_whole(self, shard: str) -> bool:
         """Whether the labels of a shard are there, with the keys of its images."""
         try:
-            document = read_index_document(self.tar(shard))
-            if self.tar(shard).stat().st_size != document["size"]:
+            index = read_index_document(self.tar(shard))
+            if self.tar(shard).stat().st_size != index.size:
                 return False
+            keys = index.keys()
         except (OSError, DataError):
             return False
-        keys = [block["key"] for block in document["blocks"]]
-        return keys == [block["key"] for block in read_index_document(self.dataset / OWN_TAR / shard)["blocks"]]
+        return keys == read_index_document(self.dataset / OWN_TAR / shard).keys()
 
     def written_report(self, shard: str) -> LabelReport | None:
         """The report of a shard, whatever became of its labels; None: there is none that can be read."""
         try:
-            return LabelReport(**read_json(self.report_path(shard)))
-        except (DataError, TypeError):  # of another version: made again
+            return record(LabelReport, read_json(self.report_path(shard)), "report", DataError)
+        except DataError:  # of another version: made again
             return None
 
     def report(self, shard: str) -> LabelReport | None:
@@ -206,10 +212,19 @@ def unfinished(dataset: Path) -> list[Unfinished]:
     """The labels of a data set that dataset.json does not name yet."""
     found = []
     for path in sorted(dataset.glob(f"*/progress/{_ASKED}")):
-        asked, identity = read_json(path), read_json(path.with_name("settings.json"))
-        given = {"max_skipped": asked.pop("max_skipped"), "replace": asked.pop("replace")}
-        directory = LabelDirectory(dataset=dataset, name=path.parent.parent.name, identity=identity, **asked)
-        found.append(Unfinished(directory=directory, **given))
+        asked = read_fields(path, "run pseudo-label with the same flags again")
+        if (modality := asked.text("modality")) not in map_formats():
+            raise asked.refusal(f"modality {quoted(modality)} found, one of {', '.join(map_formats())} expected")
+        directory = LabelDirectory(
+            dataset=dataset,
+            name=path.parent.parent.name,
+            identity=read_json(path.with_name("settings.json")),
+            modality=modality,
+            description=asked.take("description", dict),
+            flag=asked.text("flag"),
+        )
+        max_skipped, replace = asked.take("max_skipped", float), asked.take("replace", bool)
+        found.append(Unfinished(directory=directory, max_skipped=max_skipped, replace=replace))
     return found
 
 
@@ -223,7 +238,7 @@ def _is_held(directory: Path, lock: str) -> bool:
 
 def digest_of_images(dataset: Path, shard: str) -> str:
     """Hash of a shard's index: changes with any image, by its checksum."""
-    content = index_path(dataset / OWN_TAR / shard).read_bytes()
+    content = read_content(index_path(dataset / OWN_TAR / shard), DataError, largest=LARGEST_INDEX)
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
@@ -255,16 +270,19 @@ def complete(
     Raises:
         DataError: too many labels are empty, or the data set has the modality from elsewhere by now.
     """
-    shards: list[str] = document["shards"]
+    fields = Fields(document, str(directory.dataset / "dataset.json"), DataError)
+    shards, rows = fields.file_names("shards"), fields.whole("rows")
+    fields.texts("suffixes")
+    fields.whole("rows_per_block", least=1)
     if not all(index_path(directory.tar(shard)).exists() for shard in shards):  # no lock needed to see this
         _log_parts(directory, shards)
         written = (directory.written_report(shard) for shard in shards)
-        _summed(directory, written, document["rows"], max_skipped)
+        _summed(directory, written, rows, max_skipped)
         return False
     with turn(directory.dataset) as current:
         if not directory.listed(current):
             reports = {shard: directory.report(shard) for shard in shards}
-            total = _summed(directory, reports.values(), document["rows"], max_skipped)
+            total = _summed(directory, reports.values(), rows, max_skipped)
             if None in reports.values():
                 _log_parts(directory, [shard for shard, report in reports.items() if report is not None])
                 return False

@@ -22,7 +22,8 @@ import torch
 
 from trp_scale.data.images.dataset import FORMAT
 from trp_scale.data.images.maps import OWN_TAR
-from trp_scale.data.index import DataError, read_index_document, read_json
+from trp_scale.data.index import DataError, read_fields, read_index_document
+from trp_scale.errors import quoted
 from trp_scale.preparation.pseudo_labels.directory import LabelDirectory, complete, turn
 from trp_scale.preparation.pseudo_labels.labeller import Precision
 from trp_scale.preparation.pseudo_labels.models import FoundModel, find_model
@@ -75,21 +76,18 @@ def pseudo_label(config: PseudoLabelConfig) -> bool:
 
 
 def _read_dataset(path: Path) -> dict[str, Any]:
-    document = read_json(path)
+    fields = read_fields(path, "give --data a data set that trp-scale shard-images made")
     for field, expected in (("format", FORMAT), ("kind", "image")):
-        if document.get(field) != expected:
-            raise DataError(
-                f"{path}: {field} {document.get(field)!r} found, {expected!r} expected; give --data a data set that "
-                f"trp-scale shard-images made"
-            )
-    missing = [field for field in ("shards", "suffixes", "rows") if field not in document]
-    if missing:
-        raise DataError(f"{path}: no field {missing[0]!r}; shard the images again")
-    return document
+        if (found := fields.document.get(field)) != expected:
+            raise fields.refusal(f"{field} {quoted(found)} found, {expected!r} expected")
+    fields.file_names("shards")
+    fields.texts("suffixes")
+    fields.whole("rows")
+    return dict(fields.document)
 
 
 def _images(dataset: Path, shard: str) -> int:
-    return len(read_index_document(dataset / OWN_TAR / shard)["blocks"])
+    return len(read_index_document(dataset / OWN_TAR / shard).blocks)
 
 
 def _devices(config: PseudoLabelConfig) -> tuple[str, ...]:

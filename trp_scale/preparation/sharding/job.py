@@ -23,8 +23,10 @@ from pathlib import Path
 from typing import Any, Generic, TypeVar
 
 from trp_scale.config.settings import Section, range_problems, sections
-from trp_scale.data.index import DataError, index_path, read_index, read_json, write_json
+from trp_scale.data.index import DataError, index_path, read_fields, read_index, read_json, write_json
 from trp_scale.data.temporary import remove_leftovers
+from trp_scale.documents.fields import Fields, record
+from trp_scale.errors import MOST_PROBLEMS, quoted
 from trp_scale.preparation.binary_index import write_dataset_index
 from trp_scale.preparation.sharding.lock import only_run
 from trp_scale.preparation.sharding.parts import Part, SpreadSettings, all_parts, begun_parts, missing_parts, unfinished
@@ -84,13 +86,13 @@ class PortionReport:
     """
 
     skipped: dict[str, int] = field(default_factory=dict)
-    skipped_places: list[list[str]] = field(default_factory=list)
+    skipped_places: list[tuple[str, str]] = field(default_factory=list)
 
     def skip(self, reason: str, place: str, why: str = "") -> None:
         """Count what cannot be used, and list it while there is room."""
         self.skipped[reason] = self.skipped.get(reason, 0) + 1
         if len(self.skipped_places) < MAX_LISTED:
-            self.skipped_places.append([why or reason, place])
+            self.skipped_places.append((why or reason, place))
 
     def add(self, other: PortionReport) -> None:
         """Add the counts of another portion."""
@@ -196,7 +198,7 @@ class ShardingJob(Generic[ReportT]):
         path = self.output / "dataset.json"
         parts = begun_parts(self.output)
         if path.exists():
-            refuse_differences(path, read_json(path)["settings"], self.identity)
+            refuse_differences(path, read_fields(path).take("settings", dict), self.identity)
         for part, document in parts.items():
             refuse_differences(part.path(self.output), document["settings"], self.identity)
             if part.count != self.part.count:
@@ -246,7 +248,7 @@ class ShardingJob(Generic[ReportT]):
 
     def _check_shards(self) -> None:
         path = self.output / "dataset.json"
-        for name in read_json(path)["shards"]:
+        for name in read_fields(path).file_names("shards"):
             shard = self.output / "shards" / name
             if not shard.exists() or shard.stat().st_size != read_index(shard).size:
                 raise DataError(
@@ -348,13 +350,17 @@ def _joined(
     first, said = next(iter(parts.items()))
     for part, document in parts.items():
         path = part.path(output)
+        fields = Fields(document, str(path), DataError, "run the command of the part again")
+        fields.whole("shards")
+        fields.take("listing", dict)
+        fields.take("description", dict, {})
         holds, advice = f"{part} has other settings than {first}", "and make this part again"
         refuse_differences(path, document["settings"], said["settings"], holds, advice)
         both = {name: said[name] for name in ("kind", "shards", "listing", "max_skipped")}
         refuse_differences(path, document, both, holds, advice)
         if "description" in document and "description" in said:
             refuse_differences(path, document["description"], said["description"], holds, advice)
-    total = kind.report(**said["listing"])
+    total = record(kind.report, said["listing"], f"{first.path(output)}: listing", DataError)
     missing: dict[Part, list[str]] = {part: [] for part, document in parts.items() if "description" not in document}
     shards, blocks = [], 0
     for number in range(said["shards"]):
@@ -387,15 +393,16 @@ def _finished_shard(output: Path, kind: DataKind[ReportT], stem: str) -> _Finish
         index = read_index(shard)
         if shard.stat().st_size != index.size:
             return None
-        report = kind.report(**read_json(report_path(output, stem)))
+        path = report_path(output, stem)
+        report = record(kind.report, read_json(path), str(path), DataError)
         return _FinishedShard(report=report, blocks=len(index.blocks))
-    except (OSError, DataError, TypeError):
+    except (OSError, DataError):
         return None
 
 
 def _clear(output: Path) -> None:
     """Take away what a finished data set does not need. Nobody writes there any more."""
-    listed = set(read_json(output / "dataset.json")["shards"])
+    listed = set(read_fields(output / "dataset.json").file_names("shards"))
     for shard in (output / "shards").glob("*.tar"):
         if shard.name not in listed:  # without any row
             index_path(shard).unlink(missing_ok=True)
@@ -436,12 +443,12 @@ def refuse_differences(
 ) -> None:
     """Raise DataError naming each setting of `wanted` that `found`, from the file `path`, has otherwise."""
     differences = [
-        f"{name} {found.get(name)!r} there, {value!r} asked for"
+        f"{name} {quoted(found.get(name))} there, {quoted(value)} asked for"
         for name, value in wanted.items()
         if found.get(name) != value
     ]
     if differences:
-        raise DataError(f"{path}: {holds}: {'; '.join(differences)}. Ask for the same, {advice}")
+        raise DataError(f"{path}: {holds}: {'; '.join(differences[:MOST_PROBLEMS])}. Ask for the same, {advice}")
 
 
 def check_skipped(items: str, used: int, report: PortionReport, reasons: Mapping[str, str], max_skipped: float) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from trp_scale.data.index import DataError, read_json, write_json
+from trp_scale.data.index import DataError, read_fields, write_json
 
 _NAME = re.compile(r"part-(\d{5})-of-(\d{5})\.json")
 
@@ -102,7 +102,11 @@ def begun_parts(directory: Path) -> dict[Part, dict[str, Any]]:
     found = {}
     for path in (directory / "progress").glob("part-*.json"):
         if match := _NAME.fullmatch(path.name):
-            found[Part(count=int(match[2]), index=int(match[1]))] = read_json(path)
+            fields = read_fields(path, "remove it, and run the command of the part again")
+            fields.text("kind")
+            fields.take("settings", dict)
+            fields.take("max_skipped", float)
+            found[Part(count=int(match[2]), index=int(match[1]))] = dict(fields.document)
     return dict(sorted(found.items()))
 
 

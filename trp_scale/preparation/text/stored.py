@@ -5,6 +5,7 @@ Nothing is ever unpickled.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from trp_scale.data.shard_reader import parse_npy
 from trp_scale.data.text.dataset import SUFFIXES
 from trp_scale.data.text.groups import GROUP_BITS, GROUPS, OTHER, WORD_START
 from trp_scale.data.text.tokenizer import load_for_sharding
+from trp_scale.errors import shortened
 
 STYLES = {
     "verb": "bold red",
@@ -41,10 +43,14 @@ def read_block(shard: Path, block: Block) -> dict[str, NDArray[Any]]:
     blocks.check_members(shard, block.key, set(block.members), SUFFIXES)
     arrays = {}
     with shard.open("rb") as stream:
+        size = os.fstat(stream.fileno()).st_size
         for suffix in SUFFIXES:
             member = block.members[suffix]
+            where = f"{shard}: block {shortened(block.key)}, {suffix}"
+            if member.offset + member.length > size:
+                raise DataError(f"{where}: the index is damaged: the member lies outside the tar's {size} bytes")
             stream.seek(member.offset)
-            arrays[suffix] = parse_npy(memoryview(stream.read(member.length)), f"{shard}: block {block.key}, {suffix}")
+            arrays[suffix] = parse_npy(memoryview(stream.read(member.length)), where)
     return arrays
 
 

@@ -1,0 +1,210 @@
+"""JSON in files, read under limits: whatever a file holds, the end is a document of plain values or a refusal.
+
+Python's parser ends in a RecursionError on deep nesting and in a ValueError on long numbers, and gives numbers and text
+that arrays, files and messages cannot hold. Here all of these are refused, with the file's name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from trp_scale.errors import RefusedError, quoted, said_by
+
+LARGEST = 64 << 20
+"""Bytes of a document."""
+
+LARGEST_INDEX = 16 << 30
+"""Bytes of a list of samples: the index of a tar, COCO's annotations. It takes some ten times that in memory."""
+
+LONGEST_LINE = 16 << 20
+"""Bytes of a line of JSON lines."""
+
+DEEPEST = 64
+"""Levels of nesting. Much of Python goes through nested values by recursion, and ends at 1,000."""
+
+_TOO_DEEP = f"nested too deep; {DEEPEST} levels are allowed"
+
+LARGEST_NUMBER = 1 << 64
+"""Whole numbers lie below it, on either side of 0."""
+
+
+def read_json(
+    path: Path,
+    raised: type[RefusedError] = RefusedError,
+    *,
+    said: str = "",
+    missing: str = "not found",
+    largest: int = LARGEST,
+) -> Any:
+    """The value in a JSON file.
+
+    Args:
+        raised: the error of a file that is refused.
+        said: how the file is named in messages; empty: its path.
+        missing: what is said of a file that is not there.
+        largest: bytes that are allowed.
+
+    Raises:
+        raised: the file cannot be read, is too large, is no JSON, or holds what `checked` refuses.
+    """
+    said = said or str(path)
+    return parse_json(read_content(path, raised, said=said, missing=missing, largest=largest), said, raised)
+
+
+def read_object(
+    path: Path,
+    raised: type[RefusedError] = RefusedError,
+    *,
+    said: str = "",
+    missing: str = "not found",
+    largest: int = LARGEST,
+) -> dict[str, Any]:
+    """The object in a JSON file; arguments and errors as of `read_json`. Another value is refused too."""
+    said = said or str(path)
+    document = read_json(path, raised, said=said, missing=missing, largest=largest)
+    if not isinstance(document, dict):
+        raise raised(f"{said}: a JSON object expected, {type(document).__name__} found")
+    return document
+
+
+def read_content(
+    path: Path, raised: type[RefusedError], *, said: str = "", missing: str = "not found", largest: int = LARGEST
+) -> bytes:
+    """The bytes of a file that may be refused; arguments as of `read_json`.
+
+    Raises:
+        raised: the file cannot be read, or is too large.
+    """
+    said = said or str(path)
+    try:
+        with path.open("rb") as stream:
+            size = os.fstat(stream.fileno()).st_size
+            if size > largest:
+                raise raised(f"{said}: {size} bytes found, at most {largest} allowed")
+            content = stream.read(size) if size else b"".join(_parts(stream, largest))  # a pipe says no size
+    except FileNotFoundError as error:
+        raise raised(f"{said}: {missing}") from error
+    except RefusedError:
+        raise
+    except (OSError, ValueError) as error:  # ValueError: a name with a zero byte
+        raise raised(f"{said}: cannot be read ({getattr(error, 'strerror', None) or error})") from error
+    if len(content) > largest:
+        raise raised(f"{said}: more than {largest} bytes found, at most so many allowed")
+    return content
+
+
+def _parts(stream: IO[bytes], most: int) -> Iterator[bytes]:
+    """The content of a stream, up to more than `most` bytes."""
+    while most >= 0 and (part := stream.read(1 << 20)):
+        yield part
+        most -= len(part)
+
+
+def parse_json(
+    content: bytes | str,
+    said: str,
+    raised: type[RefusedError] = RefusedError,
+    *,
+    pairs: Callable[[list[tuple[str, Any]]], Any] | None = None,
+    looked_through: bool = True,
+) -> Any:
+    """The value that JSON text stands for.
+
+    Args:
+        content: in UTF-8, or text.
+        said: where it comes from, for messages.
+        pairs: makes an object of its fields; may raise ValueError.
+        looked_through: also refuse what `checked` refuses. False: of a long list of samples, whose reader looks at the
+            fields that it takes, and at no others: looking through all takes as long as a tenth of the parsing.
+
+    Raises:
+        raised: it is no JSON, or what `checked` refuses.
+    """
+    try:
+        text = content if isinstance(content, str) else content.decode("utf-8")
+        document = json.loads(text, object_pairs_hook=pairs)
+    except RecursionError as error:
+        raise raised(f"{said}: not JSON ({_TOO_DEEP})") from error
+    except ValueError as error:  # JSON's, UTF-8's, a number of more than 4,300 digits, or that of `pairs`
+        raise raised(f"{said}: not JSON ({said_by(error)})") from error
+    return checked(document, said, raised) if looked_through else document
+
+
+def checked(document: Any, said: str, raised: type[RefusedError]) -> Any:
+    """The document, if it has not more than DEEPEST levels, no number beyond LARGEST_NUMBER and no text with half of a
+    surrogate pair, which can neither be written nor printed.
+
+    Raises:
+        raised: it has.
+    """
+    level = [document]
+    for _ in range(DEEPEST + 1):
+        if not level:
+            return document
+        inner: list[Any] = []
+        for value in level:
+            kind = type(value)
+            if kind is dict:
+                inner += value
+                inner += value.values()
+            elif kind is list:
+                inner += value
+            elif kind is str:
+                if not can_be_written(value):
+                    raise raised(f"{said}: text with half of a surrogate pair, {quoted(value)}")
+            elif kind is int and not -LARGEST_NUMBER < value < LARGEST_NUMBER:
+                raise raised(f"{said}: a number of {len(str(abs(value)))} digits; at most 64 bits are allowed")
+        level = inner
+    raise raised(f"{said}: {_TOO_DEEP}")
+
+
+def can_be_written(text: str) -> bool:
+    """Whether text is without halves of surrogate pairs."""
+    if text.isascii():
+        return True
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def json_lines(path: Path, raised: type[RefusedError] = RefusedError) -> Iterator[tuple[int, bytes]]:
+    """(number, line) of each line of a file, its end included; the last one may have none.
+
+    Raises:
+        raised: the file cannot be read, or a line is longer than LONGEST_LINE.
+    """
+    try:
+        with path.open("rb") as stream:
+            number = 0
+            while line := stream.readline(LONGEST_LINE + 1):
+                number += 1
+                if len(line) > LONGEST_LINE:
+                    raise raised(f"{path}: line {number} has more than {LONGEST_LINE} bytes, which no such line has")
+                yield number, line
+    except OSError as error:
+        raise raised(f"{path}: cannot be read ({error.strerror})") from error
+
+
+def read_lines(path: Path, raised: type[RefusedError] = RefusedError, *, said: str = "", what: str = "") -> list[str]:
+    """The lines of a text file, in UTF-8.
+
+    Args:
+        said: how the file is named in messages; empty: its path.
+        what: the file should be, for messages; empty: a text file that can be read.
+
+    Raises:
+        raised: it cannot be read, is too large or no text.
+    """
+    said = said or str(path)
+    content = read_content(path, raised, said=said)
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise raised(f"{said}: not {what or 'a text file that can be read'} ({said_by(error)})") from error
+    return text.splitlines()
