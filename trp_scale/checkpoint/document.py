@@ -126,8 +126,8 @@ def check_tensors(path: Path, document: CheckpointDocument) -> None:
     for name, tensor in document.tensors.items():
         if prod(tensor.shape) > LARGEST or any(dtype not in DTYPES for dtype in tensor.states.values()):
             raise CheckpointError(
-                f"{path}: tensor {shortened(name)}: shape {quoted(tensor.shape)} of {quoted(tensor.states)} found, less "
-                f"than 2^63 elements of {', '.join(DTYPES)} expected"
+                f"{path}: tensor {shortened(name)}: shape {quoted(tensor.shape)} of {quoted(tensor.states)} found, "
+                f"less than 2^63 elements of {', '.join(DTYPES)} expected"
             )
     names = [entry.name for entry in document.files]
     if len(set(names)) < len(names) or HOOKS_NAME not in names:

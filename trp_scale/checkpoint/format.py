@@ -219,14 +219,14 @@ class StoredPieces:
         self._stack = ExitStack()
         for file, header in headers.items():
             for key, (dtype, shape) in header.items():
-                state, piece = self._understood(file, key, dtype, prod(shape))
+                state, piece = self._understood(file, key, dtype, shape)
                 self._pieces.setdefault((state, piece.name), []).append(piece)
         for name, tensor in document.tensors.items():
             for state in tensor.states:
                 found = self._pieces.get((state, name), [])
                 check_covered_once(f"{directory}: {state} of {name}", tensor.shape, found)
 
-    def _understood(self, file: str, key: str, dtype: str, size: int) -> tuple[str, StoredPiece]:
+    def _understood(self, file: str, key: str, dtype: str, shape: tuple[int, ...]) -> tuple[str, StoredPiece]:
         where, parsed = f"{self.directory / file}: {shortened(key)}", parse_key(key)
         if parsed is None:
             raise CheckpointError(f"{where}: not a piece; expected state:name@start:stop or state:name#[a:b,c:d]")
@@ -236,9 +236,9 @@ class StoredPieces:
             raise CheckpointError(f"{where}: {shortened(f'{state} of {name}')} is not listed in checkpoint.json")
         if not region.fits(tensor.shape):
             raise CheckpointError(f"{where}: the piece is empty or lies outside the shape {tensor.shape}")
-        if (dtype, size) != (tensor.states[state], region.size):
+        if (dtype, shape) != (tensor.states[state], (region.size,)):
             raise CheckpointError(
-                f"{where}: {size} elements of {dtype} found, {region.size} of {tensor.states[state]} expected"
+                f"{where}: shape {shape} of {dtype} found, {(region.size,)} of {tensor.states[state]} expected"
             )
         return state, StoredPiece(name=name, shape=tensor.shape, region=region, states={state: dtype}, file=file)
 

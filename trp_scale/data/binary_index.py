@@ -48,7 +48,7 @@ _CHUNK = 1 << 22
 _TAR = tuple[FileName, Whole, Whole, str, str]
 """In the description: name, size, size of its JSON index, hash of that one's end, hash of its keys."""
 
-_KINDS = {
+_KINDS: dict[str, np.dtype[Any]] = {
     "identities": np.dtype("<u8"),
     "rows": np.dtype("<i4"),
     "first": np.dtype("<i8"),
@@ -336,7 +336,8 @@ class BinaryIndex:
         ):
             if here != asked:
                 raise DataError(
-                    f"{self.path}: {what} {quoted(here)} there, {quoted(asked)} in dataset.json; {advice} makes it again"
+                    f"{self.path}: {what} {quoted(here)} there, {quoted(asked)} in dataset.json; {advice} makes it "
+                    "again"
                 )
         if not first_rank_here():
             return

@@ -255,8 +255,8 @@ def check_members(shard: Path, key: str, found: set[str], allowed: tuple[str, ..
     unlisted = sorted(found - set(allowed))
     if unlisted:
         raise DataError(
-            f"{shard}: block {shortened(key)} has member .{shortened(unlisted[0])}; allowed are {', '.join('.' + name for name in allowed)} "
-            f"(nothing else is opened, and nothing is ever unpickled)"
+            f"{shard}: block {shortened(key)} has member .{shortened(unlisted[0])}; allowed are "
+            f"{', '.join('.' + name for name in allowed)} (nothing else is opened, and nothing is ever unpickled)"
         )
     missing = sorted(set(allowed) - found)
     if missing:

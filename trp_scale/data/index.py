@@ -141,11 +141,11 @@ class IndexDocument:
 
     def refusal(self) -> DataError:
         """The error that names the first block which is none."""
-        for block in self.blocks:
-            try:
+        try:
+            for block in self.blocks:
                 _block(self.path, block)
-            except DataError as error:
-                return error
+        except DataError as error:
+            return error
         return DataError(f"{self.path}: not the index of a shard; shard the data again")
 
 

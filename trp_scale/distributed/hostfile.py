@@ -14,8 +14,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from trp_scale.distributed.doctor import Finding
+from trp_scale.documents.json_files import read_lines
+from trp_scale.errors import RefusedError
 
-_ENTRY = re.compile(r"(\S+)\s+slots=(\d+)\s*(#.*)?")
+_ENTRY = re.compile(r"([^\s-]\S{0,254})\s+slots=([0-9]{1,9})\s*(#.*)?")
+"""A name that begins with "-" would be an option of ssh."""
 
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=5")
 """Asks for nothing."""
@@ -26,11 +29,10 @@ AT_ONCE = 32
 def examine_hostfile(path: Path) -> Iterator[Finding]:
     """Its lines, and whether each host can be reached as DeepSpeed reaches it: pdsh calls ssh."""
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        said = error.strerror if isinstance(error, OSError) else "not UTF-8"
+        lines = read_lines(path)
+    except RefusedError as error:
         yield _wrong(
-            f"{path}: cannot be read ({said})",
+            str(error),
             "give a file that is there: without it deepspeed starts on this host alone, and only warns of it",
         )
         return

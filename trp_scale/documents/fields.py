@@ -15,7 +15,7 @@ from contextlib import suppress
 from functools import cache
 from pathlib import PurePosixPath
 from types import NoneType, UnionType
-from typing import Annotated, Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Protocol, TypeGuard, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from trp_scale.documents.json_files import can_be_written
 from trp_scale.errors import RefusedError, quoted, shortened
@@ -24,21 +24,39 @@ LARGEST = (1 << 63) - 1
 """Of a whole number: arrays and files hold 64 bits with a sign."""
 
 
+class Limit(Protocol):
+    """Of the values of an annotated type. `allowed`: which, in words."""
+
+    @property
+    def allowed(self) -> str: ...
+
+    def keeps(self, value: Any) -> bool:
+        """Whether a value of the type is allowed."""
+        ...
+
+
 @dataclasses.dataclass(frozen=True)
 class Least:
     """Of a whole number: the smallest that is allowed."""
 
     number: int
 
+    @property
+    def allowed(self) -> str:
+        return f"a whole number from {self.number} on"
+
+    def keeps(self, value: Any) -> bool:
+        return bool(value >= self.number)
+
 
 @dataclasses.dataclass(frozen=True)
 class PlainName:
     """Of a text: the name of a file or a folder, which leads nowhere else."""
 
+    allowed: str = "a plain file name"
 
-@dataclasses.dataclass(frozen=True)
-class Within:
-    """Of a text: a relative path that stays within its folder."""
+    def keeps(self, value: Any) -> bool:
+        return is_plain_name(value)
 
 
 Whole = Annotated[int, Least(0)]
@@ -48,7 +66,6 @@ Positive = Annotated[int, Least(1)]
 """A whole number from 1 on."""
 
 FileName = Annotated[str, PlainName()]
-PathWithin = Annotated[str, Within()]
 
 Kind = TypeVar("Kind")
 
@@ -230,25 +247,20 @@ def _choice(allowed: tuple[Any, ...]) -> Read:
     return read
 
 
-def _limited(inner: Read, limit: Any) -> Read:
+def _limited(inner: Read, limit: Limit) -> Read:
     """Of a number or a text that keeps the limit of its type."""
-    keeps, words = {
-        Least: (lambda value: value >= limit.number, f"a whole number from {getattr(limit, 'number', 0)} on"),
-        PlainName: (is_plain_name, "a plain file name"),
-        Within: (is_within, "a path within the folder"),
-    }[type(limit)]
+    allowed, keeps = limit.allowed, limit.keeps
 
     def read(value: Any) -> Any:
-        found = inner(value) if type(value) in (int, str) else _refused(value, words)
+        try:
+            found = inner(value)
+        except WrongValueError:
+            raise WrongValueError(value, allowed) from None
         if not keeps(found):
-            raise WrongValueError(value, words)
+            raise WrongValueError(value, allowed)
         return found
 
     return read
-
-
-def _refused(value: Any, allowed: str) -> Any:
-    raise WrongValueError(value, allowed)
 
 
 def _reader_of_any(kinds: tuple[Any, ...]) -> Read:
@@ -362,6 +374,6 @@ def is_within(path: object) -> bool:
     return all(is_plain_name(part) for part in PurePosixPath(path).parts)
 
 
-def is_finite(value: object) -> bool:
+def is_finite(value: object) -> TypeGuard[float]:
     """Whether it is a number, neither infinite nor none."""
     return type(value) in (int, float) and math.isfinite(value)  # type: ignore[arg-type]

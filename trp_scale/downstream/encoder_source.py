@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,10 @@ from trp_scale.config import ModelConfig, RefusedError, RelativeVisionConfig, Te
 from trp_scale.config.finetuning import FinetuneConfig, ImageTaskConfig
 from trp_scale.config.images import ImagePretrainConfig
 from trp_scale.config.upstream import AVERAGE
+from trp_scale.documents.fields import Fields
+from trp_scale.documents.json_files import read_object
 from trp_scale.downstream.arguments import SCRATCH
+from trp_scale.errors import quoted, said_by, shortened
 from trp_scale.models.image_encoder import interpolated
 from trp_scale.models.patches import CHANNEL_DEVIATION, CHANNEL_MEAN
 from trp_scale.models.positions import PositionOrder, sine_cosine
@@ -113,23 +116,18 @@ def open_encoder(path: str) -> EncoderSource:
             f"--from {path}: allowed: a run directory (with checkpoints/), a checkpoint, a directory with config.json "
             f"and {FILE} (transformers' BERT or ViTMAE, timm's ViT), or the word {SCRATCH}"
         )
-    try:
-        found = json.loads(description.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise RefusedError(f"--from {path}: {description} is not JSON: {error}") from error
-    if not isinstance(found, dict):
-        raise RefusedError(f"--from {path}: {description} holds no settings by their names")
-    with reading(path, "config.json"):
-        if found.get("model_type") == "bert":
-            return _of_bert(path, found)
-        if found.get("model_type") == "vit_mae":
-            return _of_vitmae(path, found)
+    said = f"--from {path}: config.json"
+    found = read_object(description, said=said)
+    if found.get("model_type") == "bert":
+        return _of_bert(path, Fields(found, said))
+    if found.get("model_type") == "vit_mae":
+        return _of_vitmae(path, Fields(found, said))
     if "architecture" in found:
         timm_vit = open_timm(path, found)
         return EncoderSource(path=path, text=False, settings=_vit_settings(**timm_vit.sizes), read=timm_vit.read)
     raise RefusedError(
-        f"--from {path}: config.json has model_type {found.get('model_type')!r}; allowed: bert, vit_mae, or timm's "
-        "config.json (with architecture)"
+        f"--from {path}: config.json has model_type {quoted(found.get('model_type'))}; allowed: bert, vit_mae, or "
+        "timm's config.json (with architecture)"
     )
 
 
@@ -205,9 +203,12 @@ def _sizes(model: ModelConfig) -> dict[tuple[str, str], Any]:
     return found
 
 
-def _of_bert(path: str, found: dict[str, Any]) -> EncoderSource:
-    if found.get("hidden_act", "gelu") != "gelu" or found.get("position_embedding_type", "absolute") != "absolute":
-        raise RefusedError(f"--from {path}: hidden_act gelu and absolute positions are supported, others found")
+def _of_bert(path: str, found: Fields) -> EncoderSource:
+    kinds = [found.text("hidden_act", "gelu"), found.text("position_embedding_type", "absolute")]
+    if kinds != ["gelu", "absolute"]:
+        raise RefusedError(
+            f"--from {path}: hidden_act gelu and absolute positions are supported, {quoted(kinds)} found"
+        )
 
     def read() -> dict[str, Tensor]:
         stored = stored_weights(path)
@@ -216,12 +217,12 @@ def _of_bert(path: str, found: dict[str, Any]) -> EncoderSource:
         return {name: tensor for name, tensor in named.items() if name.startswith(parts) and name != POSITION_NUMBERS}
 
     settings = {
-        ("model", "layers"): found["num_hidden_layers"],
-        ("model", "hidden_size"): found["hidden_size"],
-        ("model", "heads"): found["num_attention_heads"],
-        ("model", "intermediate_size"): found["intermediate_size"],
-        ("model", "max_positions"): found["max_position_embeddings"],
-        ("model", "layer_norm_eps"): found.get("layer_norm_eps", 1e-12),
+        ("model", "layers"): found.whole("num_hidden_layers", least=1),
+        ("model", "hidden_size"): found.whole("hidden_size", least=1),
+        ("model", "heads"): found.whole("num_attention_heads", least=1),
+        ("model", "intermediate_size"): found.whole("intermediate_size", least=1),
+        ("model", "max_positions"): found.whole("max_position_embeddings", least=1),
+        ("model", "layer_norm_eps"): found.take("layer_norm_eps", float, 1e-12),
     }
     return EncoderSource(path=path, text=True, settings=settings, read=read, tokenizer=Path(path))
 
@@ -231,17 +232,18 @@ def _present_name(name: str) -> str:
     return name.replace("LayerNorm.gamma", "LayerNorm.weight").replace("LayerNorm.beta", "LayerNorm.bias")
 
 
-def _of_vitmae(path: str, found: dict[str, Any]) -> EncoderSource:
-    grid = found["image_size"] // found["patch_size"]
+def _of_vitmae(path: str, found: Fields) -> EncoderSource:
+    layers, patch_size = found.whole("num_hidden_layers", least=1), found.whole("patch_size", least=1)
+    grid = found.whole("image_size", least=1) // patch_size
 
-    if found.get("hidden_act", "gelu") != "gelu" or not found.get("qkv_bias", True):
+    if found.text("hidden_act", "gelu") != "gelu" or not found.take("qkv_bias", bool, True):
         raise RefusedError(f"--from {path}: hidden_act gelu and a bias of queries, keys and values are supported")
 
     def read() -> dict[str, Tensor]:
         stored = {published_name(name): tensor for name, tensor in stored_weights(path).items()}
         try:
             positions = stored[VITMAE_POSITIONS].squeeze(0)
-            return _with_positions(_by_our_names(stored, int(found["num_hidden_layers"])), positions, path)
+            return _with_positions(_by_our_names(stored, layers), positions, path)
         except KeyError as error:
             raise RefusedError(
                 f"--from {path}: {FILE} has no {error.args[0]}; allowed: what ViTMAEForPreTraining's save_pretrained "
@@ -249,12 +251,12 @@ def _of_vitmae(path: str, found: dict[str, Any]) -> EncoderSource:
             ) from error
 
     settings = _vit_settings(
-        layers=found["num_hidden_layers"],
-        width=found["hidden_size"],
-        heads=found["num_attention_heads"],
-        intermediate=found["intermediate_size"],
-        eps=found.get("layer_norm_eps", 1e-12),
-        patch_size=found["patch_size"],
+        layers=layers,
+        width=found.whole("hidden_size", least=1),
+        heads=found.whole("num_attention_heads", least=1),
+        intermediate=found.whole("intermediate_size", least=1),
+        eps=found.take("layer_norm_eps", float, 1e-12),
+        patch_size=patch_size,
         grid=grid,
     )
     return EncoderSource(path=path, text=False, settings=settings, read=read)
@@ -328,18 +330,23 @@ def open_timm(path: str, found: dict[str, Any]) -> TimmEncoder:
     """
     import timm
 
-    arguments = dict(found.get("model_args") or {})
-    pooling = {"global_pool": found["global_pool"]} if found.get("global_pool") else {}
+    fields = Fields(found, f"--from {path}: config.json")
+    architecture, pooling = fields.text("architecture"), fields.take("global_pool", str | None, None)
+    arguments = _arguments(fields)
+    statistics = _statistics(fields)
     try:
+        if not timm.is_model(architecture):  # a name such as hf-hub:USER/MODEL would be fetched
+            raise RuntimeError(f"Unknown model ({shortened(architecture)})")
         with torch.device("meta"):
-            model = timm.create_model(
-                found["architecture"], pretrained=False, **{**pooling, **arguments, "num_classes": 0}
-            )
-    except (RuntimeError, TypeError, ValueError) as error:
-        raise RefusedError(f"--from {path}: timm cannot make {found['architecture']} {arguments}: {error}") from error
+            given = {**({"global_pool": pooling} if pooling else {}), **arguments, "num_classes": 0}
+            model = timm.create_model(architecture, pretrained=False, **given)
+    except Exception as error:  # whatever settings that do not go together lead to
+        raise RefusedError(
+            f"--from {path}: timm cannot make {shortened(architecture)} {quoted(arguments)}: {said_by(error)}"
+        ) from error
     if differences := list(_differences(model)):
         raise RefusedError(
-            f"--from {path}: {found['architecture']} has {', '.join(differences)}; allowed: a plain vision transformer "
+            f"--from {path}: {architecture} has {', '.join(differences)}; allowed: a plain vision transformer "
             "with a class token, such as vit_base_patch16_224"
         )
     block, (grid, _) = model.blocks[0], model.patch_embed.grid_size
@@ -351,7 +358,7 @@ def open_timm(path: str, found: dict[str, Any]) -> TimmEncoder:
     def read() -> dict[str, Tensor]:
         stored = stored_weights(path)
         with reading(path, FILE):
-            weights = _encoder(path, stored, patch_size, _statistics(found))
+            weights = _encoder(path, stored, patch_size, statistics)
         if not learned:
             del weights["pos_embed"]
         return weights
@@ -368,6 +375,30 @@ def open_timm(path: str, found: dict[str, Any]) -> TimmEncoder:
         "position_order": order or "column_row",
     }
     return TimmEncoder(sizes=sizes, read=read)
+
+
+MOST_BLOCKS, LARGEST_SIZE = 1_000, 1 << 16
+"""Of a model that timm is to make: its blocks, and any other size."""
+
+
+def _arguments(found: Fields) -> dict[str, Any]:
+    """What timm makes the model with. Its function takes others too, such as a checkpoint that it would unpickle.
+
+    Raises:
+        RefusedError: an argument that a vision transformer has not, or a size that none has.
+    """
+    from timm.models.vision_transformer import VisionTransformer
+
+    given = found.section("model_args")
+    known = inspect.signature(VisionTransformer).parameters.keys() - {"device", "dtype"}
+    for name, value in given.document.items():
+        if name not in known:
+            raise given.refusal(f"{quoted(name)} found, an argument of timm's VisionTransformer expected")
+        sizes = value if isinstance(value, list) else [value]
+        most = MOST_BLOCKS if name == "depth" else LARGEST_SIZE
+        if any(type(size) in (int, float) and not -1 <= size <= most for size in sizes):
+            raise given.refusal(f"{name} {quoted(value)} found, at most {most} allowed")
+    return dict(given.document)
 
 
 def _differences(model: nn.Module) -> list[str]:
@@ -406,10 +437,12 @@ def _positions(path: str) -> Tensor:
     return positions.float().squeeze(0)
 
 
-def _statistics(found: dict[str, Any]) -> tuple[Tensor, Tensor]:
+def _statistics(found: Fields) -> tuple[Tensor, Tensor]:
     """[3] mean and deviation that the model wants taken out of pixels in [0, 1]."""
-    described = found.get("pretrained_cfg") or found
-    return torch.tensor(described.get("mean", CHANNEL_MEAN)), torch.tensor(described.get("std", CHANNEL_DEVIATION))
+    described = found.section("pretrained_cfg") if found.document.get("pretrained_cfg") else found
+    three = tuple[float, float, float]
+    mean, deviation = described.take("mean", three, CHANNEL_MEAN), described.take("std", three, CHANNEL_DEVIATION)
+    return torch.tensor(mean), torch.tensor(deviation)
 
 
 def _encoder(
@@ -417,7 +450,9 @@ def _encoder(
 ) -> dict[str, Tensor]:
     """By our names; learned positions under pos_embed, the class token's own in the class token."""
     if other := sorted({name.split(".")[0] for name in stored if not is_encoder(name)} - set(HEADS)):
-        raise RefusedError(f"--from {path}: {FILE} has weights of {', '.join(other)}, which this encoder has not")
+        raise RefusedError(
+            f"--from {path}: {FILE} has weights of {shortened(', '.join(other))}, which this encoder has not"
+        )
     named = {name.replace(CONVOLUTION, "patch_embed."): tensor for name, tensor in stored.items()}
     weights = {name: ours(name, tensor) for name, tensor in named.items() if is_encoder(name)}
     if "norm.weight" not in weights:  # that of the mean of the tokens is the only one there is

@@ -11,6 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from trp_scale.config import RefusedError
+from trp_scale.documents.fields import record
+from trp_scale.documents.json_files import read_object
+from trp_scale.errors import quoted, shortened
 
 RESULTS_FILE = "results.json"
 RESULT_FILE = "result.json"
@@ -128,12 +131,11 @@ def read_seed(path: Path) -> SeedResult | None:
     """
     if not path.is_file():
         return None
-    try:
-        return SeedResult(**_read(path))
-    except TypeError as error:
-        raise RefusedError(
-            f"{path} is not written by this version of trp-scale finetune ({error}); give another --run_dir"
-        ) from error
+    advice = "it is not written by this version of trp-scale finetune; give another --run_dir"
+    found = record(SeedResult, _read(path), str(path), RefusedError, advice)
+    if found.metric not in found.metrics:
+        raise RefusedError(f"{path}: metrics {quoted(found.metrics)} found, {quoted(found.metric)} among them expected")
+    return found
 
 
 def read_results(run_dir: Path) -> Results:
@@ -145,35 +147,22 @@ def read_results(run_dir: Path) -> Results:
     path = run_dir / RESULTS_FILE
     if not path.is_file() and (run_dir / RESULT_FILE).is_file():
         raise RefusedError(f"{path} is missing; {RESULT_FILE} is that of one seed: give the directory above its task's")
-    found = _read(path)
-    try:
-        found["tasks"] = [TaskResult(**task) for task in found["tasks"]]
-        results = Results(**found)
-        for task in results.tasks:
-            if len(set(task.seeds)) != len(task.values):
-                raise TypeError(f"{task.task} has seeds {task.seeds} and figures {task.values}")
-        infinite = [task for task in results.tasks if not all(map(math.isfinite, task.values))]
-    except (KeyError, TypeError) as error:
-        raise RefusedError(f"{path} is not written by trp-scale finetune, evaluate or probe: {error}") from error
-    for task in infinite:
-        raise RefusedError(
-            f"{path}: {task.task} has the figures {task.values}; allowed: finite numbers. Run the seed again with "
-            "other settings, or leave the task out"
-        )
+    advice = "it is not written by trp-scale finetune, evaluate or probe"
+    results = record(Results, _read(path), str(path), RefusedError, advice)
+    for task in results.tasks:
+        said = f"{path}: {shortened(task.task)} has the figures {quoted(task.values)}"
+        if not len(set(task.seeds)) == len(task.seeds) == len(task.values) > 0:
+            raise RefusedError(f"{said} of seeds {quoted(task.seeds)}; one of each is expected; {advice}")
+        if not all(map(math.isfinite, task.values)):
+            raise RefusedError(
+                f"{said}; allowed: finite numbers. Run the seed again with other settings, or leave the task out"
+            )
     return results
 
 
 def _read(path: Path) -> dict[str, Any]:
-    try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError as error:
-        raise RefusedError(
-            f"{path} is missing; allowed: a directory that trp-scale finetune, evaluate or probe has finished"
-        ) from error
-    except NotADirectoryError as error:
-        raise RefusedError(f"{path.parent} is a file; allowed: the directory that holds {path.name}") from error
-    except OSError as error:
-        raise RefusedError(f"{path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise RefusedError(f"{path} is not JSON: {error}") from error
-    return found
+    if path.parent.exists() and not path.parent.is_dir():
+        raise RefusedError(f"{path.parent} is a file; allowed: the directory that holds {path.name}")
+    return read_object(
+        path, missing="missing; allowed: a directory that trp-scale finetune, evaluate or probe has finished"
+    )

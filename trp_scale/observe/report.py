@@ -139,7 +139,7 @@ def start_lines(summary: Mapping[str, Any]) -> list[str]:
     lines = []
     graphs = summary.get("graphs")
     if (seconds := summary.get("start_seconds")) is not None:
-        compiling = f", {summary['start_compile_seconds']:.1f} s of them for compiling" if graphs else ""
+        compiling = f", {summary.get('start_compile_seconds') or 0.0:.1f} s of them for compiling" if graphs else ""
         lines.append(f"start: the first step was made after {seconds:.1f} s{compiling}")
     if graphs:
         surplus = f"; {graphs['surplus']} that no mode of the run needed" if graphs["surplus"] else ""

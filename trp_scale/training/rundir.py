@@ -27,6 +27,8 @@ import trp_scale
 from trp_scale.config import Config, RefusedError
 from trp_scale.distributed.environment import RankInfo
 from trp_scale.distributed.groups import Group
+from trp_scale.documents.fields import Fields
+from trp_scale.documents.json_files import read_object
 from trp_scale.recipes.loader import dump
 
 CONFIG_FILE = "config.yaml"
@@ -163,15 +165,16 @@ def _device_name(device: torch.device) -> str:
 
 def _earlier(path: Path) -> list[dict[str, Any]]:
     """The starts before this one, oldest first."""
-    try:
-        last = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    if not path.exists():
         return []
-    except ValueError as error:
-        raise RefusedError(
-            f"{path} is not JSON ({error}); move it away to go on without the record of the starts before"
-        ) from error
-    return [*last.pop("earlier", []), last]
+    advice = "move it away to go on without the record of the starts before"
+    try:
+        last = read_object(path)
+    except RefusedError as error:
+        raise RefusedError(f"{error}; {advice}") from error
+    earlier = Fields(last, str(path), RefusedError, advice).take("earlier", list[dict[str, Any]], [])
+    last.pop("earlier", None)
+    return [*earlier, last]
 
 
 def _replace(path: Path, text: str) -> None:

@@ -18,8 +18,8 @@ def refuse_too_many_pixels(height: int, width: int) -> None:
     """Raise DataError for an image of more than MOST_PIXELS."""
     if height * width > MOST_PIXELS:
         raise DataError(
-            f"{width} x {height} pixels, at most {MOST_PIXELS} are decoded; shard the images again with --short_side or "
-            "--max_pixels"
+            f"{width} x {height} pixels, at most {MOST_PIXELS} are decoded; shard the images again with --short_side "
+            "or --max_pixels"
         )
 
 

@@ -36,7 +36,8 @@ def decode_image(content: bytearray) -> Tensor:
     libjpeg makes pixels of most damage within the file: only a checksum finds it (data.verify).
 
     Raises:
-        DataError: none of these, of more than MOST_PIXELS, cut short, or in colours that torchvision does not turn into RGB.
+        DataError: none of these, of more than MOST_PIXELS, cut short, or in colours that torchvision does not turn into
+            RGB.
     """
     if not content:
         raise DataError("an empty file, a JPEG expected")

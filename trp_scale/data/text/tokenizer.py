@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import Encoding, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from trp_scale.data.index import DataError, write_json
 from trp_scale.data.temporary import temporary_beside
+from trp_scale.documents.json_files import read_object
+from trp_scale.errors import said_by
+
+LARGEST = 256 << 20
+"""Bytes of tokenizer.json; those of large vocabularies have some 20 MB."""
 
 SPECIAL_TOKENS = {"pad": "[PAD]", "unk": "[UNK]", "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]"}
 """Roles that pre-training needs, and what a tokenizer trained here calls them."""
@@ -108,15 +113,32 @@ def open_given(directory: Path, *, flag: str) -> Any:
 
     if not directory.is_dir():  # transformers would look for a model of that name among those it has downloaded
         raise DataError(f"{directory}: no such directory; give {flag} DIR, where a tokenizer lies")
+    _check_files(directory)
     try:
         # Left to itself, transformers asks on the terminal whether such code is to run, and takes a pipe's "y".
         return AutoTokenizer.from_pretrained(str(directory), local_files_only=True, trust_remote_code=False)
-    except Exception as error:  # the tokenizers library raises plain ones
-        said = next(iter(str(error).splitlines()), type(error).__name__)
+    except BaseException as error:  # the tokenizers library raises plain ones, and its panics, which are no Exception
+        _pass_on(error)
         raise DataError(
-            f"{directory}: transformers cannot load a tokenizer from it ({said}); give {flag} DIR, one that needs no "
-            "code of its own: such code is never run"
+            f"{directory}: transformers cannot load a tokenizer from it ({said_by(error)}); give {flag} DIR, one that "
+            "needs no code of its own: such code is never run"
         ) from error
+
+
+def _check_files(directory: Path) -> None:
+    """Read the JSON files of a tokenizer under our limits, before a library reads them.
+
+    Raises:
+        DataError: one is damaged.
+    """
+    for path in sorted(directory.glob("*.json")):
+        read_object(path, DataError, largest=LARGEST)
+
+
+def _pass_on(error: BaseException) -> None:
+    """Raise what is no fault of a file: it ends the process."""
+    if isinstance(error, KeyboardInterrupt | SystemExit | GeneratorExit):
+        raise error
 
 
 def save_given(source: Path, directory: Path) -> None:
@@ -156,15 +178,43 @@ def load_for_sharding(directory: Path) -> Tokenizer:
     token ("[MASK]") stays text, so that no stored piece is special but the unknown one.
 
     Raises:
-        DataError: it is not there.
+        DataError: it is not there, or damaged.
     """
-    if not (directory / "tokenizer.json").is_file():
-        raise DataError(f"{directory / 'tokenizer.json'}: not found")
-    tokenizer = Tokenizer.from_file(str(directory / "tokenizer.json"))
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    tokenizer.encode_special_tokens = True
+    path = directory / "tokenizer.json"
+    read_object(path, DataError, largest=LARGEST)
+    with _of_tokenizers(path):
+        tokenizer = Tokenizer.from_file(str(path))
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
+        tokenizer.encode_special_tokens = True
+    try_out(tokenizer, path)
     return tokenizer
+
+
+def try_out(tokenizer: Tokenizer, path: Path) -> Encoding:
+    """A pair of words and what no vocabulary has as pieces: a model that lacks its own unknown piece raises when it
+    meets a word that it does not know, which may be in the last of a million documents.
+
+    Raises:
+        DataError: it cannot make them.
+    """
+    with _of_tokenizers(path):
+        tokenizer.encode("\U0010fffd")
+        return tokenizer.encode("a", "b")
+
+
+@contextmanager
+def _of_tokenizers(path: Path) -> Iterator[None]:
+    """While the tokenizers library works on a file.
+
+    Raises:
+        DataError: it fails.
+    """
+    try:
+        yield
+    except BaseException as error:  # as in open_given
+        _pass_on(error)
+        raise DataError(f"{path}: not a tokenizer that can be used ({said_by(error)}); copy it again") from error
 
 
 def special_tokens(directory: Path) -> tuple[dict[str, int], list[int]]:
@@ -177,7 +227,7 @@ def special_tokens(directory: Path) -> tuple[dict[str, int], list[int]]:
         DataError: a role has no token.
     """
     tokenizer = load_for_sharding(directory)
-    config = json.loads((directory / "tokenizer_config.json").read_text(encoding="utf-8"))
+    config = read_object(directory / "tokenizer_config.json", DataError)
     roles: dict[str, int] = {}
     for role in SPECIAL_TOKENS:
         token = config.get(f"{role}_token")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy.typing as npt
 
 from trp_scale.data.hashing import Integers, Words, name_hash
 from trp_scale.data.index import DataError
+from trp_scale.errors import quoted, shortened
 
 Floats = npt.NDArray[np.float64]
 
@@ -171,8 +173,8 @@ class Collected:
         if not keys:
             raise DataError(f"{self.path}: no images listed")
         if len(set(keys)) != len(keys):
-            twice = next(key for number, key in enumerate(keys) if key in keys[:number])
-            raise DataError(f"{self.path}: image {twice!r} is listed twice")
+            twice = next(key for key, count in Counter(keys).items() if count > 1)
+            raise DataError(f"{self.path}: image {quoted(twice)} is listed twice")
         masked = all(runs is not None or ignored for runs, ignored in zip(self._runs, self._ignored, strict=True))
         runs = [each or b"" for each in self._runs]
         names = "\n".join(keys)
@@ -213,6 +215,6 @@ def check_images(annotations: Annotations) -> None:
     if missing:
         raise DataError(
             f"{annotations.path}: {len(missing)} of {len(annotations.keys)} images are not in {annotations.folder} "
-            f"(the first: {missing[0]}); copy them there, or say where they are with --detection.images or "
+            f"(the first: {shortened(missing[0])}); copy them there, or say where they are with --detection.images or "
             "--detection.test_images"
         )

@@ -7,15 +7,26 @@ Pascal VOC: Annotations/*.xml, JPEGImages/*.jpg, ImageSets/Main/*.txt.
 from __future__ import annotations
 
 import hashlib
-import json
 import math
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 from xml.etree import ElementTree
 
 from trp_scale.data.index import DataError
+from trp_scale.documents.fields import LARGEST, is_finite, is_plain_name, is_within
+from trp_scale.documents.json_files import LARGEST_INDEX, can_be_written, parse_json, read_content, read_lines
 from trp_scale.downstream.detection.annotations import Annotations, Collected
 from trp_scale.downstream.detection.masks import runs_of
+from trp_scale.errors import LONGEST_QUOTE, quoted, said_by, shortened
+
+LONGEST_SIDE = 1 << 20
+"""Pixels of an image, each way."""
+
+FARTHEST_BOX = 1e9
+"""Pixels that a side of a box may lie from the image's corner."""
+
+LARGEST_XML = 16 << 20
+"""Bytes of one annotation of Pascal VOC."""
 
 
 def read_coco(path: Path, images: str = "", *, masks: bool = True) -> Annotations:
@@ -35,7 +46,7 @@ def read_coco(path: Path, images: str = "", *, masks: bool = True) -> Annotation
     categories = {_integer(one, "id", path, "category"): one for one in document["categories"]}
     ids = sorted(categories)
     labels = {category: number + 1 for number, category in enumerate(ids)}
-    classes = [str(categories[category].get("name", category)) for category in ids]
+    classes = [_class_name(categories[category].get("name", str(category)), path) for category in ids]
     if not classes or len(set(classes)) != len(classes) or len(ids) != len(document["categories"]):
         raise DataError(f"{path}: {len(document['categories'])} categories, allowed: one or more, ids and names once")
     listed: dict[int, dict[str, Any]] = {}
@@ -56,24 +67,25 @@ def read_coco(path: Path, images: str = "", *, masks: bool = True) -> Annotation
         collected.image(_file_name(image, path), height, width)
         for one in of_image[number]:
             _add(collected, one, labels, height, width, path, masks=masks)
-    names = [str(image["file_name"]) for image in listed.values()]
+    names = [_file_name(image, path) for image in listed.values()]
     return collected.finish(folder=_folder(path, images, names), voc=False, classes=classes, digest=digest)
 
 
 def _read(path: Path) -> tuple[dict[str, Any], str]:
     """The document, and a hash of its bytes."""
-    try:
-        content = path.read_bytes()
-        document = json.loads(content)
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror})") from error
-    except ValueError as error:
-        raise DataError(f"{path}: not JSON ({error})") from error
+    content = read_content(path, DataError, largest=LARGEST_INDEX)
+    document = parse_json(content, str(path), DataError, looked_through=False)
     for name in ("images", "annotations", "categories"):
         entries = document.get(name) if isinstance(document, dict) else None
         if not isinstance(entries, list) or any(not isinstance(one, dict) for one in entries):
             raise DataError(f"{path}: no list {name!r} of objects; a COCO file has images, annotations and categories")
     return document, hashlib.blake2b(content, digest_size=16).hexdigest()
+
+
+def _class_name(name: object, path: Path) -> str:
+    if not isinstance(name, str) or not can_be_written(name) or len(name) > LONGEST_QUOTE:
+        raise DataError(f"{path}: category {quoted(name)} found, a name expected")
+    return name
 
 
 def _add(
@@ -90,9 +102,9 @@ def _add(
     if category not in labels:
         raise DataError(f"{_named(path, one)}: category_id {category} is not among the categories")
     box = one.get("bbox")
-    numbers = isinstance(box, list) and all(isinstance(side, (int, float)) and math.isfinite(side) for side in box)
+    numbers = isinstance(box, list) and all(map(_is_length, box))
     if not numbers or len(box) != 4:  # type: ignore[arg-type]
-        raise DataError(f"{_named(path, one)}: bbox is {box!r}, four numbers (left, top, width, height) expected")
+        raise DataError(f"{_named(path, one)}: bbox is {quoted(box)}, four numbers (left, top, width, height) expected")
     left, top, wide, tall = (float(side) for side in box)  # type: ignore[union-attr]
     segmentation = one.get("segmentation") if masks else None
     runs = None
@@ -104,26 +116,35 @@ def _add(
         labels[category],
         bool(one.get("iscrowd", 0)),
         runs,
-        float(area) if isinstance(area, (int, float)) else None,
+        float(area) if _is_length(area) else None,
     )
 
 
+def _is_length(value: object) -> TypeGuard[float]:
+    """Whether it is a number that pixels can be measured by."""
+    return is_finite(value) and abs(value) < FARTHEST_BOX
+
+
 def _named(path: Path, one: dict[str, Any]) -> str:
-    return f"{path}: annotation {one.get('id', '(without id)')}"
+    return f"{path}: annotation {shortened(str(one.get('id', '(without id)')))}"
 
 
 def _integer(one: dict[str, Any], name: str, path: Path, kind: str) -> int:
     value = one.get(name)
-    if isinstance(value, bool) or not isinstance(value, int) or (name in ("height", "width") and value < 1):
-        raise DataError(f"{path}: {kind} {one.get('id', '(without id)')}: {name} is {value!r}, a whole number expected")
+    side = name in ("height", "width")
+    if type(value) is not int or abs(value) > LARGEST or (side and not 1 <= value <= LONGEST_SIDE):
+        number = shortened(str(one.get("id", "(without id)")))
+        raise DataError(f"{path}: {kind} {number}: {name} is {quoted(value)}, a whole number expected")
     return value
 
 
 def _file_name(image: dict[str, Any], path: Path) -> str:
     name = image.get("file_name")
-    if not isinstance(name, str) or not name or Path(name).is_absolute() or ".." in Path(name).parts:
-        raise DataError(f"{path}: image {image.get('id')}: file_name is {name!r}, a path within the folder expected")
-    return name
+    if not is_within(name):
+        raise DataError(
+            f"{path}: image {image.get('id')}: file_name is {quoted(name)}, a path within the folder expected"
+        )
+    return str(name)
 
 
 def _folder(path: Path, images: str, names: list[str]) -> Path:
@@ -164,9 +185,9 @@ def read_voc(path: Path, images: str = "") -> Annotations:
     for name in names:
         file = root / "Annotations" / f"{name}.xml"
         try:
-            content = file.read_bytes()
-        except OSError as error:
-            raise DataError(f"{file}: cannot be read ({error.strerror}); {path} names it") from error
+            content = read_content(file, DataError, largest=LARGEST_XML)
+        except DataError as error:
+            raise DataError(f"{error}; {path} names it") from error
         digest.update(content)
         described.append(_described(file, content))
     classes = sorted({label for _, _, _, objects in described for label, _, _ in objects})
@@ -186,15 +207,14 @@ def _listed(path: Path) -> tuple[Path, list[str]]:
     root = next((parent for parent in path.parents if (parent / "Annotations").is_dir()), None)
     if root is None:
         raise DataError(f"{path}: no folder above it has Annotations; a list of Pascal VOC lies in ImageSets/Main")
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: not a text file that can be read ({error})") from error
+    lines = read_lines(path, DataError)
     names = []
     for number, line in enumerate(lines, start=1):
         words = line.split()
         if len(words) > 2 or (len(words) == 2 and words[1] not in ("1", "0", "-1")):
-            raise DataError(f"{path}, line {number}: {line!r}, the name of an image expected")
+            raise DataError(f"{path}, line {number}: {quoted(line)}, the name of an image expected")
+        if words and not is_plain_name(words[0]):
+            raise DataError(f"{path}, line {number}: {quoted(words[0])}, a plain file name expected")
         if words:
             names.append(words[0])
     return root, names
@@ -205,23 +225,30 @@ def _described(file: Path, content: bytes) -> tuple[str, int, int, list[Found]]:
     try:
         tree = ElementTree.fromstring(content)
     except ElementTree.ParseError as error:
-        raise DataError(f"{file}: not XML ({error})") from error
+        raise DataError(f"{file}: not XML ({said_by(error)})") from error
     objects = []
     for number, one in enumerate(tree.findall("object"), start=1):
         where = f"{file}: object {number}"
         label = (one.findtext("name") or "").strip()
-        if not label:
-            raise DataError(f"{where} has no name")
+        if not label or len(label) > LONGEST_QUOTE:
+            raise DataError(f"{where} has no name" if not label else f"{where}: name is {quoted(label)}")
         left, top, right, bottom = (_number(one, f"bndbox/{side}", where) for side in ("xmin", "ymin", "xmax", "ymax"))
         difficult = (one.findtext("difficult") or "0").strip() == "1"
         objects.append((label, difficult, (left - 1.0, top - 1.0, right, bottom)))
     height, width = (int(_number(tree, f"size/{side}", str(file))) for side in ("height", "width"))
+    if not (0 <= height <= LONGEST_SIDE and 0 <= width <= LONGEST_SIDE):
+        raise DataError(
+            f"{file}: size of {quoted(height)} x {quoted(width)} found, up to {LONGEST_SIDE} each way allowed"
+        )
     return f"{file.stem}.jpg", height, width, objects
 
 
 def _number(tree: ElementTree.Element, name: str, where: str) -> float:
     text = tree.findtext(name)
     try:
-        return float(text)  # type: ignore[arg-type]
-    except (TypeError, ValueError) as error:
-        raise DataError(f"{where}: {name} is {text!r}, a number expected") from error
+        value = float((text or "")[:LONGEST_QUOTE])
+    except ValueError:
+        value = math.nan
+    if not _is_length(value):
+        raise DataError(f"{where}: {name} is {quoted(text)}, a number expected")
+    return value

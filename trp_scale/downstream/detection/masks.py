@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from trp_scale.config import RefusedError
 from trp_scale.data.index import DataError
+from trp_scale.documents.fields import is_finite
 
 Bits = npt.NDArray[np.uint8]
 
@@ -48,9 +49,11 @@ def runs_of(segmentation: object, height: int, width: int, *, where: str) -> byt
         DataError: it is none of these, or of another size.
     """
     functions = mask_functions()
+    if height * width >= 1 << 32:
+        raise DataError(f"{where}: an image of {height} x {width} pixels, which has no mask")
     if isinstance(segmentation, list):
         polygons = [one for one in segmentation if isinstance(one, list) and len(one) >= 6 and len(one) % 2 == 0]
-        if any(not (isinstance(number, (int, float)) and abs(number) <= FARTHEST) for number in chain(*polygons)):
+        if any(not (is_finite(number) and abs(number) <= FARTHEST) for number in chain(*polygons)):
             raise DataError(f"{where}: a polygon holds something else than numbers of pixels, up to {FARTHEST:.0f}")
         if not polygons:
             return b""
@@ -60,7 +63,7 @@ def runs_of(segmentation: object, height: int, width: int, *, where: str) -> byt
         if not isinstance(counts, (list, str)):
             raise DataError(f"{where}: segmentation.counts is {type(counts).__name__}, a list or a text expected")
         lengths = counts if isinstance(counts, list) else _lengths(counts)
-        if lengths is None or any(not isinstance(length, int) or length < 0 for length in lengths):
+        if lengths is None or any(type(length) is not int or not 0 <= length < 1 << 32 for length in lengths):
             raise DataError(f"{where}: segmentation.counts holds something else than run lengths")
         if sum(lengths) != height * width:
             raise DataError(f"{where}: run lengths of {sum(lengths)} pixels, {height} x {width} expected")

@@ -21,7 +21,7 @@ from trp_scale.config import RefusedError
 from trp_scale.core.batch import Batch
 from trp_scale.data.hashing import Integers, Words, name_hash
 from trp_scale.data.plan import Addresses
-from trp_scale.data.text.tokenizer import open_given, vocabulary_size
+from trp_scale.data.text.tokenizer import open_given, try_out, vocabulary_size
 from trp_scale.downstream.glue.examples import Examples
 
 AT_ONCE = 4096
@@ -59,7 +59,7 @@ def load_tokenizer(directory: Path, *, length: int) -> PairTokenizer:
     backend.no_padding()
     backend.enable_truncation(length, strategy="longest_first")
     backend.encode_special_tokens = True  # text that spells "[MASK]" stays text, as in pre-training
-    probe = backend.encode("a", "b")
+    probe = try_out(backend, directory)
     ends = (probe.ids[0], probe.ids[-1], probe.type_ids[-1])
     if ends != (found.cls_token_id, found.sep_token_id, 1):
         raise RefusedError(

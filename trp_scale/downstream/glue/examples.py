@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trp_scale.data.index import DataError
+from trp_scale.errors import quoted
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,7 +124,7 @@ def column(names: Sequence[str], allowed: tuple[str, ...], where: str) -> int:
     for name in allowed:
         if name in names:
             return list(names).index(name)
-    raise DataError(f"{where}: no column {' or '.join(map(repr, allowed))}; found: {', '.join(map(repr, names))}")
+    raise DataError(f"{where}: no column {' or '.join(map(repr, allowed))}; found: {quoted(list(names))}")
 
 
 def number_labels(
@@ -141,7 +142,7 @@ def number_labels(
     for row, (text, place) in enumerate(zip(texts, places, strict=True)):
         if task.values:
             if text not in numbers:
-                raise DataError(f"{where}:{place}: label {text!r} found, allowed: {', '.join(task.values)}")
+                raise DataError(f"{where}:{place}: label {quoted(text)} found, allowed: {', '.join(task.values)}")
             labels[row] = numbers[text]
             continue
         try:
@@ -149,5 +150,5 @@ def number_labels(
         except ValueError:
             labels[row] = np.nan
         if not np.isfinite(labels[row]):
-            raise DataError(f"{where}:{place}: score {text!r} found, a number expected")
+            raise DataError(f"{where}:{place}: score {quoted(text)} found, a number expected")
     return labels

@@ -15,8 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 from trp_scale.config import RefusedError
+from trp_scale.data.dataset_directory import open_dataset
 from trp_scale.data.index import DataError
+from trp_scale.documents.json_files import read_content
 from trp_scale.downstream.glue.examples import FORMATS, UNKNOWN, Examples, GlueFormat, column, number_labels
+from trp_scale.errors import quoted, said_by, shortened
 
 
 def read_tsv(path: Path, task: GlueFormat, *, allowed_bad: int = 0) -> Examples:
@@ -77,10 +80,7 @@ def _is_header(line: str, task: GlueFormat) -> bool:
 
 def _lines(path: Path) -> list[str]:
     """Split at line feeds alone: `splitlines` would also do so at characters that occur within sentences."""
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise DataError(f"{path}: cannot be read ({error.strerror})") from error
+    content = read_content(path, DataError, largest=LARGEST)
     try:
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -91,6 +91,9 @@ def _lines(path: Path) -> list[str]:
         lines.pop()
     return [line.removesuffix("\r") for line in lines]
 
+
+LARGEST = 4 << 30
+"""Bytes of a file; GLUE's largest, MNLI's, has 80 MB."""
 
 DICT_FILE = "dataset_dict.json"
 """What save_to_disk leaves in the directory of a DatasetDict."""
@@ -118,16 +121,20 @@ def read_splits(directory: Path, task: GlueFormat, files: dict[str, tuple[str, .
         import datasets
     except ImportError as error:
         raise DataError(f"{directory}: reading a dataset directory needs `pip install trp-scale[datasets]`") from error
-    try:
-        loaded: Any = datasets.load_from_disk(str(directory))
-    except (OSError, ValueError, KeyError) as error:  # pyarrow's and JSON's errors are ValueErrors
-        raise DataError(f"{directory}: cannot be read as a dataset directory ({error}); save it again") from error
+    loaded = open_dataset(directory, str(directory))
+    if not isinstance(loaded, datasets.DatasetDict):
+        raise DataError(f"{directory}: cannot be read as a dataset directory with splits; save a DatasetDict")
     found = {}
     for name, stems in files.items():
         there = [stem for stem in stems if split_name(stem) in loaded]
         if there:
             where = f"{directory}, split {split_name(there[0])}"
-            found[name] = _read(loaded[split_name(there[0])], task, there[0], where)
+            try:
+                found[name] = _read(loaded[split_name(there[0])], task, there[0], where)
+            except RefusedError:
+                raise
+            except Exception as error:  # of pyarrow, of many kinds, where the stored columns are damaged
+                raise DataError(f"{where}: cannot be read ({said_by(error)}); save it again") from error
     return found
 
 
@@ -160,11 +167,13 @@ def _labels(values: Any, names: list[str] | None, task: GlueFormat, where: str) 
         expected = f"0 to {len(task.names) - 1}"
     if not allowed.all():
         row = int(np.argmin(allowed))
-        raise DataError(f"{where}, row {row}: label {values[row]!r} found, {expected} expected")
+        raise DataError(f"{where}, row {row}: label {quoted(values[row])} found, {expected} expected")
     if names is None or not task.names:
         return given
     if sorted(names) != sorted(task.names):
-        raise DataError(f"{where}: labels {', '.join(names)} found, {', '.join(task.names)} expected")
+        raise DataError(
+            f"{where}: labels {shortened(', '.join(map(str, names)))} found, {', '.join(task.names)} expected"
+        )
     ours: npt.NDArray[np.float64] = np.array([task.names.index(name) for name in names], dtype=np.float64)
     return ours[given.astype(np.int64)]
 

@@ -12,10 +12,10 @@ from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from trp_scale.checkpoint.agreement import on_rank_zero
+from trp_scale.checkpoint.tensor_file import CheckpointError, reading_tensors
 from trp_scale.config import RefusedError
 from trp_scale.core.batch import Batch
 from trp_scale.data.hashing import Integers
@@ -104,10 +104,16 @@ def _read(path: Path) -> LabelledFeatures | None:
     if not path.is_file():
         return None
     try:
-        return LabelledFeatures(**load_file(path))
-    except (SafetensorError, TypeError) as error:
-        logger.warning("%s is damaged (%s); the features are computed again", path, error)
+        with reading_tensors(path):
+            found = LabelledFeatures(**load_file(path))
+        features, labels = found.features, found.labels
+        kinds = (features.dtype.str, features.ndim, labels.dtype.str, labels.ndim)
+        if kinds != ("<f4", 2, "<i8", 1) or len(features) != len(labels):
+            raise CheckpointError(f"{path}: other arrays than features are there")
+    except CheckpointError as error:
+        logger.warning("%s; the features are computed again", error)
         return None
+    return found
 
 
 def _require_writable(cache: Path) -> None:

@@ -38,7 +38,7 @@ class FileSource:
         label = sample.label
         if "cls" in content:
             text = content.pop("cls").strip()
-            if not text.isdigit():  # of bytes: ASCII digits alone
+            if not text.isdigit() or len(text) > 18:  # of bytes: ASCII digits alone
                 raise UnusableError("bad_class")
             label = int(text)
         return Loaded(image=content.pop("jpg"), label=label, maps=content)

@@ -6,7 +6,6 @@ or as a field of JSON; the others are counted and never read.
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections import Counter
 from collections.abc import Callable
@@ -15,6 +14,8 @@ from typing import Any, BinaryIO
 
 from trp_scale.data.images.reader import CLASS, IMAGE
 from trp_scale.data.index import Block, DataError, Member
+from trp_scale.documents.json_files import parse_json
+from trp_scale.errors import quoted, shortened
 from trp_scale.preparation.images.reencode import open_image
 from trp_scale.preparation.images.samples import SKIP_REASONS, UnusableError, plain_key
 from trp_scale.preparation.images.tar_members import TarMember, tar_members
@@ -26,6 +27,9 @@ FORMATS = ("JPEG", "PNG", "WEBP")
 """Pillow's names of what a run decodes."""
 
 AUTO, NONE = "auto", "none"
+
+LARGEST_MEMBER = (1 << 32) - 1
+"""Bytes of a member: what an index says in 32 bits."""
 
 REASONS = {
     **SKIP_REASONS,
@@ -123,7 +127,7 @@ def read_tar(
         if not part:
             found.ignored[member.suffix] += 1
             continue
-        place = f"{where}: {member.name}"
+        place = f"{where}: {shortened(member.name)}"
         _refuse_second(where, member, sample.members.get(part))
         if not member.plain:
             raise DataError(f"{place}: a link, a folder or a sparse file; a file expected. Write the tar anew")
@@ -140,7 +144,7 @@ def read_tar(
                 check(place, content)
             advance(1, len(content))
     for key, sample in samples.items():
-        _add(found, f"{where}: {key}", key, sample, choice)
+        _add(found, f"{where}: {shortened(key)}", key, sample, choice)
     return found
 
 
@@ -149,16 +153,18 @@ def _refuse_second(where: str, member: TarMember, before: TarMember | None) -> N
         return
     if before.suffix != member.suffix:
         raise DataError(
-            f"{where}: {before.name} and {member.name} are two images under one key; choose with --image "
-            f"{before.suffix} or --image {member.suffix}"
+            f"{where}: {shortened(before.name)} and {shortened(member.name)} are two images under one key; choose with "
+            f"--image {before.suffix} or --image {member.suffix}"
         )
     raise DataError(
-        f"{where}: key {member.key!r} comes twice, {before.name} at byte {before.offset} and {member.name} at byte "
-        f"{member.offset}; a key names one sample of a tar. Write the tar anew"
+        f"{where}: key {quoted(member.key)} comes twice, {shortened(before.name)} at byte {before.offset} and "
+        f"{shortened(member.name)} at byte {member.offset}; a key names one sample of a tar. Write the tar anew"
     )
 
 
 def _content(place: str, stream: BinaryIO, member: TarMember) -> bytes:
+    if member.length > LARGEST_MEMBER:
+        raise DataError(f"{place}: {member.length} bytes, at most {LARGEST_MEMBER} are read; leave it out of the tar")
     try:
         stream.seek(member.offset)
         content = stream.read(member.length)
@@ -184,9 +190,9 @@ def read_label(place: str, content: bytes, label: str) -> int:
     value: Any
     if name:
         try:
-            document = json.loads(content)
-        except (ValueError, RecursionError) as error:
-            raise DataError(f"{place}: not JSON ({error}), as --label {label} expects") from error
+            document = parse_json(content, place, DataError)
+        except DataError as error:
+            raise DataError(f"{error}, as --label {label} expects") from error
         if not isinstance(document, dict) or name not in document:
             fields = ", ".join(sorted(document)) if isinstance(document, dict) else f"a {type(document).__name__}"
             raise DataError(f"{place}: no field {name!r}, as --label {label} expects; there are {fields[:200]}")
@@ -196,8 +202,8 @@ def read_label(place: str, content: bytes, label: str) -> int:
         value = int(text) if text.isdigit() and len(text) < 19 else text[:20].decode("utf-8", "replace")
     if type(value) is not int or not 0 <= value < 1 << 63:
         raise DataError(
-            f"{place}: class {value!r} found, a whole number from 0 expected; --label chooses another member than "
-            f"{suffix!r}, --label none reads none"
+            f"{place}: class {quoted(value)} found, a whole number from 0 expected; --label chooses another member "
+            f"than {suffix!r}, --label none reads none"
         )
     return value
 

@@ -422,7 +422,8 @@ def verify_tar(shard: Path, where: str, choice: MemberChoice, check: Any) -> int
     for ours, theirs in zip(index.blocks, found.blocks, strict=False):
         if ours != theirs:
             raise DataError(
-                f"{where}: image {shortened(theirs.key)}: {quoted(theirs)} found, the index says {quoted(ours)}; {advice}"
+                f"{where}: image {shortened(theirs.key)}: {quoted(theirs)} found, the index says "
+                f"{quoted(ours)}; {advice}"
             )
     if len(index.blocks) != len(found.blocks):
         raise DataError(f"{where}: {len(found.blocks)} images found, the index has {len(index.blocks)}; {advice}")

@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
+from trp_scale.data.dataset_directory import directory_fingerprint, is_dataset_directory, load_dataset
 from trp_scale.data.images.png import write_png
 from trp_scale.data.images.reader import CLASS, IMAGE, ordered_suffixes
 from trp_scale.data.index import DataError
 from trp_scale.modalities import modalities
 from trp_scale.modalities.base import MapFiles, Modality
-from trp_scale.preparation.dataset_directory import directory_fingerprint, is_dataset_directory, load_dataset
 from trp_scale.preparation.images.files import list_folder, list_tars, tars_on_disk
 from trp_scale.preparation.images.samples import Listing, Loaded, Sample, UnusableError
 from trp_scale.preparation.images.scenes import SCENE_CLASSES, render_scene

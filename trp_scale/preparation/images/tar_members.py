@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import BinaryIO, NamedTuple
 
 from trp_scale.data.index import DataError
+from trp_scale.errors import said_by
 
 
 class TarMember(NamedTuple):
@@ -58,5 +59,9 @@ def tar_members(where: str, stream: BinaryIO) -> Iterator[TarMember]:
         stream.seek(end)  # tarfile takes a cut tar for a shorter one
         if stream.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
             raise tarfile.ReadError(f"no end mark at byte {end}")
-    except (OSError, tarfile.TarError) as error:
-        raise DataError(f"{where}: not a tar that can be read to its end ({error}); make or copy it anew") from error
+    except DataError:
+        raise
+    except (OSError, ValueError, OverflowError, tarfile.TarError) as error:  # numbers that no file has, too
+        raise DataError(
+            f"{where}: not a tar that can be read to its end ({said_by(error)}); make or copy it anew"
+        ) from error

@@ -11,12 +11,14 @@ from pathlib import Path, PurePosixPath
 
 from trp_scale.data.index import DataError
 from trp_scale.data.remote.transfer import is_url, shared_remote
+from trp_scale.documents.json_files import read_lines
+from trp_scale.errors import quoted, shortened
 
 MOST = 1_000_000
 """Tars of one pattern."""
 
 _BRACES = re.compile(r"\{([^{}]*)\}")
-_RANGE = re.compile(r"(-?\d+)\.\.(-?\d+)(?:\.\.(-?\d+))?")
+_RANGE = re.compile(r"(-?[0-9]{1,12})\.\.(-?[0-9]{1,12})(?:\.\.(-?[0-9]{1,12}))?")
 
 
 def expand_braces(text: str) -> list[str]:
@@ -27,7 +29,7 @@ def expand_braces(text: str) -> list[str]:
     """
     found = list(itertools.islice(_expanded(text, 0), MOST + 1))
     if len(found) > MOST:
-        raise DataError(f"{text}: more than {MOST} tars; give a text file that lists them")
+        raise DataError(f"{shortened(text)}: more than {MOST} tars; give a text file that lists them")
     return list(dict.fromkeys(found))
 
 
@@ -108,18 +110,15 @@ def _of_list(path: Path) -> list[str]:
     """The tars that a text file lists; paths are relative to its folder."""
     if path.name.endswith((".tar.gz", ".tgz", ".tar.zst", ".tar.bz2", ".tar.xz")):
         raise DataError(f"{path}: an uncompressed .tar expected, as no image of a compressed one could be read alone")
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{path}: neither a .tar nor a text file that lists tars ({error})") from error
+    lines = read_lines(path, DataError, what="a .tar, nor a text file that lists tars")
     found: list[str] = []
     for number, line in enumerate(lines, start=1):
         text = line.strip()
         if not text or text.startswith("#"):
             continue
         for each in expand_braces(text):
-            if not each.endswith(".tar") or each.startswith("pipe:"):
-                raise DataError(f"{path}, line {number}: {each[:200]!r} found, the path or URL of a .tar expected")
+            if not each.endswith(".tar") or each.startswith("pipe:") or "\0" in each:
+                raise DataError(f"{path}, line {number}: {quoted(each)} found, the path or URL of a .tar expected")
             found += [each] if is_url(each) else [str((path.parent / each).absolute())]
     if not found:
         raise DataError(f"{path}: lists no tar; the path or URL of one a line expected")

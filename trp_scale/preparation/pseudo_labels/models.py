@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
+from trp_scale.data.dataset_directory import files_fingerprint
 from trp_scale.data.index import DataError
 from trp_scale.modalities.base import PseudoLabels
-from trp_scale.preparation.dataset_directory import files_fingerprint
 from trp_scale.preparation.pseudo_labels.settings import labelled
 
 CONFIGURATION = "config.json"

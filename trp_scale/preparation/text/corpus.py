@@ -18,8 +18,9 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Literal
 
+from trp_scale.data.dataset_directory import files_fingerprint, is_dataset_directory, load_dataset
 from trp_scale.data.index import DataError
-from trp_scale.preparation.dataset_directory import files_fingerprint, is_dataset_directory, load_dataset
+from trp_scale.errors import said_by
 
 TEXT_SUFFIXES = (".txt", ".text", ".md")
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
@@ -236,8 +237,8 @@ def open_parquet(path: str):  # type: ignore[no-untyped-def]  # pyarrow is an ex
         raise DataError(f"input {path}: reading parquet needs `pip install trp-scale[datasets]`") from error
     try:
         return parquet.ParquetFile(path, memory_map=True)
-    except (OSError, pyarrow.ArrowException) as error:
-        raise DataError(f"input {path}: not a parquet file that can be read ({error})") from error
+    except (OSError, ValueError, pyarrow.ArrowException) as error:
+        raise DataError(f"input {path}: not a parquet file that can be read ({said_by(error)})") from error
 
 
 def embedded_documents() -> Iterator[tuple[str, str]]:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import gzip
-import json
 import re
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
-from trp_scale.preparation.dataset_directory import load_dataset
+from trp_scale.data.dataset_directory import load_dataset
+from trp_scale.documents.json_files import parse_json
+from trp_scale.errors import RefusedError
 from trp_scale.preparation.text.corpus import LARGEST_SHARD, Portion, Span, open_parquet
 
 SKIP_REASONS = {
@@ -80,7 +82,13 @@ def _read_dataset(span: Span, settings: ReadSettings) -> Iterator[Document | Ski
         return
     column = rows.select_columns([settings.text_field])
     for row in range(span.start, span.end):
-        yield _document(column[row][settings.text_field], partial("{}:{}".format, span.path, row))
+        place = partial("{}:{}".format, span.path, row)
+        try:
+            text = column[row][settings.text_field]
+        except Exception:  # of pyarrow, of many kinds
+            yield Skipped("unreadable", place())
+            continue
+        yield _document(text, place)
 
 
 def _read_parquet(span: Span, settings: ReadSettings) -> Iterator[Document | Skipped]:
@@ -93,12 +101,34 @@ def _read_parquet(span: Span, settings: ReadSettings) -> Iterator[Document | Ski
             last = first + opened.metadata.row_group(group).num_rows
             if first < span.end and last > span.start:
                 row = first
-                for batch in opened.iter_batches(_ROWS, row_groups=[group], columns=[settings.text_field]):
-                    for value in batch.column(0):
-                        if span.start <= row < span.end:
-                            yield _document(value.as_py(), partial("{}:{}".format, span.path, row))
-                        row += 1
+                for text in _column(opened, group, settings.text_field):
+                    if row >= last or text is _DAMAGED:
+                        break
+                    if span.start <= row < span.end:
+                        yield _document(text, partial("{}:{}".format, span.path, row))
+                    row += 1
+                if row < min(last, span.end):
+                    yield Skipped("unreadable", f"{span.path}:{max(row, span.start)}")
             first = last
+
+
+_DAMAGED = object()
+
+
+def _column(opened: Any, group: int, name: str) -> Iterator[object]:
+    """The values of a column in a row group; _DAMAGED ends one that cannot be read further."""
+    import pyarrow
+
+    batches = opened.iter_batches(_ROWS, row_groups=[group], columns=[name])
+    while True:
+        try:
+            values = next(batches).column(0).to_pylist()
+        except StopIteration:
+            return
+        except (OSError, ValueError, pyarrow.ArrowException):
+            yield _DAMAGED
+            return
+        yield from values
 
 
 def _read_file(span: Span, settings: ReadSettings) -> Iterator[Document | Skipped]:
@@ -191,10 +221,10 @@ def _json_document(line: bytes, start: int, lines: _LineNumbers, settings: ReadS
     if len(line) > settings.max_line_bytes:
         return Skipped("long_line", lines.place(start))
     try:
-        record = json.loads(line.decode("utf-8"))
+        record = parse_json(line.decode("utf-8"), "a line", looked_through=False)  # of its fields one is taken
     except UnicodeDecodeError:
         return Skipped("invalid_utf8", lines.place(start))
-    except (ValueError, RecursionError):
+    except RefusedError:
         return Skipped("not_json", lines.place(start))
     if not isinstance(record, dict):
         return Skipped("not_json", lines.place(start))

@@ -5,8 +5,12 @@ from __future__ import annotations
 import hashlib
 import os
 from pathlib import Path
+from typing import Any
 
-from trp_scale.data.index import DataError
+from trp_scale.data.index import DataError, read_fields
+from trp_scale.documents.fields import is_plain_name
+from trp_scale.documents.json_files import read_object
+from trp_scale.errors import quoted, said_by
 
 SAMPLED_BYTES = 65536
 
@@ -26,12 +30,37 @@ def load_dataset(path: str, split: str):  # type: ignore[no-untyped-def]  # `dat
         import datasets
     except ImportError as error:
         raise DataError(f"input {path}: reading a dataset directory needs `pip install trp-scale[datasets]`") from error
-    loaded = datasets.load_from_disk(path)
+    loaded = open_dataset(Path(path), f"input {path}")
     if isinstance(loaded, datasets.DatasetDict):
         if split not in loaded:
             raise DataError(f"input {path}: split {split!r} not found; --split may be {', '.join(loaded)}")
         return loaded[split]
     return loaded
+
+
+def open_dataset(path: Path, said: str) -> Any:
+    """What datasets.save_to_disk wrote, a Dataset or a DatasetDict.
+
+    Args:
+        said: how it is named in messages.
+
+    Raises:
+        DataError: it cannot be opened.
+    """
+    import datasets
+
+    for file in path.glob("**/*.json"):  # the library follows them wherever they lead
+        read_object(file, DataError)
+    for state in path.glob("**/state.json"):
+        for each in read_fields(state).take("_data_files", list[dict[str, Any]], []):
+            if not is_plain_name(each.get("filename")):
+                raise DataError(f"{state}: file {quoted(each.get('filename'))} found, a plain file name expected")
+    try:
+        return datasets.load_from_disk(str(path))
+    except Exception as error:  # pyarrow's, JSON's, and whatever other fields than the library's lead to
+        raise DataError(
+            f"{said}: not a dataset directory that can be read ({said_by(error)}); save it again"
+        ) from error
 
 
 def files_fingerprint(files: list[Path]) -> bytes:
