@@ -48,7 +48,7 @@ def allowed(importer: str, imported: str) -> bool:
     if importer == imported:
         return True
     if importer == "recipes":
-        return imported in ("config", "command_line", "documents")
+        return imported in ("errors", "documents", "config", "command_line")
     if imported == "recipes":
         return importer in RECIPES_ARE_READ_BY
     level = {part: number for number, layer in enumerate(LAYERS) for part in layer}

@@ -49,18 +49,16 @@ def open_dataset(path: Path, said: str) -> Any:
     """
     import datasets
 
-    for file in path.glob("**/*.json"):  # the library follows them wherever they lead
-        read_object(file, DataError)
-    for state in path.glob("**/state.json"):
-        for each in read_fields(state).take("_data_files", list[dict[str, Any]], []):
-            if not is_plain_name(each.get("filename")):
-                raise DataError(f"{state}: file {quoted(each.get('filename'))} found, a plain file name expected")
     try:
+        for file in path.glob("**/*.json"):  # the library follows them wherever they lead
+            read_object(file, DataError)
+        for state in path.glob("**/state.json"):
+            for each in read_fields(state).take("_data_files", list[dict[str, Any]], []):
+                if not is_plain_name(each.get("filename")):
+                    raise DataError(f"{state}: file {quoted(each.get('filename'))} found, a plain file name expected")
         return datasets.load_from_disk(str(path))
-    except Exception as error:  # pyarrow's, JSON's, and whatever other fields than the library's lead to
-        raise DataError(
-            f"{said}: not a dataset directory that can be read ({said_by(error)}); save it again"
-        ) from error
+    except Exception as error:  # pyarrow's, ours, and whatever other fields than the library's lead to
+        raise DataError(f"{said}: cannot be read as a dataset directory ({said_by(error)}); save it again") from error
 
 
 def files_fingerprint(files: list[Path]) -> bytes:

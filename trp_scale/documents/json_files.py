@@ -28,8 +28,9 @@ DEEPEST = 64
 
 _TOO_DEEP = f"nested too deep; {DEEPEST} levels are allowed"
 
-LARGEST_NUMBER = 1 << 64
-"""Whole numbers lie below it, on either side of 0."""
+LARGEST_NUMBER = 10**40
+"""Whole numbers lie below it, on either side of 0. transformers writes 10^30 for a length without a limit; fields of
+our own have 64 bits (fields.py)."""
 
 
 def read_json(
@@ -157,7 +158,7 @@ def checked(document: Any, said: str, raised: type[RefusedError]) -> Any:
                 if not can_be_written(value):
                     raise raised(f"{said}: text with half of a surrogate pair, {quoted(value)}")
             elif kind is int and not -LARGEST_NUMBER < value < LARGEST_NUMBER:
-                raise raised(f"{said}: a number of {len(str(abs(value)))} digits; at most 64 bits are allowed")
+                raise raised(f"{said}: a number of {len(str(abs(value)))} digits, 40 are allowed")
         level = inner
     raise raised(f"{said}: {_TOO_DEEP}")
 

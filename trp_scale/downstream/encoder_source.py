@@ -233,8 +233,8 @@ def _present_name(name: str) -> str:
 
 
 def _of_vitmae(path: str, found: Fields) -> EncoderSource:
-    layers, patch_size = found.whole("num_hidden_layers", least=1), found.whole("patch_size", least=1)
-    grid = found.whole("image_size", least=1) // patch_size
+    image_size, patch_size = found.whole("image_size", least=1), found.whole("patch_size", least=1)
+    grid, layers = image_size // patch_size, found.whole("num_hidden_layers", least=1)
 
     if found.text("hidden_act", "gelu") != "gelu" or not found.take("qkv_bias", bool, True):
         raise RefusedError(f"--from {path}: hidden_act gelu and a bias of queries, keys and values are supported")

@@ -12,7 +12,7 @@ from typing import Any
 
 from trp_scale.config import RefusedError
 from trp_scale.documents.fields import record
-from trp_scale.documents.json_files import read_object
+from trp_scale.documents.json_files import read_json
 from trp_scale.errors import quoted, shortened
 
 RESULTS_FILE = "results.json"
@@ -160,9 +160,9 @@ def read_results(run_dir: Path) -> Results:
     return results
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> Any:
     if path.parent.exists() and not path.parent.is_dir():
         raise RefusedError(f"{path.parent} is a file; allowed: the directory that holds {path.name}")
-    return read_object(
+    return read_json(
         path, missing="missing; allowed: a directory that trp-scale finetune, evaluate or probe has finished"
     )

@@ -30,6 +30,7 @@ from trp_scale.config.components import (
 )
 from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.config.settings import Settings, was
+from trp_scale.documents.fields import LARGEST
 from trp_scale.documents.yaml_files import read_yaml, write_yaml
 from trp_scale.errors import LONGEST_QUOTE, MOST_PROBLEMS, listed_problems, quoted, shortened
 from trp_scale.recipes.inheritance import Inherited, inherit
@@ -431,7 +432,7 @@ def _value(kind: Any, value: object) -> object:
         return Path(value)
     if kind is float and number:
         return float(value)  # type: ignore[arg-type]
-    if kind is int and number and math.isfinite(value) and float(value).is_integer():  # type: ignore[arg-type]
+    if kind is int and number and abs(value) < LARGEST and float(value).is_integer():  # type: ignore[arg-type]
         return int(value)  # type: ignore[call-overload]
     if kind in (bool, str) and isinstance(value, kind):
         return value

@@ -222,7 +222,7 @@ def test_damaged_numbers_are_found_by_verify_and_not_followed(pictures: Path) ->
         path.write_bytes(content)
         with pytest.raises(DataError, match=r"image 0, \.jpg: the index is damaged: the member lies outside the tar"):
             SampleReader(open_image_dataset(pictures).samples, verify=False).members(0)
-        with pytest.raises(DataError, match=r"index\.bin: samples are damaged; make it again"):
+        with pytest.raises(DataError, match=r"index\.bin: 'samples' are damaged; make it again"):
             verify_dataset(pictures)
         indexed(pictures)
 

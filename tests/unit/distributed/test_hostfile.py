@@ -65,7 +65,7 @@ def test_what_is_wrong_is_named_with_what_to_change(
 
 def test_a_file_that_is_not_there(tmp_path: Path) -> None:
     (only,) = examine_hostfile(tmp_path / "nowhere")
-    assert only.state == "wrong" and "No such file" in only.found and "starts on this host alone" in only.change
+    assert only.state == "wrong" and "not found" in only.found and "starts on this host alone" in only.change
 
 
 def test_there_is_no_ssh(tmp_path: Path) -> None:

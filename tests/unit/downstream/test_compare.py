@@ -217,7 +217,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert (tmp_path / "out" / "table.md").read_text().startswith("| task |")
     assert (tmp_path / "out" / "table.csv").read_text().count("\n") == 3
     assert cli.main(["compare", str(tmp_path / "a"), str(tmp_path)]) == 2
-    assert f"{tmp_path / RESULTS_FILE} is missing" in capsys.readouterr().err
+    assert f"{tmp_path / RESULTS_FILE}: missing" in capsys.readouterr().err
     assert cli.main(["compare", str(tmp_path / "a"), str(tmp_path / "b" / ".." / "a")]) == 2
     assert "is given twice" in capsys.readouterr().err
 

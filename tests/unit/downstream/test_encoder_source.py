@@ -250,19 +250,19 @@ def test_wrong_things_are_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "broken").mkdir()
     (tmp_path / "broken" / "config.json").write_text("{")
     (tmp_path / "broken" / "model.safetensors").touch()
-    with pytest.raises(RefusedError, match=r"config.json is not JSON"):
+    with pytest.raises(RefusedError, match=r"config.json: not JSON"):
         open_encoder(str(tmp_path / "broken"))
 
 
 def test_what_is_damaged_or_missing_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(RefusedError, match=r"config.json has no hidden_size"):
+    with pytest.raises(RefusedError, match=r"config.json: no field 'hidden_size'"):
         open_encoder(
             str(described(tmp_path / "x", **{key: value for key, value in BERT.items() if key != "hidden_size"}))
         )
-    with pytest.raises(RefusedError, match=r"config.json has no image_size"):
+    with pytest.raises(RefusedError, match=r"config.json: no field 'image_size'"):
         open_encoder(str(described(tmp_path / "x", model_type="vit_mae")))
     (tmp_path / "x" / "config.json").write_text("[1]")
-    with pytest.raises(RefusedError, match=r"config.json holds no settings"):
+    with pytest.raises(RefusedError, match=r"config.json: a JSON object expected, list found"):
         open_encoder(str(tmp_path / "x"))
     saved_by_timm(tmp_path / "timm")
     weights = load_file(tmp_path / "timm" / "model.safetensors")

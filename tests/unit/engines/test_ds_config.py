@@ -320,7 +320,7 @@ def test_deepspeeds_own_adam_on_the_host_is_had_where_the_file_asks_for_it() -> 
     ("text", "expected"),
     [
         ('{"bf16": 1, "bf16": 2}', "'bf16' is given twice"),
-        ("{", "is not JSON"),
+        ("{", ": not JSON"),
         ("[]", "is a list; allowed: a JSON object"),
     ],
 )
@@ -329,5 +329,5 @@ def test_a_file_that_is_no_configuration_is_refused(tmp_path: Path, text: str, e
     with pytest.raises(RefusedError) as caught:
         read(tmp_path / "x.json")
     assert expected in str(caught.value)
-    with pytest.raises(RefusedError, match="No such file"):
+    with pytest.raises(RefusedError, match="not found"):
         read(tmp_path / "y.json")

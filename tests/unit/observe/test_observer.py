@@ -218,7 +218,7 @@ def test_a_directory_without_metrics_is_named(tmp_path: Path) -> None:
 
 def test_a_broken_line_is_named(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\nnot json\n{"step": 3}\n', encoding="utf-8")
-    with pytest.raises(ValueError, match="line 2 is not JSON"):
+    with pytest.raises(RefusedError, match="line 2: not JSON"):
         report(tmp_path)
 
 

@@ -73,7 +73,7 @@ def test_environment_json_says_how_each_start_was_made(tmp_path: Path) -> None:
 
 def test_a_damaged_environment_json_is_refused(tmp_path: Path) -> None:
     (tmp_path / "environment.json").write_text("{", encoding="utf-8")
-    with pytest.raises(RefusedError, match=r"environment\.json is not JSON"):
+    with pytest.raises(RefusedError, match=r"environment\.json: not JSON"):
         rundir.write_environment(
             tmp_path, RankInfo(), ALONE, device=CPU, engine="plain", zero_stage=None, micro_size=4, cpus=3
         )

@@ -275,8 +275,8 @@ def _read_labels(path: Path, blocks: list[dict[str, Any]], labelled: bool) -> In
     for block, label in zip(blocks, labels, strict=True):
         if type(label) is not int or not 0 <= label <= LARGEST:
             raise DataError(
-                f"{index_path(path)}: image {shortened(block['key'])}: class {quoted(label)} found, a whole number from "
-                "0 expected; shard the images again"
+                f"{index_path(path)}: image {shortened(block['key'])}: class {quoted(label)} found, a whole number "
+                "from 0 expected; shard the images again"
             )
     return np.array(labels, dtype=np.int64)
 

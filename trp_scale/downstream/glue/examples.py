@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trp_scale.data.index import DataError
-from trp_scale.errors import quoted
+from trp_scale.errors import quoted, shortened
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +124,7 @@ def column(names: Sequence[str], allowed: tuple[str, ...], where: str) -> int:
     for name in allowed:
         if name in names:
             return list(names).index(name)
-    raise DataError(f"{where}: no column {' or '.join(map(repr, allowed))}; found: {quoted(list(names))}")
+    raise DataError(f"{where}: no column {' or '.join(map(repr, allowed))}; found: {shortened(', '.join(map(repr, names)))}")
 
 
 def number_labels(

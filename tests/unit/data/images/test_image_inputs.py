@@ -215,7 +215,7 @@ def test_settings_of_another_kind_of_input_are_refused(tmp_path: Path) -> None:
     tar = write_tar(tmp_path / "a.tar", {"1.jpg": jpeg()})
     with pytest.raises(DataError, match="goes with an image folder, not with tars"):
         shard(tmp_path / "out", tar, modality=[f"depth={folder}"])
-    with pytest.raises(DataError, match=r"nowhere\.txt: not a text file"):
+    with pytest.raises(DataError, match=r"nowhere\.txt: not found"):
         shard(tmp_path / "out", tar, class_names="nowhere.txt")
 
 

@@ -459,7 +459,7 @@ def test_flags_of_an_indexed_data_set_stay(
 def test_places_that_are_damaged(tars: list[Path], tmp_path: Path) -> None:
     data = index(tmp_path / "far", tmp_path / "data")
     (data / "shards" / "places.json").write_text(json.dumps({"tars": {"a.tar": {"place": "x"}}}))
-    with pytest.raises(DataError, match=r"places\.json: not a list of tars .*trp-scale index"):
+    with pytest.raises(DataError, match=r"places\.json: tars\.a\.tar .*trp-scale index"):
         open_image_dataset(data)
 
 

@@ -75,7 +75,7 @@ def test_rendered_scenes_know_their_scale_and_classes(tmp_path: Path) -> None:
         (("semseg",), {"depth": {"scale": 0.1}}, r"scale 0\.1: goes with depth maps .* or \.depth\.png members"),
         (("depth",), {"depth": {"scale": 0.0}}, r"--depth\.scale is 0\.0, allowed: more than 0"),
         (("semseg",), {"semseg": {"void_label": 256}}, "--semseg.void_label is 256, allowed: from 0 to at most 255"),
-        (("semseg",), {"semseg": {"classes": "nowhere.txt"}}, r"--semseg\.classes nowhere\.txt: not a text file"),
+        (("semseg",), {"semseg": {"classes": "nowhere.txt"}}, r"--semseg\.classes nowhere\.txt: not found"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(

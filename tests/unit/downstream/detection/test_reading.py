@@ -173,7 +173,7 @@ def test_malformed_voc_is_refused_by_file(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="line 2: '000002 -1 3'"):
         read_voc(path)
     path.write_text("000009\n")
-    with pytest.raises(DataError, match=r"000009\.xml: cannot be read"):
+    with pytest.raises(DataError, match=r"000009\.xml: not found"):
         read_voc(path)
     with pytest.raises(DataError, match="nothing of that name"):
         open_detection([member(tmp_path / "nowhere")], "", masks=False)
