@@ -143,7 +143,7 @@ def checked(document: Any, said: str, raised: type[RefusedError]) -> Any:
         raised: it has.
     """
     level = [document]
-    for _ in range(DEEPEST + 1):
+    for _ in range(DEEPEST + 2):  # containers, what the last hold, and nothing
         if not level:
             return document
         inner: list[Any] = []

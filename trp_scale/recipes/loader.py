@@ -9,7 +9,6 @@ from __future__ import annotations
 import copyreg
 import dataclasses
 import functools
-import math
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path

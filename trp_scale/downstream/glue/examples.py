@@ -124,7 +124,9 @@ def column(names: Sequence[str], allowed: tuple[str, ...], where: str) -> int:
     for name in allowed:
         if name in names:
             return list(names).index(name)
-    raise DataError(f"{where}: no column {' or '.join(map(repr, allowed))}; found: {shortened(', '.join(map(repr, names)))}")
+    raise DataError(
+        f"{where}: no column {' or '.join(map(repr, allowed))}; found: {shortened(', '.join(map(repr, names)))}"
+    )
 
 
 def number_labels(
