@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import random
 import signal
 from collections.abc import Callable, Iterator
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.distributed.launched import descendants, environment_of, launch, wait_for_steps
 from tests.faults.forked_ranks import ForkedRanks, Signal
 from tests.runs import essence, flags, lines
 from trp_scale.checkpoint.format import read_full_state
@@ -143,6 +145,25 @@ def test_kill_9_of_a_rank_again_and_again(
     assert ranks(arguments, log) == [0, 0], f"seed {seed}: {log.read_text()[-4000:]}"
     assert expected in log.read_text()
     same_end(killed, whole, steps)
+
+
+@pytest.mark.faults
+def test_kill_9_of_a_rank_under_torchrun(whole_runs: Callable[[int], Path], text_dataset: Path, tmp_path: Path) -> None:
+    """At random steps, and at the start-up where lines of later steps than the checkpoint's are still there."""
+    arguments = flags(text_dataset, tmp_path, training__steps=FEW, **SETTINGS)
+    for _ in range(3):
+        reached = max((step for step, _ in checkpoints(tmp_path)), default=0)
+        process = launch("torchrun", arguments)
+        wait_for_steps(process, tmp_path, reached + random.SystemRandom().randint(1, 2))
+        while not (ranks := [pid for pid in descendants(process.pid) if "RANK" in environment_of(pid)]):
+            assert process.poll() is None
+        os.kill(random.SystemRandom().choice(ranks), signal.SIGKILL)
+        output = process.communicate(timeout=120)[0]
+        assert process.returncode == 1, output
+    process = launch("torchrun", arguments)
+    output = process.communicate(timeout=240)[0]
+    assert process.returncode == 0, output
+    same_end(tmp_path, whole_runs(FEW), FEW)
 
 
 @pytest.mark.parametrize(
