@@ -114,6 +114,12 @@ class Watchdog:
         """A sign of life between steps: `what` begins, or gets on."""
         self._beat = _Beat(time.monotonic(), self._beat.step, what, SLOW_START)
 
+    @property
+    def steps_done(self) -> int | None:
+        """Steps that this rank has made; None: it has begun none."""
+        beat = self._beat
+        return None if not beat.step else beat.step - (beat.what == "a step")
+
     def limit(self) -> float:
         """Seconds without a sign of life after which the run hangs now."""
         usual = statistics.median(self._seconds) if self._seconds else 0.0

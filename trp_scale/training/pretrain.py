@@ -145,7 +145,7 @@ def guarded(
             yield Guard(stop.requested, watchdog, ending)
         except BaseException as error:
             if not isinstance(error, SystemExit) or error.code:
-                ending.broke(error)
+                ending.broke(error, watchdog.steps_done)
             raise
 
 
