@@ -149,12 +149,15 @@ class IndexDocument:
         return DataError(f"{self.path}: not the index of a shard; shard the data again")
 
 
+def _named(block: dict[str, Any]) -> str:
+    """Its key, for messages."""
+    key = block.get("key")
+    return shortened(key) if isinstance(key, str) and can_be_written(key) else quoted(key)
+
+
 def _block(path: Path, block: dict[str, Any]) -> Block:
-    where = f"{path}: block {shortened(str(block.get('key')))}"
-    found = record(Block, block, where, DataError, "shard the data again")
-    if not can_be_written(found.key):
-        raise DataError(f"{path}: block {quoted(found.key)}: a key that can be written expected; shard the data again")
-    return found
+    where = f"{path}: block {_named(block)}"
+    return record(Block, block, where, DataError, "shard the data again")
 
 
 def read_index_document(shard: Path) -> IndexDocument:

@@ -210,7 +210,7 @@ def _reader(kind: Any) -> Read:
         return _list_reader(origin is tuple, arguments)
     if origin in (dict, Mapping) or kind is dict:
         return _mapping_reader(arguments)
-    return {int: _whole, float: _number}.get(kind) or _plain(kind)
+    return {int: _whole, float: _number, str: _text}.get(kind) or _plain(kind)
 
 
 def _whole(value: Any) -> Any:
@@ -227,8 +227,14 @@ def _number(value: Any) -> Any:
     return float(value)
 
 
+def _text(value: Any) -> Any:
+    if type(value) is not str or not can_be_written(value):
+        raise WrongValueError(value, "text")
+    return value
+
+
 def _plain(kind: Any) -> Read:
-    words = {str: "text", bool: "true or false", NoneType: "null"}[kind]
+    words = {bool: "true or false", NoneType: "null"}[kind]
 
     def read(value: Any) -> Any:
         if type(value) is not kind:

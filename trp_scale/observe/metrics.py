@@ -190,7 +190,7 @@ def read_metrics(run_dir: Path) -> Iterator[dict[str, Any]]:
     for number, text in json_lines(path):
         if not text.endswith(b"\n"):
             return
-        line = parse_json(text, f"{path}: line {number}")
+        line = parse_json(text, f"{path}: line {number}", looked_through=False)
         record(_Line, line, f"{path}: line {number}", RefusedError)
         yield line
 

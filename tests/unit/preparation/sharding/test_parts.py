@@ -189,7 +189,7 @@ def test_parts_that_begin_together_with_other_settings_are_not_both_made(
     """The other part writes its settings after this one has looked for them."""
     output = tmp_path / "data"
     part = part_of(1, 3)
-    theirs = {"settings": {"length": 9}, "shards": 3}
+    theirs = {"kind": "text", "settings": {"length": 9}, "shards": 3, "max_skipped": 0.1}
     write = type(part).write
 
     def slow(self: Any, directory: Path, document: dict[str, object]) -> None:
