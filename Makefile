@@ -2,7 +2,7 @@
 # make test       set up, run all tests but the exhaustive grids
 # make test-exhaustive   what make test leaves out: pairs of grids, and slow tests near to others
 # make test-cluster   under a SLURM of its own, and on namespaces as hosts: as root; it says which packages are missing
-# make test-faults   100,000 damaged and hostile files, given to every reader; TRP_SCALE_FUZZ=N: so many
+# make test-faults   100,000 damaged files for every reader (TRP_SCALE_FUZZ=N: so many), 20 kills, 10 stops
 # make setup | lint | types | wheel-test | clean
 #
 # PYTHON=python3.12 chooses the interpreter, RANKS=4 the ranks of `make pretrain`.

@@ -32,7 +32,7 @@ from trp_scale.downstream.sweep import linear_probe
 from trp_scale.downstream.trained_images import load_trained_images
 from trp_scale.observe.report import read_summary
 from trp_scale.recipes.arguments import parse
-from trp_scale.training.pretrain import Run
+from trp_scale.training.pretrain import Run, unguarded
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -127,7 +127,7 @@ def measured_ratio(directory: Path, settings: dict[str, object]) -> float:
             run_dir = Path(temporary) / method
             run_dir.mkdir()
             flags = flags_of(run_dir, {**settings, **own, "training.steps": 1000})
-            steps[method] = Run(parse(flags), environment, run_dir, "plain", lambda: None).trainer.train_step
+            steps[method] = Run(parse(flags), environment, run_dir, "plain", unguarded(run_dir)).trainer.train_step
         rounds = []
         for _ in range(1 + ROUNDS):
             seconds = {

@@ -26,7 +26,7 @@ from trp_scale.distributed.environment import Environment
 from trp_scale.masks.hook import LearnedMasks
 from trp_scale.masks.masks import Hypergradient, Masker, patch_weights
 from trp_scale.recipes.arguments import parse
-from trp_scale.training.pretrain import Run
+from trp_scale.training.pretrain import Run, unguarded
 
 
 @dataclass(kw_only=True)
@@ -67,7 +67,7 @@ def truncation(data: str, unroll: int, steps: int, flags: Sequence[str]) -> list
     given = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
     with tempfile.TemporaryDirectory() as directory, Environment() as environment:
         command = ["--recipe", "mlo_mae_tiny", "--data.path", data, "--run_dir", directory, *given, *flags]
-        run = Run(parse(command), environment, Path(directory), "plain", lambda: None)
+        run = Run(parse(command), environment, Path(directory), "plain", unguarded(Path(directory)))
         (hook,) = (each for each in run.hooks.all if isinstance(each, LearnedMasks))
         outer_step = hook.masker.outer_step
 

@@ -216,7 +216,7 @@ class FakeTraining:
 
 def agreed(counts: Tensor, window: list[Batch], *, stop: bool) -> Agreed:
     """One rank agrees with itself; fake tensors have no content to read."""
-    return Agreed(counts=counts, stop=stop, new_corrupt=[])
+    return Agreed(counts=counts, stop=stop, new_corrupt={})
 
 
 @contextmanager

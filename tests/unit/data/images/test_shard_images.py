@@ -61,6 +61,7 @@ def content(directory: Path) -> dict[str, bytes]:
     return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
+@pytest.mark.exhaustive  # two processes: test_processes_agree_on_files_too
 @pytest.mark.parametrize("processes", [3])
 def test_more_processes_write_the_same_bytes(made: Path, tmp_path: Path, processes: int) -> None:
     shard_images(config_of(tmp_path / "more", processes=processes))
