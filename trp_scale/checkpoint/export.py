@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
@@ -21,6 +20,7 @@ from trp_scale.checkpoint.run_directory import newest_complete
 from trp_scale.config import RefusedError
 from trp_scale.config.components import find, named
 from trp_scale.config.upstream import Weights
+from trp_scale.documents.json_files import read_object
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +107,7 @@ def loading_call(directory: Path) -> str:
     timm's `create_model` makes random weights unless `pretrained=True` is said, of a local directory too, and gives no
     warning.
     """
-    described = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    described = read_object(directory / "config.json")
     if "architecture" in described:
         return f'timm.create_model("local-dir:{directory}", pretrained=True)'
     return f'transformers.{described["architectures"][0]}.from_pretrained("{directory}")'

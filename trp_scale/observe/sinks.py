@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from trp_scale.config import Config, RefusedError
+from trp_scale.documents.json_files import read_lines
 from trp_scale.observe.records import RunInfo
 
 WANDB_ID_FILE = "wandb_id.txt"
@@ -56,7 +57,7 @@ class WandbSink:
         self._run = wandb.init(
             project=config.logging.wandb_project,
             name=run_dir.name,
-            id=id_file.read_text(encoding="utf-8").strip(),
+            id="".join(read_lines(id_file)).strip(),
             resume="allow",
             dir=str(run_dir),
             config=asdict(config),

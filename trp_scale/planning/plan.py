@@ -3,7 +3,6 @@ them first. What does not fit is refused with the nearest that does."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 from trp_scale.config import Config, RefusedError
 from trp_scale.data.train_source import check_partition
+from trp_scale.documents.json_files import read_object
 from trp_scale.engines import ds_config
 from trp_scale.planning.clusters import GPUS, Cluster
 from trp_scale.planning.counting import Checkpointing, Counted
@@ -192,7 +192,7 @@ def _documents(config: Config, gpus: int, given: Given) -> Iterator[tuple[str, M
         for name in SHIPPED_FILES:
             if config.optimizer.kind == "lamb" and "offload" in name:
                 continue  # the engine refuses it
-            yield f"ds_configs/{name}", json.loads((SHIPPED / name).read_text(encoding="utf-8"))
+            yield f"ds_configs/{name}", read_object(SHIPPED / name)
 
 
 def _resolved(config: Config, document: Mapping[str, Any], path: str, gpus: int) -> dict[str, Any]:
