@@ -59,8 +59,9 @@ def test_one_allowed_block_is_left_out_and_named_once(
         together = two_ranks(run_and_listen, flags(data, tmp_path / name, **changes, **engine))
         assert [status for status, _ in (alone, *together)] == [0, 0, 0], name
         for printed in (alone[1], together[0][1]):
-            assert printed.count(f"block {key} could not be read and is left out") == 1
-            assert printed.count(key) == 1
+            assert printed.count(f"block {key} could not be read and is left out (") == 1
+            assert printed.count(f"block {key} ") == 1
+            assert "checksum differs from the index" in printed, "and why"
         assert key not in together[1][1], "rank 1 is silent"
         same_losses(lines(tmp_path / name), lines(tmp_path / "one"), steps)
 
@@ -88,7 +89,7 @@ def test_one_too_many_stops_all_ranks_together(
     assert answers[0] == answers[1]
     status, message = answers[0]
     assert status == 1
-    assert message.startswith(f"1 blocks could not be read ({key})")
+    assert message.startswith(f"1 blocks could not be read ({key}: ")
     assert "--data.max_corrupt_blocks allows 0" in message and "trp-scale verify" in message
     assert len(lines(tmp_path / "run")) < steps
     assert key in (tmp_path / "run" / "summary.json").read_text(encoding="utf-8")
@@ -135,11 +136,11 @@ def test_a_block_that_a_loader_worker_of_a_launched_rank_comes_across(
         assert [step for step, _ in checkpoints(run_dir)] == [steps]
         return
     assert process.returncode not in (0, -signal.SIGKILL)
-    said = f"error: 1 blocks could not be read ({key})"
+    said = f"error: 1 blocks could not be read ({key}: "
     # Rank 1 says it too, with its number before it, where a busy machine lets it outlive rank 0 by seconds.
     assert [line.startswith(said) for line in output.splitlines()].count(True) == 1, output
     ours = output.partition("torch/distributed/elastic")[0]  # torchrun ends with a traceback of its own
     assert "Traceback" not in ours, f"a rank stopped in the middle of something: {ours}"
     summary = (run_dir / "summary.json").read_text(encoding="utf-8")
-    assert f"1 blocks could not be read ({key})" in summary, "rank 0 did not hear of rank 1's block"
+    assert f"1 blocks could not be read ({key}: " in summary, "rank 0 did not hear of rank 1's block"
     assert 1 <= len(lines(run_dir)) < steps
