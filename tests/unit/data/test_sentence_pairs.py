@@ -37,7 +37,7 @@ def stored(
     wide = ends.astype(np.int64)
     readable = np.ones(len(own), dtype=np.bool_)
     return TextRows(
-        tokens=tokens, tags=tags, ends=wide, pieces=wide[:, -1], own=own, partner=partner, readable=readable, corrupt=[]
+        tokens=tokens, tags=tags, ends=wide, pieces=wide[:, -1], own=own, partner=partner, readable=readable, reasons={}
     )
 
 
