@@ -214,7 +214,7 @@ class FakeTraining:
         return batch
 
 
-def agreed(counts: Tensor, window: list[Batch], *, stop: bool) -> Agreed:
+def agreed(counts: Tensor, window: list[Batch], *, stop: bool, written: bool = False) -> Agreed:
     """One rank agrees with itself; fake tensors have no content to read."""
     return Agreed(counts=counts, stop=stop, new_corrupt={})
 

@@ -176,9 +176,6 @@ def check_consistent(directory: Path, document: CheckpointDocument, *, digested:
     named = _STEP.search(directory.name)
     if named is not None and int(named[1]) != document.step:
         raise CheckpointError(f"{path}: step {document.step} found in a directory of step {int(named[1])}")
-    for entry in document.files:
-        if Path(entry.name).name != entry.name:
-            raise CheckpointError(f"{path}: file {entry.name!r} found, a plain file name expected")
     rows = document.config.get("batch", {}).get("global_size")
     taken = document.cursors.get("train")
     if not digested and rows and taken not in (None, document.step * rows):
