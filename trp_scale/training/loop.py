@@ -95,14 +95,14 @@ class UnreadStep:
     Attributes:
         step: its number, from 1.
         late: its numbers, on their way to the host.
-        keys: [R] of this rank's rows.
+        keys: [R] of the rows of each of this rank's micro-batches.
         searched: a loss scaler's ordinary search left it out; it does not count as skipped.
         step_seconds, data_wait_seconds, hooks: as in StepRecord.
     """
 
     step: int
     late: LateStats
-    keys: Tensor
+    keys: tuple[Tensor, ...]
     searched: bool
     step_seconds: float
     data_wait_seconds: float
@@ -257,7 +257,7 @@ class Trainer:
         self.unread = UnreadStep(
             step=self.state.step,
             late=ctx.late,
-            keys=torch.cat([micro.keys for micro in window]),
+            keys=tuple(micro.keys for micro in window),
             searched=searched,
             step_seconds=time.perf_counter() - started,
             data_wait_seconds=self.waited_seconds() - waited,
@@ -331,7 +331,11 @@ class Trainer:
         found, action = spikes.judge(unread.late.read()), spikes.settings.spikes
         if not found:
             return
-        rows = [key for keys in self.agreement.group.gather_objects(unread.keys.tolist()) for key in keys]
+        rows = [
+            key
+            for keys in self.agreement.group.gather_objects([key for each in unread.keys for key in each.tolist()])
+            for key in keys
+        ]
         self.observer.message(f"step {unread.step}: a spike: {', '.join(map(str, found))}")
         self.incidents.add(
             "spike",
