@@ -46,7 +46,7 @@ from trp_scale.core.batch import Batch
 from trp_scale.engines.plain import PlainEngine
 from trp_scale.planning.operations import RecordsOperations, attention_of_a_gpu, replace_parameters
 from trp_scale.recipes.loader import load_recipe
-from trp_scale.training.loop import Agreed
+from trp_scale.training.agreement import Agreed
 from trp_scale.training.micro_size import storage
 from trp_scale.upstreams.mae.settings import MaeConfig
 from trp_scale.upstreams.mm_mae.settings import MmMaeConfig

@@ -21,7 +21,8 @@ from trp_scale.distributed.groups import ALONE
 from trp_scale.engines.plain import PlainEngine
 from trp_scale.observe.observer import Observer
 from trp_scale.observe.records import StepRecord
-from trp_scale.training.loop import StepAgreement, Trainer
+from trp_scale.training.agreement import StepAgreement
+from trp_scale.training.loop import Trainer
 
 Precision = Literal["bf16", "fp32"]
 Run = TypeVar("Run", bound=Config)

@@ -27,7 +27,8 @@ from trp_scale.data.text.groups import GROUPS
 from trp_scale.distributed.groups import Group
 from trp_scale.engines.build import build_engine
 from trp_scale.models.initialise import without_content
-from trp_scale.training.loop import StepAgreement, Trainer
+from trp_scale.training.agreement import StepAgreement
+from trp_scale.training.loop import Trainer
 from trp_scale.upstreams.pos_bert.batch import kept_places
 from trp_scale.upstreams.pos_bert.model import BertForMaskedPositions
 from trp_scale.upstreams.pos_bert.objective import PosMaskedLanguageModelling

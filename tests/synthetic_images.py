@@ -27,7 +27,7 @@ from trp_scale.core.hooks import Hook, build_hooks, built
 from trp_scale.core.run import RunContext
 from trp_scale.distributed.groups import Group
 from trp_scale.engines.build import build_engine
-from trp_scale.training.loop import StepAgreement
+from trp_scale.training.agreement import StepAgreement
 from trp_scale.upstreams.mae.model import MaskedAutoencoder
 from trp_scale.upstreams.mae.objective import MaskedPatchReconstruction
 from trp_scale.upstreams.mae.settings import MaeConfig

@@ -22,7 +22,7 @@ from trp_scale.distributed.groups import Group
 from trp_scale.engines.build import build_engine, build_second_engine
 from trp_scale.masks.hook import LearnedMasks
 from trp_scale.masks.joint import JointObjective
-from trp_scale.training.loop import StepAgreement
+from trp_scale.training.agreement import StepAgreement
 from trp_scale.upstreams.mae.model import MaskedAutoencoder
 from trp_scale.upstreams.mae.objective import MaskedPatchReconstruction
 from trp_scale.upstreams.mae.u_mae import Uniformity, UniformPatchReconstruction

@@ -32,7 +32,7 @@ from trp_scale.engines.build import build_engine
 from trp_scale.modalities.depth import NOT_MEASURED, standardised
 from trp_scale.modalities.semseg import VOID
 from trp_scale.models.patches import patchify
-from trp_scale.training.loop import StepAgreement
+from trp_scale.training.agreement import StepAgreement
 from trp_scale.upstreams.mm_mae.model import MultimodalMaskedAutoencoder
 from trp_scale.upstreams.mm_mae.objective import MultimodalReconstruction
 from trp_scale.upstreams.mm_mae.settings import MmMaeConfig, ModalitiesConfig

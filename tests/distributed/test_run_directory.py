@@ -22,7 +22,8 @@ from trp_scale.distributed.groups import Group
 from trp_scale.observe.report import report
 from trp_scale.recipes.arguments import parse
 from trp_scale.recipes.loader import load_recipe
-from trp_scale.training.loop import Trainer, require_same_settings
+from trp_scale.training.agreement import require_same_settings
+from trp_scale.training.loop import Trainer
 from trp_scale.upstreams.pos_bert.settings import PosBertConfig
 
 STEPS = 6

@@ -19,12 +19,14 @@ from tests.synthetic_images import image_config, image_trainer
 from tests.synthetic_modalities import modality_config, modality_trainer
 from trp_scale.averaging import WeightAverageSettings
 from trp_scale.averaging.weight_average import WeightAverage
+from trp_scale.config import ReliabilityConfig
 from trp_scale.core.batch import Batch
 from trp_scale.core.hooks import Hooks
 from trp_scale.monitoring import GradientNoiseScaleSettings
 from trp_scale.monitoring.gradient_noise_scale import GradientNoiseScale
 from trp_scale.observe.records import StepRecord
-from trp_scale.training.loop import Agreed
+from trp_scale.training.agreement import Agreed
+from trp_scale.training.spikes import SpikeWatch
 
 READS = ("item", "tolist", "cpu", "numpy", "nonzero", "unique", "__bool__", "__float__", "__int__", "__index__")
 """Methods of a tensor that wait on a GPU until it is computed."""
@@ -32,7 +34,7 @@ READS = ("item", "tolist", "cpu", "numpy", "nonzero", "unique", "__bool__", "__f
 OPERATIONS = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "unique", "_unique2", "is_nonzero")
 """Operations that do, by whatever name they are called."""
 
-ON_THE_HOST = ("training.loop: reach", "tests.synthetic")
+ON_THE_HOST = ("training.agreement: reach", "tests.synthetic")
 """Where a step reads tensors that never were on a device: the ranks' agreement, and the tests' data."""
 
 ENGINES = {"plain": Layout(), "ddp": Layout(engine="ddp"), "fsdp": Layout(engine="fsdp")}
@@ -47,6 +49,12 @@ def watched_bert(layout: Layout, **changes: Any) -> RecordingTrainer:
     run = trainer.run_context
     others = [WeightAverage(WeightAverageSettings(), run), GradientNoiseScale(GradientNoiseScaleSettings(), run)]
     trainer.hooks = Hooks(trainer.hooks.balancer, others)
+    return trainer
+
+
+def watched_for_spikes(layout: Layout, **changes: Any) -> RecordingTrainer:
+    trainer = bert(layout, **changes)
+    trainer.spikes = SpikeWatch(ReliabilityConfig(spikes="skip"), trainer.objective.tasks)
     return trainer
 
 
@@ -71,6 +79,7 @@ METHODS: dict[str, tuple[Callable[..., RecordingTrainer], dict[str, Any]]] = {
     "PoS-BERT, uncertainty": (bert, balancer("uncertainty")),
     "PoS-BERT, group DRO": (bert, balancer("group_dro")),
     "PoS-BERT, average and noise scale": (watched_bert, {}),
+    "PoS-BERT, spikes skipped": (watched_for_spikes, {}),
     "MAE, minimax and adversary": (images, {**balancer("minimax"), "adversary": ADVERSARY}),
     "MAE, adversary in sequence": (images, {"adversary": {**ADVERSARY, "update": "sequential"}}),
     "MAE, adversary on pixels": (images, {"adversary": {"kind": "pixels", "norm": "linf", "eps": 0.1}}),

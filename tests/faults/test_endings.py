@@ -15,7 +15,7 @@ from trp_scale.checkpoint.run_directory import checkpoints
 from trp_scale.core.batch import Batch
 from trp_scale.data.index import DataError
 from trp_scale.distributed.groups import Group
-from trp_scale.training.loop import StepAgreement
+from trp_scale.training.agreement import StepAgreement
 
 
 def record(run_dir: Path) -> dict[str, Any]:

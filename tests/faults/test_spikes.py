@@ -46,7 +46,12 @@ def spoil(trainer: Trainer, factor: float, rank: int) -> None:
 
 def run(layout: Layout, action: str) -> tuple[list[bool], float]:
     """Which of ten steps were applied, and how far the weights moved in the spoilt one."""
-    spikes.AT_LEAST = 4
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(spikes, "AT_LEAST", 4)
+        return _run(layout, action)
+
+
+def _run(layout: Layout, action: str) -> tuple[list[bool], float]:
     config = small_config(layout, training={"steps": 10}, reliability={"spikes": action})
     trainer = trainer_for(layout, config)
     trainer.spikes = SpikeWatch(config.reliability, trainer.objective.tasks)

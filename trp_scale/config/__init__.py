@@ -244,13 +244,11 @@ class ReliabilityConfig(Section):
     never."""
     collective_minutes: float = setting(30.0, above=0)
     """How long ranks wait for one another at the start, and in one collective, before it fails."""
-
     worker_seconds: float = setting(300.0, above=0)
     """Where no micro-batch comes from the loader's workers for so long, they are killed, and new ones make the same
     micro-batches. Less than hang_minutes."""
     max_corrupt_steps: int = setting(10, at_least=1)
     """Steps in a row that each meet another unreadable block before the run stops: then it is the storage."""
-
     spikes: Literal["ignore", "warn", "skip", "rollback"] = "warn"
     """What follows on a step whose loss, or a task's, or whose gradient norm is far above those of the last 128 steps:
     warn: a line in incidents.jsonl. skip: the step also moves nothing. rollback: the run also goes back to the newest

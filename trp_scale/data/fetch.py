@@ -163,6 +163,15 @@ class MicroBatches:
     A batch is a function of its range alone. So where a worker ends, or makes nothing for `stuck_seconds`, all are
     killed, and new ones make what was not delivered. Where that ends them again, each range is tried in a process of
     its own, and rows that end it are left out as unreadable.
+
+    Args:
+        fetcher: makes a batch of a range.
+        sampler: the ranges of a pass.
+        workers: processes; 0: this one.
+        prefetch: micro-batches that each prepares ahead.
+        pin_memory: for copies to a GPU.
+        stuck_seconds: without a batch, after which the workers are taken to be stuck.
+        asked: whether the run was asked to stop: then a batch that does not come is not awaited.
     """
 
     def __init__(

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from trp_scale.documents.json_files import read_object
 from trp_scale.errors import RefusedError
 
 LEASE = "lease.json"
@@ -176,10 +177,8 @@ def _began(process: int) -> str:
 
 def _read(path: Path) -> dict[str, Any]:
     """A lease; empty where there is none, or none that can be read."""
-    with contextlib.suppress(OSError, ValueError, RecursionError):
-        found = json.loads(path.read_text(encoding="utf-8"))
-        if isinstance(found, dict):
-            return found
+    with contextlib.suppress(RefusedError):
+        return read_object(path)
     return {}
 
 

@@ -28,6 +28,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
 
+from trp_scale.documents.json_files import read_object
+from trp_scale.errors import RefusedError
+
 EXIT_HUNG = 4
 """Status of a run that its watchdog has ended: the same command goes on from the last checkpoint."""
 
@@ -216,9 +219,8 @@ def _written(directory: Path) -> dict[int, dict[str, Any]]:
     for path in sorted(directory.glob("rank-*.json")):
         if path.name.endswith(".trace.json"):
             continue
-        with contextlib.suppress(OSError, ValueError):
-            document = json.loads(path.read_text())
-            found[int(document["rank"])] = document
+        with contextlib.suppress(RefusedError):
+            found[int(path.stem.removeprefix("rank-"))] = read_object(path)
     return found
 
 

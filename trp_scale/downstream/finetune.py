@@ -33,7 +33,7 @@ from trp_scale.recipes.checks import check_engine
 from trp_scale.recipes.loader import to_dict
 from trp_scale.training import rundir
 from trp_scale.training.ending import EXIT_FINISHED
-from trp_scale.training.pretrain import Guard, Run, guarded
+from trp_scale.training.pretrain import Guard, PassedOver, Run, guarded, trained
 
 
 def finetune(arguments: FinetuneArguments) -> int:
@@ -158,9 +158,10 @@ def run_seed(
         check_same_data(run_dir, tasks[-1].sources.digest(), earlier)
         return tasks[-1]
 
-    run = Run(arguments, environment, run_dir, engine_name, guard, build)
+    def make(over: PassedOver | None) -> Run:
+        return Run(arguments, environment, run_dir, engine_name, guard, build, over)
 
-    def measured() -> None:
+    def measured(run: Run) -> None:
         task = tasks[-1]  # the first ones only told of the sizes
         with run.hooks.validation():
             metrics = measure(run.engine, task, run.sources.validation.windows())
@@ -180,5 +181,5 @@ def run_seed(
         )
         on_rank_zero(world, f"writing {run_dir}", lambda: write_json(run_dir / RESULT_FILE, found[0]))
 
-    status = run.train(measured)
+    _, status = trained(make, measured)
     return status, found[0] if found else None

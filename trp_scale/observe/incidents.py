@@ -11,6 +11,9 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
+from trp_scale.documents.json_files import json_lines, parse_json
+from trp_scale.errors import RefusedError
+
 INCIDENTS_FILE = "incidents.jsonl"
 
 
@@ -44,10 +47,10 @@ _MOST_WAITING = 1000
 def read_incidents(run_dir: Path) -> list[dict[str, Any]]:
     """The lines that can be read, oldest first; none where there is no such file."""
     found = []
-    with contextlib.suppress(OSError):
-        for line in (run_dir / INCIDENTS_FILE).read_text(encoding="utf-8", errors="replace").splitlines():
-            with contextlib.suppress(ValueError, RecursionError):
-                document = json.loads(line)
+    with contextlib.suppress(RefusedError):
+        for number, line in json_lines(run_dir / INCIDENTS_FILE):
+            with contextlib.suppress(RefusedError):
+                document = parse_json(line, f"line {number}")
                 if isinstance(document, dict):
                     found.append(document)
     return found

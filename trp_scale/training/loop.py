@@ -1,9 +1,5 @@
 """The training loop. Read aloud it is the method; it knows no method by name. With it: losses over the held-out rows,
-the learning rate of a step, and what all ranks must agree on before a step: counts of the global batch, requests to
-stop, unreadable blocks.
-
-The agreement travels in one small all-reduce on the host, so that reading the answer never waits for the accelerator.
-At start the ranks compare their settings.
+and the learning rate of a step. What the ranks agree on before a step is in agreement.py.
 """
 
 from __future__ import annotations
@@ -11,7 +7,7 @@ from __future__ import annotations
 import gc
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,19 +16,17 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from trp_scale.config import Config, OptimizerConfig, RefusedError
+from trp_scale.config import Config, OptimizerConfig
 from trp_scale.core.batch import Batch, LateStats, WindowSource
 from trp_scale.core.engine import Engine, Trains
 from trp_scale.core.hooks import Hooks, StepContext
 from trp_scale.core.objective import Objective, task_losses
 from trp_scale.core.run import RunContext
 from trp_scale.data.fetch import StoppedWaitingError
-from trp_scale.data.index import DataError
-from trp_scale.distributed.groups import Group
 from trp_scale.observe.incidents import Incidents
 from trp_scale.observe.observer import Observer
 from trp_scale.observe.records import StepRecord, TaskRecord
-from trp_scale.recipes.loader import flat, to_dict
+from trp_scale.training.agreement import StepAgreement
 from trp_scale.training.spikes import SpikeWatch
 
 SECONDS_AFTER_AN_ERROR = 5.0
@@ -95,14 +89,14 @@ class UnreadStep:
     Attributes:
         step: its number, from 1.
         late: its numbers, on their way to the host.
-        keys: [R] of the rows of each of this rank's micro-batches.
+        keys: [R] of this rank's rows, a copy; empty where spikes are not looked for.
         searched: a loss scaler's ordinary search left it out; it does not count as skipped.
         step_seconds, data_wait_seconds, hooks: as in StepRecord.
     """
 
     step: int
     late: LateStats
-    keys: tuple[Tensor, ...]
+    keys: Tensor
     searched: bool
     step_seconds: float
     data_wait_seconds: float
@@ -232,10 +226,10 @@ class Trainer:
         started, waited = time.perf_counter(), self.waited_seconds()
         go_back = self.mark()
         window = self._next_window()
-        counts = torch.zeros(len(self.objective.tasks), dtype=torch.float64)  # [T], on the host
-        counts += sum(self.objective.count(micro) for micro in window)
+        counts = [self.objective.count(micro) for micro in window] or [self._no_counts()]
         written = self.checkpoints is not None and self.checkpoints.written()
-        agreed = self.agreement.reach(counts, window, stop=self.stop_requested() is not None, written=written)
+        own = torch.stack(counts).sum(0)  # [T], on the host
+        agreed = self.agreement.reach(own, window, stop=self.stop_requested() is not None, written=written)
         if agreed.without_rows:
             go_back()
             self.read_stats()
@@ -257,7 +251,7 @@ class Trainer:
         self.unread = UnreadStep(
             step=self.state.step,
             late=ctx.late,
-            keys=tuple(micro.keys for micro in window),
+            keys=torch.empty(0) if self.spikes is None else torch.cat([micro.keys for micro in window]),
             searched=searched,
             step_seconds=time.perf_counter() - started,
             data_wait_seconds=self.waited_seconds() - waited,
@@ -277,6 +271,9 @@ class Trainer:
         except StoppedWaitingError as error:
             self.observer.message(str(error))
             return []
+
+    def _no_counts(self) -> Tensor:
+        return torch.zeros(len(self.objective.tasks), dtype=torch.float64)
 
     def left_out(self, when: str, reasons: Mapping[str, str]) -> None:
         """Tell of blocks that could not be read."""
@@ -331,11 +328,7 @@ class Trainer:
         found, action = spikes.judge(unread.late.read()), spikes.settings.spikes
         if not found:
             return
-        rows = [
-            key
-            for keys in self.agreement.group.gather_objects([key for each in unread.keys for key in each.tolist()])
-            for key in keys
-        ]
+        rows = [key for keys in self.agreement.group.gather_objects(unread.keys.tolist()) for key in keys]
         self.observer.message(f"step {unread.step}: a spike: {', '.join(map(str, found))}")
         self.incidents.add(
             "spike",
@@ -499,137 +492,3 @@ def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
         return config.lr
     factor = 1.0 - done if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
     return config.min_lr + (config.lr - config.min_lr) * factor
-
-
-@dataclass(kw_only=True)
-class Agreed:
-    """The same on every rank.
-
-    Attributes:
-        counts: [T] float64 on the host, elements of each task in the global batch.
-        stop: some rank was asked to stop: this step is the last.
-        without_rows: some rank was, and has no rows for this step: the step is not made.
-        new_corrupt: why blocks of this global batch could not be read, by key; those that were not known before.
-        written: every rank's part of the checkpoint that is under way is over.
-    """
-
-    counts: Tensor
-    stop: bool
-    new_corrupt: Mapping[str, str]
-    without_rows: bool = False
-    written: bool = False
-
-
-def require_same_settings(world: Group, config: Config) -> None:
-    """Check at start that all ranks were started with the same settings; others would lead them into different
-    collectives, where they wait for each other.
-
-    Raises:
-        RefusedError: on every rank, naming each setting that differs and its value on each rank.
-    """
-    settings = world.gather_objects(flat(to_dict(config)))
-    differing = [
-        f"{name}: " + ", ".join(f"rank {rank} has {each.get(name)}" for rank, each in enumerate(settings))
-        for name in dict.fromkeys(name for each in settings for name in each)
-        if any(each.get(name) != settings[0].get(name) for each in settings)
-    ]
-    if differing:
-        listed = "\n  ".join(differing)
-        raise RefusedError(f"the ranks were started with different settings:\n  {listed}\nStart all with one command")
-
-
-class StepAgreement:
-    """One per run.
-
-    Args:
-        group: all ranks.
-        max_corrupt_blocks: unreadable blocks allowed before the run stops on all ranks.
-        max_corrupt_steps: steps in a row allowed that each meet such blocks.
-        copies: ranks that read the same rows, as those of a tensor parallel group do.
-    """
-
-    def __init__(self, group: Group, max_corrupt_blocks: int, *, copies: int = 1, max_corrupt_steps: int = 10) -> None:
-        self.group = group
-        self.copies = copies
-        self.max_corrupt_blocks, self.max_corrupt_steps = max_corrupt_blocks, max_corrupt_steps
-        self.steps_in_a_row = 0
-        self.corrupt: set[str] = set()
-
-    def reach(self, counts: Tensor, window: Sequence[Batch], *, stop: bool, written: bool = False) -> Agreed:
-        """Sum counts over the ranks and hear every rank's wishes.
-
-        Args:
-            counts: [T] float64 on the host, of this rank's window.
-            window: this rank's micro-batches.
-            stop: this rank was asked to stop.
-            written: this rank's part of the checkpoint that is under way is over.
-
-        Raises:
-            DataError: on every rank, when more blocks than allowed could not be read, or in more steps in a row; names
-                them.
-        """
-        found = {
-            key: micro.reasons.get(key, "") for micro in window for key in micro.corrupt if key not in self.corrupt
-        }
-        own = [float(stop), float(not window), float(written), float(len(found))]
-        answer = self.group.sum(torch.cat([counts, torch.tensor(own, dtype=torch.float64)]))
-        stops, without, parts, corrupt = answer[-4:].tolist()
-        new = self.count_corrupt(found) if corrupt > 0 else {}
-        self.steps_in_a_row = self.steps_in_a_row + 1 if new else 0
-        if self.steps_in_a_row > self.max_corrupt_steps:
-            raise DataError(
-                f"{self.steps_in_a_row} steps in a row met unreadable blocks, the last one {_listed(new)}; "
-                f"--reliability.max_corrupt_steps allows {self.max_corrupt_steps}: is the storage there?"
-            )
-        return Agreed(
-            counts=answer[:-4] / self.copies,
-            stop=stops > 0,
-            without_rows=without > 0,
-            new_corrupt=new,
-            written=parts == self.group.size,
-        )
-
-    def asked(self, stop: bool) -> bool:
-        """Whether some rank was asked to stop."""
-        return bool(self.group.sum(torch.tensor(float(stop), dtype=torch.float64)) > 0)
-
-    def reason(self, own: str | None) -> str:
-        """Why the ranks stop, once they have agreed to: the first rank's reason that has one."""
-        reasons = self.group.gather_objects(own)
-        rank, reason = next((each for each in enumerate(reasons) if each[1]), (0, None))
-        if reason is None:
-            return "asked to stop"
-        return reason if self.group.size == 1 else f"{reason} (rank {rank})"
-
-    def count_corrupt(self, found: Mapping[str, str]) -> dict[str, str]:
-        """Gather the blocks that could not be read, on all ranks together; rare, or after a validation.
-
-        Args:
-            found: why, by the keys this rank met; those known already do not count again.
-
-        Returns:
-            the new ones of all ranks, by key, in order.
-
-        Raises:
-            DataError: on every rank, when there are now more than allowed.
-        """
-        of_all = {key: why for each in self.group.gather_objects(dict(found)) for key, why in each.items()}
-        new = {key: of_all[key] for key in sorted(of_all) if key not in self.corrupt}
-        self.corrupt.update(new)
-        if len(self.corrupt) > self.max_corrupt_blocks:
-            others = sorted(self.corrupt - new.keys())
-            raise DataError(
-                f"{len(self.corrupt)} blocks could not be read ({_listed({**dict.fromkeys(others, ''), **new})}); "
-                f"--data.max_corrupt_blocks allows {self.max_corrupt_blocks}; "
-                "trp-scale verify names the damaged bytes"
-            )
-        return new
-
-
-def _listed(reasons: Mapping[str, str]) -> str:
-    """Keys with their reasons, as many as a person reads."""
-    shown = [f"{key}: {why}" if why else key for key, why in list(reasons.items())[-_SHOWN:]]
-    return ", ".join(shown) + (f" and {len(reasons) - _SHOWN} more" if len(reasons) > _SHOWN else "")
-
-
-_SHOWN = 20

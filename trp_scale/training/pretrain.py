@@ -40,8 +40,9 @@ from trp_scale.recipes.arguments import Arguments
 from trp_scale.recipes.checks import against_compiling, cautions, check_engine
 from trp_scale.recipes.loader import to_dict
 from trp_scale.training import micro_size, rundir
+from trp_scale.training.agreement import StepAgreement, require_same_settings
 from trp_scale.training.ending import EXIT_FINISHED, EXIT_SKIPPED, EXIT_STORAGE, Ending
-from trp_scale.training.loop import StepAgreement, Trainer, TrainingState, require_same_settings, validate
+from trp_scale.training.loop import Trainer, TrainingState, validate
 from trp_scale.training.spikes import SpikeWatch
 from trp_scale.upstreams.base import Upstream, build_upstream
 
@@ -81,12 +82,7 @@ def pretrain(arguments: Arguments) -> Ended:
         run_dir = rundir.create_run_directory(arguments, environment.world)
         check_shared_directory(run_dir, environment.world)
         with guarded(run_dir, config, environment) as guard:
-            run = Run(arguments, environment, run_dir, engine_name, guard)
-            status = run.train()
-            while run.goes_back:
-                over = PassedOver(run.sources.cursors(), 1 if run.over is None else run.over.rollbacks + 1)
-                run = Run(arguments, environment, run_dir, engine_name, guard, over=over)
-                status = run.train()
+            run, status = trained(lambda over: Run(arguments, environment, run_dir, engine_name, guard, over=over))
             guard.ending.stopped(run.ended, run.state.step, status)
     return Ended(run_dir, run.ended, status)
 
@@ -480,3 +476,23 @@ class Run:
             workers_asked=config.data.workers,
             description=f"{self.engine.name}{stage}, {ranks}, {config.training.precision}{products}",
         )
+
+
+def trained(
+    make: Callable[[PassedOver | None], Run], then: Callable[[Run], None] = lambda run: None
+) -> tuple[Run, int]:
+    """Make a run and train it; where it ends to go back to a checkpoint before a spike, make it anew and go on.
+
+    Args:
+        make: the run; what it passes over, None at first.
+        then: as of `Run.train`, of the run that comes to its end.
+
+    Returns:
+        the last run, and its exit status.
+    """
+    run = make(None)
+    status = run.train(partial(then, run))
+    while run.goes_back:
+        run = make(PassedOver(run.sources.cursors(), 1 if run.over is None else run.over.rollbacks + 1))
+        status = run.train(partial(then, run))
+    return run, status

@@ -27,7 +27,7 @@ from trp_scale.core.run import RunContext
 from trp_scale.distributed.groups import Group
 from trp_scale.engines.plain import PlainEngine
 from trp_scale.models.perturbation import PerturbationShape
-from trp_scale.training.loop import StepAgreement
+from trp_scale.training.agreement import StepAgreement
 from trp_scale.upstreams.mae.settings import MaeConfig
 
 CPU = torch.device("cpu")

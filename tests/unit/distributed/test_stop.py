@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from trp_scale.distributed.stop import StopRequests
+from tests.ranks import free_port
+from tests.runs import environment
+from trp_scale.distributed.stop import EXIT_CTRL_C, StopRequests
 
 
 class Clock:
@@ -91,3 +96,78 @@ def test_only_rank_0_looks_for_the_file(clock: Clock, tmp_path: Path) -> None:
 def test_handlers_are_given_back_after_an_error(clock: Clock) -> None:
     with pytest.raises(RuntimeError, match="broken"), StopRequests(clock=clock):
         raise RuntimeError("broken")
+
+
+def said_by(code: str, *signals: signal.Signals, apart: float = 0.0) -> tuple[int, str]:
+    """Status and output of a process that gets these signals once it has printed "ready"."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", code], env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    for number in signals:
+        process.send_signal(number)
+        time.sleep(apart)
+    output = process.communicate(timeout=60)[0]
+    return process.returncode, output
+
+
+EARLY = """
+import sys, time
+import trp_scale.cli as cli
+from tests.ranks import free_port
+from tests.runs import environment
+from trp_scale.distributed.stop import EXIT_CTRL_C, StopRequests
+
+def imports(argv):
+    print("ready", flush=True)
+    time.sleep(1.0)
+    with StopRequests() as stop:
+        print(stop.requested())
+    return 0
+
+cli.main = imports
+sys.argv = ["trp-scale", *{argv}]
+cli.console()
+"""
+
+
+def test_a_request_that_comes_before_there_is_a_run_is_heard_by_it() -> None:
+    for argv in (["pretrain"], ["finetune", "--recipe", "x"]):
+        assert said_by(EARLY.format(argv=argv), signal.SIGTERM) == (0, "SIGTERM\n")
+    assert said_by(EARLY.format(argv=["shard-text"]), signal.SIGTERM)[0] == -signal.SIGTERM, "as of any command"
+
+
+AWAITS = """
+from datetime import timedelta
+from trp_scale.distributed.stop import listen_early
+from trp_scale.distributed.gathering import gather
+from trp_scale.distributed.launchers import RankInfo
+
+listen_early()
+print("ready", flush=True)
+gather(RankInfo(rank={rank}, world=2, master_port={port}), timeout=timedelta(minutes=5))
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_request_ends_the_wait_for_other_ranks(rank: int) -> None:
+    status, output = said_by(AWAITS.format(rank=rank, port=free_port()), signal.SIGTERM)
+    assert (status, "SIGTERM while ranks were awaited" in output) == (0, True)
+
+
+DEAF = """
+import ctypes
+from tests.ranks import free_port
+from tests.runs import environment
+from trp_scale.distributed.stop import EXIT_CTRL_C, StopRequests
+
+with StopRequests():
+    lock, library = ctypes.create_string_buffer(64), ctypes.CDLL(None)
+    library.pthread_mutex_lock(lock)
+    print("ready", flush=True)
+    library.pthread_mutex_lock(lock)  # for ever, in C, where Python's handlers do not run
+"""
+
+
+def test_the_second_ctrl_c_ends_a_process_that_waits_where_no_handler_runs() -> None:
+    assert said_by(DEAF, signal.SIGINT, signal.SIGINT, apart=1.2) == (EXIT_CTRL_C, "")
