@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from trp_scale.core.pieces import Piece
+from trp_scale.distributed.environment import control_groups, lines_of
 
 logger = logging.getLogger(__name__)
 
@@ -90,29 +91,16 @@ def copy_into(target: Tensor, source: Tensor) -> None:
 
 
 def available_memory() -> int:
-    """Bytes of host memory that can be taken now: of the machine, and of this process's control group (version 2)."""
-    free = _kilobytes(Path("/proc/meminfo"), "MemAvailable:") * 1024
-    for line in _lines(Path("/proc/self/cgroup")):
-        if line.startswith("0::/"):
-            group = Path("/sys/fs/cgroup") / line.removeprefix("0::/")
-            limit, used = _lines(group / "memory.max"), _lines(group / "memory.current")
-            if limit and used and limit[0] != "max":
-                cached = next(
-                    (int(each.split()[1]) for each in _lines(group / "memory.stat") if "inactive_file" in each), 0
-                )
-                free = min(free, int(limit[0]) - int(used[0]) + cached)
+    """Bytes of host memory that can be taken now: of the machine, and of this process's control groups (version 2)."""
+    meminfo = (line.split() for line in lines_of(Path("/proc/meminfo")))
+    free = next((int(words[1]) * 1024 for words in meminfo if words[0] == "MemAvailable:"), 2**50)
+    for folder in control_groups():
+        limit, used = lines_of(folder / "memory.max"), lines_of(folder / "memory.current")
+        if limit and used and limit[0] != "max":
+            stat = (line.split() for line in lines_of(folder / "memory.stat"))
+            cached = next((int(words[1]) for words in stat if words[0] == "inactive_file"), 0)
+            free = min(free, int(limit[0]) - int(used[0]) + cached)
     return max(0, free)
-
-
-def _kilobytes(path: Path, name: str) -> int:
-    return next((int(line.split()[1]) for line in _lines(path) if line.startswith(name)), 2**40)
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text(encoding="utf-8").splitlines()
-    except OSError:  # another system, or no control groups
-        return []
 
 
 def _size(pieces: Iterable[Piece]) -> int:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from trp_scale.checkpoint.document import DOCUMENT_NAME, read_document
+from trp_scale.data.remote.transfer import file_system
 from trp_scale.errors import RefusedError
 
 TRIES = 5
@@ -125,10 +126,7 @@ def open_url(url: str) -> tuple[Any, str]:
     """
     if "://" not in url:
         raise RefusedError(f"--checkpoint.mirror {url}: allowed: a URL, such as s3://BUCKET/RUN or file:///DIRECTORY")
-    import fsspec
-
     try:
-        return fsspec.core.url_to_fs(url, skip_instance_cache=True)  # type: ignore[no-any-return]
-    except (ImportError, ValueError) as error:
-        extra = "pip install 'trp-scale[remote]' has what s3:// and https:// need, gs:// needs gcsfs"
-        raise RefusedError(f"--checkpoint.mirror {url}: {error}; {extra}") from error
+        return file_system(url)
+    except RefusedError as error:
+        raise RefusedError(f"--checkpoint.mirror {error}") from error

@@ -8,6 +8,7 @@ import socket
 import sys
 import time
 import traceback
+from collections.abc import Iterator
 from datetime import timedelta
 from fractions import Fraction
 from pathlib import Path
@@ -127,16 +128,20 @@ def cpus_of_rank(world: Group) -> int:
 
 def cpu_quota(own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> float | None:
     """CPUs that the time of this process's control group (version 2), or of one above it, is worth; None: no limit."""
-    found = [line.removeprefix("0::/") for line in _lines(own) if line.startswith("0::/")]
-    limits = []
-    for group in found:
-        for folder in (root / group, *(root / parent for parent in Path(group).parents)):
-            limits += [line.split() for line in _lines(folder / "cpu.max")]
+    limits = [line.split() for folder in control_groups(own, root) for line in lines_of(folder / "cpu.max")]
     return min((int(time) / int(period) for time, period in limits if time != "max"), default=None)
 
 
-def _lines(path: Path) -> list[str]:
-    """Of a file; none where it cannot be read."""
+def control_groups(own: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> Iterator[Path]:
+    """Folders of this process's control group (version 2) and of those above it, whose limits hold too."""
+    for line in lines_of(own):
+        if line.startswith("0::/"):
+            group = Path(line.removeprefix("0::/"))
+            yield from (root / folder for folder in (group, *group.parents))
+
+
+def lines_of(path: Path) -> list[str]:
+    """Of a file of the system; none where it cannot be read."""
     try:
         return path.read_text(encoding="utf-8").splitlines()
     except OSError:

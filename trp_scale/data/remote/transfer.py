@@ -70,6 +70,24 @@ _VERSIONS = ("ETag", "etag", "md5Hash", "blob_id", "LastModified", "mtime", "cre
 Answer = TypeVar("Answer")
 
 
+def file_system(url: str) -> tuple[Any, str]:
+    """fsspec's file system of a URL, and the path in it.
+
+    Raises:
+        RefusedError: no installed library knows it.
+        Exception: of the library's own kinds.
+    """
+    import fsspec
+
+    try:
+        return fsspec.core.url_to_fs(url, skip_instance_cache=True)  # type: ignore[no-any-return]
+    except ImportError as error:
+        raise RefusedError(f"{url}: {error}; {_EXTRA}") from error
+    except ValueError as error:
+        known = "s3://, gs://, https://, hf://, file://"
+        raise RefusedError(f"{url}: {error}; allowed: {known} and what else fsspec knows") from error
+
+
 class RemoteError(RefusedError):
     """A file cannot be fetched. Not a `DataError`: no block is left out because the network is down."""
 
@@ -121,15 +139,10 @@ class Remote:
         self._once = False
         if "?" in url:
             raise RefusedError(f"{url}: a query in the URL of a directory; allowed: URLs without one")
-        import fsspec
-
         try:
-            self._files, self._path = fsspec.core.url_to_fs(self.url, skip_instance_cache=True)
-        except ImportError as error:
-            raise RefusedError(f"{url}: {error}; {_EXTRA}") from error
-        except ValueError as error:
-            known = "s3://, gs://, https://, hf://, file://"
-            raise RefusedError(f"{url}: {error}; allowed: {known} and what else fsspec reads") from error
+            self._files, self._path = file_system(self.url)
+        except RefusedError:
+            raise
         except Exception as error:  # of the libraries' own kinds
             raise self._refused(url, error) from error
 
