@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from unittest.mock import patch
 
 import torch
 from safetensors.torch import save_file
@@ -273,9 +272,12 @@ def given_weights(directory: Path) -> Case:
 def hosts(directory: Path) -> Case:
     path = directory / "hostfile"
     path.write_text("# hosts\nnode1 slots=8\nnode2 slots=8 # second\n")
-    reach: Callable[[str], Any] = lambda host: None  # noqa: E731 - no host is asked
-    hostfile._unreached = reach  # type: ignore[assignment]
-    return Case(targets=[Target(path=path, kind="text")], read=lambda: list(hostfile.examine_hostfile(path)))
+
+    def read() -> None:
+        with patch.object(hostfile, "_unreached", lambda host: None):  # no host is asked
+            list(hostfile.examine_hostfile(path))
+
+    return Case(targets=[Target(path=path, kind="text")], read=read)
 
 
 READERS = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -49,12 +50,14 @@ from trp_scale.upstreams.pos_bert.settings import PosBertConfig
 SHAPES: Mapping[str, tuple[int, ...]] = {"matrix": (7, 5), "bias": (13,), "scalar": ()}
 
 
+CONFIG = to_dict(PosBertConfig()) | {"batch": {"global_size": 8, "micro_size": 8}}
+"""Settings of the checkpoints here, which have taken 8 rows a step."""
+
+
 def checkpoint(run_dir: Path) -> Path:
     """One checkpoint of a few numbers, with settings of a run."""
     engine = FakeEngine(0, random_split(0, 1, SHAPES), whole_state(0, SHAPES))
-    return save_step(
-        run_dir, 40, engine=engine, config=to_dict(PosBertConfig()), extra={"vocab_size": 30, "data_digest": "x"}
-    )
+    return save_step(run_dir, 40, engine=engine, config=CONFIG, extra={"vocab_size": 30, "data_digest": "x"})
 
 
 def _load(path: Path) -> None:
@@ -65,6 +68,7 @@ def ck_document(directory: Path) -> Case:
     path = checkpoint(directory / "run")
 
     def read() -> None:
+        _forget_digest(path)
         incompleteness(path)
         engine = FakeEngine(0, random_split(1, 1, SHAPES), {"weight": whole_state(99, SHAPES)["weight"]})
         load(path, engine=engine, group=ALONE)
@@ -72,8 +76,16 @@ def ck_document(directory: Path) -> Case:
     return Case(targets=[Target(path=path / DOCUMENT_NAME, kind="json")], read=read)
 
 
+def _forget_digest(path: Path) -> None:
+    """Make checkpoint.json one of an older version, without a digest of its own, so that what reads it sees the
+    damage."""
+    document = path / DOCUMENT_NAME
+    document.write_bytes(re.sub(rb'"digest": "[0-9a-f]{64}",', b"", document.read_bytes(), count=1))
+
+
 def _mend_checksums(path: Path) -> None:
     """checkpoint.json says the size and the checksums of the files that are there."""
+    _forget_digest(path)
     document = json.loads((path / DOCUMENT_NAME).read_text())
     for entry in document["files"]:
         content = (path / entry["name"]).read_bytes()
@@ -109,9 +121,9 @@ def _with_tensor_header(header: bytes, content: bytes) -> bytes:
 def resume_select(directory: Path) -> Case:
     run = directory / "run"
     path = checkpoint(run)
-    present = to_dict(PosBertConfig())
 
     def read() -> None:
+        _forget_digest(path)
         found = select(run, "auto", ALONE).checkpoint
         if found is not None:
             from trp_scale.checkpoint.document import read_document
@@ -119,7 +131,7 @@ def resume_select(directory: Path) -> Case:
             document = read_document(found)
             check_settings(
                 document.config,
-                present,
+                CONFIG,
                 stored_digest=document.extra.get("data_digest"),
                 present_digest="x",
             )

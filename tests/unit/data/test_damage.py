@@ -51,7 +51,8 @@ def test_values_out_of_range_leave_out_the_rows_they_touch(tmp_path: Path, membe
     """Only those rows: what happens to a row must not depend on which rows were read before it."""
     data = write_dataset(tmp_path / "data", block_rows=[[5, 7]])
     key = damage(data, block=1, member=member, place=-len(content), content=content)
-    window = open_sources(config_for(data), rank=0, world=1).train.next_window()
+    config = config_for(data, data={"verify": False})  # a checksum would leave out the whole block
+    window = open_sources(config, rank=0, world=1).train.next_window()
     step = joined([window])
     left_out = step["keys"][step["row_weights"] == 0].tolist()
     identity = int(table_of(data).identities[1])

@@ -13,6 +13,7 @@ from tests.runs import image_flags, pretrain_here
 from tests.unit.data.images.stored import jpeg, photograph, sample, write_images
 from tests.unit.downstream.test_finetune import tuning_flags
 from trp_scale import cli
+from trp_scale.checkpoint.document import read_document
 from trp_scale.downstream.results import read_results
 
 
@@ -142,7 +143,9 @@ def test_what_cannot_be_measured_is_refused(tuned: Path, tmp_path: Path, capsys:
 
 def test_a_run_that_has_not_ended_is_refused(tuned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one = shutil.copytree(tuned / "classification" / "seed_0", tmp_path / "seed_0")
-    (document,) = one.glob("checkpoints/*/checkpoint.json")
-    document.write_text(document.read_text().replace('"steps": ', '"steps": 9'))
+    (checkpoint,) = one.glob("checkpoints/*")
+    document = read_document(checkpoint)
+    document.config["training"]["steps"] *= 10
+    document.write(checkpoint)
     assert cli.main(["evaluate", "--run", str(one)]) == 2
     assert "repeat the command that began it" in capsys.readouterr().err

@@ -11,6 +11,7 @@ import torch
 from tests.unit.data.images.stored import write_images
 from tests.unit.downstream.test_evaluate import reddish, tuned_run
 from trp_scale import cli
+from trp_scale.checkpoint.document import read_document
 from trp_scale.checkpoint.format import read_full_state
 from trp_scale.config import RefusedError
 from trp_scale.core.batch import Batch
@@ -140,8 +141,10 @@ def test_one_task_at_a_time(tuned: Path, tmp_path: Path, capsys: pytest.CaptureF
     several = tmp_path / "several"
     shutil.copytree(tuned / "classification", several / "first")
     shutil.copytree(tuned / "classification", several / "second")
-    (document,) = (several / "second").glob("seed_0/checkpoints/*/checkpoint.json")
-    document.write_text(document.read_text().replace('"task": "classification"', '"task": "second"'))
+    (checkpoint,) = (several / "second").glob("seed_0/checkpoints/*")
+    document = read_document(checkpoint)
+    document.config["downstream"]["task"] = "second"
+    document.write(checkpoint)
     data = of_classes(tmp_path / "set", ["bee"], 9)
     assert cli.main(["evaluate", "--run", str(several), "--robustness", f"a={data}"]) == 2
     assert "holds 2 tasks (classification, second), --robustness measures one" in capsys.readouterr().err
