@@ -20,6 +20,7 @@ from trp_scale.checkpoint.run_directory import Found, checkpoints, remove_leftov
 from trp_scale.checkpoint.tensor_file import CheckpointError, check_sound
 from trp_scale.config import RefusedError
 from trp_scale.distributed.groups import Group
+from trp_scale.distributed.lease import LEASE
 from trp_scale.documents.json_files import json_lines, parse_json
 from trp_scale.errors import listed_problems, quoted, shortened
 from trp_scale.observe.metrics import METRICS_FILE
@@ -119,7 +120,9 @@ def _fresh(run_dir: Path) -> Selection:
     content = sorted(
         entry.name
         for entry in (run_dir.iterdir() if run_dir.is_dir() else ())
-        if not entry.name.startswith(".") and not (entry.is_dir() and not any(entry.iterdir()))
+        if not entry.name.startswith(".")
+        and entry.name != LEASE  # this start's
+        and not (entry.is_dir() and not any(entry.iterdir()))
     )
     if content:
         shown = ", ".join(content[:8]) + (f" and {len(content) - 8} more" if len(content) > 8 else "")

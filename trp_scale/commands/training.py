@@ -3,14 +3,22 @@ each rank runs the same command line."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import importlib
+import os
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
 from trp_scale.command_line import read_known
+from trp_scale.commands.refusals import run
+from trp_scale.errors import RefusedError
+
+if TYPE_CHECKING:
+    from trp_scale.recipes.arguments import Arguments
 
 
 def plan(argv: Sequence[str]) -> int:
@@ -33,8 +41,9 @@ def pretrain(argv: Sequence[str]) -> int:
 
         return print_dry_run(arguments)
     from trp_scale.training.pretrain import pretrain as train
+    from trp_scale.upstreams.base import upstream_of
 
-    return train(arguments).status
+    return _in_its_place(arguments, lambda: train(arguments).status, lambda: upstream_of(arguments.config))
 
 
 def finetune(argv: Sequence[str]) -> int:
@@ -42,9 +51,43 @@ def finetune(argv: Sequence[str]) -> int:
     from trp_scale.downstream.arguments import parse_finetune
 
     arguments = parse_finetune(argv)
+    from trp_scale.config.components import find
     from trp_scale.downstream.finetune import finetune as train
 
-    return train(arguments)
+    kind = arguments.config.downstream.kind
+    return _in_its_place(arguments, lambda: train(arguments), lambda: find("task", kind).load())
+
+
+def _in_its_place(arguments: Arguments, train: Callable[[], int], load: Callable[[], object]) -> int:
+    """Train, and again after a fault, as often as --reliability.restarts says.
+
+    Args:
+        load: imports the upstream or the task.
+    """
+    restarts, run_dir = arguments.config.reliability.restarts, arguments.run_dir
+    if restarts == 0:
+        return train()
+    if run_dir is None:
+        raise RefusedError(
+            f"--reliability.restarts {restarts} needs --run_dir DIR: a run goes on in the directory that it began in"
+        )
+    from trp_scale.checkpoint.run_directory import checkpoints
+    from trp_scale.distributed.launchers import discover
+    from trp_scale.distributed.restarts import with_restarts
+
+    info = discover(os.environ)
+
+    def imports() -> None:
+        load()
+        with suppress(ImportError):  # the run says what is not installed
+            importlib.import_module(f"trp_scale.engines.{arguments.engine_for(info.world)}")
+
+    def attempt(number: int) -> int:
+        if number and (arguments.resume == "never" or checkpoints(run_dir)):
+            arguments.resume = "auto"
+        return run(train)
+
+    return with_restarts(attempt, info=info, restarts=restarts, imports=imports)
 
 
 @dataclass(kw_only=True)

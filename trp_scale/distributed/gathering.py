@@ -21,6 +21,9 @@ from trp_scale.distributed.stop import asked_early
 FIRST_REPORT_SECONDS = 10.0
 """How long ranks are awaited before those that are missing are named; then after twice the time, and so on."""
 
+AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"
+"""Variable that says "True" where torchrun's agent has opened the store."""
+
 _SLICE = timedelta(seconds=2)  # a call into the store hears no signal until it ends
 _PAUSE_SECONDS = 0.1
 _ALL_HERE = "all here"
@@ -41,8 +44,7 @@ def gather(info: RankInfo, *, timeout: timedelta, first_report: float = FIRST_RE
             there with the same rank or with another number of ranks.
     """
     wait = _Wait(info, timeout.total_seconds(), first_report)
-    run = f"trp_scale/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-    store = PrefixStore(run, _open(info, timeout, wait))
+    store = PrefixStore(f"{prefix()}/{info.attempt or 0}", _open(info, timeout, wait))
     try:
         _register(store, info)
         with _patience(store, _SLICE, afterwards=timeout):
@@ -96,24 +98,43 @@ class _Wait:
 
 
 def _open(info: RankInfo, timeout: timedelta, wait: _Wait) -> Store:
-    """Connected; rank 0 opens it, unless torchrun's agent has."""
-    if info.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
-        try:
-            return _tcp_store(info, timeout, opens=True)
-        except DistNetworkError as error:
-            if "EADDRINUSE" not in str(error):
-                raise
-            raise RefusedError(
-                f"port {info.master_port} of {socket.gethostname()} is taken, by another run or by what is left of "
-                "one; give this one a port of its own (MASTER_PORT, or --master_port of the launcher)"
-            ) from None
-    while reason := _no_answer(info):
+    """Connected; rank 0 opens it, unless torchrun's agent has, or what looks after rank 0 (restarts.py)."""
+    if info.rank == 0 and not has_agent_store():
+        return open_store(info, timeout)
+    while reason := no_answer(info):
         _leave_if_asked()
         wait.report([0], speaks=info.local_rank == 0, reason=reason)
-    return _tcp_store(info, timeout, opens=False)
+    return tcp_store(info, timeout, opens=False)
 
 
-def _no_answer(info: RankInfo) -> str:
+def prefix() -> str:
+    """Of what this start of the launcher's writes into the store, which outlives it under torchrun."""
+    return f"trp_scale/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+
+
+def has_agent_store() -> bool:
+    """Whether a process that is no rank has opened the store."""
+    return os.environ.get(AGENT_STORE) == "True"
+
+
+def open_store(info: RankInfo, timeout: timedelta) -> Store:
+    """Open the store at the rendezvous; it is there as long as this process.
+
+    Raises:
+        RefusedError: the port is taken.
+    """
+    try:
+        return tcp_store(info, timeout, opens=True)
+    except DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise RefusedError(
+            f"port {info.master_port} of {socket.gethostname()} is taken, by another run or by what is left of "
+            "one; give this one a port of its own (MASTER_PORT, or --master_port of the launcher)"
+        ) from None
+
+
+def no_answer(info: RankInfo) -> str:
     """Why nobody answers at the port; empty where somebody does. (torch's own attempts print a stack for each.)"""
     try:
         with socket.create_connection((info.master_addr, info.master_port), _SLICE.total_seconds()):
@@ -130,7 +151,8 @@ def _leave_if_asked() -> None:
         leave(0)
 
 
-def _tcp_store(info: RankInfo, timeout: timedelta, *, opens: bool) -> Store:
+def tcp_store(info: RankInfo, timeout: timedelta, *, opens: bool) -> Store:
+    """The store at the rendezvous, opened or connected to."""
     store: Store = TCPStore(
         info.master_addr, info.master_port, info.world, is_master=opens, timeout=timeout, wait_for_workers=False
     )

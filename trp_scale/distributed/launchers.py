@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NoReturn
 
 from trp_scale.config import RefusedError
@@ -16,6 +16,9 @@ Launcher = Literal["single", "torchrun", "deepspeed", "slurm", "variables"]
 
 FIRST_WORD_SECONDS = 3.0
 """How long the other ranks leave rank 0 to say why the run is refused; by then its launcher has ended them."""
+
+ATTEMPT = "TRP_SCALE_ATTEMPT"
+"""Variable of a rank that is forked, and looked after, by the process that the launcher has started."""
 
 _SPECIAL_STEPS = 0xFFFFFFF0  # SLURM numbers the batch script and interactive shells from here on: no parallel steps
 
@@ -32,6 +35,8 @@ class RankInfo:
         master_addr: host of rank 0.
         master_port: port of the rendezvous; 0 = any free one (a world of one).
         launcher: single, torchrun, deepspeed, slurm (srun), or variables (RANK and WORLD_SIZE set by hand).
+        attempt: restarts in this place before this one; None: the launcher itself has started this process
+            (restarts.py).
     """
 
     rank: int = 0
@@ -41,6 +46,7 @@ class RankInfo:
     master_addr: str = "127.0.0.1"
     master_port: int = 0
     launcher: Launcher = "single"
+    attempt: int | None = None
 
 
 def discover(environ: Mapping[str, str]) -> RankInfo:
@@ -49,6 +55,11 @@ def discover(environ: Mapping[str, str]) -> RankInfo:
     Raises:
         RefusedError: variables that are missing or no numbers, or two launchers at once; the message says what to do.
     """
+    return replace(_place(environ), attempt=_number(environ, ATTEMPT) if ATTEMPT in environ else None)
+
+
+def _place(environ: Mapping[str, str]) -> RankInfo:
+    """As the launcher gave it."""
     started = _launched_by_variables(environ)
     step = _slurm_step(environ)
     if started is None and step is None:

@@ -38,7 +38,12 @@ def listen_early() -> None:
     """Note requests from now on, for the `StopRequests` that come later: first thing of a command that trains."""
     with suppress(ValueError):  # not the main thread
         for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, lambda number, frame: _early.append(signal.Signals(number)))
+            signal.signal(number, lambda number, frame: note_early(signal.Signals(number)))
+
+
+def note_early(number: signal.Signals) -> None:
+    """A request that came before there is a run."""
+    _early.append(number)
 
 
 def asked_early() -> str | None:
@@ -181,11 +186,18 @@ class _Listener:
                     self._interrupted = self._interrupted or now
 
 
-def launchers_of(launcher: str, parent: int | None = None) -> tuple[int, ...]:
+def launchers_of(launcher: str, parent: int | None = None, *, forked: bool = False) -> tuple[int, ...]:
     """The processes that see to a rank of torchrun or deepspeed: its parent, and of deepspeed, whose command starts a
     process on each host that starts the ranks, the parent of that. Of others none: a shell may go, and the run with
-    `nohup` stays."""
+    `nohup` stays.
+
+    Args:
+        forked: what the launcher has started has forked the rank, and looks after it: it comes first.
+    """
     parent = os.getppid() if parent is None else parent
+    if forked:
+        above = _parent_of(parent)
+        return (parent,) if above is None else (parent, *launchers_of(launcher, above))
     if launcher == "torchrun":
         return (parent,)
     if launcher == "deepspeed":

@@ -21,7 +21,9 @@ from typing import Any
 from trp_scale.checkpoint.run_directory import checkpoints
 from trp_scale.distributed.stop import OF_A_PERSON
 from trp_scale.distributed.watchdog import EXIT_HUNG
+from trp_scale.documents.json_files import read_object
 from trp_scale.errors import RefusedError
+from trp_scale.observe.incidents import Incidents
 
 STOP_RECORD = "stop.json"
 
@@ -59,11 +61,22 @@ class Ending:
     rank: int
     began_with: int = -1
 
-    def begin(self) -> None:
-        """Take away the record of the start before, on rank 0, once the other ranks wait."""
+    def begin(self, attempt: int = 0) -> None:
+        """Take away the record of the start before, on rank 0, once the other ranks wait.
+
+        Args:
+            attempt: ranks that start again in their places: so often. Why they do is noted in incidents.jsonl.
+        """
         self.began_with = _newest(self.run_dir)
-        if self.rank == 0:
-            (self.run_dir / STOP_RECORD).unlink(missing_ok=True)
+        if self.rank != 0:
+            return
+        record = self.run_dir / STOP_RECORD
+        if attempt:
+            why = "its rank was killed"
+            with contextlib.suppress(RefusedError):
+                why = str(read_object(record).get("why"))
+            Incidents(self.run_dir).add("restart", self.began_with, attempt=attempt, why=why)
+        record.unlink(missing_ok=True)
 
     def stopped(self, why: str, step: int, status: int) -> None:
         """All ranks ended the run together."""

@@ -125,12 +125,12 @@ def guarded(
         on_rank_zero(world, f"taking {run_dir}", lambda: stack.enter_context(lease) and None)
         ending = Ending(run_dir=run_dir, rank=info.rank)
         started = world.broadcast_object(f"{datetime.now(timezone.utc):%Y%m%d-%H%M%S}")
-        ending.begin()
+        ending.begin(info.attempt or 0)
         requests = StopRequests(
             asked_in or run_dir,
             rank=info.rank,
             max_hours=config.training.max_hours,
-            launchers=launchers_of(info.launcher),
+            launchers=launchers_of(info.launcher, forked=info.attempt is not None),
         )
         stop = stack.enter_context(requests)
         watchdog = Watchdog(

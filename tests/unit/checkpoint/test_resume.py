@@ -60,6 +60,7 @@ ALLOWED = {
     "reliability.spikes",
     "reliability.spike_score",
     "reliability.max_rollbacks",
+    "reliability.restarts",
     "logging.every",
     "logging.memory_snapshot",
     "logging.profile",
@@ -168,6 +169,7 @@ def test_never_refuses_a_directory_that_is_not_empty(tmp_path: Path) -> None:
     assert select(run_dir, "never", ALONE).checkpoint is None
     (run_dir / "checkpoints").mkdir(parents=True)
     (run_dir / ".hidden").touch()
+    (run_dir / "lease.json").touch()  # of the start that looks
     assert select(run_dir, "never", ALONE).checkpoint is None
     (run_dir / "config.yaml").touch()
     with pytest.raises(RefusedError, match=r"not empty \(it holds config.yaml\)"):

@@ -1,0 +1,43 @@
+"""How a refusal is shown, whichever command it ends."""
+
+from __future__ import annotations
+
+import select
+import sys
+import time
+from collections.abc import Callable
+
+from trp_scale.command_line import speaks
+from trp_scale.distributed.launchers import FIRST_WORD_SECONDS
+from trp_scale.errors import RefusedError
+
+
+def run(command: Callable[[], int]) -> int:
+    """Run a command and show a refusal as one message without a traceback; of several ranks, rank 0 speaks."""
+    try:
+        return command()
+    except RefusedError as error:
+        _let_rank_0_speak_first()
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 2
+    except SystemExit as error:  # a wrong flag, which the parser has told on rank 0
+        if error.code:
+            _let_rank_0_speak_first()
+        raise
+    except BrokenPipeError:  # `trp-scale recipes NAME | head`: nobody reads the rest
+        if _is_read():
+            raise
+        return 0
+
+
+def _is_read() -> bool:
+    """Whether somebody still reads what this process prints."""
+    output = select.poll()
+    output.register(sys.stdout.fileno(), 0)  # that a pipe has no reader is always told
+    return not output.poll(0)
+
+
+def _let_rank_0_speak_first() -> None:
+    """All ranks read the same command; when rank 0 stops for it too, the launcher ends this one while it waits."""
+    if not speaks():
+        time.sleep(FIRST_WORD_SECONDS)
