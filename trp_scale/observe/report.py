@@ -130,7 +130,8 @@ def _workers(summary: Mapping[str, Any]) -> str:
     """How many loader workers the rank had; nothing of a run that has not ended."""
     if "loader_workers" not in summary:
         return ""
-    found, asked = summary["loader_workers"], summary["loader_workers_asked"]
+    found = summary["loader_workers"]
+    asked = summary.get("loader_workers_asked", found)
     return f", loader workers: {found}" + (f" of {asked}, capped by its CPUs" if found < asked else "")
 
 
