@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.grids import grid
+from tests.grids import always, grid
 from tests.parity.test_compiled import traced
 from tests.ranks import Ranks
 from tests.runs import flags
@@ -66,17 +68,28 @@ def run_and_count(layout: Layout, how: str) -> tuple[Result, int]:
         compiled.checkpoint = original
 
 
+@lru_cache
+def reference() -> Result:
+    return run(Layout(), {})
+
+
 STAGE_3 = [name for name, layout in TWO_RANKS.items() if layout.stage == 3]
 """Refuse selective."""
 
 
 @pytest.mark.parametrize(
-    ("layout", "how"), [*grid([name for name in TWO_RANKS if name not in STAGE_3], WAYS), *grid(STAGE_3, ["full"])]
+    ("layout", "how"),
+    always(
+        [*product([name for name in TWO_RANKS if name not in STAGE_3], WAYS), *product(STAGE_3, ["full"])],
+        ("ddp", "selective"),
+        ("fsdp", "full"),
+        ("zero3", "full"),
+    ),
 )
 def test_every_engine_gives_what_one_rank_does(two_ranks: Ranks, layout: str, how: str) -> None:
     found, calls = two_ranks(run_and_count, TWO_RANKS[layout], how)[0]
     assert calls == 2 * 2 * len(found.steps)  # two blocks of two micro-batches
-    same(found, run(Layout(), {}), 1e-5)
+    same(found, reference(), 1e-5)
 
 
 def refused() -> str:
@@ -140,4 +153,4 @@ def test_compiled_blocks_are_made_again() -> None:
     together = {"training": {"activation_checkpointing": "full", "compile": "blocks"}}
     found, graphs = traced(lambda: run(Layout(), together))
     assert graphs > 0
-    same(found, run(Layout(), {}), 1e-5)
+    same(found, reference(), 1e-5)

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tests.distributed.shard_probe import Double, ShardProbe, largest_difference
 from tests.distributed.test_checkpoint_engines import distance, go_on, states, step_path, uninterrupted
+from tests.grids import always
 from tests.parity.compare import RELATIVE, TRAVELLED, too_far
 from tests.parity.test_balancers import differences as balancer_differences
 from tests.parity.test_balancers import run as run_balancer
@@ -61,7 +62,7 @@ def reference(name: str) -> Result:
     return function(Layout(), changes)
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", always(RUNS, "minimax, clipped"))
 def test_two_copies_over_two_ranks_each_give_the_weights_of_one_rank(four_ranks: Ranks, name: str) -> None:
     function, changes = RUNS[name]
     ours = four_ranks(function, TWO_BY_TWO, changes)
@@ -79,12 +80,14 @@ def test_two_copies_over_two_ranks_each_give_the_weights_of_one_rank(four_ranks:
         assert apart <= TRAVELLED * theirs.travelled  # type: ignore[attr-defined]
 
 
+@pytest.mark.exhaustive  # a checkpoint that goes through all of them is held to the losses and weights of one rank
 def test_hpz_gives_the_weights_of_one_rank(four_ranks: Ranks) -> None:
     ours = four_ranks(run, COPIES["hpZ"], {})[0]
     assert ours.moved
     assert too_far(ours, run(Layout(), {})) == []
 
 
+@pytest.mark.exhaustive
 def test_hpz_of_one_engine_is_not_another_s(four_ranks: Ranks) -> None:
     assert set(four_ranks(hpz_groups)) == {(True, False, True)}
 

@@ -46,9 +46,7 @@ def measured(two_ranks: Ranks, layout: Layout, settings: Changes) -> dict[Path, 
 FP32 = [*((name, "flattened") for name in ("plain", "ddp", "fsdp", "zero1", "zero2", "zero3")), ("zero2", "patchwise")]
 
 
-@pytest.mark.parametrize(
-    ("name", "network"), always(FP32, ("plain", "flattened"), ("fsdp", "flattened"), ("zero3", "flattened"))
-)
+@pytest.mark.parametrize(("name", "network"), always(FP32, ("plain", "flattened"), ("fsdp", "flattened")))
 def test_fp32_is_exact_to_four_digits(two_ranks: Ranks, name: str, network: str) -> None:
     """Measured: cosines of 1 - 1e-8, norms right to 1e-4."""
     layout = TWO_RANKS.get(name, Layout(micro_size=4))
@@ -58,7 +56,7 @@ def test_fp32_is_exact_to_four_digits(two_ranks: Ranks, name: str, network: str)
         assert found.ratio == pytest.approx(1.0, abs=1e-2), path
 
 
-@pytest.mark.parametrize("name", always(["plain", "ddp", "fsdp", "zero2"], "plain", "fsdp"))
+@pytest.mark.parametrize("name", always(["plain", "ddp", "fsdp", "zero2"], "plain"))
 def test_bf16_autocast_is_nearly_exact(two_ranks: Ranks, name: str) -> None:
     """Both sides of the difference are taken in fp32. Measured: cosines of 0.9997, norms right to 4 %."""
     layout = TWO_RANKS.get(name, Layout(micro_size=4))

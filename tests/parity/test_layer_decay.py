@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from functools import lru_cache, partial
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
 
-from tests.grids import always, grid
+from tests.grids import always
 from tests.parity.compare import too_far
 from tests.ranks import Ranks
 from tests.settings import changed
@@ -112,7 +113,12 @@ def test_accumulation_does_not_change_the_weights() -> None:
     assert reference("adamw").moved
 
 
-@pytest.mark.parametrize(("layout", "pooling"), grid(TWO_RANKS, ["mean", "class"]))
+@pytest.mark.parametrize(
+    ("layout", "pooling"),
+    always(
+        product(TWO_RANKS, ["mean", "class"]), ("ddp", "mean"), ("fsdp", "class"), ("zero2", "mean"), ("zero3", "mean")
+    ),
+)
 def test_two_ranks_give_the_weights_of_one(two_ranks: Ranks, layout: str, pooling: str) -> None:
     ours = two_ranks(tuned, TWO_RANKS[layout], ADAMW, pooling=pooling, learned_positions=True)[0]
     theirs = reference("adamw", pooling, True)
@@ -122,7 +128,7 @@ def test_two_ranks_give_the_weights_of_one(two_ranks: Ranks, layout: str, poolin
         assert mine.grad_norm == pytest.approx(other.grad_norm, rel=1e-4)
 
 
-@pytest.mark.parametrize("layout", always(["ddp", "fsdp", "zero1", "zero2", "zero3"], "fsdp", "zero3"))
+@pytest.mark.parametrize("layout", always(["ddp", "fsdp", "zero1", "zero2", "zero3"], "fsdp"))
 def test_gradient_descent_agrees_too(two_ranks: Ranks, layout: str) -> None:
     ours = two_ranks(tuned, TWO_RANKS[layout], SGD)[0]
     theirs = reference("sgd")

@@ -125,7 +125,7 @@ def test_every_split_gives_the_same_three_levels(two_ranks: Ranks, split: str, v
         assert mine.grad_norm == pytest.approx(other.grad_norm, rel=1e-4), step
 
 
-@pytest.mark.parametrize("split", ["accumulation 4", "zero2"])
+@pytest.mark.parametrize("split", always(["accumulation 4", "zero2"], "accumulation 4"))
 def test_the_upper_levels_batches_in_one_pass_or_in_several(two_ranks: Ranks, split: str) -> None:
     """16 images of D_tr and of D_val in 1 or 4 passes of the encoder, beside lower batches of 8."""
     settings = changes("flattened")

@@ -33,7 +33,7 @@ def layout(settings: dict[str, Any], **others: Any) -> Layout:
     return Layout(engine="megatron", settings={"megatron": settings}, **others)
 
 
-@pytest.mark.parametrize("method", always(METHODS, "exact", "gradnorm"))
+@pytest.mark.parametrize("method", always(METHODS, "exact"))
 def test_two_ranks_that_split_tokens_give_the_weights_of_one(two_ranks: Ranks, method: str) -> None:
     ours = two_ranks(run, layout(SPLIT), changes(method), sometimes_absent)[0]
     assert ours.moved

@@ -31,7 +31,7 @@ from trp_scale.upstreams.mae.objective import MaskedPatchReconstruction
 pytest.importorskip("megatron.core", reason="megatron-core is not installed: the extra [megatron]")
 
 
-@pytest.mark.parametrize("name", always(IMAGES, "MAE", "absolute_embedding", "relative_coordinate"))
+@pytest.mark.parametrize("name", always(IMAGES, "relative_coordinate"))
 def test_two_ranks_that_split_tokens_give_the_autoencoder_and_the_adversary_of_one(two_ranks: Ranks, name: str) -> None:
     first, second = two_ranks(run_images, layout(SPLIT), IMAGES[name])
     assert first.moved and image_differences(first, name) == []
@@ -62,7 +62,8 @@ def test_two_ranks_that_split_tokens_give_the_multi_modal_autoencoder_of_one(two
     agree(two_ranks(run_modalities, layout(SPLIT), modalities(balancing), sometimes_absent)[0], balancing)
 
 
-@pytest.mark.parametrize("level", always(LEVELS, "joint"))
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("level", LEVELS)
 def test_two_ranks_that_split_tokens_learn_the_masks_of_one(two_ranks: Ranks, level: str) -> None:
     """The masking network is whole, with all its tokens; a second encoder's are split."""
     levels_agree(two_ranks(run_masks, layout(SPLIT), level_changes(level, 4))[0], level)
@@ -84,9 +85,8 @@ def test_four_ranks_split_images_tokens_and_the_batch(four_ranks: Ranks, shard_m
     agree(four_ranks(run_modalities, own, modalities("gradnorm"), sometimes_absent)[0], "gradnorm")
 
 
-@pytest.mark.parametrize(
-    ("weights", "name"), always([("fp32", "MAE+"), ("bf16", "MAE+"), ("bf16", "MAE")], ("bf16", "MAE+"))
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize(("weights", "name"), [("fp32", "MAE+"), ("bf16", "MAE+"), ("bf16", "MAE")])
 def test_bf16_follows_plain_bf16(two_ranks: Ranks, weights: str, name: str) -> None:
     settings = {**IMAGES[name], "training": {"precision": "bf16", "weights": weights}}
     ours = two_ranks(run_images, layout(SPLIT), settings)[0]

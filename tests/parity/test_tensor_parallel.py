@@ -65,10 +65,10 @@ def reference(method: str) -> Result:
 @pytest.mark.parametrize(
     ("ranks", "method"),
     [
-        *(("1", "uniform"), ("2", "exact"), ("2", "gradnorm")),
+        *(("1", "uniform"), ("2", "gradnorm")),
         *(
             pytest.param(*pair, marks=pytest.mark.exhaustive)
-            for pair in (("1", "exact"), *(("2", method) for method in METHODS if method not in ("exact", "gradnorm")))
+            for pair in (("1", "exact"), *(("2", method) for method in METHODS if method != "gradnorm"))
         ),
     ],
 )
@@ -127,12 +127,10 @@ def test_each_rank_draws_the_dropout_of_its_heads_and_all_the_same_elsewhere(two
 HALF = {"precision": "bf16", "weights": "bf16", "gradients": "bf16"}
 
 
+@pytest.mark.exhaustive  # tests/parity/test_sequence_parallel.py rounds matrices that are cut and tokens that are split
 @pytest.mark.parametrize(
     "training",
-    [
-        pytest.param({"precision": "bf16"}, id="autocast"),
-        pytest.param(HALF, id="weights", marks=pytest.mark.exhaustive),
-    ],
+    [pytest.param({"precision": "bf16"}, id="autocast"), pytest.param(HALF, id="weights")],
 )
 def test_bf16_follows_plain_bf16(two_ranks: Ranks, training: dict[str, str]) -> None:
     ours = two_ranks(run, LAYOUTS["2"], {"training": training})[0]
@@ -151,7 +149,7 @@ def test_four_ranks_cut_matrices_and_split_the_batch(four_ranks: Ranks, others: 
     assert too_far(ours, reference_with_dropout() if others else reference("exact")) == []
 
 
-ALWAYS = ("relative_coordinate", "gradnorm", "flattened")
+ALWAYS = ("relative_coordinate", "flattened")
 
 
 def mostly_exhaustive(names: Iterable[str]) -> list[Any]:
@@ -205,7 +203,8 @@ def test_two_ranks_give_the_masked_autoencoder_and_the_adversary_of_one(two_rank
         assert torch.equal(first.vector, second.vector)
 
 
-@pytest.mark.parametrize("balancing", mostly_exhaustive(MODALITY_BALANCING))
+@pytest.mark.exhaustive  # tests/parity/test_sequence_parallel_images.py splits the tokens, too
+@pytest.mark.parametrize("balancing", MODALITY_BALANCING)
 def test_two_ranks_give_the_multi_modal_autoencoder_of_one(two_ranks: Ranks, balancing: str) -> None:
     ours = two_ranks(run_modalities, LAYOUTS["2"], modality_changes(balancing), modality_absent)[0]
     theirs = modality_reference(balancing)
@@ -224,7 +223,7 @@ def test_four_ranks_cut_images_matrices_and_split_the_batch(four_ranks: Ranks) -
 
 def elements_and_copies(layout: Layout) -> tuple[int, int, bool]:
     """Elements that this rank holds and those that it speaks for; whether what is not cut is alike on both."""
-    trainer = trainer_for(layout, small_config(layout, **DROPOUT))
+    trainer = trainer_for(layout, small_config(layout, training={"steps": 2}, **DROPOUT))
     trainer.run()
     pieces = list(trainer.engine.pieces())
     alike = [piece.tensors["weight"] for piece in pieces if piece.region.size == torch.Size(piece.shape).numel()]

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from itertools import product
 from typing import Any
 
 import pytest
 
+from tests.grids import always
 from tests.parity.compare import too_far
 from tests.parity.test_learned_masks import ROUNDING
 from tests.ranks import Ranks
@@ -51,7 +53,15 @@ def reference(company: str) -> AdversarialResult:
     return run_images(Layout(micro_size=2), changes(company))
 
 
-@pytest.mark.parametrize(("company", "layout"), CASES)
+@pytest.mark.parametrize(
+    ("company", "layout"),
+    always(
+        CASES,
+        *(("alone", layout) for layout in ("accumulation 1", "ddp", "fsdp", "zero2", "zero3")),
+        ("positions", "accumulation 1"),
+        ("pixels", "fsdp"),
+    ),
+)
 def test_every_split_gives_the_same_weights(two_ranks: Ranks, company: str, layout: str) -> None:
     arguments = (LAYOUTS[layout], changes(company))
     one_rank = LAYOUTS[layout].engine == "plain"
@@ -75,8 +85,10 @@ def test_it_changes_the_weights_and_spreads_the_class_tokens() -> None:
 SECOND_LEVELS = ("head", "joint")
 
 
-@pytest.mark.parametrize("layout", ["accumulation 1", "ddp", "fsdp"])
-@pytest.mark.parametrize("level", SECOND_LEVELS)
+@pytest.mark.parametrize(
+    ("level", "layout"),
+    always(product(SECOND_LEVELS, ["accumulation 1", "ddp", "fsdp"]), ("head", "accumulation 1"), ("joint", "fsdp")),
+)
 def test_it_composes_with_learned_masks(two_ranks: Ranks, level: str, layout: str) -> None:
     multilevel = {**ROUNDING["multilevel"], "kind": level}
     settings = {**ROUNDING, "multilevel": multilevel, "objective": {"uniformity": 0.5}, "training": {"steps": STEPS}}
