@@ -16,10 +16,13 @@ import pytest
 
 from tests.fixtures import small_image_dataset, small_text_dataset
 from tests.ranks import Ranks
+from tests.young_objects import look_through_young_objects
 
 # No example may fail for being slow: the machine decides that, not the code.
 hypothesis.settings.register_profile("untimed", deadline=None)
 hypothesis.settings.load_profile("untimed")
+
+look_through_young_objects()
 
 
 @pytest.fixture(scope="session")

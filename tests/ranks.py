@@ -13,6 +13,8 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
 
+from tests.young_objects import look_through_young_objects
+
 TIMEOUT_SECONDS = 240.0
 
 
@@ -32,6 +34,7 @@ def _serve(rank: int, world: int, port: int, pipe: Connection) -> None:
     os.environ.update({name: str(value) for name, value in environment.items()})
     torch.set_num_threads(1)
     dist.init_process_group("gloo", rank=rank, world_size=world)
+    look_through_young_objects()
     while True:
         try:
             function, arguments, named = pipe.recv()
@@ -42,6 +45,7 @@ def _serve(rank: int, world: int, port: int, pipe: Connection) -> None:
         except Exception:
             pipe.send((False, traceback.format_exc()))
     dist.destroy_process_group()
+    os._exit(0)  # what all its functions have imported takes seconds to put away
 
 
 def free_port() -> int:
