@@ -60,7 +60,7 @@ def files(checkpoint: Path) -> dict[str, bytes]:
     return found | {DOCUMENT_NAME: json.dumps(document).encode()}
 
 
-@pytest.mark.parametrize("layout", always([*LAYOUTS, "in_files", "offloaded"], "fsdp", "zero2"))
+@pytest.mark.parametrize("layout", always([*LAYOUTS, "in_files", "offloaded"], "zero2"))
 def test_it_is_of_its_step_and_resumes_bit_for_bit(
     two_ranks: Ranks, text_dataset: Path, tmp_path: Path, layout: str
 ) -> None:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from tests.distributed.launched import launch, started_with
+from tests.grids import always
 from tests.ranks import Ranks
 from tests.runs import flags, lines, pretrain_here
 from tests.unit.data.loaded import damage, table_of
@@ -49,21 +50,21 @@ def run_and_listen(arguments: list[str]) -> tuple[int, str]:
             return 1, str(error)
 
 
+@pytest.mark.parametrize("name", always(ENGINES, "fsdp"))
 def test_one_allowed_block_is_left_out_and_named_once(
-    two_ranks: Ranks, damaged: tuple[Path, str, int], tmp_path: Path
+    two_ranks: Ranks, damaged: tuple[Path, str, int], tmp_path: Path, name: str
 ) -> None:
     data, key, steps = damaged
     changes: dict[str, Any] = {**EPOCH, "data__max_corrupt_blocks": 1, "model__dropout": 0.0, "training__steps": steps}
     alone = run_and_listen(flags(data, tmp_path / "one", data__workers=2, **changes))  # both workers come across it
-    for name, engine in ENGINES.items():
-        together = two_ranks(run_and_listen, flags(data, tmp_path / name, **changes, **engine))
-        assert [status for status, _ in (alone, *together)] == [0, 0, 0], name
-        for printed in (alone[1], together[0][1]):
-            assert printed.count(f"block {key} could not be read and is left out (") == 1
-            assert printed.count(f"block {key} ") == 1
-            assert "checksum differs from the index" in printed, "and why"
-        assert key not in together[1][1], "rank 1 is silent"
-        same_losses(lines(tmp_path / name), lines(tmp_path / "one"), steps)
+    together = two_ranks(run_and_listen, flags(data, tmp_path / name, **changes, **ENGINES[name]))
+    assert [status for status, _ in (alone, *together)] == [0, 0, 0]
+    for printed in (alone[1], together[0][1]):
+        assert printed.count(f"block {key} could not be read and is left out (") == 1
+        assert printed.count(f"block {key} ") == 1
+        assert "checksum differs from the index" in printed, "and why"
+    assert key not in together[1][1], "rank 1 is silent"
+    same_losses(lines(tmp_path / name), lines(tmp_path / "one"), steps)
 
 
 def same_losses(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], steps: int) -> None:
@@ -80,12 +81,12 @@ def same_losses(ours: list[dict[str, Any]], theirs: list[dict[str, Any]], steps:
     assert missing > 0, "no row of the block was drawn"
 
 
-@pytest.mark.parametrize("engine", ENGINES.values(), ids=ENGINES)
+@pytest.mark.parametrize("name", always(ENGINES, "zero2"))
 def test_one_too_many_stops_all_ranks_together(
-    two_ranks: Ranks, damaged: tuple[Path, str, int], tmp_path: Path, engine: dict[str, Any]
+    two_ranks: Ranks, damaged: tuple[Path, str, int], tmp_path: Path, name: str
 ) -> None:
     data, key, steps = damaged
-    answers = two_ranks(run_and_listen, flags(data, tmp_path / "run", training__steps=steps, **EPOCH, **engine))
+    answers = two_ranks(run_and_listen, flags(data, tmp_path / "run", training__steps=steps, **EPOCH, **ENGINES[name]))
     assert answers[0] == answers[1]
     status, message = answers[0]
     assert status == 1

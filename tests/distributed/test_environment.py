@@ -95,6 +95,7 @@ def test_a_rank_that_fails_under_srun_says_so_and_nobody_hangs(tmp_path: Path) -
     assert "[rank 0 on " in other  # its collective ended because the connection closed
 
 
+@pytest.mark.exhaustive
 def test_a_refusal_on_one_rank_is_a_message_with_its_rank(tmp_path: Path) -> None:
     _, (status, error) = two_by_hand(tmp_path, "one_is_refused", by_hand())
     assert status == 2

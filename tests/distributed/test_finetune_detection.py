@@ -96,6 +96,7 @@ def test_two_ranks_learn_what_one_does_in_micro_batches_of_one_size(
             assert line["tasks"][task]["count"] == values["count"] == 8
 
 
+@pytest.mark.exhaustive
 def test_a_run_goes_on_bit_for_bit(scenes: Path, tmp_path: Path) -> None:
     whole, again = tmp_path / "whole", tmp_path / "again"
     settings = {"training__steps": 4, "checkpoint__every": 2}

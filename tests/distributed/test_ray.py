@@ -105,6 +105,7 @@ def test_labels_are_the_same(cluster: Any, tmp_path: Path) -> None:
     assert files(tmp_path / "over_ray") == files(tmp_path / "here")
 
 
+@pytest.mark.exhaustive  # as those of a text data set whose node is killed
 def test_the_portions_of_a_node_that_is_lost_are_made_by_another(cluster: Any, tmp_path: Path) -> None:
     found: dict[int, int] = {}
     running = threading.Thread(target=lambda: found.update(over_ray(range(7), tmp_path)))

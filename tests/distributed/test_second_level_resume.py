@@ -79,7 +79,7 @@ def go_on(layout: Layout, level: str, directory: Path, resume: bool) -> dict[str
             ("fine_tuning", "fsdp"),
             ("fine_tuning", "zero2"),
         ],
-        ("joint", "zero3"),
+        ("joint", "plain"),
         ("fine_tuning", "fsdp"),
     ),
 )
