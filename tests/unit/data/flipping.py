@@ -1,7 +1,9 @@
 """Reads stored samples of which one bit is flipped, and prints what became of it: run as a process of its own, which a
 decoder in C may end.
 
-python -m tests.unit.data.flipping IMAGES TEXT
+python -m tests.unit.data.flipping IMAGES TEXT FLIPS
+
+FLIPS: of each member, and as many again of the first 128 bytes of one: its header.
 """
 
 from __future__ import annotations
@@ -27,14 +29,11 @@ from trp_scale.data.index import DataError, read_index
 from trp_scale.downstream.detection.batch import read_image
 from trp_scale.upstreams.base import open_sources
 
-FLIPS = 32
-"""Of each member, and as many again of the first 128 bytes of one: its header."""
 
-
-def flips(length: int, random: np.random.Generator) -> Iterator[tuple[int, int]]:
+def flips(count: int, length: int, random: np.random.Generator) -> Iterator[tuple[int, int]]:
     """(byte, bit)"""
     for end in (length, min(length, 128)):
-        yield from zip(random.integers(0, end, FLIPS).tolist(), random.integers(0, 8, FLIPS).tolist(), strict=True)
+        yield from zip(random.integers(0, end, count).tolist(), random.integers(0, 8, count).tolist(), strict=True)
 
 
 def flipped(content: bytes, byte: int, bit: int) -> bytes:
@@ -50,7 +49,7 @@ def outcome(key: str, read: Callable[[], Batch]) -> str:
     return {(): "read", (key,): "left out"}.get(tuple(corrupt), f"{corrupt} named, {key} expected")
 
 
-def stored_members(config: Config, rows: int) -> Iterator[tuple[str, str]]:
+def stored_members(config: Config, rows: int, count: int) -> Iterator[tuple[str, str]]:
     """(member, outcome) of every member of the first block of each shard, one bit flipped where it lies."""
     random = np.random.default_rng(0)
     for shard in sorted(Path(config.data.path).glob("shards/*.tar")):
@@ -58,15 +57,15 @@ def stored_members(config: Config, rows: int) -> Iterator[tuple[str, str]]:
         block = read_index(shard).blocks[0]
         key = f"{shard.stem}/{block.key}" if config.upstream == "mm_mae" else block.key
         for suffix, member in block.members.items():
-            for byte, bit in flips(member.length, random):
+            for byte, bit in flips(count, member.length, random):
                 shard.write_bytes(flipped(whole, member.offset + byte, bit))
                 yield suffix, outcome(key, lambda: open_sources(config, rank=0, world=1).train.first_rows(rows))
         shard.write_bytes(whole)
 
 
-def decoded(name: str, content: bytes, decode: Callable[[bytes], object]) -> Iterator[tuple[str, str]]:
+def decoded(name: str, content: bytes, decode: Callable[[bytes], object], count: int) -> Iterator[tuple[str, str]]:
     """(name, outcome) of a decoder that sees the damage itself, as when it was there before the checksum was taken."""
-    for byte, bit in flips(len(content), np.random.default_rng(1)):
+    for byte, bit in flips(count, len(content), np.random.default_rng(1)):
         yield name, tried(decode, flipped(content, byte, bit))
 
 
@@ -86,7 +85,7 @@ def file_of(content: bytes, folder: str) -> Path:
     return path
 
 
-def main(images: str, text: str) -> None:
+def main(images: str, text: str, count: int) -> None:
     """Print a list of [what, outcome]."""
     found: list[tuple[str, str]] = []
     for verify in (False, True):
@@ -94,7 +93,7 @@ def main(images: str, text: str) -> None:
         for config in (multimodal_config(images), config_for(text)):
             config.data.verify = verify
             rows = open_sources(config, rank=0, world=1).train.rows
-            found += [(f"{mode} {suffix}", what) for suffix, what in stored_members(config, rows)]
+            found += [(f"{mode} {suffix}", what) for suffix, what in stored_members(config, rows, count)]
     size = (40, 50)
     forms = map_formats()
     stored = {name: png(numbers) for name, numbers in zip(("depth", "semseg"), maps(*size, seed=0), strict=True)}
@@ -103,10 +102,10 @@ def main(images: str, text: str) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for name, map_ in stored.items():
             decode = partial(forms[name].decode, size=size)
-            found += decoded(f"decoder {forms[name].suffix}", map_, decode)
-        found += decoded("detection png", colours, lambda content: read_image(file_of(content, folder), size))
+            found += decoded(f"decoder {forms[name].suffix}", map_, decode, count)
+        found += decoded("detection png", colours, lambda content: read_image(file_of(content, folder), size), count)
     json.dump(found, sys.stdout)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2])
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))

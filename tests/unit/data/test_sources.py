@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from tests.grids import grid
+from tests.grids import always, grid
 from tests.unit.data.loaded import FIELDS, assert_same, joined, steps, table_of
 from tests.unit.data.stored import SPECIAL, config_for, write_dataset
 from trp_scale.config import Config, RefusedError
@@ -95,7 +96,7 @@ def test_every_world_sees_the_same_global_batches(
 
 
 @pytest.mark.filterwarnings("ignore:This DataLoader will create 3 worker processes")
-@pytest.mark.parametrize(("workers", "world"), grid([1, 3], [1, 2, 3, 4]))
+@pytest.mark.parametrize(("workers", "world"), always(product([1, 3], [1, 2, 3, 4]), (1, 2), (3, 1)))
 def test_workers_change_nothing(
     dataset: Path, reference: list[dict[str, torch.Tensor]], workers: int, world: int
 ) -> None:
@@ -123,7 +124,7 @@ def test_a_batch_may_span_two_epochs(reference: list[dict[str, torch.Tensor]]) -
     assert keys[:58].tolist() != keys[58:116].tolist()
 
 
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize("workers", always([0, 1], 1))
 def test_resume_equals_the_uninterrupted_run(
     dataset: Path, reference: list[dict[str, torch.Tensor]], workers: int
 ) -> None:

@@ -26,6 +26,7 @@ def bytes_a_row(config: Config) -> dict[str, int]:
     return {name: value.nbytes // batch.rows for name, value in batch.fields.items()}
 
 
+@pytest.mark.exhaustive  # maps below are made beside pixels
 def test_pixels_travel_as_bytes(tmp_path: Path) -> None:
     data = write_images(tmp_path / "data", [[image_sample(number, 40, 40) for number in range(24)]])
     assert bytes_a_row(config_for(data))["images"] == 2 * 3 * 32 * 32, "two crops of 32"

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from tests.faulty_server import directory, faulty_server
+from tests.grids import always
 from tests.unit.data.loaded import assert_same, steps
 from tests.unit.data.stored import config_for, write_dataset
 from trp_scale.data import ahead
@@ -98,7 +99,7 @@ def test_a_pass_over_what_is_held_out_ends(stored: Path) -> None:
     fetching.close()
 
 
-@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("workers", always([0, 2], 0))
 def test_rows_are_the_same_and_no_tar_is_fetched_twice(workers: int, stored: Path) -> None:
     expected = steps(config_for(stored), world=1, count=4)
     with faulty_server(directory(stored.parent)) as (url, faults):

@@ -18,6 +18,7 @@ import pytest
 
 from tests.fixtures import small_text_dataset
 from tests.grids import always
+from trp_scale import cli
 from trp_scale.data.index import Block, DataError, Member, read_index, read_json, write_index, write_json
 from trp_scale.preparation.text.stored import read_block, row_texts
 from trp_scale.preparation.verify import verify_dataset
@@ -133,15 +134,17 @@ class Trap:
 
 
 @pytest.mark.parametrize("suffix", always(["tags.pyd", "pickle", "tokens.npy.gz"], "pickle"))
-def test_an_unlisted_member_is_refused_and_not_unpickled(copy: Path, tmp_path: Path, suffix: str) -> None:
+def test_an_unlisted_member_is_refused_and_not_unpickled(
+    copy: Path, tmp_path: Path, suffix: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     shard = copy / "shards" / "text-000000.tar"
     block = read_index(shard).blocks[0]
     replace_block(shard, 0, {**members_of(shard, block), suffix: pickle.dumps(Trap(tmp_path / "sprung"))})
     for read in (lambda: verify_dataset(copy), lambda: read_block(shard, read_index(shard).blocks[0])):
         with pytest.raises(DataError, match=rf"has member \.{suffix}; allowed are .tokens"):
             read()
-    result = run("inspect", str(shard))
-    assert result.returncode == 2 and f"has member .{suffix}" in result.stderr
+    assert cli.main(["inspect", str(shard)]) == 2
+    assert f"has member .{suffix}" in capsys.readouterr().err
     assert not (tmp_path / "sprung").exists()
 
 
@@ -206,15 +209,19 @@ def test_rows_are_shown_as_text(whole: Path) -> None:
     result = run("inspect", str(shard), "--rows", "2", "--block", key)
     assert result.returncode == 0 and result.stdout.count(key) == 2
     assert shown[0][1].plain.split()[:3] == result.stdout.split(f"{key} row 0")[1].split("\n")[1].split()[:3]
-    nowhere = run("inspect", "nowhere/shards/a.tar")
-    assert nowhere.returncode == 2 and "nowhere/shards/a.index.json: not found" in nowhere.stderr
-    assert "Traceback" not in nowhere.stderr
-    missing = run("inspect", str(shard), "--block", "text-000000-99999")
-    assert missing.returncode == 2 and "no block" in missing.stderr
 
 
-def test_the_scripts_explain_themselves() -> None:
-    result = run("shard-text", "--help-all")
-    assert result.returncode == 0
+def test_rows_that_are_not_there_are_refused(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["inspect", "nowhere/shards/a.tar"]) == 2
+    assert "nowhere/shards/a.index.json: not found" in capsys.readouterr().err
+    assert cli.main(["inspect", str(whole / "shards" / "text-000000.tar"), "--block", "text-000000-99999"]) == 2
+    assert "no block" in capsys.readouterr().err
+
+
+def test_the_scripts_explain_themselves(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        cli.main(["shard-text", "--help-all"])
+    assert left.value.code == 0
+    printed = capsys.readouterr().out
     for flag in ("--rows_per_block", "--max_skipped", "--embedded", "--no_lowercase", "--vocab_size"):
-        assert flag in result.stdout
+        assert flag in printed
