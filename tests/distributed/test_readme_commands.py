@@ -1,9 +1,9 @@
 """The README's commands, run: in its order, in one directory, with less text, smaller models and fewer steps.
 
 A command keeps its words; what makes it small is appended, and of two equal flags the last one counts. The first line
-under torchrun and that of deepspeed are started as processes of their own (10 s each); the other lines under torchrun
-run on the two ranks that tests share, and all others in this process, through the function that the script or the
-console command calls.
+under torchrun is started as processes of its own (10 s); the other lines under torchrun and deepspeed run on the two
+ranks that tests share (tests/faults/test_hangs.py starts deepspeed), and all others in this process, through the
+function that the script or the console command calls.
 """
 
 from __future__ import annotations
@@ -84,14 +84,11 @@ RUN = [command for command in COMMANDS if why_not_run(command) is None]
 
 
 def started_as_a_process(words: list[str]) -> tuple[int, str]:
-    """torchrun or deepspeed, on two ranks, with a port that is free."""
+    """torchrun on two ranks, with a port that is free."""
     launcher, *rest = words
     place = script_place(rest)
-    if launcher == "torchrun":
-        own = rest[:place]
-        own[own.index("--nproc_per_node") + 1] = "2"
-    else:
-        own = [*rest[:place], "--num_gpus", "2"]
+    own = rest[:place]
+    own[own.index("--nproc_per_node") + 1] = "2"
     command = [launcher, *own, "--master_port", str(free_port()), *rest[place:]]
     found = {**environment(), "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
     done = subprocess.run(command, env=found, capture_output=True, text=True, timeout=180, check=False)
@@ -141,9 +138,8 @@ def made_small(command: Command, books: Path) -> list[str]:
 
 
 def is_launched(command: Command) -> bool:
-    """Whether the command is started as it stands; one for each launcher is enough."""
-    launcher = command.words[0]
-    return launcher in ("torchrun", "deepspeed") and command == next(one for one in RUN if one.words[0] == launcher)
+    """Whether the command is started as it stands; one is enough."""
+    return command == next(one for one in RUN if one.words[0] == "torchrun")
 
 
 def run(command: Command, books: Path, two_ranks: Ranks) -> tuple[int, str]:

@@ -120,7 +120,7 @@ def same_end(run_dir: Path, whole: Path, steps: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kills", "steps"), [(3, FEW), pytest.param(20, MANY, marks=pytest.mark.faults)], ids=["few", "many"]
+    ("kills", "steps"), [(2, FEW), pytest.param(20, MANY, marks=pytest.mark.faults)], ids=["few", "many"]
 )
 def test_kill_9_of_a_rank_again_and_again(
     ranks: ForkedRanks, whole_runs: Callable[[int], Path], text_dataset: Path, tmp_path: Path, kills: int, steps: int

@@ -181,6 +181,7 @@ def test_a_size_or_time_of_nothing_is_refused(flag: str, value: str, capsys: pyt
     assert capsys.readouterr().err.startswith(f"error: {flag} is 0")
 
 
+@pytest.mark.exhaustive  # tests/unit/cli/test_cli.py: rank 0 speaks
 def test_two_ranks_under_torchrun_print_once() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     script = Path(__file__).parents[3] / "launch" / "doctor.py"

@@ -63,7 +63,7 @@ def test_a_killed_run_goes_on_to_the_same_bytes(made: Path, tmp_path: Path) -> N
     output = tmp_path / "killed"
     command = [sys.executable, "-m", "trp_scale", "shard-text", "--inputs", str(made.with_name("data.jsonl"))]
     command += ["--output", str(output), "--tagger", "textblob", "--length", "64", "--vocab_size", "1000"]
-    command += ["--rows_per_block", "16", "--shard_bytes", "20000", "--processes", "2"]
+    command += ["--rows_per_block", "16", "--shard_bytes", "20000", "--processes", "1"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     running = subprocess.Popen(
         command, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, start_new_session=True
