@@ -115,8 +115,6 @@ def said_by(code: str, *signals: signal.Signals, apart: float = 0.0) -> tuple[in
 EARLY = """
 import sys, time
 import trp_scale.cli as cli
-from tests.ranks import free_port
-from tests.runs import environment
 from trp_scale.distributed.stop import EXIT_CTRL_C, StopRequests
 
 def imports(argv):
@@ -157,8 +155,6 @@ def test_a_request_ends_the_wait_for_other_ranks(rank: int) -> None:
 
 DEAF = """
 import ctypes
-from tests.ranks import free_port
-from tests.runs import environment
 from trp_scale.distributed.stop import EXIT_CTRL_C, StopRequests
 
 with StopRequests():

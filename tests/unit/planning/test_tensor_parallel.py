@@ -7,6 +7,7 @@ from collections import Counter
 import pytest
 from torch import nn
 
+from tests.grids import always
 from trp_scale.config import RefusedError
 from trp_scale.models.tensor_plan import TensorPlan
 from trp_scale.planning.counting import Counted
@@ -125,7 +126,7 @@ def test_a_model_without_blocks_to_split_is_refused() -> None:
         assert Counted(config, DataFacts(length=64, vocabulary=8064)).over(3, True).parameters
 
 
-@pytest.mark.parametrize("name", ["adpe_tiny", "mm_mae_tiny", "mlo_mae_tiny"])
+@pytest.mark.parametrize("name", always(["adpe_tiny", "mm_mae_tiny", "mlo_mae_tiny"], "adpe_tiny"))
 def test_image_models_are_cut_too(name: str) -> None:
     """Two sums in each pass of a block with 4 heads, besides those of relative positions and cross-attention."""
     counted = Counted(load_recipe(name), DataFacts())
