@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -264,8 +265,9 @@ def _of_vitmae(path: str, found: Fields) -> EncoderSource:
 
 def _by_our_names(stored: dict[str, Tensor], blocks: int) -> dict[str, Tensor]:
     parts = ("norm1", "attn.qkv", "attn.proj", "norm2", "mlp.fc1", "mlp.fc2")
-    names = [f"blocks.{n}.{part}.{kind}" for n in range(blocks) for part in parts for kind in ("weight", "bias")]
-    names += ["cls_token", "patch_embed.weight", "patch_embed.bias", "norm.weight", "norm.bias"]
+    # One by one: the number of blocks is a file's word, and the first that is not there ends it.
+    of_blocks = (f"blocks.{n}.{part}.{kind}" for n in range(blocks) for part in parts for kind in ("weight", "bias"))
+    names = chain(("cls_token", "patch_embed.weight", "patch_embed.bias", "norm.weight", "norm.bias"), of_blocks)
     return {name: ours(name, torch.cat([stored[one] for one in vitmae_names(name)])) for name in names}
 
 
