@@ -283,6 +283,11 @@ def test_a_masked_autoencoder_of_another_kind_is_refused(tmp_path: Path) -> None
     bare.save_pretrained(tmp_path / "bare")
     with pytest.raises(RefusedError, match=r"allowed: what ViTMAEForPreTraining's save_pretrained writes"):
         open_encoder(str(tmp_path / "bare")).read()
+    peer.save_pretrained(tmp_path / "deep")
+    description = tmp_path / "deep" / "config.json"
+    description.write_text(json.dumps({**json.loads(description.read_text()), "num_hidden_layers": 2**50}))
+    with pytest.raises(RefusedError, match=r"model.safetensors has no \S*layers?\.2\.\S+; allowed"):
+        open_encoder(str(tmp_path / "deep")).read()
     with torch.no_grad():
         peer.vit.embeddings.position_embeddings.add_(0.1)
     peer.save_pretrained(tmp_path / "moved")
