@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tests.distributed.launched import finetune_until_killed
+from tests.distributed.launched import descendants, finetune_until_killed, wait_for_steps
 from tests.fixtures import small_image_dataset
 from tests.ranks import Ranks
-from tests.runs import essence, lines
+from tests.runs import essence, lines, start
 from tests.unit.downstream.test_finetune import tuning_flags
 from trp_scale import cli
 from trp_scale.checkpoint.format import read_full_state
@@ -100,3 +102,18 @@ def test_kill_9_at_a_random_step_and_go_on(image_dataset: Path, tmp_path: Path) 
     found = [result(run_dir) for run_dir in (whole, killed)]
     assert [each.pop("settings")["data"]["workers"] for each in found] == [0, 1]
     assert found[0] == found[1]
+
+
+@pytest.mark.exhaustive
+def test_kill_9_and_a_restart_in_its_place(image_dataset: Path, tmp_path: Path) -> None:
+    changes = {"training__steps": 60, "checkpoint__every": 2, "data__workers": 0, "downstream__drop_path": 0.2}
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    assert finetune_here(flags(image_dataset, whole, **changes)) == 0
+    process = start([*flags(image_dataset, killed, **changes), "--reliability.restarts", "1"], script="finetune.py")
+    wait_for_steps(process, seed_directory(killed), 7)
+    (forked,) = descendants(process.pid)
+    os.kill(forked, signal.SIGKILL)
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 0, output
+    runs = [[essence(line) for line in lines(seed_directory(run_dir))] for run_dir in (whole, killed)]
+    assert runs[0] == runs[1] and len(runs[0]) == 60
