@@ -61,6 +61,23 @@ def open_dataset(path: Path, said: str) -> Any:
         raise DataError(f"{said}: cannot be read as a dataset directory ({said_by(error)}); save it again") from error
 
 
+def check_rows(rows: Any, first: int, last: int, said: str) -> None:
+    """Refuse rows that the library would read past the ends of their file, which ends the process.
+
+    Args:
+        rows: a Dataset without a selection.
+        first, last: rows first ... last - 1.
+        said: how it is named in messages.
+
+    Raises:
+        DataError: offsets or lengths of one of them lead elsewhere.
+    """
+    try:
+        rows.data.table.slice(first, last - first).validate(full=True)
+    except Exception as error:  # pyarrow's
+        raise DataError(f"{said}: rows {first} to {last - 1} are damaged ({said_by(error)}); save it again") from error
+
+
 def files_fingerprint(files: list[Path]) -> bytes:
     """Digest of the ends and the middle of files: changed content is noticed without reading all of it."""
     digest = hashlib.sha256()

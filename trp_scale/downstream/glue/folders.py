@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from trp_scale.config import RefusedError
-from trp_scale.data.dataset_directory import open_dataset
+from trp_scale.data.dataset_directory import check_rows, open_dataset
 from trp_scale.data.index import DataError
 from trp_scale.documents.json_files import read_content
 from trp_scale.downstream.glue.examples import FORMATS, UNKNOWN, Examples, GlueFormat, column, number_labels
@@ -129,8 +129,10 @@ def read_splits(directory: Path, task: GlueFormat, files: dict[str, tuple[str, .
         there = [stem for stem in stems if split_name(stem) in loaded]
         if there:
             where = f"{directory}, split {split_name(there[0])}"
+            rows = loaded[split_name(there[0])]
+            check_rows(rows, 0, len(rows), where)
             try:
-                found[name] = _read(loaded[split_name(there[0])], task, there[0], where)
+                found[name] = _read(rows, task, there[0], where)
             except RefusedError:
                 raise
             except Exception as error:  # of pyarrow, of many kinds, where the stored columns are damaged

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from trp_scale.data.dataset_directory import directory_fingerprint, is_dataset_directory, load_dataset
+from trp_scale.data.dataset_directory import check_rows, directory_fingerprint, is_dataset_directory, load_dataset
 from trp_scale.data.images.png import write_png
 from trp_scale.data.images.reader import CLASS, IMAGE, ordered_suffixes
 from trp_scale.data.index import DataError
@@ -189,6 +189,7 @@ def list_directory(path: str, split: str, image_column: str, label_column: str) 
             hint = "; --label_column '' if there are no classes" if flag == "label_column" else ""
             raise DataError(f"--{flag} {name}: the columns of {path} are {', '.join(columns)}{hint}")
     rows = open_columns(path, split, image_column, label_column)
+    check_rows(rows, 0, len(rows), f"input {path}")
     feature = rows.features[label_column] if label_column else None
     if feature is not None and not str(getattr(feature, "dtype", "")).startswith(("int", "uint")):
         raise DataError(f"--label_column {label_column}: {feature} found in {path}, whole numbers expected")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from trp_scale.data.dataset_directory import load_dataset
+from trp_scale.data.dataset_directory import check_rows, load_dataset
 from trp_scale.documents.json_files import parse_json
 from trp_scale.errors import RefusedError
 from trp_scale.preparation.text.corpus import LARGEST_SHARD, Portion, Span, open_parquet
@@ -81,6 +81,7 @@ def _read_dataset(span: Span, settings: ReadSettings) -> Iterator[Document | Ski
         yield from (Skipped("no_text", f"{span.path}:{row}") for row in range(span.start, span.end))
         return
     column = rows.select_columns([settings.text_field])
+    check_rows(column, span.start, span.end, f"input {span.path}")
     for row in range(span.start, span.end):
         place = partial("{}:{}".format, span.path, row)
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
+import struct
 import tracemalloc
 from pathlib import Path
 
@@ -133,6 +134,20 @@ def test_a_dataset_directory_is_read(tmp_path: Path) -> None:
     found = read(tmp_path / "stored", shard_bytes=200)
     assert texts(found) == rows[:20]
     assert skipped(found) == [("no_text", "stored:20"), ("empty", "stored:21")]
+
+
+def test_a_dataset_directory_whose_rows_lead_out_of_its_file_is_refused(tmp_path: Path) -> None:
+    """The library maps the file into memory, and would end the process."""
+    datasets = pytest.importorskip("datasets", reason="the extra `datasets` is not installed")
+    rows = [f"Row {number}." for number in range(5)]
+    datasets.DatasetDict({"train": datasets.Dataset.from_dict({"text": rows})}).save_to_disk(str(tmp_path / "stored"))
+    (file,) = (tmp_path / "stored").rglob("*.arrow")
+    offsets = [struct.pack("<6i", *(6 * number for number in range(5)), end) for end in (30, 2**30)]
+    content = file.read_bytes()
+    assert content.count(offsets[0]) == 1
+    file.write_bytes(content.replace(*offsets))
+    with pytest.raises(DataError, match=r"stored: rows 0 to 4 are damaged \(.*; save it again"):
+        read(tmp_path / "stored")
 
 
 def gzipped(path: Path) -> Path:
