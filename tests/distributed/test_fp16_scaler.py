@@ -81,3 +81,23 @@ def test_a_scale_that_is_given_is_not_searched_for(two_ranks: Ranks, stage: int)
         assert before["cur_scale"] == after["cur_scale"] == 128.0
         assert "last_overflow_iter" not in before
         assert not lowered, "nothing will be different at the next try: this is a fault"
+
+
+def with_a_scale_that_helps_nothing(stage: int) -> list[tuple[float, bool]]:
+    """The scale after each of five skips, and whether it has been lowered."""
+    with fp16_on_a_cpu():
+        probe = Probe(fp16_layout(stage, initial_scale_power=2), training={"precision": "fp16"})
+        found = []
+        for _ in range(5):
+            probe.backward(0, factor=float("nan"))
+            lowered = probe.engine.skip()
+            found.append((probe.engine.extra_state()["cur_scale"], lowered))
+        probe.engine.close()
+        return found
+
+
+@pytest.mark.parametrize("stage", always([0, 1, 2, 3], 0, 2))
+def test_a_scale_that_cannot_be_lowered_is_a_fault(two_ranks: Ranks, stage: int) -> None:
+    """Then the skipped steps count, and too many of them end the run with a checkpoint."""
+    for found in two_ranks(with_a_scale_that_helps_nothing, stage):
+        assert found == [(2.0, True), (1.0, True), *[(1.0, False)] * 3]

@@ -215,6 +215,8 @@ class DeepSpeedEngine(ShardOperations):
         before = self._loss_scale()
         if self.engine.fp16_enabled():
             # Not engine.step(): DeepSpeed would look for itself, and apply the step where it finds nothing.
+            # At the lowest scale it would raise, on all ranks, in the place of the loop, which counts what it skips.
+            self.layout.loss_scaler.raise_error_at_min_scale = False
             self.engine.optimizer._update_scale(True)
         self.discard_gradients()
         return self._loss_scale() < before
