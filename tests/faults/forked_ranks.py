@@ -42,11 +42,15 @@ PLACES = {
     "forward": "trp_scale.core.hooks:StepContext.losses_of",
     "backward": "trp_scale.engines.fsdp:FsdpEngine.backward",
     "step": "trp_scale.engines.plain:PlainEngine.step",
+    "hook": "trp_scale.balancing.global_losses:GlobalLossBalancer.before_step",
     "validation": "trp_scale.training.pretrain:validate",
     "checkpoint": "trp_scale.checkpoint.tensor_file:ChecksumWriter.write",
     "rename": "pathlib:Path.rename",
 }
 """What is called there."""
+
+
+RAISES = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +60,7 @@ class Signal:
     Attributes:
         place: of PLACES.
         rank: which one.
-        number: of the signal.
+        number: of the signal; RAISES: the call raises an error in its place.
         times: at this call of the place, from 1. Of `rename` only those count that give a checkpoint its name.
         after: seconds after the call has begun.
     """
@@ -187,6 +191,8 @@ def _await_call(given: Signal) -> None:
         calls += given.place != "rename" or Path(arguments[1]).name.startswith("step_")
         if calls == given.times:
             calls += 1
+            if given.number == RAISES:
+                raise RuntimeError("on purpose")
             if given.after:
                 timer = threading.Timer(given.after, os.kill, (process, given.number))
                 timer.daemon = True

@@ -16,7 +16,8 @@ import pytest
 import torch
 
 from tests.distributed.launched import descendants, environment_of, launch, wait_for_steps
-from tests.faults.forked_ranks import ForkedRanks, Signal
+from tests.faults.forked_ranks import RAISES, ForkedRanks, Signal
+from tests.grids import always
 from tests.runs import essence, flags, lines
 from trp_scale.checkpoint.format import read_full_state
 from trp_scale.checkpoint.run_directory import checkpoint_path, checkpoints, incompleteness
@@ -145,6 +146,22 @@ def test_kill_9_of_a_rank_again_and_again(
     assert ranks(arguments, log) == [0, 0], f"seed {seed}: {log.read_text()[-4000:]}"
     assert expected in log.read_text()
     same_end(killed, whole, steps)
+
+
+@pytest.mark.parametrize("rank", always([0, 1], 1))
+def test_a_hook_that_raises_on_one_rank(
+    ranks: ForkedRanks, whole_runs: Callable[[int], Path], text_dataset: Path, tmp_path: Path, rank: int
+) -> None:
+    run_dir, log = tmp_path / "run", tmp_path / "log"
+    arguments = flags(text_dataset, run_dir, training__steps=FEW, checkpoint__asynchronous=False, **SETTINGS)
+    statuses = ranks(arguments, log, Signal(place="hook", rank=rank, number=RAISES, times=4))
+    assert statuses == [1, 1], log.read_text()
+    assert f"[rank {rank} on " in log.read_text() and "RuntimeError: on purpose" in log.read_text()
+    record = json.loads((run_dir / "stop.json").read_text())
+    assert (record["status"], record["step"], record["again"]) == (1, 3, True)
+    assert [step for step, _ in checkpoints(run_dir)] == [2]
+    assert ranks(arguments, log) == [0, 0], log.read_text()
+    same_end(run_dir, whole_runs(FEW), FEW)
 
 
 @pytest.mark.faults
