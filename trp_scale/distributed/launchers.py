@@ -20,6 +20,9 @@ FIRST_WORD_SECONDS = 3.0
 ATTEMPT = "TRP_SCALE_ATTEMPT"
 """Variable of a rank that is forked, and looked after, by the process that the launcher has started."""
 
+BEGAN = "TRP_SCALE_BEGAN"
+"""When that process did, by time.monotonic()."""
+
 _SPECIAL_STEPS = 0xFFFFFFF0  # SLURM numbers the batch script and interactive shells from here on: no parallel steps
 
 
@@ -37,6 +40,7 @@ class RankInfo:
         launcher: single, torchrun, deepspeed, slurm (srun), or variables (RANK and WORLD_SIZE set by hand).
         attempt: restarts in this place before this one; None: the launcher itself has started this process
             (restarts.py).
+        began: when the first of these attempts did, by time.monotonic(); None: with this process.
     """
 
     rank: int = 0
@@ -47,6 +51,7 @@ class RankInfo:
     master_port: int = 0
     launcher: Launcher = "single"
     attempt: int | None = None
+    began: float | None = None
 
 
 def discover(environ: Mapping[str, str]) -> RankInfo:
@@ -55,7 +60,10 @@ def discover(environ: Mapping[str, str]) -> RankInfo:
     Raises:
         RefusedError: variables that are missing or no numbers, or two launchers at once; the message says what to do.
     """
-    return replace(_place(environ), attempt=_number(environ, ATTEMPT) if ATTEMPT in environ else None)
+    place = _place(environ)
+    if ATTEMPT not in environ:
+        return place
+    return replace(place, attempt=_number(environ, ATTEMPT), began=float(environ[BEGAN]))
 
 
 def _place(environ: Mapping[str, str]) -> RankInfo:

@@ -29,7 +29,7 @@ from torch.distributed import DistNetworkError, DistStoreError  # type: ignore[a
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from trp_scale.distributed.gathering import AGENT_STORE, has_agent_store, no_answer, open_store, prefix, tcp_store
-from trp_scale.distributed.launchers import ATTEMPT, RankInfo, leave
+from trp_scale.distributed.launchers import ATTEMPT, BEGAN, RankInfo, leave
 from trp_scale.distributed.stop import EXIT_CTRL_C, asked_early, listen_early, note_early
 from trp_scale.errors import RefusedError
 
@@ -95,6 +95,7 @@ class _ForkedRank:
 
     def __init__(self) -> None:
         self.status = 0
+        self._began = time.monotonic()
         self.asked = asked_early() is not None
         self._process = 0
         self._ended: select.poll | None = None
@@ -113,7 +114,7 @@ class _ForkedRank:
         """Start it; its process ends with what `run` returns."""
         process = os.fork()
         if process == 0:
-            _be_a_rank(run, attempt)
+            _be_a_rank(run, attempt, self._began)
         self._process = process
         if self.asked:  # while there was none
             os.kill(process, signal.SIGTERM)
@@ -188,11 +189,11 @@ class _Others:
             return ""
 
 
-def _be_a_rank(run: Callable[[int], int], attempt: int) -> NoReturn:
+def _be_a_rank(run: Callable[[int], int], attempt: int, began: float) -> NoReturn:
     """A forked process from here to its end."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     listen_early()
-    os.environ[ATTEMPT] = str(attempt)
+    os.environ |= {ATTEMPT: str(attempt), BEGAN: str(began)}
     status = 1
     try:
         status = run(attempt)

@@ -62,10 +62,11 @@ class StopRequests:
         run_dir: where rank 0 looks for a file named STOP, at most once a second; it is removed when it is heard, so
             that the next start does not stop at once. None: no file.
         rank: this process's rank.
-        max_hours: ask for a stop this many hours after entry; 0 = no limit.
+        max_hours: ask for a stop this many hours after they began; 0 = no limit.
         launchers: processes that started this one and see to it, by their numbers from the nearest on: their children
             stop when they are gone (`launchers_of`).
         clock: seconds, never going back.
+        began: by the clock, when the hours began; None: at entry.
 
     Must be entered in the main thread (Python allows signal handlers nowhere else).
     """
@@ -78,12 +79,13 @@ class StopRequests:
         max_hours: float = 0.0,
         launchers: tuple[int, ...] = (),
         clock: Callable[[], float] = time.monotonic,
+        began: float | None = None,
     ) -> None:
         self._file = run_dir / STOP_FILE if run_dir is not None and rank == 0 else None
         self._max_hours = max_hours
         self._launchers = launchers
         self._clock = clock
-        self._start = clock()
+        self._began, self._start = began, clock()
         self._looked = float("-inf")
         self._interrupted = float("-inf")
         self._reason: str | None = None
@@ -92,7 +94,7 @@ class StopRequests:
         self._gone: float | None = None
 
     def __enter__(self) -> StopRequests:
-        self._start = self._clock()
+        self._start = self._clock() if self._began is None else self._began
         self._before = {number: signal.signal(number, self._hear) for number in _SIGNALS}
         self._reason = asked_early()
         self._listener = _Listener()

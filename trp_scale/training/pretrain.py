@@ -131,6 +131,7 @@ def guarded(
             rank=info.rank,
             max_hours=config.training.max_hours,
             launchers=launchers_of(info.launcher, forked=info.attempt is not None),
+            began=info.began,
         )
         stop = stack.enter_context(requests)
         watchdog = Watchdog(

@@ -13,7 +13,7 @@ import pytest
 
 from trp_scale.distributed.launchers import RankInfo, discover
 from trp_scale.distributed.restarts import with_restarts
-from trp_scale.distributed.stop import _early, asked_early, launchers_of
+from trp_scale.distributed.stop import StopRequests, _early, asked_early, launchers_of
 
 Run = Callable[[int], int]
 
@@ -73,6 +73,17 @@ def test_who_starts_again_knows_how_often_it_has(tmp_path: Path) -> None:
         return 1 if attempt < 2 else 10 + int(discover(os.environ).attempt == 2)
 
     assert outcome(run, tmp_path)[0] == 11
+
+
+def test_the_hours_of_a_run_begin_once(tmp_path: Path) -> None:
+    def run(attempt: int) -> int:
+        if attempt == 0:
+            time.sleep(0.4)
+            return 1
+        with StopRequests(max_hours=0.3 / 3600, began=discover(os.environ).began) as stop:
+            return 10 + int(stop.requested() is not None)
+
+    assert outcome(run, tmp_path, restarts=1)[0] == 11
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
