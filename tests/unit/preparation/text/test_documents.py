@@ -6,7 +6,9 @@ import gzip
 import itertools
 import json
 import struct
+import time
 import tracemalloc
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -233,6 +235,73 @@ def test_parquet_files_are_cut_between_their_row_groups_where_there_are_enough(t
     (tmp_path / "no.parquet").write_bytes(b"not parquet")
     with pytest.raises(DataError, match=r"no\.parquet: not a parquet file"):
         read(tmp_path / "no.parquet")
+
+
+def peak_of(read_all: Callable[[], object]) -> int:
+    """Bytes that Python held at most."""
+    tracemalloc.start()
+    try:
+        read_all()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("unit", [b"a\n\n", b"\n\r", b"11\n"])
+@pytest.mark.parametrize("name", ["x.txt.gz", "x.jsonl.gz"])
+def test_a_few_gzipped_bytes_of_many_documents_or_lines_take_little(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, unit: bytes
+) -> None:
+    """64 KB on the disk took 3 GB and more."""
+    monkeypatch.setattr("trp_scale.preparation.text.documents.CHUNK", 1 << 18)
+    path = tmp_path / name
+    path.write_bytes(gzip.compress(unit * ((1 << 19) // len(unit))))
+
+    def read_all() -> None:
+        settings = ReadSettings(text_field="text", split="", one_document_per_file=False, max_line_bytes=1000)
+        for portion in plan_corpus([str(path)], "auto", "train", False, 0).portions:
+            for _ in read_portion(portion, settings):
+                pass
+
+    assert peak_of(read_all) < 2 << 20
+
+
+def test_the_numbers_of_many_bad_lines_are_not_each_counted_from_the_first(tmp_path: Path) -> None:
+    """Which takes 20 times as long, and hours for the 8 KB of a file of 8 MB that is gzipped."""
+    path = tmp_path / "bad.jsonl.gz"
+    path.write_bytes(gzip.compress(b"11\n" * 700_000))
+    begun = time.process_time()
+    found = skipped(read(path, shard_bytes=1 << 30))
+    assert time.process_time() - begun < 30
+    assert found[-1] == ("not_json", "bad.jsonl.gz:700000")
+
+
+def test_a_line_that_is_longer_than_memory_is_never_read_as_a_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A sparse file: no block of the disk is taken."""
+    monkeypatch.setattr("trp_scale.preparation.text.documents.CHUNK", 1 << 20)
+    path = tmp_path / "sparse.jsonl"
+    with path.open("wb") as stream:
+        stream.write(b'{"text": "first"}\n')
+        stream.seek(200_000_000)
+        stream.write(b'\n{"text": "last"}\nnot json\n')
+    found: list[Document | Skipped] = []
+    assert peak_of(lambda: found.extend(read(path, max_line_bytes=2000))) < 8 << 20
+    assert texts(found) == ["first", "last"]
+    assert skipped(found) == [("long_line", "sparse.jsonl:2"), ("not_json", "sparse.jsonl:4")]
+
+
+def test_rows_of_parquet_that_share_a_long_text_are_not_held_together(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow", reason="the extra `datasets` is not installed")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "shared.parquet"
+    text = pyarrow.DictionaryArray.from_arrays(pyarrow.array([0] * 400, pyarrow.int32()), ["x" * 1_000_000])
+    parquet.write_table(pyarrow.table({"text": text}), path, compression="zstd")
+    assert path.stat().st_size < 1000
+    settings = ReadSettings(text_field="text", split="", one_document_per_file=True, max_line_bytes=8_000_000)
+    (portion,) = plan_corpus([str(path)], "auto", "train", True, 0).portions
+    assert peak_of(lambda: all(isinstance(each, Document) for each in read_portion(portion, settings))) < 60_000_000
 
 
 def test_the_embedded_corpus_is_large_and_always_the_same() -> None:
