@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import tarfile
 from collections.abc import Iterator
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, cast
 
 from trp_scale.data.index import DataError
 from trp_scale.errors import said_by
+
+LONGEST_HEADER = 1 << 20
+"""Bytes of a long name, or of the records before a member. Those that exist have some 10,000; one that says 5e18 ended
+the process for want of memory, and records that all later members repeat took 1 GB for each MB of the tar."""
 
 
 class TarMember(NamedTuple):
@@ -41,9 +45,10 @@ def tar_members(where: str, stream: BinaryIO) -> Iterator[TarMember]:
         DataError: not a tar, or one that is cut short or damaged.
     """
     try:
-        with tarfile.open(fileobj=stream, mode="r:") as archive:
+        with tarfile.open(fileobj=cast(BinaryIO, _Headers(stream)), mode="r:") as archive:
             end = 0
-            for entry in archive:
+            while (entry := archive.next()) is not None:
+                archive.members.clear()  # it keeps all of them otherwise, 2 KB each
                 end = archive.offset  # of what follows the entry
                 folder, slash, file = entry.name.removeprefix("./").rpartition("/")
                 stem, _, suffix = file.partition(".")
@@ -65,3 +70,16 @@ def tar_members(where: str, stream: BinaryIO) -> Iterator[TarMember]:
         raise DataError(
             f"{where}: not a tar that can be read to its end ({said_by(error)}); make or copy it anew"
         ) from error
+
+
+class _Headers:
+    """What tarfile reads of a tar, between the contents of its members."""
+
+    def __init__(self, stream: BinaryIO) -> None:
+        self._stream = stream
+        self.seek, self.tell = stream.seek, stream.tell
+
+    def read(self, size: int) -> Any:
+        if size > LONGEST_HEADER:
+            raise tarfile.ReadError(f"a header of {size} bytes at byte {self.tell()}, {LONGEST_HEADER} allowed")
+        return self._stream.read(size)

@@ -15,7 +15,16 @@ from trp_scale.documents.json_files import read_lines
 from trp_scale.errors import quoted, shortened
 
 MOST = 1_000_000
-"""Tars of one pattern."""
+"""Tars of one pattern, or of one text file."""
+
+LONGEST = 4096
+"""Characters of a path or a URL, as in Linux. A line of 20 KB before {000000..999999} took 20 GB."""
+
+LONGEST_PATTERN = 1 << 20
+"""Characters of a pattern, which may list many names in braces."""
+
+MOST_BRACES = 64
+"""Opening braces of a pattern: each may be looked at again for each of its choices."""
 
 _BRACES = re.compile(r"\{([^{}]*)\}")
 _RANGE = re.compile(r"(-?[0-9]{1,12})\.\.(-?[0-9]{1,12})(?:\.\.(-?[0-9]{1,12}))?")
@@ -25,9 +34,17 @@ def expand_braces(text: str) -> list[str]:
     """{000..146} and {a,b}, as a shell expands them; other braces stay.
 
     Raises:
-        DataError: more than MOST results.
+        DataError: more than MOST results, one longer than LONGEST, more than LONGEST_PATTERN or than MOST_BRACES.
     """
-    found = list(itertools.islice(_expanded(text, 0), MOST + 1))
+    if len(text) > LONGEST_PATTERN:
+        raise DataError(f"{shortened(text)}: {len(text)} characters, a pattern has at most {LONGEST_PATTERN}")
+    if text.count("{") > MOST_BRACES:
+        raise DataError(f"{shortened(text)}: {text.count('{')} pairs of braces, at most {MOST_BRACES} are expanded")
+    found = []
+    for each in itertools.islice(_expanded(text, 0), MOST + 1):
+        if len(each) > LONGEST:
+            raise DataError(f"{shortened(each)}: {len(each)} characters, a path or a URL has at most {LONGEST}")
+        found.append(each)
     if len(found) > MOST:
         raise DataError(f"{shortened(text)}: more than {MOST} tars; give a text file that lists them")
     return list(dict.fromkeys(found))
@@ -120,6 +137,10 @@ def _of_list(path: Path) -> list[str]:
             if not each.endswith(".tar") or each.startswith("pipe:") or "\0" in each:
                 raise DataError(f"{path}, line {number}: {quoted(each)} found, the path or URL of a .tar expected")
             found += [each] if is_url(each) else [str((path.parent / each).absolute())]
+        if len(found) > MOST:
+            raise DataError(
+                f"{path}, line {number}: more than {MOST} tars up to here; give several lists, one at a time"
+            )
     if not found:
         raise DataError(f"{path}: lists no tar; the path or URL of one a line expected")
     return found

@@ -9,6 +9,7 @@ import os
 import re
 import shutil
 import tarfile
+import tracemalloc
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,8 @@ from trp_scale.data.images.rows import decode_image
 from trp_scale.data.index import DataError, read_index, read_json
 from trp_scale.data.remote.places import find_places
 from trp_scale.errors import RefusedError
-from trp_scale.preparation.images.tar_places import expand_braces, names_of
+from trp_scale.preparation.images.tar_members import tar_members
+from trp_scale.preparation.images.tar_places import expand_braces, find_tars, names_of
 from trp_scale.preparation.verify import verify_dataset
 from trp_scale.upstreams.base import open_sources
 
@@ -242,6 +244,52 @@ def test_braces_without_end(tmp_path: Path) -> None:
     assert expand_braces("a{x}b{1,2}") == ["a{x}b1", "a{x}b2"]
     with pytest.raises(DataError, match=r"a/x-y\.tar and /a-x-y\.tar: both would be|both would be"):
         names_of(["/a/x/y.tar", "/a/x/y.tar"])
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("a" * 20_000 + "{000000..999999}.tar\n", "20010 characters, a path or a URL has at most 4096"),
+        ("{" + "," * 900_000 + "}" + "x" * 10_000 + ".tar\n", "10004 characters"),
+        ("{a,b}" * 2000 + ".tar\n", "2000 pairs of braces, at most 64"),
+        ("{a}" * 2000 + ".tar\n", "2000 pairs of braces, at most 64"),
+        ("x" * 2_000_000 + ".tar\n", "2000004 characters, a pattern has at most 1048576"),
+        ("".join(f"{n}-{{0..399999}}.tar\n" for n in range(9)), r"line 3: more than 1000000 tars up to here"),
+    ],
+)
+def test_a_short_list_of_endless_tars_is_refused(tmp_path: Path, text: str, said: str) -> None:
+    """The first took 20 GB, the third and the fourth Python's stack, the last 100 bytes a minute for each million."""
+    path = tmp_path / "tars.txt"
+    path.write_text(text)
+    with pytest.raises(DataError, match=said):
+        find_tars(str(path))
+
+
+@pytest.mark.parametrize("kind", [tarfile.GNUTYPE_LONGNAME, tarfile.XHDTYPE, tarfile.XGLTYPE])
+@pytest.mark.parametrize("size", [2 << 20, 1 << 40, 1 << 62])
+def test_a_tar_whose_header_says_a_huge_size_is_refused(kind: bytes, size: int) -> None:
+    header = tarfile.TarInfo("x")
+    header.type, header.size = kind, size
+    stream = io.BytesIO(header.tobuf(tarfile.GNU_FORMAT) + bytes(10_240))
+    with pytest.raises(DataError, match=rf"x\.tar: not a tar.*a header of {size} bytes at byte 512, 1048576 allowed"):
+        list(tar_members("x.tar", stream))
+
+
+def test_headers_that_all_members_repeat_are_not_kept_for_each(tmp_path: Path) -> None:
+    """3 MB took 3 GB."""
+    stream = io.BytesIO()
+    settings = {f"key{number}": "1" for number in range(5000)}
+    with tarfile.open(fileobj=stream, mode="w", format=tarfile.PAX_FORMAT, pax_headers=settings) as archive:
+        for number in range(300):
+            entry = tarfile.TarInfo(f"{number:04d}.txt")
+            entry.pax_headers = {"comment": "own"}
+            archive.addfile(entry)
+    stream.seek(0)
+    tracemalloc.start()
+    assert len(list(tar_members("x.tar", stream))) == 300
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 10 << 20
 
 
 def test_what_is_left_out_is_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
