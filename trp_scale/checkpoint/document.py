@@ -23,7 +23,7 @@ from torch import Tensor
 
 from trp_scale.checkpoint.durable import json_text, write_text
 from trp_scale.checkpoint.tensor_file import CHUNK, DTYPES, CheckpointError, FileEntry, reading_tensors
-from trp_scale.documents.fields import LARGEST, Positive, Whole, record
+from trp_scale.documents.fields import LARGEST, Fields, Positive, Whole, record
 from trp_scale.documents.json_files import read_object
 from trp_scale.errors import quoted, shortened
 
@@ -176,7 +176,8 @@ def check_consistent(directory: Path, document: CheckpointDocument, *, digested:
     named = _STEP.search(directory.name)
     if named is not None and int(named[1]) != document.step:
         raise CheckpointError(f"{path}: step {document.step} found in a directory of step {int(named[1])}")
-    rows = document.config.get("batch", {}).get("global_size")
+    batch = Fields(document.config, f"{path}: config", CheckpointError).section("batch")
+    rows = batch.whole("global_size", default=0)
     taken = document.cursors.get("train")
     if not digested and rows and taken not in (None, document.step * rows):
         raise CheckpointError(
