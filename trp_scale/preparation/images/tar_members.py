@@ -48,7 +48,7 @@ def tar_members(where: str, stream: BinaryIO) -> Iterator[TarMember]:
         with tarfile.open(fileobj=cast(BinaryIO, _Headers(stream)), mode="r:") as archive:
             end = 0
             while (entry := archive.next()) is not None:
-                archive.members.clear()  # it keeps all of them otherwise, 2 KB each
+                archive.members.clear()  # type: ignore[attr-defined]  # else it keeps all of them, 2 KB each
                 end = archive.offset  # of what follows the entry
                 folder, slash, file = entry.name.removeprefix("./").rpartition("/")
                 stem, _, suffix = file.partition(".")
