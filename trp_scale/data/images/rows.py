@@ -20,7 +20,7 @@ from trp_scale.data.hashing import Integers
 from trp_scale.data.images.dataset import ImageDataset, ImageMeta
 from trp_scale.data.images.maps import map_formats
 from trp_scale.data.images.other_formats import decode_other_format, is_other_format
-from trp_scale.data.images.pixel_limit import jpeg_frame_size, refuse_too_many_pixels
+from trp_scale.data.images.pixel_limit import jpeg_frame_size, refuse_too_many_pixels, refuse_too_many_scans
 from trp_scale.data.images.png import Map
 from trp_scale.data.images.reader import IMAGE, SampleReader
 from trp_scale.data.index import DataError, reason_of
@@ -36,8 +36,8 @@ def decode_image(content: bytearray) -> Tensor:
     libjpeg makes pixels of most damage within the file: only a checksum finds it (data.verify).
 
     Raises:
-        DataError: none of these, of more than MOST_PIXELS, cut short, or in colours that torchvision does not turn into
-            RGB.
+        DataError: none of these, of more than MOST_PIXELS or MOST_SCANS, cut short, or in colours that torchvision does
+            not turn into RGB.
     """
     if not content:
         raise DataError("an empty file, a JPEG expected")
@@ -49,6 +49,7 @@ def decode_image(content: bytearray) -> Tensor:
         except Exception as error:  # decoders raise whatever a broken file leads them to
             raise DataError(f"a PNG or WebP that cannot be decoded ({said_by(error)})") from error
     refuse_too_many_pixels(*(jpeg_frame_size(content) or (0, 0)))
+    refuse_too_many_scans(content)
     try:
         pixels: Tensor = decode_jpeg(torch.frombuffer(content, dtype=torch.uint8), mode=ImageReadMode.RGB)
     except RuntimeError as error:
@@ -74,9 +75,10 @@ def decode_scaled(content: bytearray, scale: int) -> Tensor:
         scale: 2, 4 or 8.
 
     Raises:
-        DataError: of more than MOST_PIXELS, cut short, or damaged.
+        DataError: of more than MOST_PIXELS or MOST_SCANS, cut short, or damaged.
     """
     refuse_too_many_pixels(*(jpeg_frame_size(content) or (0, 0)))
+    refuse_too_many_scans(content)
     try:
         with Image.open(io.BytesIO(content), formats=("JPEG",)) as image:
             image.draft("RGB", (image.width // scale, image.height // scale))

@@ -6,11 +6,13 @@ import io
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from trp_scale.data.images.crops import pick_centres
 from trp_scale.data.images.other_formats import UnknownRangeError, as_rgb
+from trp_scale.data.images.pixel_limit import refuse_too_many_scans
 from trp_scale.data.images.png import png_size, read_png, write_png
 from trp_scale.data.index import DataError
 from trp_scale.modalities.base import MapFiles
@@ -20,6 +22,11 @@ FORMATS = ("JPEG", "PNG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 """Formats that are read. Others that Pillow knows start programs (EPS) or need another library."""
 
 DEFAULT_QUALITY = 95
+
+LONGEST_SIDE = 1 << 20
+"""Pixels. Of a line of 70 million Pillow says that memory lacks, whatever there is, and that would end the run."""
+
+_TILE_WIDTH, _TILE_HEIGHT = 322, 323
 
 ORIENTATION = 0x0112
 """EXIF tag; 1 is upright."""
@@ -95,7 +102,7 @@ def open_image(content: bytes, max_pixels: int) -> Image.Image:
     """Read the header; Pillow's own limit, half a warning and half an error, gives way to ours.
 
     Raises:
-        UnusableError: no image, a damaged header, or too many pixels.
+        UnusableError: no image, a damaged header, or too many pixels or scans.
     """
     limit, Image.MAX_IMAGE_PIXELS = Image.MAX_IMAGE_PIXELS, None
     try:
@@ -106,9 +113,19 @@ def open_image(content: bytes, max_pixels: int) -> Image.Image:
                 raise UnusableError("not_an_image") from error
     finally:
         Image.MAX_IMAGE_PIXELS = limit
-    if image.width * image.height > max_pixels:
-        raise UnusableError("too_many_pixels", f"{image.width} x {image.height}")
+    for width, height in (image.size, _tile_size(image)):
+        if width * height > max_pixels or max(width, height) > LONGEST_SIDE:
+            raise UnusableError("too_many_pixels", f"{width} x {height}")
+    with _damage_named():
+        refuse_too_many_scans(content)
     return image
+
+
+def _tile_size(image: Image.Image) -> tuple[int, int]:
+    """(width, height) of the tiles of a TIFF, which libtiff unpacks whole, whatever the image's size is; else 0."""
+    with _damage_named():
+        tags: Mapping[int, Any] = getattr(image, "tag_v2", {})
+        return int(tags.get(_TILE_WIDTH, 0)), int(tags.get(_TILE_HEIGHT, 0))
 
 
 def _orientation(image: Image.Image) -> int:

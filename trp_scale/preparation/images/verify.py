@@ -10,7 +10,7 @@ from PIL import Image
 
 from trp_scale.data.images.maps import map_formats
 from trp_scale.data.images.other_formats import FORMATS
-from trp_scale.data.images.pixel_limit import refuse_too_many_pixels
+from trp_scale.data.images.pixel_limit import refuse_too_many_pixels, refuse_too_many_scans
 from trp_scale.data.images.png import png_size
 from trp_scale.data.images.reader import CLASS, IMAGE, OWN_MODALITY, first_difference, known_suffixes
 from trp_scale.data.index import Block, DataError, Member, read_index
@@ -83,6 +83,7 @@ def check_decodes(place: str, content: bytes) -> None:
     try:
         with Image.open(io.BytesIO(content), formats=("JPEG", *FORMATS)) as image:
             refuse_too_many_pixels(image.height, image.width)
+            refuse_too_many_scans(content)
             image.draft(image.mode, (1, 1))  # a JPEG: an eighth of the size, all of the entropy-coded bytes
             image.load()
     except Exception as error:  # as in _open_image
@@ -131,6 +132,7 @@ def _check_image(place: str, content: bytes) -> tuple[int, int]:
     width, height = image.size
     try:
         refuse_too_many_pixels(height, width)
+        refuse_too_many_scans(content)
         image.draft(image.mode, (1, 1))  # an eighth of the size, all of the entropy-coded bytes
         image.load()
     except Exception as error:  # as in _open_image

@@ -15,10 +15,12 @@ from PIL import Image
 from tests.unit.data.images.multimodal import first_window, multimodal_config, sample, write_multimodal
 from tests.unit.data.images.source_images import encoded, jpeg, pixels
 from trp_scale.data.images.maps import map_formats
-from trp_scale.data.images.pixel_limit import MOST_PIXELS, jpeg_frame_size
+from trp_scale.data.images.pixel_limit import MOST_PIXELS, MOST_SCANS, jpeg_frame_size
 from trp_scale.data.images.rows import decode_image, decode_scaled
 from trp_scale.data.index import DataError
 from trp_scale.downstream.detection.batch import read_image
+from trp_scale.preparation.images.reencode import open_image
+from trp_scale.preparation.images.samples import UnusableError
 from trp_scale.preparation.images.verify import check_decodes
 
 
@@ -67,6 +69,47 @@ def test_a_bomb_is_refused_before_it_is_decoded(decoder: str, tmp_path: Path) ->
 def test_a_map_of_another_size_than_its_image_is_not_unpacked() -> None:
     with pytest.raises(DataError, match=r"40000 x 40000 pixels, the image has 64 x 64"):
         map_formats()["semseg"].decode(png_of_size(40_000, 40_000, 8, 0), (64, 64))
+
+
+def many_scans(count: int) -> bytes:
+    """A progressive JPEG whose last scan comes again and again."""
+    content = encoded(Image.fromarray(pixels()), "JPEG", progressive=True)
+    return content[:-2] + content[content.rindex(b"\xff\xda") : -2] * count + b"\xff\xd9"
+
+
+SCAN_DECODERS: dict[str, Callable[[bytes], object]] = {
+    "whole": lambda content: decode_image(bytearray(content)),
+    "scaled": lambda content: decode_scaled(bytearray(content), 8),
+    "verify": lambda content: check_decodes("x", content),
+    "shard-images": lambda content: open_image(content, MOST_PIXELS),
+}
+
+
+@pytest.mark.parametrize("decoder", SCAN_DECODERS)
+def test_a_jpeg_of_many_scans_is_refused(decoder: str) -> None:
+    """Of 100 megapixels each takes 140 bytes and 65 ms: a file of 1 MB took minutes."""
+    SCAN_DECODERS[decoder](many_scans(400))
+    with pytest.raises((DataError, UnusableError), match=r"51\d scans, at most 500 are decoded"):
+        SCAN_DECODERS[decoder](many_scans(MOST_SCANS + 5))
+
+
+def tiff_of_tile(width: int, height: int) -> bytes:
+    """A TIFF of 16 x 16 pixels in one deflated tile of this size, by its header."""
+    tags = [(256, 16), (257, 16), (258, 8), (259, 8), (262, 1), (277, 1)]
+    tags += [(322, width), (323, height), (324, 300), (325, 17)]
+    entries = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags)
+    header = b"II*\0" + struct.pack("<IH", 8, len(tags)) + entries + bytes(4)
+    return header.ljust(300, b"\0") + zlib.compress(bytes(1000))
+
+
+@pytest.mark.parametrize(
+    "content", [tiff_of_tile(40_000, 40_000), png_of_size(1, 90_000_000, 8, 2)], ids=["tile", "line"]
+)
+def test_sharding_leaves_out_what_its_size_hides(content: bytes) -> None:
+    """A tile of more pixels than the image took 1.7 GB; of a line that long Pillow says that memory lacks, which ended
+    the run."""
+    with pytest.raises(UnusableError, match="too_many_pixels"):
+        open_image(content, MOST_PIXELS)
 
 
 def test_a_run_leaves_a_bomb_out_by_its_name(tmp_path: Path) -> None:
