@@ -18,6 +18,13 @@ FARTHEST = 1e6
 """Pixels that a polygon's points may lie from the image's corner. pycocotools walks along every edge, and ends the
 process where one is much longer or a number is none."""
 
+LONGEST_OUTLINE = 1e7
+"""Pixels that all edges of a mask's polygons may have together. pycocotools takes some 40 bytes a pixel, and does not
+look whether it got them: 200 edges from one end to the other, in 4 KB, ended the process."""
+
+LONGEST_NUMBER = 60
+"""Bits of a run length in text: pixels have 32. One of millions of bits took hours."""
+
 
 def mask_functions() -> Any:
     """pycocotools.mask.
@@ -57,6 +64,10 @@ def runs_of(segmentation: object, height: int, width: int, *, where: str) -> byt
             raise DataError(f"{where}: a polygon holds something else than numbers of pixels, up to {FARTHEST:.0f}")
         if not polygons:
             return b""
+        if (outline := sum(map(_outline, polygons))) > LONGEST_OUTLINE:
+            raise DataError(
+                f"{where}: polygons with an outline of {outline:.0f} pixels, at most {LONGEST_OUTLINE:.0f} are drawn"
+            )
         found = functions.merge(functions.frPyObjects(polygons, height, width))
     elif isinstance(segmentation, dict) and segmentation.get("size") == [height, width]:
         counts = segmentation.get("counts")
@@ -75,6 +86,12 @@ def runs_of(segmentation: object, height: int, width: int, *, where: str) -> byt
     return bytes(found["counts"]) if functions.area(found) > 0 else b""
 
 
+def _outline(polygon: list[float]) -> float:
+    """Pixels along all edges of a closed polygon, x and y in turn, as pycocotools counts them."""
+    points = np.array(polygon, dtype=np.float64).reshape(-1, 2)
+    return float(np.abs(points - np.roll(points, 1, axis=0)).max(axis=1).sum())
+
+
 def _lengths(text: str) -> list[int] | None:
     """The run lengths of COCO's text, or None if it is none.
 
@@ -86,7 +103,7 @@ def _lengths(text: str) -> list[int] | None:
     number = shift = 0
     for character in text:
         bits = ord(character) - 48
-        if not 0 <= bits < 64:
+        if not 0 <= bits < 64 or shift > LONGEST_NUMBER:
             return None
         number |= (bits & 31) << shift
         shift += 5

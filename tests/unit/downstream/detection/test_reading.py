@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from collections.abc import Callable
 from fractions import Fraction
 from pathlib import Path
@@ -38,6 +39,18 @@ def test_coco_categories_with_gaps_are_numbered_by_id_and_objects_follow_their_i
     assert read.ignored.tolist() == [False, True, False, False]
     assert read.counts().tolist() == [2, 1] and read.counted(0) == [0, 2]
     assert read.areas.tolist() == [36, 9, 36, 6]
+
+
+def test_a_short_mask_that_takes_much_to_draw_is_refused() -> None:
+    """By pycocotools 4 KB of polygon ended the process, and a run length of megabytes took hours."""
+    far = [[-1e6, -1e6, 1e6, 1e6] * 100]
+    with pytest.raises(DataError, match="it: polygons with an outline of 400000000 pixels, at most 10000000 are drawn"):
+        runs_of(far, 100, 100, where="it")
+    begun = time.process_time()
+    with pytest.raises(DataError, match="something else than run lengths"):
+        runs_of({"size": [100, 100], "counts": "o" * 1_000_000}, 100, 100, where="it")
+    assert time.process_time() - begun < 5
+    assert runs_of([[0, 0, 90, 0, 90, 90]], 100, 100, where="it")
 
 
 def test_polygons_run_lengths_and_compressed_ones_are_the_same_mask(tmp_path: Path) -> None:
