@@ -34,6 +34,7 @@ from trp_scale.data.remote.transfer import (
 )
 from trp_scale.data.temporary import temporary_beside
 from trp_scale.documents.fields import Fields, FileName, Whole, is_within, record
+from trp_scale.documents.json_files import LARGEST
 from trp_scale.errors import quoted
 
 MARKER = "remote.json"
@@ -81,7 +82,7 @@ class _Update:
             found = f"{len(listed)} other files" if listed else "nothing"
             raise DataError(f"{self._url}/dataset.json: not found, {found} there")
         before = self._before()
-        content = self._remote.read("dataset.json")
+        content = self._remote.read("dataset.json", LARGEST)
         path = self._directory / "dataset.json"
         if listed is None and (not path.exists() or path.read_bytes() != content):
             before = {}  # all may be others now

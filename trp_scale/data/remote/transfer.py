@@ -19,11 +19,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from trp_scale.data.index import DataError
+from trp_scale.documents.json_files import LARGEST_INDEX
 from trp_scale.errors import RefusedError
 
 SECONDS = "TRP_SCALE_REMOTE_SECONDS"
@@ -66,6 +68,9 @@ _UNSIGNED = {
 }
 
 _VERSIONS = ("ETag", "etag", "md5Hash", "blob_id", "LastModified", "mtime", "created")
+
+_MOST: ContextVar[int] = ContextVar("_MOST", default=LARGEST_INDEX)
+"""Bytes of an HTTP body that the present request takes."""
 
 Answer = TypeVar("Answer")
 
@@ -145,6 +150,8 @@ class Remote:
             raise
         except Exception as error:  # of the libraries' own kinds
             raise self._refused(url, error) from error
+        if self._protocol in ("http", "https"):
+            self._files.client_kwargs = {**self._files.client_kwargs, "response_class": _bounded_response()}
 
     def once(self) -> Remote:
         """The same files, each request made once, one after another and in the caller's thread: for what need not be
@@ -153,14 +160,14 @@ class Remote:
         other._once = True
         return other
 
-    def read(self, name: str) -> bytes:
-        """A whole file.
+    def read(self, name: str, largest: int = LARGEST_INDEX) -> bytes:
+        """A whole file, of at most `largest` bytes.
 
         Raises:
             NotThereError: there is none.
             RemoteError: it cannot be read.
         """
-        content: bytes = self._repeated(name, lambda seconds: self._asked("cat_file", seconds, self._place(name)))
+        content: bytes = self._repeated(name, lambda seconds: self._content(name, seconds, largest))
         return content
 
     def read_into(self, descriptor: int, name: str, size: int, start: int = 0) -> None:
@@ -236,12 +243,22 @@ class Remote:
         """Bytes start to end; or those from 0 to `whole`, where a server sends the whole file whatever it is asked."""
 
         def ask(seconds: float) -> bytes:
-            content: bytes = self._asked("cat_file", seconds, self._place(name), start=start, end=end)
+            most = end - start if start else max(end, whole)
+            content = self._content(name, seconds, most, start=start, end=end)
             if len(content) != end - start and not (start == 0 and len(content) == whole):
                 raise EOFError(f"{len(content)} bytes received of {end - start} asked for")
             return content
 
         return self._repeated(name, ask)
+
+    def _content(self, name: str, seconds: float, most: int, **part: int) -> bytes:
+        """A file or a part of it. Of HTTP no more than `most` bytes are taken, whatever a server sends."""
+        before = _MOST.set(most)
+        try:
+            content: bytes = self._asked("cat_file", seconds, self._place(name), **part)
+        finally:
+            _MOST.reset(before)
+        return content
 
     def _place(self, name: str) -> str:
         return f"{self._path.rstrip('/')}/{name}"
@@ -282,6 +299,26 @@ class Remote:
     def _refused(self, where: str, error: Exception) -> RemoteError:
         advice = _SIGN_IN.get(self._protocol, f"see fsspec's settings for {self._protocol}:// (FSSPEC_...)")
         return RemoteError(f"{where}: no permission ({type(error).__name__}: {error}); {advice}")
+
+
+@functools.cache
+def _bounded_response() -> type:
+    """aiohttp's response, whose body may not be longer than `_MOST`: fsspec reads it as a whole, and a body without an
+    end, or 14 MB of gzip, took 4 GB within seconds."""
+    import aiohttp
+
+    class BoundedResponse(aiohttp.ClientResponse):
+        async def read(self) -> bytes:
+            most, parts, size = _MOST.get(), list[bytes](), 0
+            async for part in self.content.iter_any():
+                parts.append(part)
+                size += len(part)
+                if size > most:
+                    self.close()
+                    raise EOFError(f"more than {most} bytes received, which were asked for")
+            return b"".join(parts)
+
+    return BoundedResponse
 
 
 @functools.lru_cache(maxsize=64)

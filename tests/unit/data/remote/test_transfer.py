@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import gzip
 import os
+import random
 import sys
 import time
+import tracemalloc
 from pathlib import Path
 
 import pytest
 
-from tests.faulty_server import directory, faulty_server
+from tests.faulty_server import Answer, directory, faulty_server
 from trp_scale.data.index import DataError
 from trp_scale.data.remote import transfer
 from trp_scale.data.remote.transfer import Remote, RemoteError, is_url
@@ -102,6 +105,29 @@ def test_no_permission_is_asked_for_once_and_says_what_to_set(status: str, tmp_p
         with pytest.raises(RemoteError, match=r"no permission .*FSSPEC_HTTPS"):
             Remote(url).read("tar")
         assert faults.gets("tar") == 1
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_body_that_does_not_end_is_not_taken(packed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """14 MB of gzip took 4 GB, and a body without an end what there was."""
+    monkeypatch.setenv(transfer.SECONDS, "0.5")
+    content = bytes(64 << 20)
+    if packed:  # such pieces as arrive together unpack to some MB
+        content = gzip.compress(random.Random(1).randbytes(1 << 20) * 64)
+    answer = Answer(200, {"Content-Encoding": "gzip"} if packed else {}, content)
+    with faulty_server(lambda *_: answer) as (url, _):
+        remote = Remote(url)
+        for read in (
+            lambda: remote.read("dataset.json", 1000),
+            lambda: remote.read_range("x.tar", 5000, 6000, 1 << 40),
+            lambda: remote.read_range("x.tar", 0, 500, 1000),
+        ):
+            tracemalloc.start()
+            with pytest.raises(RemoteError, match="more than 1000 bytes received"):
+                read()
+            _, peak = tracemalloc.get_traced_memory()
+            tracemalloc.stop()
+            assert peak < 16 << 20
 
 
 def test_a_server_that_sends_whole_files_only(tmp_path: Path, small_pieces: None) -> None:
