@@ -67,7 +67,7 @@ def test_a_document_without_a_digest_is_of_an_older_version_and_read(tmp_path: P
         ({"step": 44}, "step 44 found in a directory of step 40"),
         ({"cursors": {"train": 328}}, "cursor 328 of the train source found at step 40, 320 expected"),
         ({"config": {"batch": "all"}}, "config: batch: str found, fields by name expected"),
-        ({"config": {"batch": {"global_size": "8"}}}, "config: batch: global_size: '8' found, a whole number from 0"),
+        ({"config": {"batch": {"global_size": "8"}}}, "config: batch: global_size '8' found, a whole number from 0"),
         (
             {"files": [{"name": "hooks.safetensors", "size": 5, "crc32": []}]},
             "0 checksums of hooks.safetensors found, 1 expected of 5 bytes",

@@ -78,8 +78,8 @@ class SentenceSplitter:
                     if sentence := part.strip():
                         yield sentence
                     continue
-                for start, end in self._punkt.span_tokenize(part):
-                    if sentence := part[start:end].strip():
+                for first, last in self._punkt.span_tokenize(part):
+                    if sentence := part[first:last].strip():
                         yield sentence
 
 
