@@ -8,7 +8,6 @@ start ended by a fault.
 from __future__ import annotations
 
 import contextlib
-import json
 import re
 import shutil
 import time
@@ -27,6 +26,7 @@ from trp_scale.checkpoint.tensor_file import CheckpointError, damage
 from trp_scale.distributed.doctor import Finding
 from trp_scale.distributed.lease import GONE_AFTER, LEASE, RENEWED_EACH, holder_of
 from trp_scale.distributed.watchdog import HANGS, TIMES_THE_MEDIAN
+from trp_scale.documents.json_files import parse_json, read_content, read_object
 from trp_scale.errors import RefusedError
 from trp_scale.observe.incidents import INCIDENTS_FILE, read_incidents
 from trp_scale.observe.metrics import METRICS_FILE
@@ -41,6 +41,9 @@ READERS = 4
 
 SHOWN = 5
 """Of incidents and of hangs so many are shown, the last ones."""
+
+LONGEST_SUMMARY = 1 << 20
+"""Bytes of what a hang says of itself."""
 
 STANDS_AFTER = 600.0
 """Seconds without a line of metrics after which a run that is alive is said to stand still, or 20 times its last step
@@ -337,8 +340,9 @@ def _hangs(run_dir: Path) -> Iterator[Finding]:
         yield Finding(check="hangs", state="warning", found=found, change=f"look into {run_dir / HANGS}")
     for path in starts[-SHOWN:]:
         try:
-            said = "; ".join((path / "summary.txt").read_text(encoding="utf-8", errors="replace").splitlines()[:3])
-        except OSError:
+            summary = read_content(path / "summary.txt", RefusedError, largest=LONGEST_SUMMARY)
+            said = "; ".join(summary.decode("utf-8", "replace").splitlines()[:3])
+        except RefusedError:
             wrote = sorted(int(each.stem[5:]) for each in path.glob("rank-*.txt") if each.stem[5:].isdecimal())
             said = f"no summary; ranks that have written: {', '.join(map(str, wrote)) or 'none'}"
         change = f"look at the late rank and its host; each rank's stacks are in {path}"
@@ -401,15 +405,14 @@ def _room(run_dir: Path, size: int) -> Finding:
 
 def _document(path: Path) -> dict[str, Any]:
     """A JSON object; empty where there is none that can be read."""
-    try:
-        return _parsed(path.read_bytes())
-    except OSError:
-        return {}
+    with contextlib.suppress(RefusedError):
+        return read_object(path)
+    return {}
 
 
 def _parsed(content: bytes) -> dict[str, Any]:
-    with contextlib.suppress(ValueError, RecursionError):
-        found = json.loads(content)
+    with contextlib.suppress(RefusedError):
+        found = parse_json(content, METRICS_FILE)
         if isinstance(found, dict):
             return found
     return {}

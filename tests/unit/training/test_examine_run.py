@@ -85,6 +85,17 @@ def test_a_finished_run_is_ok(run_dir: Path) -> None:
     assert re.search(r"free, a checkpoint takes \d+\.\d kB$", found["room"])
 
 
+def test_files_that_are_too_large_to_be_a_runs_are_not_read(run_dir: Path) -> None:
+    (run_dir / "hangs" / "20260101-000000").mkdir(parents=True)
+    for name in ("stop.json", "environment.json", "hangs/20260101-000000/summary.txt"):
+        with (run_dir / name).open("ab") as file:
+            file.truncate(1 << 40)  # more than there is memory, of a file with nothing in it
+    found = {each.check: each.found for each in examine_run(run_dir)}
+    assert found["run"].endswith("environment.json cannot be read")
+    assert found["hang 20260101-000000"] == "no summary; ranks that have written: none"
+    assert not found["stop"].startswith("finished")
+
+
 class Damage(NamedTuple):
     """What is done to the newest checkpoint, what is said of it, and whether sizes alone tell."""
 
