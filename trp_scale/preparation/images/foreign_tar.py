@@ -19,6 +19,7 @@ from trp_scale.errors import quoted, shortened
 from trp_scale.preparation.images.reencode import open_image
 from trp_scale.preparation.images.samples import SKIP_REASONS, UnusableError, plain_key
 from trp_scale.preparation.images.tar_members import TarMember, tar_members
+from trp_scale.preparation.sharding.workers import begun
 
 IMAGE_MEMBERS = ("jpg", "jpeg", "png", "webp")
 """Suffixes of images."""
@@ -137,6 +138,8 @@ def read_tar(
             sample.label = read_label(place, content, choice.label)
         else:
             try:
+                if not begun(place):
+                    raise UnusableError("damaged", "it ends the process that reads it")
                 found.pixels += _pixels(content, choice.max_pixels)
             except UnusableError as error:
                 sample.unusable = error

@@ -33,7 +33,7 @@ from trp_scale.preparation.images.samples import (
 from trp_scale.preparation.images.scenes import write_coco_scenes
 from trp_scale.preparation.images.settings import ShardImagesConfig
 from trp_scale.preparation.sharding.job import DataKind, PortionReport, ShardingJob
-from trp_scale.preparation.sharding.workers import Advance, Progressed
+from trp_scale.preparation.sharding.workers import Advance, Progressed, begun
 from trp_scale.preparation.sharding.writing import ShardWriter
 
 __all__ = ["ShardImagesConfig", "shard_images"]
@@ -161,6 +161,8 @@ class _PortionWriter:
         report = ImageReport()
         for sample in portion.samples:
             try:
+                if not begun(sample.place):
+                    raise UnusableError("damaged", "it ends the process that decodes it")
                 members, label = self._sample(sample, report)
             except UnusableError as error:
                 report.skip(error.reason, f"{sample.place} ({error.detail})" if error.detail else sample.place)

@@ -2,10 +2,15 @@
 
 A process makes its worker once, by `make(*arguments, advance)`, and calls it with one portion after another. The
 processes are of this machine, or of a Ray cluster (on_ray.py).
+
+A damaged file can end the process that decodes it. Of several processes of this machine one that is lost costs no more
+than that: the portions that were under way are made again, each in a process of its own, and what ends that one too, by
+its name (`begun`), is left out. One process alone is the command's own.
 """
 
 from __future__ import annotations
 
+import logging
 import multiprocessing
 import os
 import threading
@@ -20,6 +25,8 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from trp_scale.config.components import load_module, own_modules
 from trp_scale.data.index import DataError
+
+log = logging.getLogger(__name__)
 
 
 class Numbered(Protocol):
@@ -55,8 +62,48 @@ class Progressed:
     title: str = "sharding"
 
 
+LONGEST_NAME = 512
+"""Bytes of a name that a process is at."""
+
+MOST_LETHAL = 100
+"""Things of one portion that may end a process."""
+
 _worker: Callable[[Any], Any] | None = None
 _number = 0
+_place: _Place | None = None
+_lethal: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True)
+class _Place:
+    """What each of some processes is at, in memory that outlives them. Attributes: portions: number of each one's and
+    1, or 0; names: what of it, LONGEST_NAME bytes each."""
+
+    portions: Any
+    names: Any
+
+    @classmethod
+    def of(cls, context: Any, processes: int) -> _Place:
+        return cls(context.RawArray("q", processes), context.RawArray("c", LONGEST_NAME * processes))
+
+    def write(self, number: int, name: str) -> None:
+        self.names[number * LONGEST_NAME : (number + 1) * LONGEST_NAME] = _cut(name).ljust(LONGEST_NAME, b"\0")
+
+    def read(self, number: int) -> str:
+        written: bytes = self.names[number * LONGEST_NAME : (number + 1) * LONGEST_NAME]
+        return written.rstrip(b"\0").decode("utf-8", "replace")
+
+
+def _cut(name: str) -> bytes:
+    return name.encode("utf-8", "replace")[:LONGEST_NAME]
+
+
+def begun(name: str) -> bool:
+    """Say what this process is at from now on, one name for each input; False: it has ended a process, and is to be
+    left out."""
+    if _place is not None:
+        _place.write(_number, name)
+    return not _lethal or _cut(name).decode("utf-8", "replace") not in _lethal
 
 
 def process_number() -> int:
@@ -70,9 +117,12 @@ def _start(
     counters: Any,
     started: Any,
     modules: list[str],
+    place: _Place,
+    lethal: frozenset[str],
 ) -> None:
     """Set up a process. It ends with its parent: one that was killed must not leave others writing."""
-    global _worker, _number
+    global _worker, _number, _place, _lethal
+    _place, _lethal = place, lethal
     with started.get_lock():
         _number = started.value
         started.value += 1
@@ -99,8 +149,11 @@ def _advance(counters: Any) -> Advance:
 
 
 def _work(portion: Any) -> Any:
-    assert _worker is not None
-    return _worker(portion)
+    assert _worker is not None and _place is not None
+    _place.portions[_number] = portion.number + 1
+    done = _worker(portion)
+    _place.portions[_number] = 0
+    return done
 
 
 def run_portions(
@@ -122,7 +175,7 @@ def run_portions(
         gpus: that Ray gives a process.
 
     Raises:
-        DataError: a process died (killed, or out of memory).
+        DataError: a process died (killed, or out of memory), and died again where its portion was made alone.
     """
     if executor == "slurm-array":
         raise DataError("--executor slurm-array: goes with commands, which are submitted; from Python, local or ray")
@@ -148,21 +201,68 @@ def run_portions(
         if processes == 1:
             worker = make(*arguments, _advance(counters))
             return {portion.number: worker(portion) for portion in portions}
-        initial = (make, arguments, counters, context.Value("i", 0), own_modules())
-        with ProcessPoolExecutor(processes, context, initializer=_start, initargs=initial) as pool:
-            futures = {portion.number: pool.submit(_work, portion) for portion in portions}
-            reports = None
-            try:
-                while wait(futures.values(), timeout=0.5, return_when="FIRST_EXCEPTION").not_done:
-                    if any(future.done() and future.exception() for future in futures.values()):
-                        break
-                reports = {number: future.result() for number, future in futures.items()}
-                return reports
-            except BrokenProcessPool as error:
-                raise process_died(progressed.title) from error
-            finally:
-                # A process that has only just been started when all is done would miss what it is started with.
-                pool.shutdown(wait=reports is not None, cancel_futures=True)
+        return _made(portions, (make, arguments, counters), context, processes, progressed.title)
+
+
+def _made(
+    portions: Sequence[Any], initial: tuple[Any, ...], context: Any, processes: int, title: str
+) -> dict[int, Any]:
+    """As `run_portions`, in several processes of this machine."""
+    reports: dict[int, Any] = {}
+    while left := [portion for portion in portions if portion.number not in reports]:
+        place = _Place.of(context, processes)
+        if _run(left, initial, context, processes, place, frozenset(), reports):
+            break
+        lost = {number - 1 for number in place.portions if number} - reports.keys()
+        if not lost:  # before any had begun
+            raise process_died(title)
+        log.warning("a %s process was lost; what was under way is made again, one by one", title)
+        for portion in left:
+            if portion.number in lost:
+                _alone(portion, initial, context, reports, title)
+    return {portion.number: reports[portion.number] for portion in portions}
+
+
+def _alone(portion: Any, initial: tuple[Any, ...], context: Any, reports: dict[int, Any], title: str) -> None:
+    """Make one portion, without what ends the process that makes it."""
+    lethal: frozenset[str] = frozenset()
+    while True:
+        place = _Place.of(context, 1)
+        if _run([portion], initial, context, 1, place, lethal, reports):
+            return
+        name = place.read(0)
+        if not name or name in lethal or len(lethal) == MOST_LETHAL:
+            raise process_died(title)
+        log.warning("%s is left out: it ends the process that reads it", name)
+        lethal |= {name}
+
+
+def _run(
+    portions: Sequence[Any],
+    initial: tuple[Any, ...],
+    context: Any,
+    processes: int,
+    place: _Place,
+    lethal: frozenset[str],
+    reports: dict[int, Any],
+) -> bool:
+    """Make portions, and add their reports; False: a process was lost before all were made."""
+    given = (*initial, context.Value("i", 0), own_modules(), place, lethal)
+    with ProcessPoolExecutor(processes, context, initializer=_start, initargs=given) as pool:
+        futures = {portion.number: pool.submit(_work, portion) for portion in portions}
+        over = False
+        try:
+            while wait(futures.values(), timeout=0.5, return_when="FIRST_EXCEPTION").not_done:
+                if any(future.done() and future.exception() for future in futures.values()):
+                    break
+            for number, future in futures.items():
+                if future.done() and not isinstance(future.exception(), BrokenProcessPool):
+                    reports[number] = future.result()
+            over = all(future.done() and future.exception() is None for future in futures.values())
+            return over
+        finally:
+            # A process that has only just been started when all is done would miss what it is started with.
+            pool.shutdown(wait=over, cancel_futures=True)
 
 
 def process_died(title: str) -> DataError:
