@@ -20,4 +20,4 @@ def look_through_young_objects() -> None:
 
     names = ("freeze", "unfreeze", "get_freeze_count", "enable", "disable", "isenabled")
     kept = {name: getattr(gc, name) for name in names}
-    loop.gc = SimpleNamespace(collect=lambda: gc.collect(YOUNG), **kept)  # type: ignore[assignment]
+    loop.gc = SimpleNamespace(collect=lambda: gc.collect(YOUNG), **kept)  # type: ignore[assignment, attr-defined]

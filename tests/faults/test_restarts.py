@@ -77,6 +77,7 @@ def test_a_rank_that_stands_still_is_ended_and_the_run_goes_on(text_dataset: Pat
     assert lines(tmp_path)[-1]["step"] == STEPS
 
 
+@pytest.mark.exhaustive
 def test_a_refusal_is_no_fault(text_dataset: Path, tmp_path: Path) -> None:
     process = launch("torchrun", flags(text_dataset, tmp_path, data__path=tmp_path, reliability__restarts=3))
     output = process.communicate(timeout=240)[0]

@@ -109,7 +109,8 @@ def test_rows_are_the_same_and_no_tar_is_fetched_twice(workers: int, stored: Pat
 
 
 @pytest.mark.parametrize("workers", [0, 1])
-def test_what_the_cache_did_is_counted(workers: int, stored: Path) -> None:
+def test_what_the_cache_did_is_counted(workers: int, stored: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("trp_scale.data.remote.cache._shared", {})  # a fetch of a test before this one may still end
     sources = open_sources(config_for(f"file://{stored}", data={"workers": workers}), rank=0, world=1)
     sources.train.next_window()
     use = CacheUse(**sources.cache_use())
