@@ -55,7 +55,7 @@ test-exhaustive: $(INSTALLED)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n $(CORES) --dist loadfile --no-loadscope-reorder -m exhaustive
 
 test-cluster: $(INSTALLED)
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -rs -m cluster tests/cluster
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -rs -m "cluster and not exhaustive" tests/cluster
 
 test-faults: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(CORES) -m faults tests/faults

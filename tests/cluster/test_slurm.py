@@ -108,6 +108,7 @@ def test_an_array_fine_tunes_each_task_with_each_seed_and_a_last_job_joins_them(
     assert one["tasks"] == other["tasks"] and len(one["tasks"]) == 2
 
 
+@pytest.mark.exhaustive
 def test_an_array_shards_a_part_in_each_job_and_a_last_job_merges_them(
     slurm: Slurm, text_dataset: Path, tmp_path: Path
 ) -> None:
