@@ -26,7 +26,7 @@ from trp_scale.config.settings import Section, range_problems, sections
 from trp_scale.data.index import DataError, index_path, read_fields, read_index, read_json, write_json
 from trp_scale.data.temporary import remove_leftovers
 from trp_scale.documents.fields import Fields, record
-from trp_scale.errors import MOST_PROBLEMS, quoted
+from trp_scale.errors import MOST_PROBLEMS, quoted, shortened
 from trp_scale.preparation.binary_index import write_dataset_index
 from trp_scale.preparation.sharding.lock import only_run
 from trp_scale.preparation.sharding.parts import Part, SpreadSettings, all_parts, begun_parts, missing_parts, unfinished
@@ -466,7 +466,11 @@ def check_skipped(items: str, used: int, report: PortionReport, reasons: Mapping
     """
     count = sum(report.skipped.values())
     found = used + count
-    named = "; ".join(f"{number} {reason} ({reasons[reason]})" for reason, number in sorted(report.skipped.items()))
+    # Reasons come from files, too.
+    named = "; ".join(
+        f"{number} {shortened(reason)} ({reasons.get(reason, 'not a reason known here')})"
+        for reason, number in sorted(report.skipped.items())
+    )
     if count:
         log.warning("%d of %d %s were skipped: %s", count, found, items, named)
     if count > max_skipped * found:

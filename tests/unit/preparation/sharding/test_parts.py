@@ -19,6 +19,7 @@ from trp_scale.data.index import DataError, read_json
 from trp_scale.preparation.images.settings import ShardImagesConfig
 from trp_scale.preparation.images.shard import shard_images
 from trp_scale.preparation.merge import merge
+from trp_scale.preparation.sharding.job import PortionReport, check_skipped
 from trp_scale.preparation.sharding.lock import only_run
 from trp_scale.preparation.sharding.parts import begun_parts, part_of
 from trp_scale.preparation.text.shard import ShardTextConfig, shard_text
@@ -224,3 +225,9 @@ def test_parts_that_there_are_not_are_refused(tmp_path: Path, index: int, count:
     (tmp_path / "empty").mkdir()
     with pytest.raises(DataError, match="no part of a data set"):
         merge(tmp_path / "empty")
+
+
+def test_a_reason_that_only_a_file_knows_is_told() -> None:
+    report = PortionReport(skipped={"bent": 2}, skipped_places=[("bent", "a"), ("bent", "b")])
+    with pytest.raises(DataError, match=r"^2 of 3 images were skipped, .*: 2 bent \(not a reason known here\)\."):
+        check_skipped("images", 1, report, {"damaged": "broken inside"}, 0.1)
