@@ -51,11 +51,10 @@ def finetune(argv: Sequence[str]) -> int:
     from trp_scale.downstream.arguments import parse_finetune
 
     arguments = parse_finetune(argv)
-    from trp_scale.config.components import find
     from trp_scale.downstream.finetune import finetune as train
+    from trp_scale.downstream.task import task_class
 
-    kind = arguments.config.downstream.kind
-    return _in_its_place(arguments, lambda: train(arguments), lambda: find("task", kind).load())
+    return _in_its_place(arguments, lambda: train(arguments), lambda: task_class(arguments.config))
 
 
 def _in_its_place(arguments: Arguments, train: Callable[[], int], load: Callable[[], object]) -> int:

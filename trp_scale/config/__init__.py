@@ -259,8 +259,8 @@ class ReliabilityConfig(Section):
     """Rollbacks of one start; at the next spike the run stops with status 3."""
 
     restarts: int = setting(0, at_least=0)
-    """After a fault of any rank, all start again in their places, from the newest checkpoint, so often in one start:
-    the launcher sees nothing of it, and nothing is imported anew. Needs --run_dir."""
+    """How often in one start all ranks begin again in their places after a fault of any of them. They go on from the
+    newest checkpoint, and the launcher sees nothing of it. 0 = never. Needs --run_dir."""
 
     def problems(self, config: Any) -> Iterator[str]:
         if self.hang_minutes > self.collective_minutes:

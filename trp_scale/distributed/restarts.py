@@ -1,6 +1,6 @@
 """Ranks that start again in their places. What a launcher has started imports what a run needs, forks the rank, and
-looks after it. Where a rank ends by a fault, all are ended and forked anew, and go on from the newest checkpoint: no
-launcher, no scheduler and no import stands between.
+looks after it. Where a rank ends by a fault, all are ended and forked anew, and go on from the newest checkpoint. The
+launcher sees nothing of it.
 
     torchrun -- looks after -- rank 0        torchrun -- looks after -- rank 0, anew
              `- looks after -- rank 1                 `- looks after -- rank 1, anew
@@ -165,14 +165,14 @@ class _Others:
 
     def first_word(self, attempt: int) -> str:
         """What the first has said whose rank has ended; empty: none has yet."""
-        key = _key(attempt)
+        key = str(attempt)
         return self._asked(lambda store: store.get(key) if store.check([key]) else b"")
 
     def say(self, attempt: int, own: str) -> str:
         """Say what follows on the end of this one's rank; what the first has said holds."""
         if self._info.world == 1:
             return own
-        return self._asked(lambda store: store.compare_set(_key(attempt), "", own))
+        return self._asked(lambda store: store.compare_set(str(attempt), "", own))
 
     def _asked(self, question: Callable[[Store], bytes]) -> str:
         """The answer; empty where there is no store any more: the launcher is gone then, or the host of rank 0."""
@@ -229,10 +229,6 @@ def _hold_store(info: RankInfo) -> None:
     with os.fdopen(read) as told:
         if problem := told.read():
             raise RefusedError(problem)
-
-
-def _key(attempt: int) -> str:
-    return str(attempt)
 
 
 def _named(status: int) -> str:

@@ -250,7 +250,7 @@ def _run(
     given = (*initial, context.Value("i", 0), own_modules(), place, lethal)
     with ProcessPoolExecutor(processes, context, initializer=_start, initargs=given) as pool:
         futures = {portion.number: pool.submit(_work, portion) for portion in portions}
-        over = False
+        ended = False
         try:
             while wait(futures.values(), timeout=0.5, return_when="FIRST_EXCEPTION").not_done:
                 if any(future.done() and future.exception() for future in futures.values()):
@@ -258,11 +258,11 @@ def _run(
             for number, future in futures.items():
                 if future.done() and not isinstance(future.exception(), BrokenProcessPool):
                     reports[number] = future.result()
-            over = all(future.done() and future.exception() is None for future in futures.values())
-            return over
+            ended = all(future.done() for future in futures.values())  # of a broken pool, too: nobody writes any more
+            return ended and all(future.exception() is None for future in futures.values())
         finally:
             # A process that has only just been started when all is done would miss what it is started with.
-            pool.shutdown(wait=over, cancel_futures=True)
+            pool.shutdown(wait=ended, cancel_futures=True)
 
 
 def process_died(title: str) -> DataError:
