@@ -89,6 +89,12 @@ COMMANDS: dict[str, dict[str, Command]] = {
             "trp_scale.commands.measuring:export", "write a run's weights as a directory that other libraries load"
         ),
     },
+    "compare methods": {
+        "study": Command(
+            "trp_scale.commands.study:study",
+            "run a table of the papers, or your own, as one file: all runs, and a report",
+        ),
+    },
     "look at the method": {
         "theory": Command(
             "trp_scale.commands.measuring:theory", "draw what minimax weights promise against what is measured"

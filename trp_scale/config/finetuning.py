@@ -21,6 +21,9 @@ class DownstreamConfig(Settings):
     """What tables call the measured samples: dev (a part of the training set) or test."""
     epochs: float = setting(3.0, at_least=0)
     """Passes over the training rows. They set training.steps; 0 = training.steps as given."""
+    rows: int = setting(0, at_least=0)
+    """Training rows that are learned from, drawn by training.seed, each label's share as in all of them; 0 = all. With
+    ten balanced classes 10 is one image a class."""
     warmup_share: float = setting(0.0, at_least=0, below=1)
     """Share of the steps that warm up. It sets optimizer.warmup_steps; 0 = optimizer.warmup_steps as given."""
     classes: int = 0

@@ -85,11 +85,12 @@ def markdown(comparison: Comparison) -> str:
     """Both tables and the notes."""
     tables = [figure_rows(comparison)] + ([difference_rows(comparison)] if len(comparison.runs) > 1 else [])
     notes = "\n".join(f"- {_escaped(line)}" for line in legend(comparison))
-    return "\n\n".join([*(_markdown_table(rows) for rows in tables), notes]) + "\n"
+    return "\n\n".join([*(markdown_table(rows) for rows in tables), notes]) + "\n"
 
 
-def _markdown_table(rows: Rows) -> str:
-    align = ["---" if place < LEFT_COLUMNS else "---:" for place in range(len(rows[0]))]
+def markdown_table(rows: Rows, *, words: int = LEFT_COLUMNS) -> str:
+    """Rows as a Markdown table, the first as its head; all but the first `words` columns are figures."""
+    align = ["---" if place < words else "---:" for place in range(len(rows[0]))]
     lines = [[f"**{_escaped(cell.text)}**" if cell.bold else _escaped(cell.text) for cell in row] for row in rows]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in (lines[0], align, *lines[1:]))
 

@@ -30,6 +30,7 @@ from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group
 from trp_scale.downstream.arguments import SCRATCH
 from trp_scale.downstream.encoder_source import open_encoder
+from trp_scale.downstream.few_rows import few_rows
 from trp_scale.models.image_encoder import OnImageEncoder
 from trp_scale.upstreams.base import Upstream
 
@@ -180,7 +181,7 @@ def open_task_sources(
     """The training rows in their endless order, and the measured rows once, in stored order.
 
     Args:
-        train: builds training batches, augmented.
+        train: builds training batches, augmented; with the labels by which downstream.rows are drawn evenly.
         measured: builds the batches that are measured.
         train_paths: of `train`.
         measured_paths: of `measured`, all of whose rows are measured; None = it is the same data as `train`, and what
@@ -210,15 +211,27 @@ def open_task_sources(
                 f"{path.path}: nothing is left to train on, beside what is held out to be measured or left out; lower "
                 "--data.validation_fraction, or give --downstream.test_path"
             )
+    learned_from = train
+    if config.downstream.rows:
+        learned_from = few_rows(train, chosen, config.downstream.rows, seed=config.training.seed)
+        chosen = [np.ones(len(blocks.rows), dtype=np.bool_) for blocks in learned_from.blocks]
     plan = TrainPlan(
         seed=config.training.seed,
-        members=train.members(train_paths, chosen),
+        members=learned_from.members(train_paths, chosen),
         blocks_per_group=config.data.blocks_per_group,
     )
     seen = HeldOutPlan(members=measured.members(measured_paths or train_paths, kept))
     digests = train.digests if measured_paths is None else [*train.digests, *measured.digests]
     return Sources(
-        TrainSource(plan, train.builder, config, rank=data.rank, world=data.size, pin_memory=pin, stored=train.stored),
+        TrainSource(
+            plan,
+            learned_from.builder,
+            config,
+            rank=data.rank,
+            world=data.size,
+            pin_memory=pin,
+            stored=learned_from.stored,
+        ),
         ValidationSource(
             seen, measured.builder, config, rank=data.rank, world=data.size, pin_memory=pin, stored=measured.stored
         ),

@@ -140,6 +140,7 @@ class LabelledImages:
             limit=0,
             builder=builder,
             digests=[dataset.digest() for dataset in self.datasets],
+            labels=[np.asarray(dataset.samples.labels, dtype=np.int64) for dataset in self.datasets],
             stored=self.datasets,
         )
 

@@ -24,8 +24,9 @@ class GlueDownstreamConfig(DownstreamConfig):
     """Sentences or pairs of sentences."""
     task: str = ""
     """cola, sst2, mrpc, stsb, qqp, mnli, qnli, rte or wnli; several with commas between, or all."""
-    split: Literal["dev", "test"] = "dev"
-    """The files that are measured, and what tables call them."""
+    split: Literal["dev", "test", "held_out"] = "dev"
+    """The files that are measured, and what tables call them. held_out: the share data.validation_fraction of the
+    training file, which is then not learned from: for choosing settings, apart from the dev file."""
     max_length: int = setting(128, at_least=8)
     """Word pieces of a row, special ones included. Longer sentences are cut, the longer of a pair first."""
     padding: Literal["none", "length"] = "none"
@@ -58,7 +59,12 @@ class GlueTaskConfig(FinetuneConfig):
 
     @property
     def separate_test(self) -> bool:
-        return True
+        return self.downstream.split != "held_out"
+
+    def problems(self) -> Iterator[str]:
+        yield from super().problems()
+        if not self.separate_test and not self.data.validation_fraction:
+            yield "--downstream.split is held_out, --data.validation_fraction 0; allowed: more than 0, such as 0.2"
 
     def tasks(self, named: str) -> list[str]:
         named = named or self.downstream.task

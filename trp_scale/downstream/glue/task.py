@@ -51,10 +51,12 @@ class GlueTask(TaskParts[GlueTaskConfig]):
         self._encoder = open_encoder(config.model.weights) if config.model.weights else None
         self._tokenizer_directory = tokenizer_directory(config, self._encoder)
         self._tokenizer = load_tokenizer(self._tokenizer_directory, length=downstream.max_length)
-        data = read_glue(root, self.name, split=downstream.split, allowed_bad=config.data.max_corrupt_blocks)
+        apart = config.separate_test
+        split = downstream.split if apart else "dev"
+        data = read_glue(root, self.name, split=split, allowed_bad=config.data.max_corrupt_blocks)
         train = tokenize(data.train, self._tokenizer)
-        self._sets = list(data.measured)
-        measured = [tokenize(examples, self._tokenizer) for examples in data.measured.values()]
+        self._sets = list(data.measured) if apart else [""]
+        measured = [tokenize(examples, self._tokenizer) for examples in data.measured.values()] if apart else [train]
         self.metric = figure_name(next(iter(FIGURES[self.name])), self._sets[0])
         super().__init__(
             config,
@@ -64,7 +66,9 @@ class GlueTask(TaskParts[GlueTaskConfig]):
                 glue_rows(config, self._tokenizer, [train]),
                 glue_rows(config, self._tokenizer, measured),
                 train_paths=[MemberPath(name="", weight=Fraction(1), path=root)],
-                measured_paths=[MemberPath(name=name, weight=Fraction(1), path=root) for name in self._sets],
+                measured_paths=[MemberPath(name=name, weight=Fraction(1), path=root) for name in self._sets]
+                if apart
+                else None,
             ),
         )
         self.sources.notices += data.notices
@@ -122,7 +126,14 @@ def glue_rows(config: GlueTaskConfig, tokenizer: PairTokenizer, tables: list[Tok
         padding=downstream.padding,
         scores=downstream.classes == 1,
     )
-    return Rows(blocks=tables, meta=None, limit=0, builder=builder, digests=[table.digest() for table in tables])
+    return Rows(
+        blocks=tables,
+        meta=None,
+        limit=0,
+        builder=builder,
+        digests=[table.digest() for table in tables],
+        labels=None if downstream.classes == 1 else [table.labels.astype(np.int64) for table in tables],
+    )
 
 
 def tokenizer_directory(config: GlueTaskConfig, encoder: EncoderSource | None) -> Path:

@@ -82,9 +82,12 @@ class ProbeArguments(ReadsRuns):
     """Side of the images in pixels, a multiple of the patches'; 0 = that of the pre-training."""
     pooling: Pooling = "mean"
     """mean: of the patch tokens, normalised by the encoder's last norm. class: the class token."""
+    per_class: int = 0
+    """Training images of each class that the classifier learns from, drawn by the seed; 0 = all. Not with
+    --linear.crops fresh."""
     seeds: int = 1
-    """Number of probes, with seeds --seed, --seed + 1, ... A seed draws the linear layer, and the weights of --from
-    scratch."""
+    """Number of probes, with seeds --seed, --seed + 1, ... A seed draws the linear layer, the images of --per_class,
+    and the weights of --from scratch."""
     seed: int = 0
     """The first seed."""
     validation_fraction: float = 0.1
@@ -127,7 +130,7 @@ def parse_probe(argv: Sequence[str]) -> ProbeArguments:
         RefusedError: flags that cannot be; all of them in one message.
         SystemExit: 2 for an unknown flag, 0 after --help.
     """
-    first = ("from_", "data", "test", "method", "recipe", "image_size", "pooling", "seeds", "run_dir")
+    first = ("from_", "data", "test", "method", "recipe", "image_size", "pooling", "per_class", "seeds", "run_dir")
     arguments = read(ProbeArguments, argv, prog="trp-scale probe", first=first)
     if problems := list(_problems(arguments)):
         raise RefusedError("\n".join(problems))
@@ -157,11 +160,13 @@ def _problems(arguments: ProbeArguments) -> list[str]:
             "measure on; allowed: more than 0 and less than 1, or --test DIR"
         )
     found += _numbers_out_of_range(arguments)
-    if arguments.seeds > 1 and not scratch and arguments.method != "linear":
+    if arguments.per_class and arguments.method == "linear" and arguments.linear.crops == "fresh":
+        found.append(f"--per_class {arguments.per_class} is for kept features; allowed: --linear.crops cached")
+    if arguments.seeds > 1 and not scratch and arguments.method != "linear" and not arguments.per_class:
         found.append(
             f"--seeds {arguments.seeds}: --method {arguments.method} has nothing random in it, so that every seed "
-            "would give the same figure and a spread of 0; allowed: 1, or --method linear, or --from scratch; probe "
-            "the runs of several seeds one by one"
+            "would give the same figure and a spread of 0; allowed: 1, or --method linear, --per_class K, or "
+            "--from scratch; probe the runs of several seeds one by one"
         )
     return found
 
@@ -179,7 +184,11 @@ def _numbers_out_of_range(arguments: ProbeArguments) -> list[str]:
         found.append(f"--linear.batch_size is {arguments.linear.batch_size}, allowed: 2 or more, for the batch norm")
     found += [
         f"--{name} is {value}, allowed: 0 or more"
-        for name, value in {"seed": arguments.seed, "workers": arguments.workers}.items()
+        for name, value in {
+            "seed": arguments.seed,
+            "workers": arguments.workers,
+            "per_class": arguments.per_class,
+        }.items()
         if value < 0
     ]
     if not 0 <= arguments.linear.warmup_epochs < arguments.linear.epochs:

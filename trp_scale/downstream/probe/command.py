@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+import numpy.typing as npt
 
 from trp_scale.checkpoint.agreement import check_shared_directory, on_rank_zero
 from trp_scale.data.hashing import Integers
@@ -28,6 +29,7 @@ from trp_scale.downstream.probe.images import ProbedImages, open_probed
 from trp_scale.downstream.probe.stage_two import NAME, StageTwo, check_stage_two, stage_two
 from trp_scale.downstream.result_tables import print_results
 from trp_scale.downstream.results import RESULTS_FILE, Results, SeedResult, join, read_results, write_json
+from trp_scale.errors import RefusedError
 from trp_scale.training.rundir import create_run_directory
 
 logger = logging.getLogger(__name__)
@@ -126,14 +128,19 @@ class Probe:
         found = self.features(encoder)
         predicted = self.learn_fresh(encoder, found, seed) if self.fresh else None
 
+        few = f", {self.arguments.per_class} a class" if self.arguments.per_class else ""
+
         def judge() -> SeedResult:
             assert found is not None, "rank 0 has the features"
             answers = predicted
             if answers is None:
                 assert found.train is not None
-                answers = classify(found.train, found.test.features, self.arguments, seed)
+                train = found.train
+                if self.arguments.per_class:
+                    train = train.take(few_of_each(train.labels, self.arguments.per_class, seed))
+                answers = classify(train, found.test.features, self.arguments, seed)
             return SeedResult(
-                task=f"{self.name} ({self.arguments.method} probe)",
+                task=f"{self.name} ({self.arguments.method} probe{few})",
                 metric="accuracy",
                 split=self.split,
                 lower_is_better=False,
@@ -213,3 +220,21 @@ class Probe:
             )
 
         return on_rank_zero(self.world, "measuring the head of stage II", judge)
+
+
+def few_of_each(labels: Integers, count: int, seed: int) -> npt.NDArray[np.bool_]:
+    """[n] labels -> [n] which of them are drawn: `count` of each, uniformly.
+
+    Raises:
+        RefusedError: a label has fewer.
+    """
+    generator = np.random.default_rng(seed)
+    drawn = np.zeros(len(labels), dtype=np.bool_)
+    for label in np.unique(labels):
+        places = np.flatnonzero(labels == label)
+        if len(places) < count:
+            raise RefusedError(
+                f"--per_class is {count}, but class {label} has {len(places)} training images; allowed: at most that"
+            )
+        drawn[generator.choice(places, count, replace=False)] = True
+    return drawn

@@ -1,0 +1,337 @@
+"""Running a study's nodes: what has finished is not done again, what fails stops only what needs it.
+
+DIR/study.json              which study at which scale, and its inputs
+DIR/state/NODE.json         how a node ended: command, status, seconds
+DIR/logs/NODE.log           what its command printed
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from dataclasses import asdict, dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, Literal
+
+from trp_scale.checkpoint.durable import write_json
+from trp_scale.documents.fields import record
+from trp_scale.documents.json_files import read_object
+from trp_scale.downstream.results import RESULTS_FILE
+from trp_scale.errors import RefusedError
+from trp_scale.observe.report import read_summary
+from trp_scale.studies.graph import Graph
+
+STUDY_FILE = "study.json"
+
+Status = Literal["finished", "failed", "stopped"]
+
+LAST_LINES = 3
+"""Of a failed command's output, in the record."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class State:
+    """How a node ended.
+
+    Attributes:
+        command: its words behind `trp-scale`; none where there was nothing to do.
+        status: finished, failed or stopped.
+        reason: of a failure, in the command's own last words.
+        seconds: of all its starts; processor_seconds: of this host's, children included.
+        at: when it ended.
+    """
+
+    node: str
+    command: list[str]
+    status: Status
+    reason: str = ""
+    seconds: float = 0.0
+    processor_seconds: float = 0.0
+    at: str = ""
+
+
+def flat(node: str) -> str:
+    """A node's name as that of a file."""
+    return node.replace("/", "+")
+
+
+def read_state(directory: Path, node: str) -> State | None:
+    """How a node ended, or None: it was not begun, or its process was killed.
+
+    Raises:
+        RefusedError: the record is not one of ours.
+    """
+    path = directory / "state" / f"{flat(node)}.json"
+    return record(State, read_object(path), str(path), RefusedError) if path.is_file() else None
+
+
+def claim(directory: Path, name: str, scale: str, inputs: Mapping[str, str]) -> None:
+    """Make the study's directory, or go on in it.
+
+    Raises:
+        RefusedError: it holds another study, or this one at another scale or with other inputs.
+    """
+    path, asked = directory / STUDY_FILE, {"study": name, "scale": scale, "inputs": dict(inputs)}
+    if path.is_file():
+        found = read_object(path)
+        for field, value in asked.items():
+            if found.get(field) != value:
+                raise RefusedError(
+                    f"--run_dir {directory} holds a study with {field} {found.get(field)!r}, {value!r} is asked for; "
+                    "give another --run_dir"
+                )
+        return
+    if directory.is_dir() and any(directory.iterdir()):
+        raise RefusedError(f"--run_dir {directory} is not empty and holds no study; give another")
+    for part in ("state", "logs"):
+        (directory / part).mkdir(parents=True, exist_ok=True)
+    write_json(path, asked)
+
+
+class Executor:
+    """Runs nodes of a graph, each in a process of its own.
+
+    Args:
+        graph: the graph.
+        jobs: at a time; each has its share of the cores.
+        said: told of each node that ends.
+    """
+
+    def __init__(self, graph: Graph, *, jobs: int, said: Callable[[str], None] = print) -> None:
+        self.graph, self.jobs, self.said = graph, jobs, said
+        self.stopping = threading.Event()
+        self._running: dict[str, subprocess.Popen[bytes]] = {}
+
+    def run(self, only: str | None = None) -> dict[str, State | None]:
+        """Run all nodes, or one whose needs have finished; gives how each ended.
+
+        Raises:
+            RefusedError: a node has finished with another command than the study's file now says.
+        """
+        names = list(self.graph.nodes) if only is None else [only]
+        ended: dict[str, State | None] = {name: self._finished(name) for name in self.graph.nodes}
+        ended = {name: state for name, state in ended.items() if state is not None}
+        waiting = [name for name in names if name not in ended]
+        before = signal.signal(signal.SIGTERM, lambda *_: self.stop())
+        try:
+            with ThreadPoolExecutor(self.jobs) as pool:
+                self._schedule(pool, waiting, ended)
+        except KeyboardInterrupt:
+            self.stop()
+            raise
+        finally:
+            signal.signal(signal.SIGTERM, before)
+        return {name: ended.get(name) for name in names}
+
+    def stop(self) -> None:
+        """Ask the commands that run to stop where they can go on, and start no more."""
+        self.stopping.set()
+        for process in list(self._running.values()):
+            process.send_signal(signal.SIGTERM)
+
+    def _schedule(self, pool: ThreadPoolExecutor, waiting: list[str], ended: dict[str, State | None]) -> None:
+        under_way: dict[Future[State], str] = {}
+        try:
+            while True:
+                for name in list(self._ready(waiting, ended)):
+                    if len(under_way) < self.jobs and not self.stopping.is_set():
+                        waiting.remove(name)
+                        under_way[pool.submit(self._execute, name)] = name
+                if not under_way:
+                    return
+                for done in wait(under_way, return_when=FIRST_COMPLETED).done:
+                    state = done.result()
+                    ended[under_way.pop(done)] = state
+                    self._tell(state, len(waiting) + len(under_way))
+        except BaseException:
+            self.stop()
+            raise
+
+    def _ready(self, waiting: list[str], ended: Mapping[str, State | None]) -> Iterator[str]:
+        for name in waiting:
+            needs = [ended.get(need) for need in self.graph.nodes[name].needs]
+            if all(need is not None and need.status == "finished" for need in needs):
+                yield name
+
+    def _tell(self, state: State, left: int) -> None:
+        reason = f": {state.reason}" if state.reason else ""
+        self.said(f"{state.status} {state.node} ({state.seconds:.0f} s, {left} left){reason}")
+
+    def _finished(self, name: str) -> State | None:
+        """A node's state, if it has finished and its command is still the same."""
+        state = read_state(self.graph.directory, name)
+        if state is None or state.status != "finished":
+            return None
+        if state.command != (words := self.graph.words(name)):
+            one, two = (shlex.join(each) for each in (state.command, words))
+            raise RefusedError(
+                f"{self.graph.path(name)} has finished with another command than the study now has:\n  then: {one}\n"
+                f"  now:  {two}\ngive another --run_dir, or remove {flat(name)}.json from its state/ and the directory"
+            )
+        return state
+
+    def _execute(self, name: str) -> State:
+        directory, before = self.graph.directory, read_state(self.graph.directory, name)
+        began = time.monotonic()
+        used = 0.0
+        try:
+            words = self.graph.words(name)
+            status, reason, used = self._process(name, words) if words else ("finished", "", 0.0)
+        except (RefusedError, OSError) as error:
+            words, status, reason = [], "failed", str(error)
+        state = State(
+            node=name,
+            command=words,
+            status=status,
+            reason=reason,
+            seconds=round(time.monotonic() - began + (before.seconds if before else 0.0), 3),
+            processor_seconds=round(used + (before.processor_seconds if before else 0.0), 3),
+            at=datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        )
+        write_json(directory / "state" / f"{flat(name)}.json", asdict(state))
+        return state
+
+    def _process(self, name: str, words: list[str]) -> tuple[Status, str, float]:
+        """Run a command to its end; gives status, reason and processor seconds."""
+        log = self.graph.directory / "logs" / f"{flat(name)}.log"
+        launcher = shlex.split(self.graph.scale.launcher) if words[0] == "pretrain" else []
+        command = [*(launcher or [sys.executable]), "-m", "trp_scale", *words]
+        environment = {
+            "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // self.jobs)),
+            "TRP_SCALE_PROGRESS": "plain",
+            **os.environ,
+        }
+        with log.open("ab") as output:
+            process = subprocess.Popen(
+                command, env=environment, stdin=subprocess.DEVNULL, stdout=output, stderr=output, preexec_fn=_die_with
+            )
+            self._running[name] = process
+            if self.stopping.is_set():
+                process.send_signal(signal.SIGTERM)
+            _, ended, used = os.wait4(process.pid, 0)
+            process.returncode = os.waitstatus_to_exitcode(ended)
+            del self._running[name]
+        seconds = used.ru_utime + used.ru_stime
+        if process.returncode == 0 and self._whole(name):
+            return "finished", "", seconds
+        if self.stopping.is_set():
+            return "stopped", "", seconds
+        return "failed", f"exit status {process.returncode}; {last_words(log)}", seconds
+
+    def _whole(self, name: str) -> bool:
+        """Whether a command that ended well has done all: a run that was stopped ends well too."""
+        path = self.graph.path(name)
+        if name.startswith("data/"):
+            return (path / "dataset.json").is_file()
+        if name.startswith(("runs/", "tuning/")):
+            return read_summary(path).get("exit_reason") == "finished"
+        return (path / RESULTS_FILE).is_file()
+
+
+PR_SET_PDEATHSIG = 1
+
+
+def _die_with() -> None:
+    """In the child: end when the study's process ends, however that is; no run is left that nobody waits for."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def last_words(log: Path) -> str:
+    """The last lines of a command's output."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    return " / ".join(lines[-LAST_LINES:])[-600:]
+
+
+def states(graph: Graph) -> dict[str, State | None]:
+    """How each node ended."""
+    return {name: read_state(graph.directory, name) for name in graph.nodes}
+
+
+def blocked(graph: Graph, found: Mapping[str, State | None]) -> dict[str, str]:
+    """Of nodes that cannot run, the failed one that they need."""
+    causes: dict[str, str] = {}
+    for name, node in graph.nodes.items():  # needs come first
+        for need in node.needs:
+            state = found.get(need)
+            if need in causes or (state is not None and state.status == "failed"):
+                causes.setdefault(name, causes.get(need, need))
+    return causes
+
+
+def submit(graph: Graph, words: list[str], sbatch: str) -> list[str]:
+    """Submit the nodes that have not finished to SLURM: an array for each level of needs, which starts when the level
+    before it has ended, well or not. Gives the jobs' numbers.
+
+    Args:
+        words: the command that runs a study, to which `--only N` is added.
+        sbatch: further flags of sbatch.
+
+    Raises:
+        RefusedError: SLURM refuses the jobs, or there is none.
+    """
+    numbers = {name: number for number, name in enumerate(graph.nodes)}
+    found, level = states(graph), dict[str, int]()
+    for name, node in graph.nodes.items():
+        level[name] = 1 + max((level[need] for need in node.needs), default=-1)
+    jobs: list[str] = []
+    for each in sorted(set(level.values())):
+        waiting = [name for name in graph.nodes if level[name] == each and not _has_finished(found[name])]
+        if not waiting:
+            continue
+        after = [f"--dependency=afterany:{jobs[-1]}"] if jobs else []
+        array = ",".join(str(numbers[name]) for name in waiting)
+        script = f'exec {shlex.join(words)} --only "$SLURM_ARRAY_TASK_ID"'
+        command = [
+            "sbatch",
+            "--parsable",
+            "--requeue",
+            f"--array={array}",
+            *after,
+            *shlex.split(sbatch),
+            "--wrap",
+            script,
+        ]
+        jobs.append(_submitted(command))
+    return jobs
+
+
+def _has_finished(state: State | None) -> bool:
+    return state is not None and state.status == "finished"
+
+
+def _submitted(command: list[str]) -> str:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+    except FileNotFoundError as error:
+        raise RefusedError(
+            "--executor slurm-array: there is no sbatch here; run it where jobs are submitted"
+        ) from error
+    if done.returncode:
+        raise RefusedError(f"{shlex.join(command)}: {done.stderr.strip() or 'no reason given'}")
+    return done.stdout.strip().partition(";")[0]
+
+
+def totals(found: Mapping[str, State | None]) -> dict[str, Any]:
+    """Hours of all nodes and how many ended in which way."""
+    known = [state for state in found.values() if state is not None]
+    return {
+        "hours": sum(state.seconds for state in known) / 3600,
+        "processor_hours": sum(state.processor_seconds for state in known) / 3600,
+        "nodes": len(found),
+        **{status: sum(state.status == status for state in known) for status in ("finished", "failed", "stopped")},
+    }
+
+
+def as_json(value: object) -> str:
+    """For files that people read."""
+    return json.dumps(value, indent=2) + "\n"

@@ -1,0 +1,230 @@
+"""The runs of a study and what each needs first. A run is one command of `trp-scale`; its words are known when what it
+needs has ended, since a tuned rate and the steps of equal time follow from other runs.
+
+    data/NAME                            a data set
+    tuning/VARIANT/VALUE                 a short run with one value of the tuned setting
+    runs/VARIANT/seed_S                  a pre-training run; VARIANT@time: of as many steps as take the baseline's time
+    judged/JUDGE/...                     what a judge found of the run of the same path
+    judge_tuning/JUDGE/VARIANT/VALUE     a judge with one value of its own setting, on the first seed's run
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from trp_scale.downstream.results import read_results
+from trp_scale.errors import RefusedError
+from trp_scale.observe.metrics import read_history
+from trp_scale.studies.rows import rows_of
+from trp_scale.studies.study import Flags, Judge, Scale, Study, Tuning, filled, words_of
+
+UNTRAINED: Flags = {"training.steps": 1, "optimizer.lr": 1e-30, "optimizer.min_lr": 0.0, "optimizer.warmup_steps": 0}
+"""A run that leaves the encoder as its seed drew it: a step of 1e-30 is less than fp32 can add."""
+
+TUNING_SEED = 1000
+"""Of the runs that try values: no seed of the comparison has learned from their order."""
+
+SEEDS_APART = 100
+"""First seed of the judging of run S is 100 S: the same for all variants, others for each run."""
+
+SAME_STEPS = 0.03
+"""Where a variant's step takes the baseline's time within this share, equal time is equal steps: no run is made."""
+
+TIME = "@time"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """One command. Attributes: name: its path in the study's directory; needs: names of others that end first."""
+
+    name: str
+    needs: tuple[str, ...] = ()
+
+
+class Graph:
+    """All nodes of a study at a scale.
+
+    Args:
+        study: the study.
+        scale: at which it is run.
+        directory: of the study's runs.
+        inputs: by name.
+    """
+
+    def __init__(self, study: Study, scale: Scale, directory: Path, inputs: Mapping[str, str]) -> None:
+        self.study, self.scale, self.directory = study, scale, directory
+        self.variants = study.variants_at(scale)
+        self.inputs = dict(inputs)
+        self.places = dict(inputs) | {name: str(directory / "data" / name) for name in scale.data}
+        self.nodes = {node.name: node for node in self._nodes()}
+
+    def _nodes(self) -> Iterator[Node]:
+        data = tuple(f"data/{name}" for name in self.scale.data)
+        yield from (Node(name=name) for name in data)
+        tuned = {name: list(self._tries(name, data)) for name in self.variants}
+        for tries in tuned.values():
+            yield from tries
+        needs = {name: (*data, *(node.name for node in tries)) for name, tries in tuned.items()}
+        for seed in range(self.scale.seeds):  # seed by seed, so that a stopped study has whole comparisons
+            for name in self.variants:
+                run = Node(name=f"runs/{name}/seed_{seed}", needs=needs[name])
+                yield run
+                yield from self._judged(run, name, seed)
+        if "time" in self.scale.budgets:
+            steps = tuple(f"runs/{name}/seed_{seed}" for name in self.timed() for seed in range(self.scale.seeds))
+            for seed in range(self.scale.seeds):
+                for name in self.timed():
+                    if name != self.study.baseline:
+                        run = Node(name=f"runs/{name}{TIME}/seed_{seed}", needs=steps)
+                        yield run
+                        yield from self._judged(run, name, seed)
+
+    def timed(self) -> list[str]:
+        """Variants that train."""
+        return [name for name, variant in self.variants.items() if variant.trained]
+
+    def _judged(self, run: Node, variant: str, seed: int) -> Iterator[Node]:
+        for name, judge in self.scale.judges.items():
+            tries: list[Node] = []
+            if judge.tuning is not None:
+                first = f"runs/{variant}/seed_0"
+                tries = [
+                    Node(name=f"judge_tuning/{name}/{variant}/{value:g}", needs=(first,))
+                    for value in judge.tuning.values
+                ]
+                if seed == 0 and TIME not in run.name:
+                    yield from tries
+            yield Node(name=f"judged/{name}/{run.name}", needs=(run.name, *(node.name for node in tries)))
+
+    def _tries(self, variant: str, data: tuple[str, ...]) -> Iterator[Node]:
+        tuning = self.scale.tuning
+        if tuning is None or not self.variants[variant].trained:
+            return
+        for value in tuning.values:
+            run = Node(name=f"tuning/{variant}/{value:g}", needs=data)
+            yield run
+            yield Node(name=f"judged/{tuning.judge}/{run.name}", needs=(run.name,))
+
+    def path(self, node: str) -> Path:
+        """Directory of a node."""
+        return self.directory / node
+
+    def words(self, node: str) -> list[str]:
+        """The command of a node, behind `trp-scale`; empty where there is nothing to run.
+
+        Raises:
+            RefusedError: a placeholder that is not known, or a result that cannot be read.
+        """
+        kind, *rest = node.split("/")
+        if kind == "data":
+            made = self.scale.data[rest[0]]
+            return [made.command, *words_of(self._filled(made.flags, node)), "--output", str(self.path(node))]
+        if kind == "runs":
+            return self._run(node, rest[0], int(rest[1].removeprefix("seed_")))
+        if kind == "tuning":
+            assert self.scale.tuning is not None
+            own = {self.scale.tuning.setting: float(rest[1]), **self.scale.tuning.flags}
+            return self._pretrain(node, rest[0], TUNING_SEED, own)
+        name = rest[0]
+        judge = self.scale.judges[name]
+        if kind == "judge_tuning":
+            assert judge.tuning is not None
+            own = {**judge.tuning.flags, judge.tuning.setting: float(rest[2])}
+            return self._judge(node, judge, f"runs/{rest[1]}/seed_0", TUNING_SEED, 1, own)
+        run = "/".join(rest[1:])
+        if run.startswith("tuning/"):
+            return self._judge(node, judge, run, TUNING_SEED * SEEDS_APART, 1, judge.validation)
+        variant, seed = rest[2], int(rest[3].removeprefix("seed_"))
+        if TIME in variant and self.steps_of_time(variant.removesuffix(TIME)) is None:
+            return []
+        own = {}
+        if judge.tuning is not None:
+            under = f"judge_tuning/{name}/{variant.removesuffix(TIME)}"
+            chosen = self.chosen(judge.tuning, under, judge.tuning.row)
+            own = {judge.tuning.setting: chosen}
+        return self._judge(node, judge, run, seed * SEEDS_APART, judge.seeds, own)
+
+    def _run(self, node: str, named: str, seed: int) -> list[str]:
+        name = named.removesuffix(TIME)
+        own: Flags = {}
+        if not self.variants[name].trained:
+            return self._pretrain(node, name, seed, UNTRAINED)
+        if self.scale.tuning is not None:
+            own[self.scale.tuning.setting] = self.tuned(name)
+        if named.endswith(TIME):
+            steps = self.steps_of_time(name)
+            if steps is None:
+                return []
+            own |= {"training.steps": steps}
+        return self._pretrain(node, name, seed, own)
+
+    def settings(self, variant: str) -> Flags:
+        """What a variant's run has over the recipe."""
+        own = {**self.scale.settings, **self.variants[variant].settings, **self.scale.variant_settings.get(variant, {})}
+        return self._filled(own, variant)
+
+    def _pretrain(self, node: str, variant: str, seed: int, own: Flags) -> list[str]:
+        flags = {**self.settings(variant), **own, "training.seed": seed}
+        recipe = str(flags.pop("recipe", self.scale.recipe))
+        return ["pretrain", "--recipe", recipe, "--run_dir", str(self.path(node)), *words_of(flags)]
+
+    def _judge(self, node: str, judge: Judge, run: str, seed: int, seeds: int, own: Flags) -> list[str]:
+        flags = self._filled({**judge.flags, **own}, node)
+        output, of = str(self.path(node)), str(self.path(run))
+        if judge.command == "evaluate":
+            return ["evaluate", "--run", of, "--output", output, *words_of(flags)]
+        numbered = {"training.seed": seed} if judge.command == "finetune" else {"seed": seed}
+        cache = {"cache": str(self.path(node) / "features")} if judge.command == "probe" else {}
+        words = words_of({"seeds": seeds, **numbered, **cache, **flags})
+        return [judge.command, "--from", of, "--run_dir", output, *words]
+
+    def _filled(self, flags: Flags, where: str) -> Flags:
+        return filled(flags, self.places, where)
+
+    def tuned(self, variant: str) -> float:
+        """The value of the tuned setting that a variant's runs have."""
+        tuning = self.scale.tuning
+        assert tuning is not None
+        return self.chosen(tuning, f"judged/{tuning.judge}/tuning/{variant}", tuning.row)
+
+    def chosen(self, tuning: Tuning, under: str, row: str) -> float:
+        """The best of the tried values; the first of equal ones.
+
+        Args:
+            under: the tries' directory, one a value.
+            row: of their results.
+        """
+        found = {}
+        for value in tuning.values:
+            rows = rows_of(read_results(self.path(f"{under}/{value:g}")).tasks)
+            if row not in rows:
+                raise RefusedError(f"{under}: no row {row!r}; allowed: {', '.join(rows)}")
+            found[value] = rows[row].sign * statistics.fmean(rows[row].values)
+        return max(found, key=lambda value: found[value])
+
+    def steps_of_time(self, variant: str) -> int | None:
+        """Steps that take a variant as long as the baseline's take it: by the seconds of a step, of each seed the
+        variant's over the baseline's, their median. None: as many as the baseline's, within SAME_STEPS.
+
+        Raises:
+            RefusedError: a run has no steps to measure.
+        """
+        ratios = []
+        for seed in range(self.scale.seeds):
+            mine, other = (self.seconds_of_step(name, seed) for name in (variant, self.study.baseline))
+            ratios.append(mine / other)
+        ratio = statistics.median(ratios)
+        if abs(ratio - 1) <= SAME_STEPS:
+            return None
+        history = read_history(self.path(f"runs/{self.study.baseline}/seed_0"))
+        return max(1, round(history.last_step / ratio))
+
+    def seconds_of_step(self, variant: str, seed: int) -> float:
+        """Median over the logged steps of an equal-steps run."""
+        history = read_history(self.path(f"runs/{variant}/seed_{seed}"))
+        if history.step_seconds is None:
+            raise RefusedError(f"{self.path(f'runs/{variant}/seed_{seed}')}: no step was logged")
+        return history.step_seconds

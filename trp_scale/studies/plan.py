@@ -1,0 +1,125 @@
+"""What a study will take, before any of it is spent: steps and rows of each variant, hours by the planner where GPUs are
+named, by counted arithmetic and this machine's speed where not."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from trp_scale.config import Config
+from trp_scale.planning.arguments import NO_DATA, PlanArguments, parse_plan
+from trp_scale.planning.clusters import Cluster, gpu_of
+from trp_scale.planning.command import facts_of, given_of
+from trp_scale.planning.counting import Counted
+from trp_scale.planning.plan import fitting, planned
+from trp_scale.planning.step import extra_passes, prepass
+from trp_scale.studies.graph import Graph
+from trp_scale.studies.study import Flags, Scale, Study, needed_inputs, words_of
+
+START_SECONDS = 8.0
+"""Of a command's imports on a core."""
+
+EFFICIENCY = 0.35
+"""Of a core's matrix products that a step of a small model reaches; stated with the figures."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cost:
+    """Attributes: steps: of a run; seconds: of a step."""
+
+    steps: int
+    seconds: float
+
+
+def planned_hours(study: Study, scale: Scale, *, price: float) -> Iterator[str]:
+    """The plan, a line each.
+
+    Args:
+        price: of an hour of a GPU, or of a core.
+
+    Raises:
+        RefusedError: settings that cannot be, or a layout that fits nowhere.
+    """
+    graph = Graph(study, scale, Path("runs/study"), {name: NO_DATA for name in needed_inputs(study, scale)})
+    speed = 0.0 if scale.gpus else measured_speed()
+    where = f"{scale.gpus} x {scale.gpu}" if scale.gpus else f"this machine's cores, {speed / 1e9:.0f} GFLOP/s each"
+    yield f"{study.title}: {len(graph.nodes)} commands, {scale.seeds} pre-training seeds, on {where}"
+    total = 0.0
+    runs = {name: sum(node.startswith(f"runs/{name}/") for node in graph.nodes) for name in graph.variants}
+    for name in graph.timed():
+        cost = cost_of(graph, name, speed)
+        hours = runs[name] * cost.steps * cost.seconds / 3600
+        total += hours
+        yield f"  {name}: {runs[name]} runs of {cost.steps:,} steps, {cost.seconds:.4g} s a step: {hours:.2f} hours"
+        if "time" in scale.budgets and name != study.baseline:
+            base = cost_of(graph, study.baseline, speed)
+            hours = runs[name] * base.steps * base.seconds / 3600
+            total += hours
+            yield f"  {name}, equal time: as long as the baseline's: {hours:.2f} hours"
+    if scale.tuning is not None:
+        tries = len(scale.tuning.values)
+        for name in graph.timed():
+            cost = cost_of(graph, name, speed, scale.tuning.flags)
+            total += tries * cost.steps * cost.seconds / 3600
+        yield f"  {tries} values of {scale.tuning.setting} for each variant are in the total"
+    commands = 0.0 if scale.gpus else len(graph.nodes) * START_SECONDS / 3600
+    unit = f"hours of {scale.gpus} GPUs" if scale.gpus else "core hours"
+    yield f"pre-training: {total:.2f} {unit}" + (f", and {commands:.2f} of starting commands" if commands else "")
+    yield "judging, and making the data, are not in it: they follow from the downstream data"
+    if price:
+        yield f"price: {(total + commands) * max(1, scale.gpus) * price:,.2f} at {price:g} an hour"
+    if not scale.gpus:
+        yield f"assumed: a step reaches {EFFICIENCY:.0%} of the speed of one core's matrix products"
+
+
+def cost_of(graph: Graph, variant: str, speed: float, own: Flags | None = None) -> Cost:
+    """A variant's run, by the planner's counts.
+
+    Args:
+        speed: FLOPs a second of a core; used where the scale has no GPUs.
+        own: further settings.
+    """
+    arguments = _arguments(graph, variant, own or {})
+    counted = Counted(arguments.config, facts_of(arguments)[0])
+    config: Config = arguments.config
+    if graph.scale.gpus:
+        cluster = Cluster(gpu=gpu_of(graph.scale.gpu), gpus=graph.scale.gpus)
+        plans = fitting(planned(counted, cluster, given_of(arguments)))
+        return Cost(steps=config.training.steps, seconds=plans[0].seconds)
+    micro = config.batch.micro_rows
+    accumulation = max(1, config.batch.global_size // micro)
+    forward, backward = (each.total_flops(micro) for each in counted.passes("none", False, False).values())
+    times = extra_passes(counted, accumulation, 1)
+    flops = accumulation * (times * (forward + backward) + prepass(config, accumulation) * forward)
+    return Cost(steps=config.training.steps, seconds=flops / (EFFICIENCY * speed))
+
+
+def _arguments(graph: Graph, variant: str, own: Flags) -> PlanArguments:
+    flags = {**graph.settings(variant), **own}
+    recipe = flags.pop("recipe", graph.scale.recipe)
+    if not (Path(str(flags.get("data.path", ""))) / "dataset.json").is_file():
+        flags.pop("data.path", None)
+    length = flags.get("model.max_positions", 0)
+    words = ["--recipe", str(recipe), *words_of(flags), *(["--length", str(length)] if length else [])]
+    return parse_plan(words)
+
+
+def measured_speed() -> float:
+    """FLOPs a second of fp32 matrix products on one core, the best of some tenths of a second."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        side, best = 512, float("inf")
+        one = torch.randn(side, side)
+        until = time.perf_counter() + 0.3
+        while time.perf_counter() < until:
+            began = time.perf_counter()
+            one @ one
+            best = min(best, time.perf_counter() - began)
+    finally:
+        torch.set_num_threads(before)
+    return 2.0 * side**3 / best
