@@ -16,7 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
@@ -93,8 +93,7 @@ def claim(directory: Path, name: str, scale: str, inputs: Mapping[str, str]) -> 
         return
     if directory.is_dir() and any(directory.iterdir()):
         raise RefusedError(f"--run_dir {directory} is not empty and holds no study; give another")
-    for part in ("state", "logs"):
-        (directory / part).mkdir(parents=True, exist_ok=True)
+    directory.mkdir(parents=True, exist_ok=True)
     write_json(path, asked)
 
 
@@ -105,10 +104,18 @@ class Executor:
         graph: the graph.
         jobs: at a time; each has its share of the cores.
         said: told of each node that ends.
+        program: that has the commands.
     """
 
-    def __init__(self, graph: Graph, *, jobs: int, said: Callable[[str], None] = print) -> None:
-        self.graph, self.jobs, self.said = graph, jobs, said
+    def __init__(
+        self,
+        graph: Graph,
+        *,
+        jobs: int,
+        said: Callable[[str], None] = print,
+        program: Sequence[str] = (sys.executable, "-m", "trp_scale"),
+    ) -> None:
+        self.graph, self.jobs, self.said, self.program = graph, jobs, said, program
         self.stopping = threading.Event()
         self._running: dict[str, subprocess.Popen[bytes]] = {}
 
@@ -118,6 +125,8 @@ class Executor:
         Raises:
             RefusedError: a node has finished with another command than the study's file now says.
         """
+        for part in ("state", "logs"):
+            (self.graph.directory / part).mkdir(parents=True, exist_ok=True)
         names = list(self.graph.nodes) if only is None else [only]
         ended: dict[str, State | None] = {name: self._finished(name) for name in self.graph.nodes}
         ended = {name: state for name, state in ended.items() if state is not None}
@@ -205,7 +214,7 @@ class Executor:
         """Run a command to its end; gives status, reason and processor seconds."""
         log = self.graph.directory / "logs" / f"{flat(name)}.log"
         launcher = shlex.split(self.graph.scale.launcher) if words[0] == "pretrain" else []
-        command = [*(launcher or [sys.executable]), "-m", "trp_scale", *words]
+        command = [*launcher, *(self.program[1:] if launcher else self.program), *words]
         environment = {
             "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // self.jobs)),
             "TRP_SCALE_PROGRESS": "plain",

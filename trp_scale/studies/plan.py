@@ -1,5 +1,5 @@
-"""What a study will take, before any of it is spent: steps and rows of each variant, hours by the planner where GPUs are
-named, by counted arithmetic and this machine's speed where not."""
+"""What a study will take, before any of it is spent: by the planner where GPUs are named, else by counted arithmetic
+and this machine's speed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def planned_hours(study: Study, scale: Scale, *, price: float) -> Iterator[str]:
     Raises:
         RefusedError: settings that cannot be, or a layout that fits nowhere.
     """
-    graph = Graph(study, scale, Path("runs/study"), {name: NO_DATA for name in needed_inputs(study, scale)})
+    graph = Graph(study, scale, Path("runs/study"), dict.fromkeys(needed_inputs(study, scale), NO_DATA))
     speed = 0.0 if scale.gpus else measured_speed()
     where = f"{scale.gpus} x {scale.gpu}" if scale.gpus else f"this machine's cores, {speed / 1e9:.0f} GFLOP/s each"
     yield f"{study.title}: {len(graph.nodes)} commands, {scale.seeds} pre-training seeds, on {where}"

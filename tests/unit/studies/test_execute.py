@@ -1,0 +1,111 @@
+"""Running a study: resume after kill -9, a run that fails, what has finished."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from itertools import chain
+from pathlib import Path
+
+import pytest
+
+from tests.unit.studies.study_files import document, graph_of, write_program
+from trp_scale.errors import RefusedError
+from trp_scale.studies.execute import Executor, blocked, read_state, states, submit
+
+RUNS = """
+import sys
+from pathlib import Path
+from tests.unit.studies.study_files import graph_of
+from trp_scale.studies.execute import Executor
+directory = Path(sys.argv[1])
+Executor(graph_of(directory), jobs=2, program=[sys.executable, str(directory / "program.py")]).run()
+"""
+
+
+def calls(directory: Path) -> list[str]:
+    return (directory / "calls.txt").read_text().split() if (directory / "calls.txt").exists() else []
+
+
+def test_a_study_that_was_killed_goes_on_and_does_nothing_twice(tmp_path: Path) -> None:
+    program = write_program(tmp_path)
+    (tmp_path / "settings.json").write_text(json.dumps({"slow": 0.3}))
+    graph = graph_of(tmp_path)
+    started = subprocess.Popen([sys.executable, "-c", RUNS, str(tmp_path)], stdout=subprocess.DEVNULL)
+    until = time.monotonic() + 60
+    while sum(read_state(graph.directory, name) is not None for name in graph.nodes) < 4 and time.monotonic() < until:
+        time.sleep(0.02)
+    os.kill(started.pid, signal.SIGKILL)
+    started.wait()
+    done = {name for name, state in states(graph).items() if state is not None}
+    assert 4 <= len(done) < len(graph.nodes)
+    time.sleep(0.5)  # a command that the killed study left behind would write now
+    before = calls(tmp_path)
+    ended = Executor(graph, jobs=2, program=program, said=lambda line: None).run()
+    assert {state.status for state in ended.values() if state} == {"finished"}
+    assert len(ended) == len(graph.nodes)
+    again = calls(tmp_path)[len(before) :]
+    assert sorted(again) == sorted(str(graph.path(name)) for name in graph.nodes if name not in done)
+
+
+def test_a_variant_that_fails_stops_only_what_needs_it(tmp_path: Path) -> None:
+    program = write_program(tmp_path)
+    (tmp_path / "settings.json").write_text(json.dumps({"fails": ["runs/slow/seed_0"]}))
+    graph, said = graph_of(tmp_path), list[str]()
+    Executor(graph, jobs=2, program=program, said=said.append).run()
+    found = states(graph)
+    failed = [name for name, state in found.items() if state is not None and state.status == "failed"]
+    assert failed == ["runs/slow/seed_0"]
+    assert "this was to fail" in next(line for line in said if line.startswith("failed"))
+    assert blocked(graph, found) == {"judged/glue/runs/slow/seed_0": "runs/slow/seed_0"}
+    assert sum(state is not None and state.status == "finished" for state in found.values()) == len(graph.nodes) - 2
+    (tmp_path / "settings.json").unlink()
+    ended = Executor(graph, jobs=2, program=program, said=said.append).run()
+    assert {state.status for state in ended.values() if state} == {"finished"}
+
+
+def test_a_study_that_is_asked_to_stop_starts_no_more(tmp_path: Path) -> None:
+    program, graph = write_program(tmp_path), graph_of(tmp_path)
+    executor = Executor(graph, jobs=1, program=program, said=lambda line: None)
+    executor.said = lambda line: executor.stop()
+    ended = executor.run()
+    assert sum(state is not None for state in ended.values()) == 1
+
+
+def test_what_has_finished_with_another_command_is_refused(tmp_path: Path) -> None:
+    program = write_program(tmp_path)
+    Executor(graph_of(tmp_path), jobs=2, program=program, said=lambda line: None).run()
+    given = document(settings={"data.path": "{words}", "training.steps": 200, "optimizer.lr": 0.001})
+    with pytest.raises(RefusedError, match=r"(?s)finished with another command.*steps 100.*steps 200"):
+        Executor(graph_of(tmp_path, given), jobs=2, program=program).run()
+
+
+def test_slurm_gets_an_array_for_each_level_of_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = graph_of(tmp_path)
+    sbatch = tmp_path / "bin" / "sbatch"
+    sbatch.parent.mkdir()
+    sbatch.write_text(f'#!/bin/sh\nprintf "%s\\n" "$*" >> {tmp_path}/submitted\nwc -l < {tmp_path}/submitted\n')
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{sbatch.parent}:{os.environ['PATH']}")
+    jobs = submit(graph, ["trp-scale", "study", "run", "x"], "--partition=gpu")
+    lines = (tmp_path / "submitted").read_text().splitlines()
+    assert jobs == ["1", "2", "3"]
+    assert [f"--dependency=afterany:{number}" in line for number, line in zip((1, 1, 2), lines, strict=True)] == [
+        False,
+        True,
+        True,
+    ]
+    numbers = [list(map(int, line.split("--array=")[1].split()[0].split(","))) for line in lines]
+    assert sorted(chain.from_iterable(numbers)) == list(range(len(graph.nodes)))
+    assert all('--only "$SLURM_ARRAY_TASK_ID"' in line and "--partition=gpu" in line for line in lines)
+
+
+def test_slurm_is_given_only_what_has_not_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    graph = graph_of(tmp_path)
+    Executor(graph, jobs=2, program=write_program(tmp_path), said=lambda line: None).run()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert submit(graph, ["trp-scale"], "") == []

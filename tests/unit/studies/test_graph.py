@@ -1,0 +1,119 @@
+"""The commands of a study."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from tests.unit.studies.study_files import document, graph_of, write_program
+from trp_scale.errors import RefusedError
+from trp_scale.studies.execute import Executor, claim
+from trp_scale.studies.graph import UNTRAINED
+
+
+def test_every_variant_has_the_same_seeds_steps_and_judging(tmp_path: Path) -> None:
+    """But for what the study's file says of it."""
+    graph = graph_of(tmp_path)
+    flags = {name: set(pairwise(words)) for name in graph.nodes if (words := graph.words(name))}
+    plain, slow = flags["runs/plain/seed_1"], flags["runs/slow/seed_1"]
+    apart = {pair for pair in plain ^ slow if pair[0].startswith("--")}
+    assert apart == {
+        ("--masking.ratio", "2"),
+        ("--run_dir", str(graph.path("runs/plain/seed_1"))),
+        ("--run_dir", str(graph.path("runs/slow/seed_1"))),
+    }
+    one, two = flags["judged/glue/runs/plain/seed_1"], flags["judged/glue/runs/slow/seed_1"]
+    assert {first for first, _ in one ^ two if first.startswith("--")} == {"--from", "--run_dir"}
+    assert ("--training.seed", "100") in one
+    assert ("--training.seed", "1") in plain
+
+
+def test_an_untrained_encoder_has_the_weights_of_the_seed(tmp_path: Path) -> None:
+    words = graph_of(tmp_path).words("runs/scratch/seed_0")
+    assert words[words.index("--optimizer.lr") + 1] == str(UNTRAINED["optimizer.lr"])
+    assert words[words.index("--training.steps") + 1] == "1"
+
+
+def test_needs_come_first_and_judging_needs_its_run(tmp_path: Path) -> None:
+    graph = graph_of(tmp_path)
+    seen: set[str] = set()
+    for name, node in graph.nodes.items():
+        assert set(node.needs) <= seen
+        seen.add(name)
+    assert graph.nodes["judged/glue/runs/slow/seed_0"].needs == ("runs/slow/seed_0",)
+    assert graph.nodes["runs/slow/seed_0"].needs == ("data/words",)
+
+
+def test_steps_of_equal_time_follow_from_the_seconds_of_a_step(tmp_path: Path) -> None:
+    """A step of `slow` takes twice the time: half the steps. The baseline itself gets no second run."""
+    graph = graph_of(tmp_path, document(budgets=["steps", "time"]))
+    assert not any("plain@time" in name or "scratch@time" in name for name in graph.nodes)
+    Executor(graph, jobs=1, program=write_program(tmp_path), said=lambda line: None).run()
+    words = graph.words("runs/slow@time/seed_1")
+    assert words[words.index("--training.steps") + 1] == "50"
+
+
+def test_equal_time_that_is_equal_steps_makes_no_run(tmp_path: Path) -> None:
+    given = document(budgets=["steps", "time"])
+    given["variants"]["slow"]["settings"] = {"masking.ratio": 1.02}
+    graph = graph_of(tmp_path, given)
+    ended = Executor(graph, jobs=1, program=write_program(tmp_path), said=lambda line: None).run()
+    assert graph.words("runs/slow@time/seed_0") == []
+    assert {state.status for state in ended.values() if state} == {"finished"}
+    assert not graph.path("runs/slow@time").exists()
+
+
+def test_a_rate_is_chosen_for_each_variant_by_rows_that_are_not_the_tests(tmp_path: Path) -> None:
+    tuning = {
+        "setting": "optimizer.lr",
+        "values": [0.001, 0.002, 0.004],
+        "flags": {"training.steps": 10},
+        "judge": "glue",
+        "row": "worst",
+    }
+    given = document(tuning=tuning)
+    judge = given["scales"]["cpu"]["judges"]["glue"]
+    judge["validation"] = {"downstream.split": "held_out"}
+    graph = graph_of(tmp_path, given)
+    Executor(graph, jobs=2, program=write_program(tmp_path), said=lambda line: None).run()
+    words = graph.words("runs/plain/seed_0")
+    assert words[words.index("--optimizer.lr") + 1] == "0.002"
+    tried = graph.words("tuning/plain/0.001")
+    assert (tried[tried.index("--training.steps") + 1], tried[tried.index("--training.seed") + 1]) == ("10", "1000")
+    assert "held_out" in graph.words("judged/glue/tuning/plain/0.001")
+    assert "held_out" not in graph.words("judged/glue/runs/plain/seed_0")
+    assert not any("tuning/scratch" in name for name in graph.nodes)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"baseline": "plane"}, "the baseline 'plane' does not take part"),
+        ({"ground": "plain"}, "ground 'plain' is trained"),
+        ({"outcome": {"judges": ["probe"]}}, "the outcome's judge 'probe' is not among glue"),
+        ({"colour": 1}, "'colour' found"),
+        ({"variants": {"plain": {"title": 3}}}, "variants.plain.title"),
+    ],
+)
+def test_a_file_that_does_not_fit_together_is_refused(tmp_path: Path, change: dict[str, object], said: str) -> None:
+    with pytest.raises(RefusedError, match=said):
+        graph_of(tmp_path, document() | change)
+
+
+def test_a_placeholder_that_is_not_known_is_refused_by_name(tmp_path: Path) -> None:
+    graph = graph_of(tmp_path, document(settings={"data.path": "{wrods}"}))
+    with pytest.raises(RefusedError, match=r"'\{wrods\}' names 'wrods'; allowed: \{text\}, \{words\}"):
+        graph.words("runs/plain/seed_0")
+
+
+def test_another_study_in_the_directory_is_refused(tmp_path: Path) -> None:
+    claim(tmp_path / "study", "one", "cpu", {})
+    claim(tmp_path / "study", "one", "cpu", {})
+    with pytest.raises(RefusedError, match="holds a study with scale 'cpu', 'gpu' is asked for"):
+        claim(tmp_path / "study", "one", "gpu", {})
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    with pytest.raises(RefusedError, match="is not empty and holds no study"):
+        claim(tmp_path / "full", "one", "cpu", {})

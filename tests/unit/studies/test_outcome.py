@@ -1,0 +1,95 @@
+"""What a study states, and by which rule."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from tests.unit.studies.study_files import document, graph_of, write_program
+from trp_scale.downstream.comparison import PairedTest
+from trp_scale.studies.execute import Executor
+from trp_scale.studies.outcome import Cell, Place, read_outcome, sentences, verdict
+from trp_scale.studies.report import write_report
+from trp_scale.studies.rows import Row
+from trp_scale.studies.statistics import Paired, Spread
+
+
+def cell(mean: float, corrected: float | None) -> Cell:
+    test = PairedTest(seeds=5, p=0.01, test="t")
+    difference = Paired(mean=mean, half=0.1, test=test, visible=0.2)
+    return Cell(
+        spread=Spread(mean=0.5, half=0.1, between=None, within=None, runs=5), difference=difference, corrected=corrected
+    )
+
+
+def row(lower_is_better: bool) -> Row:
+    return Row(metric="m", split="test", lower_is_better=lower_is_better, values=[0.5])
+
+
+@pytest.mark.parametrize(
+    ("mean", "corrected", "lower", "said"),
+    [
+        (0.2, 0.049, False, "better"),
+        (-0.2, 0.049, False, "worse"),
+        (0.2, 0.049, True, "worse"),
+        (-0.2, 0.049, True, "better"),
+        (0.2, 0.05, False, "no difference seen"),
+        (0.2, None, False, ""),
+    ],
+)
+def test_the_verdict_is_a_rule(mean: float, corrected: float | None, lower: bool, said: str) -> None:
+    assert verdict(cell(mean, corrected), row(lower)) == said
+
+
+def run(tmp_path: Path, **scale: object) -> tuple[object, object]:
+    graph = graph_of(tmp_path, document(seeds=4, **scale))
+    Executor(graph, jobs=2, program=write_program(tmp_path), said=lambda line: None).run()
+    return graph, read_outcome(graph)
+
+
+def test_worst_and_average_are_over_the_tasks_of_each_run(tmp_path: Path) -> None:
+    _, outcome = run(tmp_path)
+    worst = outcome.figures[Place("glue", "worst")]["plain"]  # type: ignore[attr-defined]
+    assert worst[2] == [
+        pytest.approx(0.9 - 0.3 - 0.1 + 0.02 + 0.002 + 0.0005)
+    ]  # the mean of two judgings of the hard task
+    average = outcome.figures[Place("glue", "average")]["plain"]  # type: ignore[attr-defined]
+    assert average[2] == [pytest.approx(0.9 - 0.15 - 0.1 + 0.02 + 0.002 + 0.0005)]
+
+
+def test_the_report_states_the_outcome_and_has_every_table(tmp_path: Path) -> None:
+    graph, _ = run(tmp_path, variant_settings={"slow": {"optimizer.lr": 0.002}})
+    text = write_report(graph, tmp_path / "report")  # type: ignore[arg-type]
+    assert "slow: better than plain by +0." in text
+    assert "Pre-training pays here: plain over untrained +0.1" in text
+    for title in ("Figures: glue", "Differences to the baseline", "What the paper prints", "Cost", "How it was run"):
+        assert f"## {title}" in text
+        assert f"<h2>{title}" in (tmp_path / "report" / "report.html").read_text()
+        assert rf"\caption{{{title}" in (tmp_path / "report" / "report.tex").read_text()
+    assert (tmp_path / "report" / "outcome.png").read_bytes().startswith(b"\x89PNG")
+    figures = json.loads((tmp_path / "report" / "figures.json").read_text())
+    assert {entry["row"] for entry in figures["figures"]} == {"easy", "hard", "average", "worst"}
+
+
+def test_equal_figures_make_no_difference(tmp_path: Path) -> None:
+    graph, outcome = run(tmp_path)
+    said = "\n".join(sentences(graph, outcome))  # type: ignore[arg-type]
+    assert "slow: no difference to plain seen at this power" in said
+
+
+def test_a_report_of_nothing_says_so(tmp_path: Path) -> None:
+    graph = graph_of(tmp_path)
+    assert sentences(graph, read_outcome(graph)) == ["Nothing to state yet: no run has been judged."]
+
+
+def test_a_failure_is_in_the_report(tmp_path: Path) -> None:
+    program = write_program(tmp_path)
+    (tmp_path / "settings.json").write_text(json.dumps({"fails": ["runs/slow"]}))
+    graph = graph_of(tmp_path)
+    Executor(graph, jobs=2, program=program, said=lambda line: None).run()
+    text = write_report(graph, tmp_path / "report")
+    assert "failed: runs/slow/seed\\_1" in text
+    assert "this was to fail" in text
+    assert "not run for runs/slow/seed\\_0" in text
