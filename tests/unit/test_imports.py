@@ -36,7 +36,17 @@ LAYERS: tuple[tuple[str, ...], ...] = (
 """The core, which knows no kind, then the rooms that hold one thing whole. A part imports itself and parts above it in
 this list, nothing below and nothing beside it."""
 
-RECIPES_ARE_READ_BY = {"checkpoint", "upstreams", "training", "downstream", "planning", "studies", "commands", "api", "cli"}
+RECIPES_ARE_READ_BY = {
+    "checkpoint",
+    "upstreams",
+    "training",
+    "downstream",
+    "planning",
+    "studies",
+    "commands",
+    "api",
+    "cli",
+}
 
 ONLY_WHEN_ASKED = ("wandb", "tensorboard", "datasets", "deepspeed", "megatron", "nltk", "textblob", "webdataset")
 

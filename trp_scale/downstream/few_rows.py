@@ -20,7 +20,7 @@ class ChosenRows:
     """Rows of one data set, each a block of its own, so that the order shuffles them all; see `plan.Blocks`.
 
     Attributes:
-        identities: [n] of the rows, which keep the keys that they have in the whole data set.
+        identities: [n] of the rows; those of a single data set keep the keys that they have in the whole of it.
         block, row: [n] where each is stored.
     """
 

@@ -20,7 +20,8 @@ from trp_scale.upstreams.pos_bert.model import LastLayer, bert_config
 
 class BertClassifier(nn.Module):
     """transformers' encoder, called block by block as in upstreams/pos_bert/model.py; the last block is computed at
-    [CLS] alone. Short rows share sequences (downstream/glue/batch.py): most of a padded batch would be padding.
+    [CLS] alone, unless the head reads the mean of all pieces. Short rows share sequences (downstream/glue/batch.py):
+    most of a padded batch would be padding.
 
     Parameter names are those of transformers' `BertForSequenceClassification`.
 
@@ -34,6 +35,7 @@ class BertClassifier(nn.Module):
         settings = bert_config(config.model, vocabulary, attn_implementation="sdpa")
         self.bert = BertModel(settings)
         self.bert.encoder.layer[-1] = LastLayer(settings, layer_idx=config.model.layers - 1)
+        self.mean = config.downstream.pooling == "mean"
         self.dropout = nn.Dropout(config.downstream.dropout)
         self.classifier = nn.Linear(config.model.hidden_size, config.downstream.classes)
         initialise(self, seed=config.training.seed, std=config.model.initializer_range)
@@ -76,9 +78,16 @@ class BertClassifier(nn.Module):
         *layers, last = self.layers
         for layer in layers:
             hidden = layer(hidden, own[:, None])
-        own_of_first = own.gather(1, first_places[:, :, None].expand(-1, -1, own.shape[2]))  # [Q, S, W]
-        first = last(hidden, own_of_first[:, None], first_places)  # [Q, S, D]
-        pooled = self.bert.pooler(first.flatten(0, 1)[slots, None])  # [R, D]
+        if self.mean:
+            everywhere = torch.arange(own.shape[2], device=own.device).expand(len(own), -1)  # [Q, W]
+            ended = last(hidden, own[:, None], everywhere)  # [Q, W, D]
+            rows = torch.arange(len(slots), device=own.device)[:, None]
+            mine = (owners.flatten() == rows).to(ended.dtype)  # [R, Q W]
+            read = mine @ ended.flatten(0, 1) / mine.sum(1, keepdim=True)  # [R, D]
+        else:
+            own_of_first = own.gather(1, first_places[:, :, None].expand(-1, -1, own.shape[2]))  # [Q, S, W]
+            read = last(hidden, own_of_first[:, None], first_places).flatten(0, 1)[slots]  # [R, D]
+        pooled = self.bert.pooler(read[:, None])  # [R, D]
         return self.classifier(self.dropout(pooled))  # type: ignore[no-any-return]
 
 

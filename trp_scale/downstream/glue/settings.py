@@ -34,6 +34,9 @@ class GlueDownstreamConfig(DownstreamConfig):
     then the same, as --training.compile needs."""
     dropout: float = setting(0.1, at_least=0, below=1)
     """Dropout of the head's input."""
+    pooling: Literal["class", "mean"] = "class"
+    """The head reads the pooled [CLS], as BERT's, or the pooled mean of a row's pieces. An encoder that was pre-trained
+    without sentence pairs (--objective.next_sentence off) has learned nothing at [CLS]."""
     tokenizer: str = ""
     """Tokenizer directory; empty = the encoder's own. --from scratch needs one."""
 

@@ -14,10 +14,12 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from tests.unit.downstream.glue.small_data import sentences, write_cola
 from tests.unit.downstream.glue.standard_files import write_glue
-from trp_scale.config import RefusedError
+from trp_scale.config import RefusedError, TextModelConfig
 from trp_scale.data.plan import Addresses, HeldOutPlan, Member, TrainPlan
 from trp_scale.downstream.glue.batch import GlueBatchBuilder, PairTokenizer, TokenTable, load_tokenizer, tokenize
 from trp_scale.downstream.glue.folders import read_glue
+from trp_scale.downstream.glue.model import INPUTS, BertClassifier
+from trp_scale.downstream.glue.settings import GlueTaskConfig
 
 
 def open_task(
@@ -143,3 +145,28 @@ def test_a_tokenizer_of_another_kind_is_refused(tmp_path: Path) -> None:
     PreTrainedTokenizerFast(tokenizer_object=bare, **named).save_pretrained(tmp_path / "bare")
     with pytest.raises(RefusedError, match=r"bare: a pair becomes a b; allowed: .*\[CLS\] A \[SEP\] B \[SEP\]"):
         load_tokenizer(tmp_path / "bare", length=16)
+
+
+def test_the_mean_of_a_row_is_that_of_its_own_pieces(tmp_path: Path, text_dataset: Path) -> None:
+    """Against transformers' encoder on the row alone."""
+    _, builder, tokenizer = open_task(write_glue(tmp_path), text_dataset, "cola", length=40)
+    config = GlueTaskConfig()
+    config.model = TextModelConfig(
+        layers=2, hidden_size=16, heads=2, intermediate_size=32, max_positions=64, dropout=0.0, initializer_range=0.3
+    )
+    config.downstream.classes, config.downstream.pooling, config.downstream.max_length = 2, "mean", 40
+    model = BertClassifier(config, vocabulary=tokenizer.vocabulary).eval()
+    batch = builder.build(addresses([0, 0], [1, 0]), start=0)
+    seen: list[torch.Tensor] = []
+    model.bert.pooler.register_forward_pre_hook(lambda module, given: seen.append(given[0][:, 0]))
+    with torch.no_grad():
+        model(*(batch[name] for name in INPUTS))
+        for row, mean in enumerate(seen[0]):
+            own = batch["owners"] == row
+            hidden = model.bert.embeddings(
+                input_ids=batch["tokens"][own][None], token_type_ids=batch["token_types"][own][None]
+            )
+            for layer in list(model.layers)[:-1]:
+                hidden = layer(hidden, None)
+            every = torch.arange(hidden.shape[1])[None]
+            torch.testing.assert_close(model.layers[-1](hidden, None, every)[0].mean(0), mean)
