@@ -16,6 +16,7 @@ from typing import Any, Literal
 from trp_scale.documents.fields import Positive, record
 from trp_scale.documents.yaml_files import read_yaml
 from trp_scale.errors import RefusedError, nearest
+from trp_scale.recipes.inheritance import inherit
 
 FILES = Path(__file__).parent / "files"
 
@@ -226,8 +227,16 @@ def study_path(name: str) -> Path:
 
 
 def known_studies() -> list[str]:
-    """Names of the package's studies."""
-    return sorted(path.stem for path in FILES.glob("*.yaml"))
+    """Names of the package's studies. A file whose name begins with _ has what several of them extend."""
+    return sorted(path.stem for path in FILES.glob("*.yaml") if not path.name.startswith("_"))
+
+
+def _extended(name: str, by: Path) -> Path:
+    """The file that `extends` names: of the package, or beside the one that extends it."""
+    for path in (FILES / f"{name}.yaml", by.parent / name):
+        if path.is_file():
+            return path
+    raise RefusedError(f"{by} extends {name!r}: there is no such study; allowed: a study of the package, or a path")
 
 
 def load_study(name: str) -> Study:
@@ -237,7 +246,8 @@ def load_study(name: str) -> Study:
         RefusedError: no such file, a field that is missing, unknown or of a wrong type, or parts that do not fit.
     """
     path = study_path(name)
-    study = record(Study, read_yaml(path), str(path), RefusedError)
+    document = inherit(path, read_yaml, _extended, ()).document
+    study = record(Study, document, str(path), RefusedError)
     if problems := list(study.problems()):
         raise RefusedError("\n".join(f"{path}: {problem}" for problem in problems))
     return study
