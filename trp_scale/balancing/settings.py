@@ -122,8 +122,10 @@ class MinimaxSettings(GlobalLossSettings):
 
     alpha: float = setting(1.0, at_least=0)
     """Sharpness of the softmax over task losses."""
-    alpha_schedule: Literal["constant", "theorem", "hard"] = "constant"
-    """constant, theorem = the growing alpha of TRP Theorem 3.1 (radius, lipschitz, bound), hard = the worst alone."""
+    alpha_schedule: Literal["constant", "spread", "theorem", "hard"] = "constant"
+    """constant: alpha. spread: alpha over the standard deviation of the losses that are weighed, at each step; their
+    unit then means nothing, and alpha = 1 gives a task that is one deviation worse 2.7 times the weight. theorem: the
+    growing alpha of TRP Theorem 3.1 (radius, lipschitz, bound). hard: the worst alone."""
     radius: float = setting(1.0, above=0)
     """R0 of Theorem 3.1: distance from the start to the optimum."""
     lipschitz: float = setting(1.0, above=0)

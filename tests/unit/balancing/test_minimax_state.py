@@ -26,6 +26,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"estimate": "lagged"},
     {"estimate": "lagged", "alpha_schedule": "hard"},
     {"estimate": "exact", "loss_ema": 0.5, "alpha": 2.0},
+    {"estimate": "lagged", "alpha_schedule": "spread", "alpha": 2.0},
     {"estimate": "exact", "scale": "initial"},
     {"estimate": "lagged", "scale": "initial", "loss_ema": 0.9},
     {"estimate": "micro", "scale": "initial"},

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.unit.balancing.toy import ToyObjective, balancer, batch, given, take_step
-from trp_scale.balancing.minimax import Minimax, softmax_weights, theorem_alpha
+from trp_scale.balancing.minimax import Minimax, softmax_weights, spread_alpha, theorem_alpha
 
 THREE = ToyObjective(tasks=("a", "b", "c"))
 
@@ -181,3 +181,24 @@ def test_the_step_decides_alpha() -> None:
         taken = take_step(weigher, THREE, given, [batch({0: [0.3], 1: [0.1], 2: [0.2]})], step=step)
         assert taken.weights == exactly(softmax({0: alpha * 0.3, 1: alpha * 0.1, 2: alpha * 0.2}, 3))
         assert weigher.metrics()["alpha"] == alpha
+
+
+def test_by_spread_the_unit_of_the_losses_means_nothing() -> None:
+    """Softmax of standardised losses: nats, bits, and a constant beside them give the same weights."""
+    losses = [2.5, 4.0, 3.25]
+    mean = math.fsum(losses) / 3
+    deviation = math.sqrt(math.fsum((loss - mean) ** 2 for loss in losses) / 3)
+    expected = softmax({t: 1.5 * loss / deviation for t, loss in enumerate(losses)}, 3)
+    for factor, shift in ((1.0, 0.0), (1e-3, 0.0), (50.0, -7.0)):
+        weigher = balancer(THREE, alpha=1.5, alpha_schedule="spread")
+        taken = take_step(weigher, THREE, given, [batch({t: [factor * one + shift] for t, one in enumerate(losses)})])
+        assert taken.weights == pytest.approx(expected, rel=1e-9)
+        assert weigher.metrics()["alpha"] == pytest.approx(1.5 / (factor * deviation))
+
+
+def test_by_spread_only_the_tasks_that_take_part_count() -> None:
+    eligible = torch.tensor([True, False, True])
+    losses = torch.tensor([1.0, math.nan, 2.0], dtype=torch.float64)
+    assert float(spread_alpha(losses, 1.0, eligible)) == pytest.approx(2.0)  # they are half a unit from their mean
+    assert float(spread_alpha(losses, 1.0, torch.tensor([True, False, False]))) == 0.0
+    assert float(spread_alpha(torch.ones(3, dtype=torch.float64), 1.0, torch.ones(3, dtype=torch.bool))) == 0.0
