@@ -76,7 +76,7 @@ COMMANDS: dict[str, dict[str, Command]] = {
     "look at what was trained": {
         "report": Command("trp_scale.commands.measuring:report", "print what a run has reached so far, or at its end"),
         "evaluate": Command(
-            "trp_scale.commands.measuring:evaluate", "measure fine-tuned runs on other data, also unusual images"
+            "trp_scale.commands.measuring:evaluate", "measure runs again, also on other data and on unusual images"
         ),
         "probe": Command("trp_scale.commands.measuring:probe", "measure how far a frozen encoder tells classes apart"),
         "represent": Command(

@@ -10,6 +10,7 @@ import pytest
 from tests.ranks import Ranks
 from tests.unit.data.images.stored import write_images
 from tests.unit.downstream.test_evaluate import reddish, tuned_run
+from tests.unit.downstream.test_pretrained_losses import trained
 from trp_scale import cli
 from trp_scale.downstream.probe.features import _read
 from trp_scale.downstream.results import read_results
@@ -39,6 +40,23 @@ def test_two_ranks_measure_what_one_does(two_ranks: Ranks, tuned: Path, odd: Pat
     assert two_ranks(command, [*words, str(tmp_path / "two")]) == [0, 0]
     one, two = (read_results(tmp_path / name) for name in ("one", "two"))
     assert one == two and 0 <= one.tasks[0].values[0] <= 1
+
+
+@pytest.mark.parametrize("kind", ["pos_bert", "modalities"])
+def test_two_ranks_find_the_losses_of_one(
+    two_ranks: Ranks, text_dataset: Path, image_dataset: Path, tmp_path: Path, kind: str
+) -> None:
+    """17 rows in micro-batches of 4: the last of rank 0 holds one, the last of rank 1 is all filling."""
+    run = trained(kind, text_dataset if kind == "pos_bert" else image_dataset, tmp_path / "run")
+    data = str(text_dataset if kind == "pos_bert" else image_dataset)
+    for more in (["--data", data, "--rows", "17"], ["--micro_size", "3"]):
+        words = ["evaluate", "--run", str(run), *more, "--output"]
+        assert cli.main([*words, str(tmp_path / "one")]) == 0
+        assert two_ranks(command, [*words, str(tmp_path / "two")]) == [0, 0]
+        one, two = (read_results(tmp_path / name) for name in ("one", "two"))
+        assert [(task.task, task.detail) for task in one.tasks] == [(task.task, task.detail) for task in two.tasks]
+        for first, second in zip(one.tasks, two.tasks, strict=True):
+            assert second.mean == pytest.approx(first.mean, rel=1e-12)
 
 
 def test_two_ranks_probe_as_one_does(two_ranks: Ranks, tuned: Path, odd: Path, tmp_path: Path) -> None:

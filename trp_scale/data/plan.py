@@ -335,9 +335,14 @@ class ByBlock:
 
 
 class HeldOutPlan:
-    """The held-out rows in stored order, once, all in epoch 0; positions beyond the last row are not present."""
+    """The held-out rows in stored order, once, all in epoch 0; positions beyond the last row are not present.
 
-    def __init__(self, *, members: Sequence[Member]) -> None:
+    Args:
+        members: of which the chosen blocks are held out.
+        most: rows that there are at most, the first ones; None: all.
+    """
+
+    def __init__(self, *, members: Sequence[Member], most: int | None = None) -> None:
         blocks = [np.flatnonzero(member.chosen) for member in members]
         self._member = np.repeat(np.arange(len(members)), [len(chosen) for chosen in blocks])  # [held-out blocks]
         self._block = np.concatenate(blocks)
@@ -345,7 +350,7 @@ class HeldOutPlan:
         rows = np.concatenate([m.table.rows[b] for m, b in zip(members, blocks, strict=True)])
         self._ends = np.cumsum(rows)
         self._starts = self._ends - rows
-        self.rows = int(rows.sum())
+        self.rows = int(rows.sum()) if most is None else min(most, int(rows.sum()))
 
     def locate(self, positions: Integers) -> Addresses:
         """Addresses of the rows at `positions`, [R]."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -87,6 +88,13 @@ class Rows:
             labels=labels,
             stored=datasets,
         )
+
+    def digest(self) -> str:
+        """Hash of what this process sees of the storage (names, sizes, indexes)."""
+        digest = hashlib.blake2b(digest_size=16)
+        for part in self.digests:
+            digest.update(part.encode())
+        return digest.hexdigest()
 
     def members(self, paths: Sequence[MemberPath], chosen: Sequence[Chosen]) -> list[Member]:
         """The data sets with the blocks that one source takes of each."""

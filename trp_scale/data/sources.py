@@ -4,7 +4,6 @@ read beside them, D_tr and D_val."""
 from __future__ import annotations
 
 import copy
-import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -127,10 +126,7 @@ class Sources:
         self._told = CacheUse()
         self.meta: Any = rows.meta  # the caller knows which kind it has asked for
         self.limit = rows.limit
-        digest = hashlib.blake2b(digest_size=16)
-        for part in rows.digests:
-            digest.update(part.encode())
-        self._digest = digest.hexdigest()
+        self._digest = rows.digest()
 
     @overload
     def __getitem__(self, name: Literal["train"]) -> TrainSource: ...
@@ -143,7 +139,7 @@ class Sources:
         return sources[name]
 
     def digest(self) -> str:
-        """Hash of what this process sees of the storage (names, sizes, indexes): ranks compare it at start."""
+        """Of the rows (rows.Rows.digest): ranks compare it at start."""
         return self._digest
 
     def rows(self) -> dict[str, int]:

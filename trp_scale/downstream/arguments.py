@@ -84,7 +84,12 @@ def parse_finetune(argv: Sequence[str]) -> FinetuneArguments:
 
 @dataclass(kw_only=True)
 class EvaluateArguments(ReadsRuns):
-    """Measure what `trp-scale finetune` has trained, without training it further: results.json and a table.
+    """Measure what `trp-scale finetune` or `pretrain` has trained, without training it further: results.json and a
+    table.
+
+    Of a run of pre-training, finished or not, these are the mean losses of its tasks, and which is worst: on the rows
+    that it holds out, or on all of --data, with the masks that a row always has. Of a fine-tuned run they are the
+    figures of its downstream tasks.
 
     Classifiers can also be measured on sets that ask how robust they are, each sharded first from its folders:
 
@@ -100,17 +105,21 @@ class EvaluateArguments(ReadsRuns):
     """
 
     run: Annotated[Path, tyro.conf.arg(metavar="DIR", aliases=["--finetuned"])] = Path()
-    """A directory of trp-scale finetune, with all its tasks and seeds, or one of its seeds. Under torchrun say
-    --finetuned: it takes --run for one of its own flags, wherever it stands."""
+    """A run directory of trp-scale pretrain or a checkpoint in it; or a directory of trp-scale finetune, with all its
+    tasks and seeds, or one of its seeds. Under torchrun say --finetuned: it takes --run for one of its own flags,
+    wherever it stands."""
     weights: Weights = "last"
     """Of runs with the hook weight_average: average measures the average of the weights in place of the last ones."""
     data: Annotated[str, tyro.conf.arg(metavar="DIR")] = ""
-    """Data to measure on, all of it: shards, or for GLUE its directory; empty = what the run was measured on."""
+    """Data to measure on, all of it: shards, or for GLUE its directory; empty = what the run was measured on, of a run
+    of pre-training what it holds out."""
+    rows: int = 0
+    """Of a run of pre-training: rows that are measured at most, the first as they are stored; 0 = all."""
     images: Annotated[str, tyro.conf.arg(metavar="DIR")] = ""
     """Detection: folder of the images of --data."""
     split: Literal["dev", "test"] | None = None
     """What the measured rows are called; for GLUE, which of its files are read. None = as in the run; test for images
-    of --data."""
+    of --data and for all that is given to a run of pre-training."""
     robustness: Annotated[tyro.conf.UseAppendAction[list[str]], tyro.conf.arg(metavar="a|r|sketch|c=DIR")] = field(
         default_factory=list
     )
@@ -142,11 +151,16 @@ def parse_evaluate(argv: Sequence[str]) -> EvaluateArguments:
         EvaluateArguments, argv, prog="trp-scale evaluate", first=("run", "data", "split", "robustness", "output")
     )
     if arguments.run == Path():
-        raise RefusedError("--run is missing; allowed: a directory of trp-scale finetune, or one of its seeds")
+        raise RefusedError(
+            "--run is missing; allowed: a run of trp-scale pretrain, a directory of trp-scale finetune, or one of its "
+            "seeds"
+        )
     if not arguments.run.is_dir():
         raise RefusedError(f"--run {arguments.run}: there is no such directory")
     if arguments.robustness and (arguments.data or arguments.split):
         raise RefusedError("--robustness names its own data, which is of the split test; leave out --data and --split")
+    if arguments.rows < 0:
+        raise RefusedError(f"--rows is {arguments.rows}, allowed: 1 or more, or 0 for all")
     if arguments.micro_size < 0:
         raise RefusedError(f"--micro_size is {arguments.micro_size}, allowed: 1 or more, or 0 for the run's")
     parse_sets(arguments.robustness)

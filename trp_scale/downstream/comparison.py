@@ -86,6 +86,10 @@ class RowKey(NamedTuple):
     metric: str
     split: str
     lower_is_better: bool
+    rows: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.metric} on {self.split}{f': {self.rows}' if self.rows else ''}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,6 +150,11 @@ class Comparison:
     notes: list[str] = field(default_factory=list)
 
     @property
+    def beside(self) -> list[str]:
+        """Names of the tasks that no run has judged."""
+        return [key.task for key, row in self.rows.items() if not any(task is not None and task.judged for task in row)]
+
+    @property
     def tests(self) -> int:
         """p values in the comparison."""
         return sum(one is not None and one.test is not None for row in self.differences.values() for one in row)
@@ -156,7 +165,7 @@ def compare_results(named: Mapping[str, Results]) -> Comparison:
 
     Figures of one task by another metric, or on another split, get rows of their own and are named in a note: they are
     never compared. A run's worst task is the one with the lowest mean of those that are judged together
-    (`judged_together`), if there are two or more.
+    (`judged_together`), if there are two or more. What is not `judged` is in the rows alone.
 
     Raises:
         RefusedError: a run has one figure twice.
@@ -169,7 +178,7 @@ def compare_results(named: Mapping[str, Results]) -> Comparison:
     )
     for keys in _kinds(rows):
         for run in range(len(named)):
-            found = {key: task for key in keys if (task := rows[key][run]) is not None}
+            found = {key: task for key in keys if (task := rows[key][run]) is not None and task.judged}
             if len(found) > 1:
                 comparison.worst.add((worst_of(found), run))
         if len(keys) > 1 and not keys[0].lower_is_better:
@@ -190,7 +199,7 @@ def _rows(named: Mapping[str, Results]) -> dict[RowKey, list[TaskResult | None]]
     rows: dict[RowKey, list[TaskResult | None]] = {}
     for number, (name, results) in enumerate(named.items()):
         for task in results.tasks:
-            key = RowKey(task.task, task.metric, task.split, task.lower_is_better)
+            key = RowKey(task.task, task.metric, task.split, task.lower_is_better, task.rows)
             row = rows.setdefault(key, [None] * len(named))
             if row[number] is not None:
                 raise RefusedError(f"{name}: {key.task}, {key.metric} on {key.split} is there twice; allowed: once")
@@ -202,8 +211,9 @@ def _rows(named: Mapping[str, Results]) -> dict[RowKey, list[TaskResult | None]]
 def _kinds(rows: Mapping[RowKey, Sequence[TaskResult | None]]) -> list[list[RowKey]]:
     kinds: dict[tuple[str, str], list[RowKey]] = {}
     for key, row in rows.items():
-        first = next(task for task in row if task is not None)
-        kinds.setdefault(judged_together(first), []).append(key)
+        judged = next((task for task in row if task is not None and task.judged), None)
+        if judged is not None:
+            kinds.setdefault(judged_together(judged), []).append(key)
     return list(kinds.values())
 
 
@@ -247,7 +257,7 @@ def _notes_on_rows(comparison: Comparison) -> list[str]:
     for task in dict.fromkeys(key.task for key in comparison.rows):
         keys = [key for key in comparison.rows if key.task == task]
         ways = [
-            f"{key.metric} on {key.split} ({', '.join(_having(comparison, key))})"
+            f"{key} ({', '.join(_having(comparison, key))})"
             for key in keys
             if len(_having(comparison, key)) < len(comparison.runs)
         ]

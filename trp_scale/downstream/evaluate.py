@@ -1,4 +1,4 @@
-"""`trp-scale evaluate`: measure what was fine-tuned, on its own data or on other, without training."""
+"""`trp-scale evaluate`: measure what was fine-tuned or pre-trained, on its own data or on other, without training."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.distributed.environment import Environment
 from trp_scale.downstream.arguments import EvaluateArguments
 from trp_scale.downstream.finetuned_run import FinetunedRun, find_runs, origin_of, predicting_engine
+from trp_scale.downstream.pretrained_losses import check_flags, measure_losses, read_pretrained
 from trp_scale.downstream.result_tables import print_results
 from trp_scale.downstream.results import RESULTS_FILE, Results, SeedResult, TaskResult, join, read_results, write_json
 from trp_scale.downstream.robustness import measure_robustness
@@ -29,19 +30,16 @@ def evaluate(arguments: EvaluateArguments) -> int:
     baseline = None if arguments.baseline is None else read_results(arguments.baseline)
     with Environment() as environment:
         world = environment.world
-        runs = find_runs(arguments.run, arguments.weights)
-        if sets and len(runs) > 1:
-            raise RefusedError(
-                f"--run {arguments.run} holds {len(runs)} tasks ({', '.join(runs)}), --robustness measures one; "
-                f"allowed: one of its seeds, such as {next(iter(runs.values()))[0].directory}"
-            )
-        output = arguments.output or arguments.run / EVALUATIONS / _name(arguments, sets)
+        pretrained = read_pretrained(arguments.run, arguments.weights)
+        if pretrained is not None:
+            check_flags(arguments)
+        run_dir = arguments.run if pretrained is None else pretrained.directory
+        output = arguments.output or run_dir / EVALUATIONS / _name(arguments, sets)
         check_shared_directory(output, world)
-        tasks: list[TaskResult] = []
-        for seeds in runs.values():
-            tasks += _robust(seeds, arguments, sets, environment) if sets else [_own(seeds, arguments, environment)]
-        recipe, encoder = origin_of(arguments.run, runs)
-        results = Results(recipe=recipe, encoder=encoder, tasks=tasks)
+        if pretrained is not None:
+            results = measure_losses(pretrained, arguments, environment)
+        else:
+            results = _finetuned(arguments, sets, environment)
         on_rank_zero(world, f"writing {output}", lambda: write_json(output / RESULTS_FILE, results))
         if world.rank == 0:
             print_results(results, baseline)
@@ -49,11 +47,31 @@ def evaluate(arguments: EvaluateArguments) -> int:
     return 0
 
 
+def _finetuned(arguments: EvaluateArguments, sets: list[RobustnessSet], environment: Environment) -> Results:
+    """All tasks and seeds of a directory of `trp-scale finetune`."""
+    if arguments.rows:
+        raise RefusedError(
+            f"--rows {arguments.rows} is for runs of pre-training; a figure of a downstream task is that of all rows"
+        )
+    runs = find_runs(arguments.run, arguments.weights)
+    if sets and len(runs) > 1:
+        raise RefusedError(
+            f"--run {arguments.run} holds {len(runs)} tasks ({', '.join(runs)}), --robustness measures one; "
+            f"allowed: one of its seeds, such as {next(iter(runs.values()))[0].directory}"
+        )
+    tasks: list[TaskResult] = []
+    for seeds in runs.values():
+        tasks += _robust(seeds, arguments, sets, environment) if sets else [_own(seeds, arguments, environment)]
+    recipe, encoder = origin_of(arguments.run, runs)
+    return Results(recipe=recipe, encoder=encoder, tasks=tasks)
+
+
 def _name(arguments: EvaluateArguments, sets: list[RobustnessSet]) -> str:
     if sets:
         parts = ["robustness", *(one.name for one in sets)]
     else:
         parts = [Path(arguments.data).resolve().name if arguments.data else "own", arguments.split or ""]
+        parts.append(str(arguments.rows or ""))
     parts.append(arguments.weights if arguments.weights != "last" else "")
     return "-".join(filter(None, parts))
 

@@ -1,4 +1,4 @@
-"""Fine-tuned runs read back: which ones a directory holds, and their models as engines that only predict."""
+"""Fine-tuned runs read back: which ones a directory holds; and models of any run as engines that only predict."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from trp_scale.checkpoint.document import CheckpointDocument, read_document
 from trp_scale.checkpoint.export import find_checkpoint
 from trp_scale.checkpoint.format import STATE_OF, read_full_state
-from trp_scale.config import RefusedError
+from trp_scale.config import Config, RefusedError
 from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.config.upstream import Weights
 from trp_scale.distributed.environment import Environment
@@ -21,11 +21,11 @@ from trp_scale.recipes.loader import from_dict
 
 
 @dataclass(frozen=True, kw_only=True)
-class FinetunedRun:
-    """The end of one run of `trp-scale finetune`.
+class ReadRun:
+    """What a run has left.
 
     Attributes:
-        directory: of this task and seed.
+        directory: of the run.
         checkpoint: its newest.
         document: of the checkpoint.
         config: of the run.
@@ -35,8 +35,15 @@ class FinetunedRun:
     directory: Path
     checkpoint: Path
     document: CheckpointDocument
-    config: FinetuneConfig
+    config: Config
     weights: Weights = "last"
+
+
+@dataclass(frozen=True, kw_only=True)
+class FinetunedRun(ReadRun):
+    """The end of one run of `trp-scale finetune`; `directory` is of its task and seed."""
+
+    config: FinetuneConfig
 
     @property
     def classes(self) -> tuple[str, ...] | None:
@@ -56,8 +63,8 @@ def read_run(directory: Path, weights: Weights = "last") -> FinetunedRun:
     config = from_dict(document.config, source=str(checkpoint))
     if not isinstance(config, FinetuneConfig):
         raise RefusedError(
-            f"--run {directory}: a run of pre-training, which has no task to be measured on; allowed: a directory of "
-            "trp-scale finetune; trp-scale probe measures encoders as they are"
+            f"--run {directory}: a run of pre-training, which has no downstream task; allowed: a directory of "
+            "trp-scale finetune"
         )
     if document.step < config.training.steps:
         raise RefusedError(
@@ -110,11 +117,11 @@ class PredictingEngine(PlainEngine):
         return module.requires_grad_(False).to(self.device)
 
 
-def predicting_engine(module: nn.Module, run: FinetunedRun, environment: Environment) -> PredictingEngine:
+def predicting_engine(module: nn.Module, run: ReadRun, environment: Environment) -> PredictingEngine:
     """The model with the weights of the run's checkpoint.
 
     Args:
-        module: of the run's task, with any weights.
+        module: of the run, with any weights.
 
     Raises:
         RefusedError: the checkpoint has other tensors, or no average where run.weights asks for it.

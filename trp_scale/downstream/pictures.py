@@ -21,7 +21,7 @@ from trp_scale.downstream.trained_images import (
     load_masking_network,
     load_trained_images,
     load_trained_modalities,
-    upstream_of,
+    upstream_name,
 )
 from trp_scale.masks.masking_network import MaskingNetwork
 from trp_scale.masks.masks import select
@@ -135,7 +135,7 @@ def draw_pictures(source: Path, output: Path, rows: int = 8, data: str = "") -> 
         RefusedError: no masked autoencoder there, its data is gone, or matplotlib is not installed.
     """
     figure_class()
-    if upstream_of(source) == "mm_mae":
+    if upstream_name(source) == "mm_mae":
         several = load_trained_modalities(source, data)
         return [str(one) for one in draw_modalities_of(several, several.images(rows), output)]
     trained = load_trained_images(source, data)

@@ -204,6 +204,9 @@ def legend(comparison: Comparison) -> list[str]:
             "worst: the run's lowest mean of those where more is better, on one split; an error is worst only among "
             "tasks of the same metric"
         )
+    if beside := comparison.beside:
+        lines.append(f"never worst: {', '.join(beside)}, which stand beside the tasks that are judged")
+    lines += dict.fromkeys(f"on {key.split}: {key.rows}" for key in comparison.rows if key.rows)
     if comparison.tests:
         several = f"Holm-corrected for {comparison.tests} tests" if comparison.tests > 1 else "one test, uncorrected"
         lines.append(

@@ -31,6 +31,7 @@ class SeedResult:
         detail: per class or per group, as the task has it.
         settings: of a fine-tuned run, as they were asked for, before the data completed them.
         data: digest of what a fine-tuned run has learned from and was measured on; empty = not known.
+        rows, judged: as in TaskResult.
     """
 
     task: str
@@ -42,6 +43,8 @@ class SeedResult:
     detail: dict[str, Any] = field(default_factory=dict)
     settings: dict[str, Any] = field(default_factory=dict)
     data: str = ""
+    rows: str = ""
+    judged: bool = True
 
 
 @dataclass(kw_only=True)
@@ -55,6 +58,9 @@ class TaskResult:
         mean: of the values.
         spread: their sample standard deviation; 0 for one seed.
         metrics: every figure's values, seed by seed.
+        rows: names the measured rows, where figures of others must not be compared with these (losses of
+            pre-training); empty = the split says enough.
+        judged: False: not among the tasks of which the worst is sought.
     """
 
     task: str
@@ -67,6 +73,8 @@ class TaskResult:
     spread: float
     metrics: dict[str, list[float]]
     detail: list[dict[str, Any]] = field(default_factory=list)
+    rows: str = ""
+    judged: bool = True
 
 
 @dataclass(kw_only=True)
@@ -106,6 +114,8 @@ def join(found: list[SeedResult]) -> TaskResult:
         spread=spread_of(values),
         metrics={name: [one.metrics[name] for one in found] for name in first.metrics},
         detail=[one.detail for one in found],
+        rows=first.rows,
+        judged=first.judged,
     )
 
 

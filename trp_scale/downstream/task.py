@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
@@ -264,20 +264,32 @@ def measure(engine: Engine, task: Measured, windows: Iterable[Batch]) -> dict[st
     Raises:
         RefusedError: rows that cannot be read: a figure is that of all rows, or none.
     """
-    collected, corrupt = task.metrics(), set()
+    collected, corrupt = task.metrics(), dict[str, str]()
     engine.train(False)
     with torch.no_grad():
         for batch in windows:
-            corrupt |= set(batch.corrupt)
+            corrupt.update((key, batch.reasons.get(key, "")) for key in batch.corrupt)
             on_device = batch.to(engine.device)
             collected.add(task.predict(engine, on_device), on_device)
     engine.train(True)
-    if unread := sorted(set().union(*engine.data_group.gather_objects(corrupt))):
+    refuse_unread(corrupt, engine.data_group)
+    return collected.finish(engine.data_group)
+
+
+def refuse_unread(corrupt: Mapping[str, str], group: Group) -> None:
+    """A figure is that of all rows, or none. Collective.
+
+    Args:
+        corrupt: why some of this rank's could not be read, by their names.
+
+    Raises:
+        RefusedError: there are any, on whatever rank.
+    """
+    if unread := sorted(set().union(*group.gather_objects(set(corrupt)))):
         raise RefusedError(
             f"{len(unread)} of the measured samples cannot be read ({', '.join(unread[:3])}), and the metric is that "
             "of all; copy or shard the data again"
         )
-    return collected.finish(engine.data_group)
 
 
 def distinct(classes: Sequence[str]) -> list[str]:

@@ -20,10 +20,9 @@ from trp_scale.data.index import DataError
 from trp_scale.data.sources import Sources
 from trp_scale.masks.hook import NETWORK
 from trp_scale.masks.masking_network import NETWORKS, MaskingNetwork
-from trp_scale.masks.settings import RandomMasksSettings
 from trp_scale.models.perturbation import PerturbationShape, perturbation_shape
 from trp_scale.recipes.loader import from_dict
-from trp_scale.upstreams.base import open_sources
+from trp_scale.upstreams.base import open_sources, upstream_of
 from trp_scale.upstreams.mae.model import MaskedAutoencoder
 from trp_scale.upstreams.mae.objective import MaskedPatchReconstruction
 from trp_scale.upstreams.mae.settings import MaeConfig
@@ -56,7 +55,7 @@ class TrainedRun:
         Raises:
             RefusedError: the data is not at `data.path`, or is another one than the run's.
         """
-        config = to_look_at(config)
+        config = copy.deepcopy(upstream_of(config).to_look_at(config))
         config.data.workers = 0
         where = f"the run's data, data.path {config.data.path} from {Path.cwd()}"
         try:
@@ -155,7 +154,7 @@ def load_trained_modalities(source: Path | str, data: str = "") -> TrainedModali
     )
 
 
-def upstream_of(source: Path) -> str:
+def upstream_name(source: Path) -> str:
     """The run's upstream; empty for a fine-tuned one.
 
     Raises:
@@ -163,14 +162,6 @@ def upstream_of(source: Path) -> str:
     """
     upstream: str = read_document(find_checkpoint(source)).config.get("upstream", "")
     return upstream
-
-
-def to_look_at(config: ImagePretrainConfig) -> ImagePretrainConfig:
-    """The same settings with masks drawn at random: to look at images is no training on them, and needs no classes."""
-    config = copy.deepcopy(config)
-    if isinstance(config, MaeConfig):
-        config.multilevel = RandomMasksSettings()
-    return config
 
 
 def _read(source: Path | str, data: str, kind: type[Run]) -> tuple[Path, str, CheckpointDocument, Run]:

@@ -98,7 +98,7 @@ class Upstream(Protocol):
 
     @classmethod
     def outline(cls, config: Any, facts: DataFacts, *, ranks: int) -> Outline:
-        """The run without its data, for `trp-scale plan`.
+        """The run without its data, for `trp-scale plan` and for measuring a trained one on other data.
 
         Raises:
             RefusedError: this upstream cannot say it.
@@ -140,6 +140,26 @@ class Upstream(Protocol):
         """JSON values that an export needs to know of the data."""
         ...
 
+    @classmethod
+    def to_look_at(cls, config: Any) -> Any:
+        """Settings in which a trained run's rows are read to be looked at, which is no training on them."""
+        ...
+
+    @classmethod
+    def require_readable(cls, rows: Rows, path: str, run_dir: Path, extra: Mapping[str, Any]) -> None:
+        """Refuse rows that a trained model cannot read: their numbers mean something else than those it has learned.
+
+        Args:
+            rows: of the data set.
+            path: where it lies, for messages.
+            run_dir: the model's, with what `leave` left there.
+            extra: of its checkpoint, with what `checkpoint_extra` gave.
+
+        Raises:
+            RefusedError: another vocabulary, say.
+        """
+        ...
+
 
 class UpstreamParts:
     """What upstreams have in common, beside their own data, model and objective."""
@@ -170,8 +190,9 @@ class UpstreamParts:
     @classmethod
     def outline(cls, config: Any, facts: DataFacts, *, ranks: int) -> Outline:
         raise RefusedError(
-            f"--upstream {config.upstream} cannot be planned: {cls.__name__} has no method `outline`, which says what "
-            "its runs are made of without their data; allowed: an upstream of the package, or one that defines it"
+            f"--upstream {config.upstream} can be neither planned nor measured on other data: {cls.__name__} has no "
+            "method `outline`, which says what its runs are made of without their data; allowed: an upstream of the "
+            "package, or one that defines it"
         )
 
     def fullest(self, batch: Batch) -> Batch:
@@ -185,6 +206,14 @@ class UpstreamParts:
 
     def checkpoint_extra(self) -> dict[str, Any]:
         return {}
+
+    @classmethod
+    def to_look_at(cls, config: Any) -> Any:
+        return config
+
+    @classmethod
+    def require_readable(cls, rows: Rows, path: str, run_dir: Path, extra: Mapping[str, Any]) -> None:
+        """Any rows that `open_rows` has opened."""
 
 
 def upstream_of(config: Config) -> type[Upstream]:

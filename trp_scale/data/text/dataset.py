@@ -134,13 +134,14 @@ def _read_meta(directory: Path, fields: Fields) -> TextMeta:
         special_tokens={name: special[name] for name in _SPECIAL},
         special_token_ids=tuple(sorted(fields.take("special_token_ids", list[Whole]))),
         groups=groups,
-        tokenizer_digest=_digest(directory / "tokenizer"),
+        tokenizer_digest=tokenizer_digest(directory / "tokenizer"),
         tokenizer_directories=(directory / "tokenizer",),
     )
 
 
-def _digest(directory: Path) -> str:
-    """Hash of the vocabulary file: the one file of a Hugging Face tokenizer that decides what ids mean."""
+def tokenizer_digest(directory: Path) -> str:
+    """Hash of the vocabulary file, the one file of a Hugging Face tokenizer that decides what ids mean; "" without
+    one."""
     for name in ("tokenizer.json", "vocab.txt"):
         if (directory / name).is_file():
             return hashlib.blake2b((directory / name).read_bytes(), digest_size=16).hexdigest()

@@ -31,7 +31,8 @@ from trp_scale.downstream.representation.features import PlaneKind, check_librar
 from trp_scale.downstream.representation.figures import draw_attention, draw_average_attention, draw_plane
 from trp_scale.downstream.representation.finetuned import finetuned_pictures, open_finetuned
 from trp_scale.downstream.representation.study import ImageChoice, Study, choose_images, study_images, trained_images
-from trp_scale.downstream.trained_images import TrainedRun, load_trained_images, load_trained_modalities, to_look_at
+from trp_scale.downstream.trained_images import TrainedRun, load_trained_images, load_trained_modalities
+from trp_scale.upstreams.base import upstream_of
 
 STYLE = """body { font: 15px/1.5 system-ui, sans-serif; max-width: 70em; margin: 2em auto; padding: 0 1em; }
 h1 { font-size: 1.4em; } h2 { font-size: 1.1em; margin-top: 2em; }
@@ -214,7 +215,7 @@ def pretraining_pictures(source: str, choice: ImageChoice, output: Path) -> list
 
 
 def _batch(trained: TrainedRun, choice: ImageChoice) -> Batch:
-    return next(trained_images(to_look_at(trained.config), choice))
+    return next(trained_images(upstream_of(trained.config).to_look_at(trained.config), choice))
 
 
 LEAST_IMAGES = 5

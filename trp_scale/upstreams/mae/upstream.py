@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from copy import copy
 from functools import partial
 from typing import ClassVar
 
@@ -21,6 +22,7 @@ from trp_scale.distributed.environment import Environment
 from trp_scale.masks.flops import multilevel_step_flops
 from trp_scale.masks.joint import JointObjective
 from trp_scale.masks.labelled import open_downstream
+from trp_scale.masks.settings import RandomMasksSettings
 from trp_scale.upstreams.base import DataFacts, Outline, UpstreamParts
 from trp_scale.upstreams.mae.batch import open_rows
 from trp_scale.upstreams.mae.model import MaskedAutoencoder
@@ -86,6 +88,13 @@ class ImageUpstream(UpstreamParts):
             step_flops=multilevel_step_flops(config, ranks=ranks, computed=True),
             positions=config.crops.count * config.patches,
         )
+
+    @classmethod
+    def to_look_at(cls, config: MaeConfig) -> MaeConfig:
+        """With masks drawn at random: no classes are needed, and images that were kept for tests may be read."""
+        config = copy(config)
+        config.multilevel = RandomMasksSettings()
+        return config
 
     @staticmethod
     def labelled(config: MaeConfig, *, rank: int, world: int, pin: bool) -> OpenLabelled | None:

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from trp_scale.checkpoint.initial_weights import give_weights
+from trp_scale.config import RefusedError
+from trp_scale.config.components import find
 from trp_scale.core.batch import Batch
 from trp_scale.core.hooks import Hook, built
 from trp_scale.core.run import RunContext
 from trp_scale.data.images.dataset import ImageMeta
 from trp_scale.data.mixture import parse_paths
+from trp_scale.data.rows import Rows
 from trp_scale.data.sources import within_cpus
 from trp_scale.distributed.environment import Environment
 from trp_scale.observe.throughput import TRAINING_OVER_FORWARD
@@ -96,6 +100,18 @@ class MultimodalUpstream(UpstreamParts):
 
     def checkpoint_extra(self) -> dict[str, Any]:
         return {CLASSES: self.classes}
+
+    @classmethod
+    def require_readable(cls, rows: Rows, path: str, run_dir: Path, extra: Mapping[str, Any]) -> None:
+        """Rows whose maps have as many classes as those that the run learned from."""
+        assert isinstance(rows.meta, ImageMeta)
+        for name, learned in extra[CLASSES].items():
+            found = find("modality", name).load().classes(rows.meta.maps[name])
+            if found != learned:
+                raise RefusedError(
+                    f"{path}: {name} maps of {found} classes found, the run has learned {learned}; give data of the "
+                    "same classes, in the same order"
+                )
 
 
 def mm_mae_step_flops(config: MmMaeConfig, *, rows: int, classes: Mapping[str, int], computed: bool = False) -> float:

@@ -16,8 +16,9 @@ from trp_scale.checkpoint.run_directory import TOKENIZER, copy_tokenizer
 from trp_scale.config import RefusedError
 from trp_scale.core.batch import Batch
 from trp_scale.data.mixture import parse_paths
+from trp_scale.data.rows import Rows
 from trp_scale.data.sources import within_cpus
-from trp_scale.data.text.dataset import TextMeta
+from trp_scale.data.text.dataset import TextMeta, tokenizer_digest
 from trp_scale.data.text.groups import GROUPS
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group
@@ -150,3 +151,20 @@ class TextUpstream(UpstreamParts):
 
     def checkpoint_extra(self) -> dict[str, Any]:
         return {"vocab_size": self.meta.vocab_size, "data_tokenizer": TOKENIZER}
+
+    @classmethod
+    def require_readable(cls, rows: Rows, path: str, run_dir: Path, extra: Mapping[str, Any]) -> None:
+        """Rows of the run's own tokenizer."""
+        meta = rows.meta
+        assert isinstance(meta, TextMeta)
+        own, vocabulary = tokenizer_digest(run_dir / TOKENIZER), extra["vocab_size"]
+        if meta.vocab_size != vocabulary:
+            raise RefusedError(
+                f"{path}: a vocabulary of {meta.vocab_size} pieces found, the run's has {vocabulary}; shard the text "
+                f"with the run's tokenizer: --tokenizer {run_dir / TOKENIZER}"
+            )
+        if own != meta.tokenizer_digest and "" not in (own, meta.tokenizer_digest):
+            raise RefusedError(
+                f"{path}: another tokenizer found than the run's, of as many pieces; shard the text with the run's: "
+                f"--tokenizer {run_dir / TOKENIZER}"
+            )
