@@ -24,6 +24,7 @@ from trp_scale import cli
 from trp_scale.checkpoint.format import read_full_state
 from trp_scale.checkpoint.run_directory import checkpoint_path
 from trp_scale.config import RefusedError, components
+from trp_scale.downstream.results import read_results
 from trp_scale.observe.report import report
 from trp_scale.recipes.arguments import parse
 
@@ -299,6 +300,17 @@ def test_an_upstream_of_ones_own_splits_mae_s_loss(image_dataset: Path, banded: 
     weights = [task["weight"] for task in first["tasks"].values()]
     assert math.isclose(sum(weights), 1.0, rel_tol=1e-6) and max(weights) > 1.01 / 3
     assert "band_2" in report(banded)
+
+
+def test_its_losses_are_measured_again(modules: Path, image_dataset: Path, tmp_path: Path) -> None:
+    """The run's own validation says what is expected; the upstream says nothing of how it is measured."""
+    changes = {"validation__every": 2, "training__steps": 2, "data__validation_fraction": 0.2}
+    assert pretrain_here(own_upstream(modules, image_dataset, tmp_path, **changes)) == 0
+    module = str(modules / "mae_bands.py")
+    assert cli.main(["evaluate", "--run", str(tmp_path), "--output", str(tmp_path / "out"), "--module", module]) == 0
+    expected = lines(tmp_path)[-1]["validation"]["tasks"]
+    found = {task.task: task.mean for task in read_results(tmp_path / "out").tasks}
+    assert found == {name: pytest.approx(one["loss"], rel=1e-6) for name, one in expected.items()}
 
 
 def test_its_settings_are_its_own(modules: Path, image_dataset: Path, tmp_path: Path) -> None:

@@ -61,6 +61,7 @@ class ValidationSource:
     Attributes:
         rows: held-out rows over all ranks; 0 when nothing is held out.
         micro_batches: micro-batches per pass on each rank, the same on all.
+        plan: from positions to addresses; None when nothing is held out.
         cache_use: as of `TrainSource`.
     """
 
@@ -76,6 +77,7 @@ class ValidationSource:
         stored: Sequence[StoredTars] = (),
     ) -> None:
         micro = config.batch.micro_rows
+        self.plan = plan
         self.rows = 0 if plan is None else plan.rows
         self.micro_batches = -(-self.rows // (micro * world))
         self._positions = [
@@ -111,6 +113,7 @@ class Sources:
     Attributes:
         meta: what all rows have in common: a `TextMeta`, or an `ImageMeta` when the objective learns from images.
         limit: predicted places of a sequence (rows.Rows).
+        opened: the data sets.
         downstream: labelled images that masks are learned from; None unless they are.
         notices: what a user should know of the data.
     """
@@ -123,6 +126,7 @@ class Sources:
         if downstream is not None:
             self.notices = downstream.notices
             downstream.train.reports_to = downstream.validation.reports_to = train
+        self.opened = rows
         self._told = CacheUse()
         self.meta: Any = rows.meta  # the caller knows which kind it has asked for
         self.limit = rows.limit

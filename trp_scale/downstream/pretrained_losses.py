@@ -17,7 +17,6 @@ from trp_scale.checkpoint.export import find_checkpoint
 from trp_scale.checkpoint.run_directory import CHECKPOINTS
 from trp_scale.config import PretrainConfig, RefusedError
 from trp_scale.config.upstream import Weights
-from trp_scale.data.fetch import start_worker_server
 from trp_scale.data.index import DataError
 from trp_scale.data.mixture import MemberPath, parse_paths
 from trp_scale.data.plan import HeldOutPlan
@@ -31,7 +30,7 @@ from trp_scale.downstream.results import Results, SeedResult, join
 from trp_scale.downstream.task import refuse_unread
 from trp_scale.recipes.loader import from_dict
 from trp_scale.training.loop import validate
-from trp_scale.upstreams.base import upstream_of
+from trp_scale.upstreams.base import build_upstream, upstream_of
 
 logger = logging.getLogger(__name__)
 
@@ -93,11 +92,9 @@ def measure_losses(run: PretrainedRun, arguments: EvaluateArguments, environment
         RefusedError: data of another kind or vocabulary, nothing is held out, or rows that cannot be read.
     """
     config = measured_config(run, arguments, environment)
-    upstream, paths = upstream_of(config), parse_paths(config.data.path)
-    if config.data.workers > 0:
-        start_worker_server(upstream.open_rows.__module__)
+    paths = parse_paths(config.data.path)
     try:
-        rows = upstream.open_rows(config, paths)
+        upstream = build_upstream(config, environment)
     except DataError as error:
         if arguments.data:
             raise
@@ -105,12 +102,12 @@ def measure_losses(run: PretrainedRun, arguments: EvaluateArguments, environment
             f"the run's data, data.path {config.data.path} from {Path.cwd()}, cannot be read: {error}; start the "
             "command where the run was started, or give other data with --data DIR"
         ) from error
+    rows = upstream.sources.opened
     environment.world.require_equal(rows.digest(), f"the data set {config.data.path}")
     upstream.require_readable(rows, config.data.path, run.checkpoint.parent.parent, run.document.extra)
     chosen = _every_block(run, rows) if arguments.data else _held_out(run, config, rows, paths)
     plan = HeldOutPlan(members=rows.members(paths, chosen), most=arguments.rows or None)
-    outline = upstream.outline(config, upstream.facts(config), ranks=environment.data.size)
-    engine = predicting_engine(outline.model(), run, environment)
+    engine = predicting_engine(upstream.model(), run, environment)
     source = ValidationSource(
         plan,
         rows.builder,
@@ -122,13 +119,14 @@ def measure_losses(run: PretrainedRun, arguments: EvaluateArguments, environment
     )
     corrupt: dict[str, str] = {}
     try:
-        losses = validate(engine, outline.objective, source.windows(), corrupt)
+        losses = validate(engine, upstream.objective, source.windows(), corrupt)
     finally:
         source.close()
+        upstream.sources.close()
     refuse_unread(corrupt, engine.data_group)
     assert losses is not None, "nothing asks to leave it"
-    balanced = {outline.objective.tasks[place] for place in outline.objective.balanced}
-    which = "all" if arguments.data else f"held out {config.data.validation_fraction:g}"
+    balanced = {upstream.objective.tasks[place] for place in upstream.objective.balanced}
+    which = "all" if arguments.data else f"held out {run.config.data.validation_fraction:g}"
     found = [
         SeedResult(
             task=name,
@@ -150,7 +148,9 @@ def measure_losses(run: PretrainedRun, arguments: EvaluateArguments, environment
 def measured_config(run: PretrainedRun, arguments: EvaluateArguments, environment: Environment) -> Any:
     """The run's settings with the data that is measured, and a global batch that any number of ranks divides."""
     config = copy.deepcopy(upstream_of(run.config).to_look_at(run.config))
-    config.data.path = arguments.data or config.data.path
+    config.data.path, config.model.weights = arguments.data or config.data.path, ""
+    if arguments.data:  # all of it is measured, whatever a run would hold out
+        config.data.validation_fraction, config.validation.every = 0.0, 0
     config.batch.micro_size = arguments.micro_size or config.batch.micro_rows
     config.batch.global_size = config.batch.micro_rows * environment.data.size
     return config

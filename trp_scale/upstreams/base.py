@@ -98,7 +98,7 @@ class Upstream(Protocol):
 
     @classmethod
     def outline(cls, config: Any, facts: DataFacts, *, ranks: int) -> Outline:
-        """The run without its data, for `trp-scale plan` and for measuring a trained one on other data.
+        """The run without its data, for `trp-scale plan`.
 
         Raises:
             RefusedError: this upstream cannot say it.
@@ -142,7 +142,8 @@ class Upstream(Protocol):
 
     @classmethod
     def to_look_at(cls, config: Any) -> Any:
-        """Settings in which a trained run's rows are read to be looked at, which is no training on them."""
+        """Settings in which a trained run is opened to be looked at or measured: what only training needs is left out.
+        The model's weights come from a checkpoint then."""
         ...
 
     @classmethod
@@ -190,9 +191,8 @@ class UpstreamParts:
     @classmethod
     def outline(cls, config: Any, facts: DataFacts, *, ranks: int) -> Outline:
         raise RefusedError(
-            f"--upstream {config.upstream} can be neither planned nor measured on other data: {cls.__name__} has no "
-            "method `outline`, which says what its runs are made of without their data; allowed: an upstream of the "
-            "package, or one that defines it"
+            f"--upstream {config.upstream} cannot be planned: {cls.__name__} has no method `outline`, which says what "
+            "its runs are made of without their data; allowed: an upstream of the package, or one that defines it"
         )
 
     def fullest(self, batch: Batch) -> Batch:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
+from copy import copy
+from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, ClassVar
@@ -151,6 +153,13 @@ class TextUpstream(UpstreamParts):
 
     def checkpoint_extra(self) -> dict[str, Any]:
         return {"vocab_size": self.meta.vocab_size, "data_tokenizer": TOKENIZER}
+
+    @classmethod
+    def to_look_at(cls, config: PosBertConfig) -> PosBertConfig:
+        """No pieces are counted for a first output bias."""
+        config = copy(config)
+        config.objective = replace(config.objective, output_bias="zero")
+        return config
 
     @classmethod
     def require_readable(cls, rows: Rows, path: str, run_dir: Path, extra: Mapping[str, Any]) -> None:
