@@ -10,6 +10,7 @@ import pytest
 from tests.ranks import Ranks
 from tests.unit.data.images.stored import write_images
 from tests.unit.downstream.test_evaluate import reddish, tuned_run
+from tests.unit.downstream.test_finetune_dense import flags as dense_flags
 from tests.unit.downstream.test_pretrained_losses import trained
 from trp_scale import cli
 from trp_scale.downstream.probe.features import _read
@@ -40,6 +41,26 @@ def test_two_ranks_measure_what_one_does(two_ranks: Ranks, tuned: Path, odd: Pat
     assert two_ranks(command, [*words, str(tmp_path / "two")]) == [0, 0]
     one, two = (read_results(tmp_path / name) for name in ("one", "two"))
     assert one == two and 0 <= one.tasks[0].values[0] <= 1
+
+
+def test_two_ranks_save_the_predictions_of_one(
+    two_ranks: Ranks, tuned: Path, odd: Path, image_dataset: Path, tmp_path: Path
+) -> None:
+    """The bytes of the table of classes; of 96 maps in micro-batches of 5 the last is filled up."""
+    short = {"downstream__epochs": 0, "training__steps": 1, "data__validation_fraction": 0.3}
+    assert cli.main(["finetune", *dense_flags("segmentation", image_dataset, tmp_path / "run", **short)]) == 0
+    for words in (
+        ["--run", str(tuned), "--data", str(odd), "--micro_size", "4"],
+        ["--run", str(tmp_path / "run"), "--micro_size", "5"],
+    ):
+        files = {name: tmp_path / name / words[1].replace("/", "_") for name in ("one", "two")}
+        own = [["evaluate", *words, "--predictions", str(files[name])] for name in ("one", "two")]
+        assert cli.main(own[0]) == 0
+        assert two_ranks(command, own[1]) == [0, 0]
+        one, two = (
+            {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*.*")} for root in files.values()
+        )
+        assert one == two and one
 
 
 @pytest.mark.parametrize("kind", ["pos_bert", "modalities"])

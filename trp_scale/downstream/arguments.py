@@ -130,6 +130,11 @@ class EvaluateArguments(ReadsRuns):
     partial: bool = False
     """For --robustness c: take the mean over the corruptions and severities that are there, and call it partial,
     instead of refusing."""
+    predictions: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    """Save what a fine-tuned run predicts there, with several seeds in DIR/seed_N. GLUE: the files that its server
+    takes, such as CoLA.tsv and MNLI-mm.tsv; the test sets without labels by --split test. Classification: TASK.csv.
+    Segmentation: TASK/KEY.png, the number of each pixel's class. Depth: TASK/KEY.png of 16 bits, in the unit of the
+    data's maps. Detection: TASK.json in COCO's form of results."""
     output: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     """Directory for results.json; None = RUN/evaluations/NAME, after what is measured."""
     micro_size: int = 0
@@ -148,7 +153,10 @@ def parse_evaluate(argv: Sequence[str]) -> EvaluateArguments:
         SystemExit: 2 for an unknown flag, 0 after --help.
     """
     arguments = read(
-        EvaluateArguments, argv, prog="trp-scale evaluate", first=("run", "data", "split", "robustness", "output")
+        EvaluateArguments,
+        argv,
+        prog="trp-scale evaluate",
+        first=("run", "data", "split", "robustness", "predictions", "output"),
     )
     if arguments.run == Path():
         raise RefusedError(
@@ -159,6 +167,8 @@ def parse_evaluate(argv: Sequence[str]) -> EvaluateArguments:
         raise RefusedError(f"--run {arguments.run}: there is no such directory")
     if arguments.robustness and (arguments.data or arguments.split):
         raise RefusedError("--robustness names its own data, which is of the split test; leave out --data and --split")
+    if arguments.robustness and arguments.predictions:
+        raise RefusedError("--predictions is not for --robustness; give one of its sets as --data, of the same classes")
     if arguments.rows < 0:
         raise RefusedError(f"--rows is {arguments.rows}, allowed: 1 or more, or 0 for all")
     if arguments.micro_size < 0:

@@ -17,7 +17,7 @@ from trp_scale.downstream.result_tables import print_results
 from trp_scale.downstream.results import RESULTS_FILE, Results, SeedResult, TaskResult, join, read_results, write_json
 from trp_scale.downstream.robustness import measure_robustness
 from trp_scale.downstream.robustness_sets import RobustnessSet, parse_sets
-from trp_scale.downstream.task import DownstreamTask, build_task, measure, task_class
+from trp_scale.downstream.task import Collector, DownstreamTask, build_task, predict, task_class
 
 EVALUATIONS = "evaluations"
 """File in the run's directory with what was measured later."""
@@ -30,6 +30,8 @@ def evaluate(arguments: EvaluateArguments) -> int:
     baseline = None if arguments.baseline is None else read_results(arguments.baseline)
     with Environment() as environment:
         world = environment.world
+        if arguments.predictions is not None:
+            check_shared_directory(arguments.predictions, world)
         pretrained = read_pretrained(arguments.run, arguments.weights)
         if pretrained is not None:
             check_flags(arguments)
@@ -40,6 +42,8 @@ def evaluate(arguments: EvaluateArguments) -> int:
             results = measure_losses(pretrained, arguments, environment)
         else:
             results = _finetuned(arguments, sets, environment)
+        if not results.tasks:  # of rows without labels there are predictions alone
+            return 0
         on_rank_zero(world, f"writing {output}", lambda: write_json(output / RESULTS_FILE, results))
         if world.rank == 0:
             print_results(results, baseline)
@@ -59,9 +63,10 @@ def _finetuned(arguments: EvaluateArguments, sets: list[RobustnessSet], environm
             f"--run {arguments.run} holds {len(runs)} tasks ({', '.join(runs)}), --robustness measures one; "
             f"allowed: one of its seeds, such as {next(iter(runs.values()))[0].directory}"
         )
+    several = any(len(seeds) > 1 for seeds in runs.values())
     tasks: list[TaskResult] = []
     for seeds in runs.values():
-        tasks += _robust(seeds, arguments, sets, environment) if sets else [_own(seeds, arguments, environment)]
+        tasks += _robust(seeds, arguments, sets, environment) if sets else _own(seeds, arguments, environment, several)
     recipe, encoder = origin_of(arguments.run, runs)
     return Results(recipe=recipe, encoder=encoder, tasks=tasks)
 
@@ -76,9 +81,22 @@ def _name(arguments: EvaluateArguments, sets: list[RobustnessSet]) -> str:
     return "-".join(filter(None, parts))
 
 
-def _own(seeds: list[FinetunedRun], arguments: EvaluateArguments, environment: Environment) -> TaskResult:
-    """One task over its seeds, on its own data or on other of the same kind."""
-    return join([measure_run(run, arguments, environment) for run in seeds])
+def _own(
+    seeds: list[FinetunedRun], arguments: EvaluateArguments, environment: Environment, several: bool
+) -> list[TaskResult]:
+    """One task over its seeds, on its own data or on other of the same kind; nothing of rows without labels.
+
+    Args:
+        several: a task has several seeds: each has predictions in a directory of its own.
+    """
+    found = []
+    for run in seeds:
+        directory = arguments.predictions
+        if directory is not None and several:
+            directory /= f"seed_{run.config.training.seed}"
+        found.append(measure_run(run, arguments, environment, directory))
+    figures = [one for one in found if one is not None]
+    return [join(figures)] if figures else []
 
 
 def _robust(
@@ -99,20 +117,37 @@ def _robust(
     return [join(list(of_set)) for of_set in zip(*found, strict=True)]
 
 
-def measure_run(run: FinetunedRun, arguments: EvaluateArguments, environment: Environment) -> SeedResult:
+def measure_run(
+    run: FinetunedRun, arguments: EvaluateArguments, environment: Environment, directory: Path | None = None
+) -> SeedResult | None:
     """One seed of one task. Collective; the same on all ranks, and on any number of them.
+
+    Args:
+        directory: where its predictions are saved; None: they are not.
+
+    Returns:
+        None where the measured rows have no labels.
 
     Raises:
         DataError, RefusedError: data that the task does not read, or of other classes.
     """
     config = measured_config(run, arguments, environment.data.size)
-    task = build_task(config, environment)
+    task = build_task(config, environment, figures=directory is None)
     try:
         _check_classes(run, config, task)
         engine = predicting_engine(task.model(), run, environment)
-        metrics = measure(engine, task, task.sources.validation.windows())
+        collected = None if task.unlabelled else task.metrics()
+        saved = None if directory is None else task.predictions(directory, engine.data_group)
+        collectors: list[Collector] = [each for each in (collected, saved) if each is not None]
+        predict(engine, task, task.sources.validation.windows(), collectors)
+        written = [] if saved is None else saved.finish()
     finally:
         task.sources.close()
+    if written and environment.world.rank == 0:
+        print("\n".join(map(str, written)))
+    if collected is None:
+        return None
+    metrics = collected.finish(engine.data_group)
     detail = metrics.pop("detail", {})
     return SeedResult(
         task=task.name,

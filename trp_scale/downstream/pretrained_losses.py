@@ -73,6 +73,7 @@ def check_flags(arguments: EvaluateArguments) -> None:
         ("robustness", arguments.robustness),
         ("images", arguments.images),
         ("classes", arguments.classes),
+        ("predictions", arguments.predictions),
         ("partial", arguments.partial),
     ):
         if given:

@@ -31,17 +31,22 @@ from trp_scale.distributed.groups import Group
 from trp_scale.downstream.arguments import SCRATCH
 from trp_scale.downstream.encoder_source import open_encoder
 from trp_scale.downstream.few_rows import few_rows
+from trp_scale.downstream.predictions import Predictions
 from trp_scale.models.image_encoder import OnImageEncoder
 from trp_scale.upstreams.base import Upstream
 
 
-class Metrics(Protocol):
-    """Collects what one rank's rows say, then joins the ranks. Rows that are only there to fill a batch are left out,
-    so that any number of ranks gives the same figures."""
+class Collector(Protocol):
+    """Takes what a task predicts, one micro-batch after another. All ranks have as many."""
 
     def add(self, outputs: Any, batch: Batch) -> None:
         """What `Measured.predict` gave for a micro-batch."""
         ...
+
+
+class Metrics(Collector, Protocol):
+    """Collects what one rank's rows say, then joins the ranks. Rows that are only there to fill a batch are left out,
+    so that any number of ranks gives the same figures."""
 
     def finish(self, group: Group) -> dict[str, Any]:
         """Figures by name, the same on all ranks; under "detail" what a table has no place for (per class, say).
@@ -69,6 +74,7 @@ class DownstreamTask(Measured, Upstream, Protocol):
         metric: the figure of `Metrics.finish` that the task is judged by; higher is better unless lower_is_better.
         lower_is_better: of the metric.
         split: what the measured rows are: dev or test.
+        unlabelled: why no figure can be given of the measured rows, whose labels are kept back; "": they have them.
         pictures: "module:class" that draws what runs predict (representation/finetuned.py: `FinetunedPictures`); "": no
             class does.
     """
@@ -78,6 +84,19 @@ class DownstreamTask(Measured, Upstream, Protocol):
     metric: str
     lower_is_better: bool
     split: str
+    unlabelled: str
+
+    def predictions(self, directory: Path, group: Group) -> Predictions:
+        """What writes the predictions for the measured rows into files.
+
+        Args:
+            directory: for the files; other tasks may have theirs there.
+            group: ranks that predict; its rank 0 writes.
+
+        Raises:
+            RefusedError: the task has no form for them.
+        """
+        ...
 
 
 Run = TypeVar("Run", bound=FinetuneConfig)
@@ -89,6 +108,7 @@ class TaskParts(Generic[Run]):
 
     pictures: ClassVar[str] = ""
     lower_is_better = False
+    unlabelled = ""
     positions_per_step: int
     step_flops: float
 
@@ -110,6 +130,12 @@ class TaskParts(Generic[Run]):
 
     def checkpoint_extra(self) -> dict[str, Any]:
         return {}
+
+    def predictions(self, directory: Path, group: Group) -> Predictions:
+        raise RefusedError(
+            f"--predictions {directory}: --downstream.kind {self.config.downstream.kind} has no form for saved "
+            f"predictions; {type(self).__name__} can bring one by a method `predictions`"
+        )
 
     @classmethod
     def measure_on(cls, config: Run, checkpoint: Path, data: str, images: str) -> None:
@@ -264,16 +290,28 @@ def measure(engine: Engine, task: Measured, windows: Iterable[Batch]) -> dict[st
     Raises:
         RefusedError: rows that cannot be read: a figure is that of all rows, or none.
     """
-    collected, corrupt = task.metrics(), dict[str, str]()
+    collected = task.metrics()
+    predict(engine, task, windows, [collected])
+    return collected.finish(engine.data_group)
+
+
+def predict(engine: Engine, task: Measured, windows: Iterable[Batch], collectors: Sequence[Collector]) -> None:
+    """Hand what the task predicts of all measured rows to the collectors. Collective.
+
+    Raises:
+        RefusedError: rows that cannot be read.
+    """
+    corrupt: dict[str, str] = {}
     engine.train(False)
     with torch.no_grad():
         for batch in windows:
             corrupt.update((key, batch.reasons.get(key, "")) for key in batch.corrupt)
             on_device = batch.to(engine.device)
-            collected.add(task.predict(engine, on_device), on_device)
+            outputs = task.predict(engine, on_device)
+            for each in collectors:
+                each.add(outputs, on_device)
     engine.train(True)
     refuse_unread(corrupt, engine.data_group)
-    return collected.finish(engine.data_group)
 
 
 def refuse_unread(corrupt: Mapping[str, str], group: Group) -> None:
@@ -330,12 +368,18 @@ def task_class(config: FinetuneConfig) -> type[TaskParts[Any]]:
     return found
 
 
-def build_task(config: FinetuneConfig, environment: Environment) -> DownstreamTask:
+def build_task(config: FinetuneConfig, environment: Environment, *, figures: bool = True) -> DownstreamTask:
     """Open the data of `downstream.kind`, and complete the settings that follow from them, in place.
+
+    Args:
+        figures: of the measured rows are wanted; False: predictions will do.
 
     Raises:
         DataError: the data is missing, damaged or of another format.
-        RefusedError: settings that do not fit the data or each other.
+        RefusedError: settings that do not fit the data or each other, or measured rows without labels.
     """
     task: DownstreamTask = find("task", config.downstream.kind, "downstream.kind").load()(config, environment)
+    if figures and task.unlabelled:
+        task.sources.close()
+        raise RefusedError(task.unlabelled)
     return task

@@ -120,6 +120,20 @@ class SampleTable:
             raise DataError(f"{path}: {len(blocks)} images in its index, {place + 1} or more at the start of the run")
         return f"{path.stem}/{blocks[place].key}"
 
+    def keys(self) -> list[str]:
+        """KEY of every image, from the index files.
+
+        Raises:
+            DataError: as `key`.
+        """
+        found = []
+        for shard, count in zip(self.shards, np.diff(self.starts).tolist(), strict=True):
+            keys = read_index_document(shard).keys()
+            if len(keys) != count:
+                raise DataError(f"{shard}: {len(keys)} images in its index, {count} at the start of the run")
+            found += keys
+        return found
+
 
 def read_samples(
     directory: Path,

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from trp_scale.checkpoint.agreement import on_rank_zero
 from trp_scale.config import RefusedError
 from trp_scale.core.batch import Batch
 from trp_scale.data.fetch import BatchBuilder
 from trp_scale.data.images.dataset import ImageDataset, ImageMeta, agree_images, open_image_dataset
 from trp_scale.data.mixture import MemberPath, parse_paths
+from trp_scale.data.plan import Plan
 from trp_scale.data.rows import Rows
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group
@@ -23,6 +26,7 @@ from trp_scale.downstream.classification.batch import MeasuredImages, TrainingIm
 from trp_scale.downstream.classification.model import ImageClassification, ImageClassifier
 from trp_scale.downstream.classification.settings import ClassificationTaskConfig
 from trp_scale.downstream.encoder_source import open_encoder
+from trp_scale.downstream.predictions import image_names, write_table
 from trp_scale.downstream.task import GatheredRows, ImageTask, distinct, open_task_sources, take_encoder
 from trp_scale.observe.throughput import classifier_step_flops
 
@@ -53,6 +57,7 @@ class ClassificationTask(ImageTask[ClassificationTaskConfig]):
         )
         super().__init__(config, sources)
         self.classes = train.classes
+        self._measured = measured.datasets
         self.objective = ImageClassification()
         self.step_flops = classifier_step_flops(config)
 
@@ -72,8 +77,54 @@ class ClassificationTask(ImageTask[ClassificationTaskConfig]):
     def metrics(self) -> Accuracy:
         return Accuracy(self.classes)
 
+    def predictions(self, directory: Path, group: Group) -> PredictedClasses:
+        plan = self.sources.validation.plan
+        assert plan is not None, "measured rows have a plan"
+        return PredictedClasses(directory / f"{self.name}.csv", self.classes, plan, self._measured, group)
+
     def checkpoint_extra(self) -> dict[str, Any]:
         return {"classes": list(self.classes)}
+
+
+class PredictedClasses:
+    """A line for each image: its key, the predicted class's number and name, its probability, and the number of the
+    image's own class, empty where it has none; see `Predictions`.
+
+    Args:
+        path: of the CSV file.
+        classes: their names.
+        plan: of the measured rows.
+        datasets: that they are of.
+        group: ranks that predict.
+    """
+
+    columns = ("key", "predicted", "class", "probability", "label")
+
+    def __init__(
+        self, path: Path, classes: Sequence[str], plan: Plan, datasets: Sequence[ImageDataset], group: Group
+    ) -> None:
+        self._path, self._classes, self._plan, self._datasets = path, classes, plan, datasets
+        self._group, self._rows = group, GatheredRows()
+
+    def add(self, outputs: Tensor, batch: Batch) -> None:
+        """[R, C] logits."""
+        probability, predicted = outputs.float().softmax(1).max(1)  # [R]
+        self._rows.add(batch, predicted=predicted, probability=probability, labels=batch["labels"])
+
+    def finish(self) -> list[Path]:
+        rows = self._rows.gather(self._group)
+
+        def write() -> None:
+            names = image_names(self._plan, self._datasets)
+            found = zip(names, *(rows[name].tolist() for name in ("predicted", "probability", "labels")), strict=True)
+            lines = (
+                (name, number, self._classes[number], f"{share:.6f}", "" if label < 0 else label)
+                for name, number, share, label in found
+            )
+            write_table(self._path, self.columns, lines, separator=",")
+
+        on_rank_zero(self._group, f"writing {self._path}", write)
+        return [self._path]
 
 
 class Accuracy:

@@ -17,6 +17,7 @@ from trp_scale.config import RefusedError
 from trp_scale.core.batch import Batch, Extra, TaskLosses
 from trp_scale.core.hooks import Hook, StepContext
 from trp_scale.core.run import RunContext
+from trp_scale.data.images.png import Map
 from trp_scale.data.mixture import parse_paths
 from trp_scale.data.plan import TrainPlan
 from trp_scale.data.split import held_out
@@ -26,6 +27,7 @@ from trp_scale.downstream.dense.maps import DepthMaps
 from trp_scale.downstream.dense.settings import DepthTaskConfig
 from trp_scale.downstream.dense.task import DenseData, DenseTask, depth_statistics, predict_whole
 from trp_scale.downstream.task import GatheredRows
+from trp_scale.modalities.depth import LARGEST as LARGEST_NUMBER
 from trp_scale.models.patches import Pixels
 
 SAMPLED_MAPS = 256
@@ -76,7 +78,7 @@ class DepthTask(DenseTask[DepthTaskConfig]):
                     "prediction mean nothing as they are; allowed: --dense.alignment scale_shift, or shard again with "
                     "--depth.scale"
                 )
-        self._inverted = dense.target == "inverse" and not maps.nearer
+        self._inverted, self._units = dense.target == "inverse" and not maps.nearer, measured.maps.units
         if dense.depth_deviation == 0:
             dense.depth_mean, dense.depth_deviation = self._statistics(data)
         return 1
@@ -105,6 +107,13 @@ class DepthTask(DenseTask[DepthTaskConfig]):
         return [
             space.mean + space.deviation * output[0] for output in predict_whole(forward, self.objective.pixels, batch)
         ]
+
+    def numbers(self, predicted: Tensor, member: int) -> Map:
+        """Depth in the unit of the stored maps, from 1, since 0 says that nothing was measured. It is as predicted:
+        dense.alignment is for errors alone."""
+        units = self.space.depth(predicted.double()).cpu().numpy() / self._units[member]
+        found: Map = np.clip(np.rint(np.nan_to_num(units, nan=1.0)), 1, LARGEST_NUMBER).astype(np.uint16)
+        return found
 
     def metrics(self) -> DepthErrors:
         dense = self.config.dense

@@ -30,6 +30,7 @@ class SegmentationMaps:
         name: of the modality and of the batch's field.
         all_classes: names of the classes of the stored maps.
         classes: names of those that are left.
+        stored_numbers: [classes] uint8, the number in the stored maps of each that is left.
     """
 
     name = Semseg.name
@@ -39,6 +40,7 @@ class SegmentationMaps:
     def __init__(self, classes: Sequence[str], ignored: Sequence[int]) -> None:
         kept = [number for number in range(len(classes)) if number not in ignored]
         self.all_classes, self.classes = tuple(classes), tuple(classes[number] for number in kept)
+        self.stored_numbers = np.array(kept, dtype=np.uint8)
         self._numbers = np.full(256, VOID, dtype=np.uint8)  # the new number of each stored one
         self._numbers[kept] = np.arange(len(kept))
 
@@ -82,6 +84,7 @@ class DepthMaps:
         name: of the modality and of the batch's field.
         metric: whether the maps are in metres.
         nearer: whether larger numbers are nearer (inverse depth).
+        units: of each member, what a number of its stored maps counts.
 
     Raises:
         RefusedError: some members' maps are in metres, others not.
@@ -100,7 +103,7 @@ class DepthMaps:
                 f"dataset.json), those of {datasets[in_metres.index(True)].directory} have; allowed: one or the other"
             )
         self.nearer = maps[0].larger_is == "nearer"
-        self._units = [RELATIVE_SCALE if each.scale is None else each.scale for each in maps]
+        self.units = [RELATIVE_SCALE if each.scale is None else each.scale for each in maps]
         self._low, self._high = dense.min_depth, dense.max_depth or np.inf
 
     @classmethod
@@ -115,7 +118,7 @@ class DepthMaps:
 
     def read(self, sample: DecodedSample, member: int) -> npt.NDArray[np.float32]:
         """The map of a sample of this member of the mixture."""
-        depth = sample.maps[self.name].astype(np.float32) * np.float32(self._units[member])
+        depth = sample.maps[self.name].astype(np.float32) * np.float32(self.units[member])
         depth[(depth < self._low) | (depth > self._high)] = UNMEASURED
         metres: npt.NDArray[np.float32] = depth
         return metres

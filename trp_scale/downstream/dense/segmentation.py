@@ -13,6 +13,7 @@ from torch import Tensor
 
 from trp_scale.config import RefusedError
 from trp_scale.core.batch import Batch, TaskLosses
+from trp_scale.data.images.png import Map
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group
 from trp_scale.downstream.dense.maps import SegmentationMaps
@@ -39,13 +40,18 @@ class SegmentationTask(DenseTask[SegmentationTaskConfig]):
                 f"--downstream.test_path {self.config.downstream.test_path} has other classes than --data.path "
                 f"{self.config.data.path}; shard both with the same --semseg.classes"
             )
-        self.classes = data.maps.classes
+        self.classes, self._stored = data.maps.classes, measured.maps.stored_numbers
         self.config.downstream.classes = len(self.classes)
         return len(self.classes)
 
     def predict(self, forward: Callable[..., list[Tensor]], batch: Batch) -> list[Tensor]:
         """The class of each pixel of each whole image, [H, W] int64."""
         return [logits.argmax(0) for logits in predict_whole(forward, self.objective.pixels, batch)]
+
+    def numbers(self, predicted: Tensor, member: int) -> Map:
+        """Each class by its number in the stored maps, ignored classes counted."""
+        found: Map = self._stored[predicted.cpu().numpy()]
+        return found
 
     def metrics(self) -> Confusion:
         return Confusion(self.classes)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TypeVar
 
 import numpy as np
@@ -17,15 +18,18 @@ from trp_scale.config import RefusedError
 from trp_scale.core.batch import Batch
 from trp_scale.data.images.dataset import ImageDataset, ImageMeta, agree_images, open_image_dataset
 from trp_scale.data.images.maps import map_formats, stored_maps
+from trp_scale.data.images.png import Map
 from trp_scale.data.images.rows import RowReader
 from trp_scale.data.index import DataError, read_json
 from trp_scale.data.mixture import MemberPath, parse_paths
 from trp_scale.data.plan import Addresses
 from trp_scale.data.rows import Rows
 from trp_scale.distributed.environment import Environment
+from trp_scale.distributed.groups import Group
 from trp_scale.downstream.dense.batch import JitteredBatchBuilder, WholeBatchBuilder
 from trp_scale.downstream.dense.maps import DepthMaps, SegmentationMaps
 from trp_scale.downstream.dense.model import PixelModel
+from trp_scale.downstream.dense.predicted_maps import PredictedMaps
 from trp_scale.downstream.dense.settings import DenseTaskConfig
 from trp_scale.downstream.task import ImageTask, open_task_sources
 from trp_scale.models.patches import Pixels
@@ -139,7 +143,7 @@ class DenseTask(ImageTask[DenseRun]):
         test_paths = parse_paths(test_path) if test_path else None
         data = open_dense(config, paths, self.maps)
         test = data if test_paths is None else open_dense(config, test_paths, self.maps)
-        self._outputs = self.complete(data, test)
+        self._outputs, self._measured = self.complete(data, test), test
         super().__init__(
             config,
             open_task_sources(
@@ -162,6 +166,20 @@ class DenseTask(ImageTask[DenseRun]):
 
         Raises:
             RefusedError: the two do not fit each other.
+        """
+
+    def predictions(self, directory: Path, group: Group) -> PredictedMaps:
+        plan = self.sources.validation.plan
+        assert plan is not None, "measured rows have a plan"
+        return PredictedMaps(directory / self.name, self.numbers, plan, self._measured.datasets, group)
+
+    @abstractmethod
+    def numbers(self, predicted: Tensor, member: int) -> Map:
+        """What is stored of a prediction: the numbers of the measured data's own maps, [H, W] uint8 or uint16.
+
+        Args:
+            predicted: [H, W] as `predict` gives it.
+            member: number of the data set in the measured mixture.
         """
 
     def model(self) -> nn.Module:

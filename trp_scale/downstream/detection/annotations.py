@@ -58,6 +58,9 @@ class Annotations:
         classes: names, by number.
         skipped: objects that were left out, by reason.
         digest: hash of all that was read.
+        image_ids: [n] what the file calls each image: COCO's ids, Pascal VOC's names.
+        category_ids: COCO's id of each class, by number; None where the file has no such class. Pascal VOC's are
+            1 + number of the class.
     """
 
     path: Path
@@ -76,6 +79,8 @@ class Annotations:
     classes: tuple[str, ...]
     skipped: dict[str, int] = field(default_factory=dict)
     digest: str = ""
+    image_ids: Sequence[int | str] = ()
+    category_ids: tuple[int | None, ...] = ()
 
     def objects(self, image: int) -> range:
         """Numbers of an image's objects."""
@@ -108,7 +113,13 @@ class Annotations:
                 f"{', '.join(classes)}"
             )
         new = np.array([0, *(numbers.get(name, -1) + 1 for name in self.classes)], dtype=np.int64)
-        return replace(self, classes=tuple(classes), labels=new[self.labels])
+        ids = dict(zip(self.classes, self.category_ids, strict=False))
+        return replace(
+            self,
+            classes=tuple(classes),
+            labels=new[self.labels],
+            category_ids=tuple(ids.get(name) for name in classes),
+        )
 
     def notices(self) -> list[str]:
         """What a user should know of it."""
@@ -163,7 +174,16 @@ class Collected:
             self._areas.append((right - left) * (bottom - top) if area is None else area)
             self._firsts[-1] = len(self._boxes)
 
-    def finish(self, *, folder: Path, voc: bool, classes: Sequence[str], digest: str) -> Annotations:
+    def finish(
+        self,
+        *,
+        folder: Path,
+        voc: bool,
+        classes: Sequence[str],
+        digest: str,
+        image_ids: Sequence[int | str],
+        category_ids: Sequence[int],
+    ) -> Annotations:
         """The arrays.
 
         Raises:
@@ -194,6 +214,8 @@ class Collected:
             masks=StoredMasks(runs=b"".join(runs), ends=np.cumsum([0, *map(len, runs)])) if masked and runs else None,
             classes=tuple(classes),
             skipped=self.skipped,
+            image_ids=image_ids,
+            category_ids=tuple(category_ids),
             digest=hashlib.blake2b(f"{digest}\n{names}".encode(), digest_size=16).hexdigest(),
         )
 

@@ -68,7 +68,14 @@ def read_coco(path: Path, images: str = "", *, masks: bool = True) -> Annotation
         for one in of_image[number]:
             _add(collected, one, labels, height, width, path, masks=masks)
     names = [_file_name(image, path) for image in listed.values()]
-    return collected.finish(folder=_folder(path, images, names), voc=False, classes=classes, digest=digest)
+    return collected.finish(
+        folder=_folder(path, images, names),
+        voc=False,
+        classes=classes,
+        digest=digest,
+        image_ids=list(listed),
+        category_ids=ids,
+    )
 
 
 def _read(path: Path) -> tuple[dict[str, Any], str]:
@@ -197,7 +204,14 @@ def read_voc(path: Path, images: str = "") -> Annotations:
         for label, difficult, box in objects:
             collected.add(box, 1 + classes.index(label), difficult, None, None)
     folder = Path(images) if images else root / "JPEGImages"
-    return collected.finish(folder=folder, voc=True, classes=classes, digest=digest.hexdigest())
+    return collected.finish(
+        folder=folder,
+        voc=True,
+        classes=classes,
+        digest=digest.hexdigest(),
+        image_ids=names,
+        category_ids=range(1, 1 + len(classes)),
+    )
 
 
 def _listed(path: Path) -> tuple[Path, list[str]]:

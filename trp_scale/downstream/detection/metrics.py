@@ -129,15 +129,10 @@ class ImageDetections:
     masks: list[bytes]
 
 
-class DetectionMetrics:
-    """Collects the detections of one rank's rows; see `Metrics`.
+class CollectedDetections:
+    """Collects the detections of one rank's rows."""
 
-    Args:
-        datasets: that are measured.
-    """
-
-    def __init__(self, datasets: Sequence[Annotations]) -> None:
-        self._datasets = list(datasets)
+    def __init__(self) -> None:
         self._found: list[ImageDetections] = []
 
     def add(self, outputs: list[Target], batch: Batch) -> None:
@@ -150,6 +145,23 @@ class DetectionMetrics:
                 found = in_image(target, sizes[row], resized[row])
                 self._found.append(ImageDetections(position=batch.start + row, address=(member, image), **found))
 
+    def gather(self, group: Group) -> list[ImageDetections]:
+        """Those of all ranks, in stored order. Collective."""
+        gathered = [one for part in group.gather_objects(self._found) for one in part]
+        return sorted(gathered, key=lambda one: one.position)
+
+
+class DetectionMetrics(CollectedDetections):
+    """The figures of all ranks' detections; see `Metrics`.
+
+    Args:
+        datasets: that are measured.
+    """
+
+    def __init__(self, datasets: Sequence[Annotations]) -> None:
+        super().__init__()
+        self._datasets = list(datasets)
+
     def finish(self, group: Group) -> dict[str, Any]:
         """AP, AP50 ... of boxes, and mask_AP ... of masks (COCO), or the mean over classes of the eleven-point average
         precision (VOC); per class under "detail". Figures without an object to find are left out. Collective.
@@ -157,8 +169,7 @@ class DetectionMetrics:
         Raises:
             RefusedError: the measured images have no object to find.
         """
-        gathered = [one for part in group.gather_objects(self._found) for one in part]
-        gathered.sort(key=lambda one: one.position)
+        gathered = self.gather(group)
         if self._datasets[0].voc:
             return voc_figures(self._datasets, gathered)
         figures, detail = coco_figures(self._datasets, gathered, "bbox")
@@ -269,7 +280,7 @@ def _truth(datasets: Sequence[Annotations], found: Sequence[ImageDetections], ki
             entry = {
                 "image_id": image,
                 "category_id": int(data.labels[number]),
-                "bbox": _corner_and_size(data.boxes[number]),
+                "bbox": corner_and_size(data.boxes[number]),
                 "area": float(data.areas[number]),
                 "iscrowd": int(data.ignored[number]),
             }
@@ -289,7 +300,7 @@ def _detected(found: Sequence[ImageDetections], kind: str) -> Iterator[dict[str,
                 "image_id": image,
                 "category_id": int(one.labels[place]),
                 "score": float(one.scores[place]),
-                "bbox": (box := _corner_and_size(one.boxes[place])),
+                "bbox": (box := corner_and_size(one.boxes[place])),
                 "area": box[2] * box[3],
                 "iscrowd": 0,
             }
@@ -307,7 +318,8 @@ def _filled(box: Floats, size: tuple[int, int]) -> bytes:
     return encode(mask)
 
 
-def _corner_and_size(box: Floats) -> list[float]:
+def corner_and_size(box: Floats) -> list[float]:
+    """COCO's left, top, width, height of left, top, right, bottom."""
     left, top, right, bottom = (float(side) for side in box)
     return [left, top, right - left, bottom - top]
 

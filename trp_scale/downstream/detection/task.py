@@ -18,11 +18,13 @@ from trp_scale.data.index import DataError
 from trp_scale.data.mixture import MemberPath, parse_paths
 from trp_scale.data.rows import Rows
 from trp_scale.distributed.environment import Environment
+from trp_scale.distributed.groups import Group
 from trp_scale.downstream.detection.annotations import Annotations, check_images
 from trp_scale.downstream.detection.batch import DetectionBatchBuilder
 from trp_scale.downstream.detection.files import read_coco, read_voc
 from trp_scale.downstream.detection.metrics import VOC_METRIC, DetectionMetrics
 from trp_scale.downstream.detection.model import Detector, Target, paste
+from trp_scale.downstream.detection.predicted_objects import PredictedObjects
 from trp_scale.downstream.detection.settings import DetectionTaskConfig
 from trp_scale.downstream.task import ImageTask, open_task_sources, trained_on_is_there
 from trp_scale.models.patches import Pixels
@@ -259,3 +261,6 @@ class DetectionTask(ImageTask[DetectionTaskConfig]):
 
     def metrics(self) -> DetectionMetrics:
         return DetectionMetrics(self._measured)
+
+    def predictions(self, directory: Path, group: Group) -> PredictedObjects:
+        return PredictedObjects(directory / f"{self.name}.json", self._measured, group)

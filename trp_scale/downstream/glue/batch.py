@@ -103,8 +103,7 @@ class TokenTable:
 
 
 def tokenize(examples: Examples, tokenizer: PairTokenizer) -> TokenTable:
-    """The pieces of all examples, which must have labels."""
-    assert examples.labels is not None
+    """The pieces of all examples; labels are 0 where there are none."""
     dtype = np.uint16 if tokenizer.vocabulary <= 1 << 16 else np.uint32
     texts = iter(zip(*examples.sentences, strict=True)) if len(examples.sentences) > 1 else iter(examples.sentences[0])
     pieces, lengths, second = [], [], []
@@ -121,7 +120,7 @@ def tokenize(examples: Examples, tokenizer: PairTokenizer) -> TokenTable:
         pieces=np.concatenate(pieces),
         ends=np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)]),
         second=np.array(second, dtype=np.int64),
-        labels=examples.labels,
+        labels=np.zeros(len(keys)) if examples.labels is None else examples.labels,
     )
 
 

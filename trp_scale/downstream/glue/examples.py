@@ -27,6 +27,8 @@ class GlueFormat:
         headerless: columns of training and dev files that have no header (test files have one).
         dev: for each set to measure on ("" where there is one only), its file; the first that is there.
         test: likewise of the test set.
+        submitted: for each measured set, the file of predictions that GLUE's server takes, without its suffix; empty:
+            one with the folder's name.
     """
 
     folder: str
@@ -37,6 +39,7 @@ class GlueFormat:
     headerless: tuple[str, ...] = ()
     dev: dict[str, tuple[str, ...]] = field(default_factory=lambda: {"": ("dev",)})
     test: dict[str, tuple[str, ...]] = field(default_factory=lambda: {"": ("test",)})
+    submitted: dict[str, str] = field(default_factory=dict)
 
     @property
     def outputs(self) -> int:
@@ -84,6 +87,7 @@ FORMATS: dict[str, GlueFormat] = {
         values=("entailment", "neutral", "contradiction"),
         dev={"matched": ("dev_matched", "dev"), "mismatched": ("dev_mismatched",)},
         test={"matched": ("test_matched", "test"), "mismatched": ("test_mismatched",)},
+        submitted={"matched": "MNLI-m", "mismatched": "MNLI-mm"},
     ),
     "qnli": GlueFormat(folder="QNLI", sentences=(("question",), ("sentence",)), names=_ENTAILMENT, values=_ENTAILMENT),
     "rte": GlueFormat(folder="RTE", sentences=_PAIR, names=_ENTAILMENT, values=_ENTAILMENT),
@@ -101,6 +105,7 @@ class Examples:
         sentences: one list for each sentence of an example, n texts each.
         labels: [n] float64, the label's number or its score; None where the file has none, as GLUE's test files.
         places: [n] line in the file, or row in the table.
+        indices: [n] what its column of numbers calls each; empty where it has none.
         left_out: lines that do not have the columns of the others, each named.
     """
 
@@ -108,8 +113,12 @@ class Examples:
     sentences: tuple[list[str], ...]
     labels: npt.NDArray[np.float64] | None
     places: list[int]
+    indices: list[str] = field(default_factory=list)
     left_out: list[str] = field(default_factory=list)
 
+
+INDEX = ("index", "id", "idx")
+"""Names of the column by which GLUE's server knows an example: in GLUE's files, in QQP's, in Hugging Face's."""
 
 UNKNOWN = ("", "-1", "-1.0")
 """What stands for a label that is kept back."""

@@ -18,7 +18,7 @@ from trp_scale.config import RefusedError
 from trp_scale.data.dataset_directory import check_rows, open_dataset
 from trp_scale.data.index import DataError
 from trp_scale.documents.json_files import read_content
-from trp_scale.downstream.glue.examples import FORMATS, UNKNOWN, Examples, GlueFormat, column, number_labels
+from trp_scale.downstream.glue.examples import FORMATS, INDEX, UNKNOWN, Examples, GlueFormat, column, number_labels
 from trp_scale.errors import quoted, said_by, shortened
 
 
@@ -64,11 +64,13 @@ def read_tsv(path: Path, task: GlueFormat, *, allowed_bad: int = 0) -> Examples:
     if labelled:
         place = column(names, task.label, where)
         labels = number_labels([cells[place] for cells in rows], task, places, str(path))
+    numbered = next((names.index(name) for name in INDEX if name in names), None)
     return Examples(
         name=path.stem,
         sentences=tuple([cells[place] for cells in rows] for place in chosen),
         labels=labels,
         places=places,
+        indices=[] if numbered is None else [cells[numbered] for cells in rows],
         left_out=left_out,
     )
 
@@ -153,7 +155,14 @@ def _read(rows: Any, task: GlueFormat, stem: str, where: str) -> Examples:
     if any(name in names for name in task.label):
         name = names[column(names, task.label, where)]
         labels = _labels(rows[name], getattr(rows.features[name], "names", None), task, where)
-    return Examples(name=stem, sentences=sentences, labels=labels, places=list(range(len(rows))))
+    numbered = next((name for name in INDEX if name in names), None)
+    return Examples(
+        name=stem,
+        sentences=sentences,
+        labels=labels,
+        places=list(range(len(rows))),
+        indices=[] if numbered is None else [str(index) for index in rows[numbered]],
+    )
 
 
 def _labels(values: Any, names: list[str] | None, task: GlueFormat, where: str) -> npt.NDArray[np.float64] | None:
@@ -191,11 +200,12 @@ def _number(value: Any) -> float:
 @dataclass(frozen=True, kw_only=True)
 class GlueData:
     """Attributes: train: to learn from; measured: by the name of the set ("" where the task has one); notices: what a
-    user should know of the files."""
+    user should know of the files; unlabelled: why no figure can be given of what is measured, "" if one can."""
 
     train: Examples
     measured: dict[str, Examples]
     notices: list[str]
+    unlabelled: str = ""
 
 
 def find_folder(root: Path, task: str) -> Path:
@@ -253,7 +263,7 @@ def read_glue(root: Path, task: str, *, split: str, allowed_bad: int) -> GlueDat
 
     Raises:
         DataError: as `find_folder`, `read_tsv` and `hugging_face.read_splits`, or a file is not there.
-        RefusedError: examples without labels.
+        RefusedError: training examples without labels.
     """
     folder, form = find_folder(root, task), FORMATS[task]
     wanted = form.files(split)
@@ -269,13 +279,15 @@ def read_glue(root: Path, task: str, *, split: str, allowed_bad: int) -> GlueDat
     for name, stems in (("train", ("train",)), (main, wanted[main])):
         if name not in read:
             raise DataError(f"{folder}: no {_missing(folder, stems)}")
-    for examples in read.values():
-        _require_labels(folder, examples, form, split)
+    unlabelled = {name: _unlabelled(folder, examples, form, split) for name, examples in read.items()}
     train = read.pop("train")
+    if reason := unlabelled.pop("train"):
+        raise RefusedError(reason)
     notices = [line for examples in (train, *read.values()) for line in examples.left_out]
     notices = [f"left out: {line}" for line in notices]
     notices += [f"{folder}: no {wanted[name][0]}: nothing is measured on it" for name in wanted if name not in read]
-    return GlueData(train=train, measured=read, notices=notices)
+    reason = next(filter(None, unlabelled.values()), "")
+    return GlueData(train=train, measured=read, notices=notices, unlabelled=reason)
 
 
 def _plain(name: str) -> str:
@@ -293,11 +305,15 @@ def _missing(folder: Path, stems: Sequence[str]) -> str:
     return f"{' or '.join(f'{stem}.tsv' for stem in stems)}, and no {DICT_FILE}"
 
 
-def _require_labels(folder: Path, examples: Examples, form: GlueFormat, split: str) -> None:
+def _unlabelled(folder: Path, examples: Examples, form: GlueFormat, split: str) -> str:
+    """That the examples have no labels; "" if they have."""
     if examples.labels is not None:
-        return
-    hidden = "; GLUE keeps the labels of its test sets back: --downstream.split dev" if split == "test" else ""
-    raise RefusedError(
+        return ""
+    hidden = (
+        "; GLUE keeps the labels of its test sets back: --downstream.split dev, and trp-scale evaluate --split test "
+        "--predictions DIR for the files that its server measures"
+    )
+    return (
         f"{folder}: {examples.name} has no labels (column {' or '.join(form.label)}): nothing can be learned "
-        f"from it or measured on it{hidden}"
+        f"from it or measured on it{hidden if split == 'test' else ''}"
     )

@@ -32,6 +32,7 @@ from trp_scale.downstream.glue.examples import FORMATS
 from trp_scale.downstream.glue.folders import read_glue
 from trp_scale.downstream.glue.model import BertClassifier, SentenceClassification
 from trp_scale.downstream.glue.settings import GlueTaskConfig
+from trp_scale.downstream.glue.submission import GlueSubmission
 from trp_scale.downstream.task import GatheredRows, TaskParts, open_task_sources, take_encoder
 from trp_scale.observe.throughput import bert_step_flops
 from trp_scale.upstreams.pos_bert.model import padded_vocabulary
@@ -55,8 +56,9 @@ class GlueTask(TaskParts[GlueTaskConfig]):
         split = downstream.split if apart else "dev"
         data = read_glue(root, self.name, split=split, allowed_bad=config.data.max_corrupt_blocks)
         train = tokenize(data.train, self._tokenizer)
-        self._sets = list(data.measured) if apart else [""]
-        measured = [tokenize(examples, self._tokenizer) for examples in data.measured.values()] if apart else [train]
+        self._measured = data.measured if apart else {"": data.train}
+        self._sets, self.unlabelled = list(self._measured), apart and data.unlabelled
+        measured = [tokenize(examples, self._tokenizer) for examples in self._measured.values()] if apart else [train]
         self.metric = figure_name(next(iter(FIGURES[self.name])), self._sets[0])
         super().__init__(
             config,
@@ -114,6 +116,9 @@ class GlueTask(TaskParts[GlueTaskConfig]):
 
     def metrics(self) -> GlueMetrics:
         return GlueMetrics(self.name, self._sets)
+
+    def predictions(self, directory: Path, group: Group) -> GlueSubmission:
+        return GlueSubmission(self.name, self._measured, directory, group)
 
 
 def glue_rows(config: GlueTaskConfig, tokenizer: PairTokenizer, tables: list[TokenTable]) -> Rows:
