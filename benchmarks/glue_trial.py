@@ -19,9 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from trp_scale import cli
 from trp_scale.downstream.arguments import SCRATCH
 from trp_scale.downstream.encoder_source import open_encoder
-from trp_scale.downstream.glue.folders import read_glue
-from trp_scale.downstream.glue.task import FIGURES
-from trp_scale.downstream.results import read_results
+from trp_scale.downstream.results import TaskResult, constant_of, read_results
 
 
 @dataclass(kw_only=True)
@@ -44,18 +42,8 @@ class Options:
     """Peak learning rate."""
 
 
-def constant_figure(data: Path, task: str) -> float:
-    """The best that one and the same prediction for all measured rows reaches; correlations are 0 then."""
-    labels = next(iter(read_glue(data, task, split="dev", allowed_bad=10).measured.values())).labels
-    assert labels is not None
-    figure, compute = next(iter(FIGURES[task].items()))
-    if figure in ("matthews", "spearman"):
-        return 0.0
-    return max(compute(np.full(len(labels), value), labels) for value in np.unique(labels))
-
-
-def run(options: Options, source: str, run_dir: Path) -> dict[str, list[float]]:
-    """The figures of one encoder, by task."""
+def run(options: Options, source: str, run_dir: Path) -> dict[str, TaskResult]:
+    """What one encoder reaches, by task."""
     tokenizer = open_encoder(options.encoder).tokenizer
     settings = {
         "recipe": "glue_tiny",
@@ -74,7 +62,7 @@ def run(options: Options, source: str, run_dir: Path) -> dict[str, list[float]]:
     flags = [part for name, value in settings.items() for part in (f"--{name}", str(value))]
     if status := cli.main(["finetune", *flags]):
         raise SystemExit(status)
-    return {task.task: task.values for task in read_results(run_dir).tasks}
+    return {task.task: task for task in read_results(run_dir).tasks}
 
 
 def main(options: Options) -> None:
@@ -83,9 +71,11 @@ def main(options: Options) -> None:
         "scratch": run(options, SCRATCH, options.run_dir / "scratch"),
     }
     for task in options.tasks.split(","):
-        print(f"{task}, {next(iter(FIGURES[task]))}: constant prediction {constant_figure(options.data, task):.4f}")
-        for name, values in found.items():
-            one = values[task]
+        first = found["scratch"][task]
+        constant = constant_of(first)
+        print(f"{task}, {first.metric}: constant prediction {'not known' if constant is None else f'{constant:.4f}'}")
+        for name, results in found.items():
+            one = results[task].values
             spread = np.std(one, ddof=1) if len(one) > 1 else 0.0
             print(f"  {name}: {np.mean(one):.4f} +- {spread:.4f} ({', '.join(f'{value:.4f}' for value in one)})")
 

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from trp_scale.config import RefusedError
-from trp_scale.downstream.results import Results, TaskResult, judged_together, read_results
+from trp_scale.downstream.results import Results, TaskResult, constant_of, judged_together, read_results
 
 LEAST_SEEDS = 2
 """Fewest seeds of a paired test."""
@@ -148,6 +148,11 @@ class Comparison:
     summaries: list[Summary] = field(default_factory=list)
     differences: dict[RowKey, list[Difference | None]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
+
+    def constant(self, key: RowKey) -> float | None:
+        """What the best constant prediction reaches, as the first run has it that has one; None: none has."""
+        found = (constant_of(task) for task in self.rows[key] if task is not None)
+        return next((value for value in found if value is not None), None)
 
     @property
     def beside(self) -> list[str]:

@@ -135,6 +135,7 @@ def measure_run(
     task = build_task(config, environment, figures=directory is None)
     try:
         _check_classes(run, config, task)
+        task.recall(run.document.extra)
         engine = predicting_engine(task.model(), run, environment)
         collected = None if task.unlabelled else task.metrics()
         saved = None if directory is None else task.predictions(directory, engine.data_group)

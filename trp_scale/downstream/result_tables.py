@@ -27,7 +27,7 @@ from trp_scale.downstream.comparison import (
 )
 from trp_scale.downstream.results import Results, TaskResult
 
-BASELINE, THIS_RUN = "baseline", "this run"
+BASELINE, THIS_RUN, CONSTANT_COLUMN = "baseline", "this run", "constant"
 
 WIDE = 160
 """Columns of text where no terminal says how many it has, as in a log."""
@@ -128,16 +128,22 @@ def _csv_line(comparison: Comparison, key: RowKey, number: int, task: TaskResult
 
 
 def figure_rows(comparison: Comparison) -> Rows:
-    """Tasks x runs: mean, spread and seeds; average and worst below them."""
-    rows: Rows = [_header(comparison.runs)]
+    """Tasks x runs: mean, spread and seeds; average and worst below them. Where it is known, what a constant prediction
+    reaches stands before the runs."""
+    constants = {key: comparison.constant(key) for key in comparison.rows}
+    known = any(value is not None for value in constants.values())
+    rows: Rows = [_header([CONSTANT_COLUMN, *comparison.runs] if known else comparison.runs)]
     for key, row in comparison.rows.items():
         cells = _left(key)
+        if known:
+            cells.append(Cell(text=_number(constants[key])))
         for number, task in enumerate(row):
             worst = (key, number) in comparison.worst
             cells.append(Cell(text="-" if task is None else figure(task, worst), bold=worst))
         rows.append(cells)
     for summary in comparison.summaries:
-        rows.append([*_summary_left(summary), *(Cell(text=_number(value)) for value in summary.values)])
+        blank = [Cell(text="")] if known else []
+        rows.append([*_summary_left(summary), *blank, *(Cell(text=_number(value)) for value in summary.values)])
     return rows
 
 
@@ -199,6 +205,11 @@ def legend(comparison: Comparison) -> list[str]:
         for run, (encoder, recipe) in zip(comparison.runs, comparison.sources, strict=True)
     ]
     lines.append("figures: mean ± sample standard deviation over seeds (seeds); all but errors are shares of 1")
+    if any(comparison.constant(key) is not None for key in comparison.rows):
+        lines.append(
+            f"{CONSTANT_COLUMN}: what the best constant prediction reaches, one label, score or depth for all rows; a "
+            "model that is not above it has learned nothing"
+        )
     if comparison.worst:
         lines.append(
             "worst: the run's lowest mean of those where more is better, on one split; an error is worst only among "

@@ -19,6 +19,9 @@ RESULTS_FILE = "results.json"
 RESULT_FILE = "result.json"
 """The result of one seed, in its own run directory."""
 
+CONSTANT = "constant_"
+"""Before a figure's name among the metrics: what the best constant prediction reaches, the same one for all rows."""
+
 
 @dataclass(kw_only=True)
 class SeedResult:
@@ -92,6 +95,12 @@ class Results:
     tasks: list[TaskResult]
 
 
+def constant_of(task: TaskResult) -> float | None:
+    """What the best constant prediction reaches by the task's metric; None where that is not known."""
+    found = task.metrics.get(CONSTANT + task.metric)
+    return None if found is None else statistics.fmean(found)
+
+
 def judged_together(task: TaskResult) -> tuple[str, str]:
     """Kind of figure: which of two tasks is worse can be said only if it is the same. Figures of at most 1 of which
     more is better (accuracy, F1, correlations, mIoU, AP) are one kind, as TRP's Table 1 has it; each error is a kind of
@@ -112,7 +121,11 @@ def join(found: list[SeedResult]) -> TaskResult:
         values=values,
         mean=statistics.fmean(values),
         spread=spread_of(values),
-        metrics={name: [one.metrics[name] for one in found] for name in first.metrics},
+        metrics={
+            name: [one.metrics[name] for one in found]
+            for name in first.metrics
+            if all(name in one.metrics for one in found)  # an older version may have written one
+        },
         detail=[one.detail for one in found],
         rows=first.rows,
         judged=first.judged,

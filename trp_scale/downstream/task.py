@@ -22,7 +22,7 @@ from trp_scale.core.engine import Engine
 from trp_scale.core.hooks import Hook
 from trp_scale.core.run import RunContext
 from trp_scale.data.mixture import MemberPath, parse_paths
-from trp_scale.data.plan import HeldOutPlan, TrainPlan
+from trp_scale.data.plan import Blocks, HeldOutPlan, TrainPlan
 from trp_scale.data.rows import Rows
 from trp_scale.data.sources import Sources, TrainSource, ValidationSource, within_cpus
 from trp_scale.data.split import held_out
@@ -86,6 +86,14 @@ class DownstreamTask(Measured, Upstream, Protocol):
     split: str
     unlabelled: str
 
+    def recall(self, extra: Mapping[str, Any]) -> None:
+        """Take what the checkpoint of a trained run says of the rows that it has learned from, which may be gone.
+
+        Args:
+            extra: with what `checkpoint_extra` gave.
+        """
+        ...
+
     def predictions(self, directory: Path, group: Group) -> Predictions:
         """What writes the predictions for the measured rows into files.
 
@@ -130,6 +138,9 @@ class TaskParts(Generic[Run]):
 
     def checkpoint_extra(self) -> dict[str, Any]:
         return {}
+
+    def recall(self, extra: Mapping[str, Any]) -> None:
+        """Nothing."""
 
     def predictions(self, directory: Path, group: Group) -> Predictions:
         raise RefusedError(
@@ -222,11 +233,8 @@ def open_task_sources(
     everything = [np.ones(len(blocks.rows), dtype=np.bool_) for blocks in train.blocks]
     chosen, kept = everything, everything
     if measured_paths is None:
-        kept = [
-            held_out(blocks.identities, config.data.validation_fraction, where=str(path.path))
-            for blocks, path in zip(train.blocks, train_paths, strict=True)
-        ]
-        chosen = [~mask for mask in kept]
+        chosen = blocks_to_learn(train.blocks, train_paths, config.data.validation_fraction)
+        kept = [~mask for mask in chosen]
     else:
         kept = [np.ones(len(blocks.rows), dtype=np.bool_) for blocks in measured.blocks]
     if learned is not None:
@@ -263,6 +271,19 @@ def open_task_sources(
         ),
         replace(train, digests=digests),
     )
+
+
+def blocks_to_learn(
+    blocks: Sequence[Blocks], paths: Sequence[MemberPath], fraction: float
+) -> list[npt.NDArray[np.bool_]]:
+    """[n] of each data set, the blocks that are not held out to be measured.
+
+    Args:
+        fraction: data.validation_fraction; 0 where other data is measured.
+    """
+    return [
+        ~held_out(each.identities, fraction, where=str(path.path)) for each, path in zip(blocks, paths, strict=True)
+    ]
 
 
 @torch.no_grad()

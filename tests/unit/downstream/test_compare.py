@@ -160,6 +160,25 @@ def test_the_worst_is_named_among_figures_of_one_kind() -> None:
     assert "rmse (lower is better)" in printed
 
 
+def test_what_a_constant_prediction_reaches_stands_before_the_runs() -> None:
+    def with_constant(name: str, value: float, constant: float) -> TaskResult:
+        metrics = {"accuracy": value, "constant_accuracy": constant}
+        one = SeedResult(task=name, metric="accuracy", split="dev", lower_is_better=False, seed=0, metrics=metrics)
+        return join([one])
+
+    both = run(with_constant("x", 0.9, 0.625), task("y", [0.5]))
+    lines = markdown(compare_results({"old": run(task("x", [0.7])), "new": both})).splitlines()
+    assert lines[0] == "| task | metric | on | constant | old | new |"
+    assert lines[2].startswith("| x | accuracy | dev | 0.6250 | 0.7000 (1) |")
+    assert lines[3].startswith("| y | accuracy | dev | - | - |") and lines[4].startswith("| average |  | dev |  | - |")
+    assert "constant" not in markdown(compare_results({"old": run(task("x", [0.7]))}))
+    older = SeedResult(task="x", metric="a", split="dev", lower_is_better=False, seed=1, metrics={"a": 0.5})
+    newer = SeedResult(
+        task="x", metric="a", split="dev", lower_is_better=False, seed=0, metrics={"a": 0.5, "constant_a": 0.1}
+    )
+    assert join([newer, older]).metrics == {"a": [0.5, 0.5]}
+
+
 def test_a_run_without_a_task_has_no_average() -> None:
     found = compare_results({"a": run(task("x", [0.5]), task("y", [0.7])), "b": run(task("y", [0.6]))})
     assert [one.values for one in found.summaries] == [[pytest.approx(0.6), None], [0.5, None]]

@@ -61,6 +61,27 @@ def test_a_run_measured_again_gives_what_it_gave(tuned: Path) -> None:
     assert (again.recipe, again.encoder, again.tasks[0].seeds) == (first.recipe, "scratch", [0, 1])
 
 
+def test_the_most_frequent_class_of_the_training_images_is_measured_beside_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Four of five training images are cats, three of four measured ones are ants. The figure stays where the training
+    images are gone."""
+    train = [reddish(number, cls=b"0" if number % 5 == 0 else b"2") for number in range(40)]
+    data = write_images(tmp_path / "data", [train])
+    test = write_images(
+        tmp_path / "test", [[reddish(number, cls=b"2" if number % 4 == 0 else b"0") for number in range(8)]]
+    )
+    flags = tuning_flags(data, tmp_path / "run", "scratch", crops__size=16, vision__patch_size=4, downstream__epochs=1)
+    assert cli.main(["finetune", *flags, "--downstream.test_path", str(test)]) == 0
+    assert read_results(tmp_path / "run").tasks[0].metrics["constant_accuracy"] == [0.25]
+    printed = capsys.readouterr().out
+    assert "constant" in next(line for line in printed.splitlines() if "metric" in line) and "0.2500" in printed
+    shutil.rmtree(data)
+    assert cli.main(["evaluate", "--run", str(tmp_path / "run"), "--data", str(test)]) == 0
+    (task,) = read_results(tmp_path / "run" / "evaluations" / "test").tasks
+    assert task.metrics["constant_accuracy"] == [0.25]
+
+
 def test_one_seed_alone(tuned: Path, tmp_path: Path) -> None:
     one = tuned / "classification" / "seed_1"
     assert cli.main(["evaluate", "--run", str(one), "--output", str(tmp_path)]) == 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,19 @@ from trp_scale.downstream.classification.model import ImageClassification, Image
 from trp_scale.downstream.classification.settings import ClassificationTaskConfig
 from trp_scale.downstream.encoder_source import open_encoder
 from trp_scale.downstream.predictions import image_names, write_table
-from trp_scale.downstream.task import GatheredRows, ImageTask, distinct, open_task_sources, take_encoder
+from trp_scale.downstream.results import CONSTANT
+from trp_scale.downstream.task import (
+    GatheredRows,
+    ImageTask,
+    blocks_to_learn,
+    distinct,
+    open_task_sources,
+    take_encoder,
+)
 from trp_scale.observe.throughput import classifier_step_flops
+
+MOST_FREQUENT = "most_frequent_class"
+"""In a checkpoint: number of the class of most training images."""
 
 TOP = 5
 MANY_CLASSES = 10
@@ -58,6 +69,7 @@ class ClassificationTask(ImageTask[ClassificationTaskConfig]):
         super().__init__(config, sources)
         self.classes = train.classes
         self._measured = measured.datasets
+        self.constant: int | None = train.most_frequent(0.0 if test_path else config.data.validation_fraction)
         self.objective = ImageClassification()
         self.step_flops = classifier_step_flops(config)
 
@@ -75,7 +87,10 @@ class ClassificationTask(ImageTask[ClassificationTaskConfig]):
         return self.objective.logits(forward, batch)
 
     def metrics(self) -> Accuracy:
-        return Accuracy(self.classes)
+        return Accuracy(self.classes, self.constant)
+
+    def recall(self, extra: Mapping[str, Any]) -> None:
+        self.constant = extra.get(MOST_FREQUENT)
 
     def predictions(self, directory: Path, group: Group) -> PredictedClasses:
         plan = self.sources.validation.plan
@@ -83,7 +98,7 @@ class ClassificationTask(ImageTask[ClassificationTaskConfig]):
         return PredictedClasses(directory / f"{self.name}.csv", self.classes, plan, self._measured, group)
 
     def checkpoint_extra(self) -> dict[str, Any]:
-        return {"classes": list(self.classes)}
+        return {"classes": list(self.classes), MOST_FREQUENT: self.constant}
 
 
 class PredictedClasses:
@@ -133,10 +148,11 @@ class Accuracy:
 
     Args:
         classes: their names.
+        constant: the class that a constant prediction takes; None: there is no such figure.
     """
 
-    def __init__(self, classes: tuple[str, ...]) -> None:
-        self._classes = classes
+    def __init__(self, classes: tuple[str, ...], constant: int | None = None) -> None:
+        self._classes, self._constant = classes, constant
         self._rows = GatheredRows()
 
     def add(self, outputs: Tensor, batch: Batch) -> None:
@@ -148,6 +164,8 @@ class Accuracy:
         found: dict[str, Any] = {"accuracy": float(right.mean())}
         if len(self._classes) >= MANY_CLASSES:
             found["accuracy_top5"] = float((rows["places"] < TOP).mean())
+        if self._constant is not None:
+            found[f"{CONSTANT}accuracy"] = float((labels == self._constant).mean())
         images = np.bincount(labels, minlength=len(self._classes)).tolist()
         hits = np.bincount(labels[right], minlength=len(self._classes)).tolist()
         found["detail"] = {
@@ -182,6 +200,19 @@ class LabelledImages:
     datasets: list[ImageDataset]
     meta: ImageMeta
     classes: tuple[str, ...]
+
+    def most_frequent(self, fraction: float) -> int:
+        """The class of most training images; of equal ones the first.
+
+        Args:
+            fraction: of the blocks that are held out.
+        """
+        blocks = [dataset.blocks for dataset in self.datasets]
+        counts = np.zeros(len(self.classes), dtype=np.int64)
+        for dataset, chosen in zip(self.datasets, blocks_to_learn(blocks, self.paths, fraction), strict=True):
+            of_images = np.repeat(chosen, dataset.blocks.rows)  # [n] blocks follow each other as images do
+            counts += np.bincount(dataset.samples.labels[of_images], minlength=len(counts))
+        return int(counts.argmax())
 
     def rows(self, builder: BatchBuilder) -> Rows:
         """With what makes batches of them."""

@@ -20,13 +20,13 @@ from trp_scale.core.run import RunContext
 from trp_scale.data.images.png import Map
 from trp_scale.data.mixture import parse_paths
 from trp_scale.data.plan import TrainPlan
-from trp_scale.data.split import held_out
 from trp_scale.distributed.environment import Environment
 from trp_scale.distributed.groups import Group
 from trp_scale.downstream.dense.maps import DepthMaps
 from trp_scale.downstream.dense.settings import DepthTaskConfig
 from trp_scale.downstream.dense.task import DenseData, DenseTask, depth_statistics, predict_whole
-from trp_scale.downstream.task import GatheredRows
+from trp_scale.downstream.results import CONSTANT
+from trp_scale.downstream.task import GatheredRows, blocks_to_learn
 from trp_scale.modalities.depth import LARGEST as LARGEST_NUMBER
 from trp_scale.models.patches import Pixels
 
@@ -88,13 +88,9 @@ class DepthTask(DenseTask[DepthTaskConfig]):
         config = self.config
         paths, rows = parse_paths(config.data.path), data.rows(config, whole=False)
         fraction = 0.0 if config.downstream.test_path else config.data.validation_fraction
-        chosen = [
-            ~held_out(blocks.identities, fraction, where=str(path.path))
-            for blocks, path in zip(rows.blocks, paths, strict=True)
-        ]
         plan = TrainPlan(
             seed=config.training.seed,
-            members=rows.members(paths, chosen),
+            members=rows.members(paths, blocks_to_learn(rows.blocks, paths, fraction)),
             blocks_per_group=config.data.blocks_per_group,
         )
         addresses = plan.locate(np.arange(min(SAMPLED_MAPS, plan.rows)))
@@ -302,7 +298,7 @@ class DepthErrors:
         images = sums[sums[:, 0] > 0]
         return {
             **figures(sums.sum(0)),
-            "constant_delta_1": figures(rows["constant"].sum(0))["delta_1"],
+            f"{CONSTANT}delta_1": figures(rows["constant"].sum(0))["delta_1"],
             "detail": {
                 "mean_over_images": {name: float(np.mean([figures(one)[name] for one in images])) for name in NAMES},
                 "pixels": int(sums[:, 0].sum()),

@@ -19,6 +19,7 @@ from trp_scale.distributed.groups import Group
 from trp_scale.downstream.dense.maps import SegmentationMaps
 from trp_scale.downstream.dense.settings import SegmentationTaskConfig
 from trp_scale.downstream.dense.task import DenseData, DenseTask, predict_whole
+from trp_scale.downstream.results import CONSTANT
 from trp_scale.downstream.task import distinct
 from trp_scale.models.patches import Pixels
 
@@ -158,7 +159,7 @@ def figures(counts: Tensor, classes: Sequence[str]) -> dict[str, Any]:
         "mean_iou": float(iou[union > 0].mean()),
         "pixel_accuracy": float(right.sum() / labelled.sum()),
         "class_accuracy": float(accuracy[labelled > 0].mean()),
-        "constant_mean_iou": float(constant),
+        f"{CONSTANT}mean_iou": float(constant),
         "detail": {
             "iou": {name: _number(value) for name, value in zip(names, iou.tolist(), strict=True)},
             "accuracy": {name: _number(value) for name, value in zip(names, accuracy.tolist(), strict=True)},

@@ -33,6 +33,7 @@ from trp_scale.downstream.glue.folders import read_glue
 from trp_scale.downstream.glue.model import BertClassifier, SentenceClassification
 from trp_scale.downstream.glue.settings import GlueTaskConfig
 from trp_scale.downstream.glue.submission import GlueSubmission
+from trp_scale.downstream.results import CONSTANT
 from trp_scale.downstream.task import GatheredRows, TaskParts, open_task_sources, take_encoder
 from trp_scale.observe.throughput import bert_step_flops
 from trp_scale.upstreams.pos_bert.model import padded_vocabulary
@@ -56,7 +57,7 @@ class GlueTask(TaskParts[GlueTaskConfig]):
         split = downstream.split if apart else "dev"
         data = read_glue(root, self.name, split=split, allowed_bad=config.data.max_corrupt_blocks)
         train = tokenize(data.train, self._tokenizer)
-        self._measured = data.measured if apart else {"": data.train}
+        self._measured, self._learned = data.measured if apart else {"": data.train}, train.labels
         self._sets, self.unlabelled = list(self._measured), apart and data.unlabelled
         measured = [tokenize(examples, self._tokenizer) for examples in self._measured.values()] if apart else [train]
         self.metric = figure_name(next(iter(FIGURES[self.name])), self._sets[0])
@@ -115,7 +116,7 @@ class GlueTask(TaskParts[GlueTaskConfig]):
         return self.objective.logits(forward, batch)
 
     def metrics(self) -> GlueMetrics:
-        return GlueMetrics(self.name, self._sets)
+        return GlueMetrics(self.name, self._sets, self._learned)
 
     def predictions(self, directory: Path, group: Group) -> GlueSubmission:
         return GlueSubmission(self.name, self._measured, directory, group)
@@ -244,16 +245,36 @@ FIGURES: dict[str, dict[str, Figure]] = {
 """By task; the first is the one of TRP's Table 1, by which the task is judged."""
 
 
+CORRELATIONS = ("matthews", "pearson", "spearman")
+"""Figures that are 0, or undefined, of any constant prediction."""
+
+
+def constant_figure(figure: str, compute: Figure, learned: Values, labels: Values) -> float:
+    """What the best constant prediction reaches, chosen on the training rows: by accuracy their most frequent label.
+
+    Args:
+        figure: its name.
+        learned: labels of the training rows.
+        labels: of the measured ones.
+    """
+    if figure in CORRELATIONS:
+        return 0.0
+    best = max(np.unique(learned), key=lambda value: compute(np.full(len(learned), value), learned))
+    return compute(np.full(len(labels), best), labels)
+
+
 class GlueMetrics:
     """The figures of one task over each of its measured sets; see `Metrics`.
 
     Args:
         task: name of the task.
         sets: names of the measured sets ("" for a single one, whose figures bear no set's name).
+        learned: labels or scores of the training rows, on which constant predictions are chosen; None: there are no
+            figures of such.
     """
 
-    def __init__(self, task: str, sets: list[str]) -> None:
-        self._task, self._sets = task, sets
+    def __init__(self, task: str, sets: list[str], learned: Values | None = None) -> None:
+        self._task, self._sets, self._learned = task, sets, learned
         self._rows = GatheredRows()
 
     def add(self, outputs: Tensor, batch: Batch) -> None:
@@ -271,7 +292,10 @@ class GlueMetrics:
             of_set = rows["measured_set"] == number
             predicted, labels = rows["predicted"][of_set], rows["labels"][of_set]
             for figure, compute in FIGURES[self._task].items():
-                found[figure_name(figure, name)] = compute(predicted, labels)
+                named = figure_name(figure, name)
+                found[named] = compute(predicted, labels)
+                if self._learned is not None:
+                    found[CONSTANT + named] = constant_figure(figure, compute, self._learned, labels)
             found["detail"][name or "all"] = {"rows": len(labels), **_by_label(self._task, predicted, labels)}
         return found
 

@@ -105,6 +105,31 @@ def test_both_sets_of_mnli_without_rows_that_fill_a_batch() -> None:
     assert detail["matched"]["contradiction"] == {"rows": 1, "predicted": 0, "right": 0}
 
 
+def test_a_constant_prediction_is_the_best_of_the_training_rows() -> None:
+    """By hand. Measured rows have other labels most often, which nobody may look at."""
+    learned = np.array([0.0] * 6 + [1.0] * 4)
+    measured = [1, 1, 1, 0]
+    for task, expected in (
+        ("cola", {"matthews": 0.0, "accuracy": 0.25}),
+        ("sst2", {"accuracy": 0.25}),
+        ("mrpc", {"f1": 2 * 3 / (2 * 3 + 1), "accuracy": 0.25}),  # label 1 for all: 3 right, 1 wrong
+    ):
+        found = GlueMetrics(task, [""], learned)
+        found.add(torch.eye(2)[measured], batch(0, measured, [0] * 4, [1] * 4))
+        figures = found.finish(ALONE)
+        for figure, value in expected.items():
+            assert figures[f"constant_{figure}"] == pytest.approx(value), (task, figure)
+    mnli = GlueMetrics("mnli", ["matched", "mismatched"], np.array([2.0, 2.0, 0.0]))
+    mnli.add(torch.eye(3), batch(0, [2, 0, 2], [0, 0, 1], [1, 1, 1]))
+    figures = mnli.finish(ALONE)
+    assert (figures["constant_accuracy_matched"], figures["constant_accuracy_mismatched"]) == (0.5, 1.0)
+    scores = GlueMetrics("stsb", [""], np.array([1.0, 4.0]))
+    one = batch(0, [0, 0], [0, 0], [1, 1])
+    one.fields["labels"] = torch.tensor([1.0, 2.0])
+    scores.add(torch.tensor([[1.0], [3.0]]), one)
+    assert scores.finish(ALONE)["constant_spearman"] == 0.0
+
+
 def test_scores_are_read_from_the_one_output() -> None:
     found = GlueMetrics("stsb", [""])
     scores = torch.tensor([0.0, 2.5, 5.0])
