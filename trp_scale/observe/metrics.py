@@ -195,9 +195,14 @@ def read_metrics(run_dir: Path) -> Iterator[dict[str, Any]]:
         yield line
 
 
-END_LINES = 10
-"""Logged steps at the end of a run over which losses and weights are averaged: one step of a rare task is a handful of
-elements and says little."""
+END_SHARE = 0.1
+"""Share of a run's steps, at its end, over which losses and weights are averaged: one step of a rare task is a handful
+of elements and says little. Of steps, not of lines: ten lines are half of a short run that logs each tenth step."""
+
+
+def end_begins(last_step: int) -> int:
+    """The first of the steps that are averaged; the last one is always among them."""
+    return last_step - max(1, int(last_step * END_SHARE)) + 1
 
 
 @dataclass(kw_only=True)
@@ -206,7 +211,7 @@ class TaskHistory:
 
     Attributes:
         start: loss in the first logged step that had the task; None if it never came.
-        end: mean loss over the last END_LINES logged steps, weighted by counts; None if it did not come there.
+        end: mean loss over the logged steps from `end_begins` on, weighted by counts; None if it did not come there.
         weight: mean weight over those of the same steps that had the task; None if none had.
         count: its elements in those steps.
     """
@@ -225,7 +230,7 @@ class TaskHistory:
 class RunHistory:
     """What a run's metrics say in all. Times are medians over logged steps, but for training_seconds and
     data_wait_seconds, sums over all steps; memory, waiting and use of the cache are rank 0's. outside_tasks: those
-    whose weights the balancer does not decide."""
+    whose weights the balancer does not decide. end_lines: logged steps from `end_begins` on; loss_end: their mean."""
 
     tasks: dict[str, TaskHistory] = field(default_factory=dict)
     outside_tasks: set[str] = field(default_factory=set)
@@ -234,6 +239,7 @@ class RunHistory:
     last_step: int = 0
     loss_start: float | None = None
     loss_end: float | None = None
+    end_lines: int = 0
     skipped_steps: int = 0
     training_seconds: float = 0.0
     data_wait_seconds: float = 0.0
@@ -272,7 +278,7 @@ def read_history(run_dir: Path) -> RunHistory:
     """Read a run's metrics. Raises what `read_metrics` raises."""
     history = RunHistory()
     starts: dict[str, float | None] = {}
-    recent: deque[dict[str, Any]] = deque(maxlen=END_LINES)
+    recent: deque[dict[str, Any]] = deque()
     columns: dict[str, list[float]] = {"step_seconds": [], "tokens_per_second": [], "model_flops_utilisation": []}
     for line in read_metrics(run_dir):
         if line.get("validation") is not None:
@@ -296,7 +302,10 @@ def read_history(run_dir: Path) -> RunHistory:
             starts[name] = entry["loss"] if starts.get(name) is None else starts[name]
         if history.loss_start is None:
             history.loss_start = line.get("loss")
-        recent.append(line)
+        recent.append({name: line.get(name) for name in ("step", "loss", "tasks")})
+        while recent[0]["step"] < end_begins(history.last_step):
+            recent.popleft()
+    history.end_lines = len(recent)
     losses = [line["loss"] for line in recent if line.get("loss") is not None]
     history.loss_end = statistics.fmean(losses) if losses else None
     history.tasks = {name: task_history(name, start, recent) for name, start in starts.items()}

@@ -17,7 +17,7 @@ from trp_scale.documents.fields import Fields, PartOf, Whole, record
 from trp_scale.documents.json_files import read_object
 from trp_scale.documents.yaml_files import read_yaml
 from trp_scale.errors import RefusedError
-from trp_scale.observe.metrics import END_LINES, RunHistory, read_history
+from trp_scale.observe.metrics import RunHistory, end_begins, read_history
 
 SUMMARY_FILE = "summary.json"
 REPORT_FILE = "report.txt"
@@ -67,9 +67,11 @@ class _Summary(PartOf):
 
 def task_table(history: RunHistory) -> Table:
     """One row a task, the worst marked."""
+    first, last = end_begins(history.last_step), history.last_step
+    steps = f"step {last}" if first == last else f"steps {first} to {last}, of which {history.end_lines} are logged"
     caption = (
-        f"start: first logged step with the task; end and weight: mean over those of the last {END_LINES} logged steps "
-        "that had it (losses weighted by counts); elements: in those steps"
+        f"start: first logged step with the task; end and weight: mean over the run's last tenth, {steps}, where the "
+        "task was there (losses weighted by counts); elements: in those steps"
     )
     validation = (history.validation or {}).get("tasks", {})
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, caption=caption, caption_justify="left")

@@ -140,18 +140,19 @@ def test_a_resumed_run_appends_after_a_torn_line(start: Callable[..., Observer],
 
 def test_summary_and_report(start: Callable[..., Observer], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     observer = start()
-    for step in range(1, 21):
-        noun = TaskRecord(loss=6.0 if step <= 15 else 2.0, weight=0.75, count=10 if step <= 15 else 70)
-        tasks = dict(record(step).tasks) | {"noun": noun}
-        observer.step(record(step, tasks=tasks, step_seconds=0.5 if step < 20 else 50.0))
+    for step in range(1, 101):
+        noun = TaskRecord(loss=6.0 if step <= 95 else 2.0, weight=0.75, count=10 if step <= 95 else 70)
+        verb = TaskRecord(loss=3.0 - 0.01 * step, weight=0.25, count=40)
+        tasks = dict(record(step).tasks) | {"noun": noun, "verb": verb}
+        observer.step(record(step, tasks=tasks, step_seconds=0.5 if step < 100 else 50.0))
     summary = observer.close("finished")
     assert observer.close("again") == summary
     assert json.loads((tmp_path / "run" / "summary.json").read_text(encoding="utf-8")) == summary
-    # The last ten steps: five with 10 elements at 6.0, five with 70 at 2.0; a mean of means would be 4.0.
+    # The last tenth: five steps with 10 elements at 6.0, five with 70 at 2.0; a mean of means would be 4.0.
     assert summary["tasks"]["noun"] == {"start": 6.0, "end": pytest.approx(2.5), "weight": 0.75, "count": 400}
-    assert summary["tasks"]["verb"]["end"] == pytest.approx(sum(4.0 - 0.1 * step for step in range(11, 21)) / 10)
+    assert summary["tasks"]["verb"]["end"] == pytest.approx(sum(3.0 - 0.01 * step for step in range(91, 101)) / 10)
     assert summary["worst_task"] == "noun"
-    assert (summary["steps"], summary["tokens"], summary["exit_reason"]) == (20, 20_000, "finished")
+    assert (summary["steps"], summary["tokens"], summary["exit_reason"]) == (100, 100_000, "finished")
     assert summary["tokens_per_second"] == pytest.approx(2000), "one slow step does not change a median"
     text = (tmp_path / "run" / "report.txt").read_text(encoding="utf-8")
     assert text == report(tmp_path / "run")
@@ -163,11 +164,32 @@ def test_summary_and_report(start: Callable[..., Observer], tmp_path: Path, caps
     assert marked.split()[0] == "noun"
 
 
+def test_the_end_is_of_steps_not_of_lines(start: Callable[..., Observer], config: Config, tmp_path: Path) -> None:
+    """Forty lines of 400 steps: the last tenth has four of them. Of a run of three steps it is the last one."""
+    config.logging.every, config.training.steps = 10, 400
+    observer = start()
+    for step in range(1, 401):
+        noun = TaskRecord(loss=float(step), weight=0.5, count=10)
+        observer.step(record(step, tasks=dict(record(1).tasks) | {"noun": noun}))
+    assert observer.close("finished")["tasks"]["noun"]["end"] == (370 + 380 + 390 + 400) / 4
+    text = " ".join(report(tmp_path / "run").split())
+    assert "mean over the run's last tenth, steps 361 to 400, of which 4 are logged, where the task was there" in text
+
+
+def test_the_end_of_a_run_of_three_steps_is_its_last(start: Callable[..., Observer], tmp_path: Path) -> None:
+    observer = start()
+    for step in (1, 2, 3):
+        noun = TaskRecord(loss=float(step), weight=0.5, count=10)
+        observer.step(record(step, tasks=dict(record(1).tasks) | {"noun": noun}))
+    assert observer.close("finished")["tasks"]["noun"]["end"] == 3.0
+    assert "the run's last tenth, step 3, where" in " ".join(report(tmp_path / "run").split())
+
+
 def test_a_rare_task_s_weight_is_of_the_steps_that_had_it(start: Callable[..., Observer], tmp_path: Path) -> None:
     observer = start()
-    for step in range(1, 11):
+    for step in range(1, 101):
         present = TaskRecord(loss=7.0, weight=0.5, count=2)
-        verb = present if step == 5 else TaskRecord(loss=None, weight=0.0, count=0)
+        verb = present if step == 95 else TaskRecord(loss=None, weight=0.0, count=0)
         tasks = dict(record(step).tasks) | {"verb": verb, "other": TaskRecord(loss=None, weight=0.0, count=0)}
         observer.step(record(step, tasks=tasks))
     summary = observer.close("finished")
