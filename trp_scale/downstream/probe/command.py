@@ -217,6 +217,7 @@ class Probe:
                 lower_is_better=False,
                 seed=found.config.training.seed,
                 metrics={"accuracy": found.accuracy(test)},
+                judged=False,  # the probe's test set again: two measurements of one task are not two tasks
             )
 
         return on_rank_zero(self.world, "measuring the head of stage II", judge)
