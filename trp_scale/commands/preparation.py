@@ -204,14 +204,20 @@ class InspectArguments(TakesModules):
 def inspect(argv: Sequence[str]) -> int:
     """`trp-scale inspect`."""
     arguments = read(InspectArguments, argv, prog="trp-scale inspect")
-    from trp_scale.data.index import read_fields, read_index
+    from trp_scale.data.index import DataError, read_index
     from trp_scale.preparation.images.display import is_image_shard
+    from trp_scale.preparation.sharding.unfinished import first_shard, refuse_unfinished
 
     shard = arguments.shard
     if shard.is_dir():
-        shard = shard / "shards" / (*read_fields(shard / "dataset.json").file_names("shards"), "text-000000.tar")[0]
-    block = arguments.block or None
-    if is_image_shard(read_index(shard).blocks):
+        shard = first_shard(shard)
+    block, blocks = arguments.block or None, read_index(shard).blocks
+    of_images = is_image_shard(blocks)
+    if of_images or not blocks:
+        refuse_unfinished(shard.parent.parent)
+    if not blocks:
+        raise DataError(f"{shard}: nothing is stored in it")
+    if of_images:
         _show_images(shard, arguments.rows, block, arguments.output)
     elif arguments.output is not None:
         raise RefusedError(f"--output {arguments.output}: goes with images, {shard} holds text")

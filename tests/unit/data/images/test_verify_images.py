@@ -19,6 +19,7 @@ from PIL import Image
 
 from tests.fixtures import small_image_dataset
 from tests.unit.data.images.source_images import class_map, depth_map, encoded, jpeg, pixels, png, stored
+from trp_scale import cli
 from trp_scale.data.images.reader import known_suffixes
 from trp_scale.data.index import DataError, Member, read_index, read_json, write_index, write_json
 from trp_scale.preparation.images.display import contact_sheet, stored_images
@@ -194,6 +195,34 @@ def test_a_contact_sheet_holds_every_image_and_its_maps(whole: Path) -> None:
     for number in np.unique(segmentation):
         assert len(np.unique(corner[segmentation == number], axis=0)) == 1
     assert len(np.unique(corner.reshape(-1, 3), axis=0)) == len(np.unique(segmentation))
+
+
+def test_a_sharding_that_has_failed_or_was_stopped_is_said_to_be(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """None of two images can be read; then one of a hundred and one of two shards is there."""
+    (tmp_path / "in").mkdir()
+    for number in range(2):
+        (tmp_path / "in" / f"{number}.jpg").write_bytes(b"junk")
+    failed, stopped = tmp_path / "failed", tmp_path / "stopped"
+    sharding = ["shard-images", "--inputs", str(tmp_path / "in"), "--output", str(failed), "--processes", "1"]
+    assert cli.main(sharding) == 2
+    small_image_dataset(stopped, count=16, samples_per_shard=8)
+    (stopped / "dataset.json").unlink()
+    (stopped / "progress").mkdir()
+    part = {"kind": "image", "settings": {}, "max_skipped": 0.01, "shards": 2}
+    write_json(stopped / "progress" / "part-00000-of-00001.json", part)
+    (stopped / "shards" / "image-000001.index.json").unlink()
+    capsys.readouterr()
+    for place, said in (
+        (failed, "1 shards are finished, with 0 samples; skipped so far: 2 not_an_image"),
+        (failed / "shards" / "image-000000.tar", "skipped so far: 2 not_an_image"),
+        (stopped, "1 shards are finished, with 8 samples; skipped so far: nothing"),
+        (stopped / "shards" / "image-000000.tar", "the sharding of kind 'image' has not come to its end"),
+    ):
+        assert cli.main(["inspect", str(place)]) == 2
+        printed = capsys.readouterr()
+        assert said in printed.err and "noun" not in printed.out, "it was taken for text"
 
 
 def test_an_unlisted_member_is_not_shown(copy: Path) -> None:
