@@ -44,6 +44,12 @@ def said_by(error: BaseException) -> str:
     return shortened(lines[0] if lines else type(error).__name__)
 
 
+def finding(error: RefusedError) -> str:
+    """What a refusal says was found, without the advice behind its first semicolon: that may name flags which the
+    command at hand does not have."""
+    return str(error).partition("; ")[0]
+
+
 def listed_problems(problems: list[str]) -> str:
     """The problems one a line, the first MOST_PROBLEMS of them."""
     lines = [f"  {problem}" for problem in problems[:MOST_PROBLEMS]]

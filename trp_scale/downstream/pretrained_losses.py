@@ -28,6 +28,7 @@ from trp_scale.downstream.arguments import EvaluateArguments
 from trp_scale.downstream.finetuned_run import ReadRun, predicting_engine
 from trp_scale.downstream.results import Results, SeedResult, join
 from trp_scale.downstream.task import refuse_unread
+from trp_scale.errors import finding
 from trp_scale.recipes.loader import from_dict
 from trp_scale.training.loop import validate
 from trp_scale.upstreams.base import build_upstream, upstream_of
@@ -102,6 +103,11 @@ def measure_losses(run: PretrainedRun, arguments: EvaluateArguments, environment
         raise RefusedError(
             f"the run's data, data.path {config.data.path} from {Path.cwd()}, cannot be read: {error}; start the "
             "command where the run was started, or give other data with --data DIR"
+        ) from error
+    except RefusedError as error:
+        raise RefusedError(
+            f"--run {run.directory} cannot be measured on {config.data.path}: {finding(error)}; give data of the kind "
+            "that it learned from with --data DIR"
         ) from error
     rows = upstream.sources.opened
     environment.world.require_equal(rows.digest(), f"the data set {config.data.path}")

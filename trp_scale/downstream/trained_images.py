@@ -18,6 +18,7 @@ from trp_scale.config.images import ImagePretrainConfig
 from trp_scale.core.batch import Batch
 from trp_scale.data.index import DataError
 from trp_scale.data.sources import Sources
+from trp_scale.errors import finding
 from trp_scale.masks.hook import NETWORK
 from trp_scale.masks.masking_network import NETWORKS, MaskingNetwork
 from trp_scale.models.perturbation import PerturbationShape, perturbation_shape
@@ -62,6 +63,10 @@ class TrainedRun:
             sources = open_sources(config, rank=0, world=1)
         except DataError as error:
             raise RefusedError(f"{where}, cannot be read: {error}; say where it is now with --data DIR") from error
+        except RefusedError as error:  # the run could learn from its own
+            raise RefusedError(
+                f"{where}, is not what the run learned from: {finding(error)}; say where that is with --data DIR"
+            ) from error
         if self.data_digest not in (None, sources.digest()):
             sources.close()
             raise RefusedError(f"{where}, is not what the run learned from; say where that is with --data DIR")

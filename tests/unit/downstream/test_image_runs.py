@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from PIL import Image
 
 from tests.fixtures import small_image_dataset
 from tests.runs import SMALL_IMAGES, pretrain_here
+from tests.unit.data.images.stored import sample, write_images
 from trp_scale import cli
 from trp_scale.checkpoint.document import read_document
 from trp_scale.checkpoint.export import find_checkpoint
@@ -119,10 +121,17 @@ def test_rows_that_are_not_there_are_left_out(scenes: Path, tmp_path: Path) -> N
     assert f"({held_out} images" in draw_pictures(tmp_path / "run", tmp_path / "pictures", rows=60)[0]
 
 
-def test_data_that_was_moved_is_asked_for_and_other_data_refused(scenes: Path, tmp_path: Path) -> None:
+def test_data_that_was_moved_is_asked_for_and_other_data_refused(
+    scenes: Path, text_dataset: Path, tmp_path: Path
+) -> None:
     moved = shutil.copytree(scenes, tmp_path / "data")
     run = train(moved, tmp_path / "run")
     moved.rename(tmp_path / "elsewhere")
+    few = write_images(tmp_path / "few", [[sample(1, 40, 40)]])
+    for other, found in ((text_dataset, "kind 'text' found"), (few, "leaves none to train on")):
+        with pytest.raises(RefusedError, match=found) as caught:
+            load_trained_images(run, str(other)).images(2)
+        assert set(re.findall(r"--[\w.]+", str(caught.value))) == {"--data"}, "report has no other flag of these"
     with pytest.raises(RefusedError, match=r"data\.path .*not found; say where it is now with --data DIR"):
         draw_pictures(run, tmp_path / "pictures")
     assert (
