@@ -147,7 +147,12 @@ class Modality(ABC):
     @classmethod
     def classes(cls, stored: StoredMaps) -> int:
         """How many classes its maps tell apart: what the model's shapes depend on beside the settings; 0: none."""
-        return 0
+        return len(cls.class_names(stored))
+
+    @classmethod
+    def class_names(cls, stored: StoredMaps) -> tuple[str, ...]:
+        """Names of these classes, in the order of their numbers; none: they have no names, or there are no classes."""
+        return ()
 
     @classmethod
     def from_files(cls, settings: Any) -> MapFiles:

@@ -141,9 +141,9 @@ class Semseg(Modality):
     blank = np.uint8(VOID)
 
     @classmethod
-    def classes(cls, stored: StoredMaps) -> int:
+    def class_names(cls, stored: StoredMaps) -> tuple[str, ...]:
         assert isinstance(stored, StoredClasses)
-        return len(stored.classes or ())
+        return stored.classes or ()
 
     @classmethod
     def from_files(cls, settings: Any) -> SegmentationFiles:

@@ -121,11 +121,15 @@ def test_maps_of_other_classes_and_data_of_another_kind_are_refused(
     image_dataset: Path, text_dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = trained("modalities", image_dataset, tmp_path / "run")
-    other = Path(shutil.copytree(image_dataset, tmp_path / "other"))
-    document = json.loads((other / "dataset.json").read_text())
-    document["modalities"]["semseg"]["classes"].append("unicorn")
-    (other / "dataset.json").write_text(json.dumps(document))
-    for data, message in ((other, "the run has learned"), (text_dataset, "kind 'text' found")):
+    names = json.loads((image_dataset / "dataset.json").read_text())["modalities"]["semseg"]["classes"]
+    others = []
+    for number, classes in enumerate(([*names, "unicorn"], [names[1], names[0], *names[2:]])):
+        others.append(Path(shutil.copytree(image_dataset, tmp_path / f"other_{number}")))
+        document = json.loads((others[-1] / "dataset.json").read_text())
+        document["modalities"]["semseg"]["classes"] = classes
+        (others[-1] / "dataset.json").write_text(json.dumps(document))
+    refused = [(other, "the run has learned") for other in others]
+    for data, message in (*refused, (text_dataset, "kind 'text' found")):
         assert cli.main(["evaluate", "--run", str(run), "--data", str(data)]) == 2
         said = capsys.readouterr().err
         assert message in said and "--data.path" not in said, "evaluate has no such flag"

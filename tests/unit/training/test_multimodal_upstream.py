@@ -87,5 +87,6 @@ def test_what_the_run_is_told(config: Config) -> None:
     rows = config.batch.global_size
     assert found.positions_per_step == rows * 3 * (config.crops.size // config.vision.patch_size) ** 2
     assert found.step_flops == mm_mae_step_flops(config, rows=rows, classes={"semseg": 3}, computed=True)
-    assert found.checkpoint_extra() == {"map_classes": {"semseg": 3}}
+    names = {"semseg": list(SEMSEG_CLASSES)}
+    assert found.checkpoint_extra() == {"map_classes": {"semseg": 3}, "class_names": names}
     assert found.hooks(RunContext(config=config, objective=found.objective, engine=None)) == []  # type: ignore[arg-type]

@@ -21,6 +21,7 @@ from trp_scale.data.mixture import parse_paths
 from trp_scale.data.rows import Rows
 from trp_scale.data.sources import within_cpus
 from trp_scale.distributed.environment import Environment
+from trp_scale.errors import shortened
 from trp_scale.observe.throughput import TRAINING_OVER_FORWARD
 from trp_scale.upstreams.base import DataFacts, Outline, UpstreamParts
 from trp_scale.upstreams.mm_mae.batch import open_rows
@@ -29,6 +30,9 @@ from trp_scale.upstreams.mm_mae.objective import MultimodalReconstruction
 from trp_scale.upstreams.mm_mae.settings import MmMaeConfig
 from trp_scale.upstreams.mm_mae.tokens import RunModalities
 from trp_scale.upstreams.mm_mae.weights import CLASSES, load_multimae
+
+CLASS_NAMES = "class_names"
+"""In a checkpoint: of each modality's maps that have classes, their names by number."""
 
 
 def classes_of(modalities: RunModalities, meta: ImageMeta) -> dict[str, int]:
@@ -66,6 +70,8 @@ class MultimodalUpstream(UpstreamParts):
         self.source = self.sources.train
         self.objective = MultimodalReconstruction(config)
         self.classes = classes_of(self.objective.modalities, self.sources.meta)
+        used, maps = self.objective.modalities.used, self.sources.meta.maps
+        self._names = {name: list(used[name].class_names(maps[name])) for name in self.classes}
         rows, inputs = config.batch.global_size, len(config.modalities.inputs)
         self.positions_per_step = rows * inputs * self.objective.patches_per_row
         self.step_flops = mm_mae_step_flops(config, rows=rows, classes=self.classes, computed=True)
@@ -99,18 +105,20 @@ class MultimodalUpstream(UpstreamParts):
         return [] if adversary is None else [adversary]
 
     def checkpoint_extra(self) -> dict[str, Any]:
-        return {CLASSES: self.classes}
+        return {CLASSES: self.classes, CLASS_NAMES: self._names}
 
     @classmethod
     def require_readable(cls, rows: Rows, path: str, run_dir: Path, extra: Mapping[str, Any]) -> None:
-        """Rows whose maps have as many classes as those that the run learned from."""
+        """Rows whose maps have the classes of those that the run learned from; a checkpoint of an older version says
+        only how many."""
         assert isinstance(rows.meta, ImageMeta)
         for name, learned in extra[CLASSES].items():
-            found = find("modality", name).load().classes(rows.meta.maps[name])
-            if found != learned:
+            kind, stored = find("modality", name).load(), rows.meta.maps[name]
+            found, names = kind.classes(stored), list(kind.class_names(stored))
+            if found != learned or names != extra.get(CLASS_NAMES, {}).get(name, names):
                 raise RefusedError(
-                    f"{path}: {name} maps of {found} classes found, the run has learned {learned}; give data of the "
-                    "same classes, in the same order"
+                    f"{path}: {name} maps of {found} classes found ({shortened(', '.join(names))}), the run has "
+                    f"learned {learned} others; give data of the same classes, in the same order"
                 )
 
 

@@ -58,6 +58,8 @@ def test_both_forms_are_the_same_examples(tmp_path: Path, task: str) -> None:
     directory = save(root, tmp_path, task, other)
     found = read_glue(directory, task, split="dev", allowed_bad=0)
     assert list(found.measured) == list(files.measured) and not found.notices
+    for one in found.measured.values():
+        assert one.indices == [str(row) for row in range(len(one.places))], "GLUE's server knows rows by them"
     for ours, theirs in (
         (found.train, files.train),
         *zip(found.measured.values(), files.measured.values(), strict=True),
