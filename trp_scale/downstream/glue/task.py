@@ -58,7 +58,7 @@ class GlueTask(TaskParts[GlueTaskConfig]):
         data = read_glue(root, self.name, split=split, allowed_bad=config.data.max_corrupt_blocks)
         train = tokenize(data.train, self._tokenizer)
         self._measured, self._learned = data.measured if apart else {"": data.train}, train.labels
-        self._sets, self.unlabelled = list(self._measured), apart and data.unlabelled
+        self._sets, self.unlabelled = list(self._measured), data.unlabelled if apart else ""
         measured = [tokenize(examples, self._tokenizer) for examples in self._measured.values()] if apart else [train]
         self.metric = figure_name(next(iter(FIGURES[self.name])), self._sets[0])
         super().__init__(
