@@ -17,8 +17,8 @@ class DownstreamConfig(Settings):
 
     task: str = ""
     """The name in tables; empty = the kind."""
-    split: Literal["dev", "test"] = "dev"
-    """What tables call the measured samples: dev (a part of the training set) or test."""
+    split: Literal["dev", "test", "held_out"] = "dev"
+    """What tables call the measured samples: dev or held_out (a part of the training set), or test."""
     epochs: float = setting(3.0, at_least=0)
     """Passes over the training rows. They set training.steps; 0 = training.steps as given."""
     rows: int = setting(0, at_least=0)
