@@ -94,7 +94,7 @@ def shares(sizes: Integers, count: int) -> Integers:
     """[C] rows of each label -> [C] of `count` rows, in proportion; what rounding leaves goes to the largest
     remainders."""
     exact = count * sizes / sizes.sum()
-    found = np.floor(exact).astype(np.int64)
+    found: Integers = np.floor(exact).astype(np.int64)
     found[np.argsort(found - exact, kind="stable")[: count - found.sum()]] += 1
     return found
 
