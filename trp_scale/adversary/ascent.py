@@ -131,7 +131,7 @@ class Ascent(ABC):
 
 
 class AdamW(Ascent):
-    """AdamW uphill without decay, at the weights' learning rate."""
+    """AdamW uphill without decay, at the weights' learning rate, or at its own on the weights' schedule."""
 
     def start(self, vector: Tensor) -> State:
         return {
@@ -148,6 +148,8 @@ class AdamW(Ascent):
         mean_share = 1 - beta1 ** steps.double()
         square_share = 1 - beta2 ** steps.double()
         root = square.sqrt() / square_share.sqrt() + self.optimizer.eps
+        if self.settings.lr > 0.0:
+            lr = self.settings.lr * lr / self.optimizer.lr
         climbed = vector + lr / mean_share * (mean / root)
         return climbed, {"steps": steps, "exp_avg": mean, "exp_avg_sq": square}
 

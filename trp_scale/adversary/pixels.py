@@ -36,7 +36,7 @@ class PixelAdversary(Hook):
         self.settings = settings
         self.device = device = run.device
         self.shifts: dict[int, Tensor] = {}
-        self.effect = EffectWatch(device)
+        self.effect = EffectWatch(run)
         self._sizes = torch.zeros(1, dtype=torch.float64, device=device)
         self._sensitivity = torch.zeros((), dtype=torch.float64, device=device)
 

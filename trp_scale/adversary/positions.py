@@ -56,8 +56,9 @@ class PositionAdversary(Hook):
         self.state = self.ascent.start(self.vector.detach())
         self.gradient = torch.zeros_like(self.vector, requires_grad=False)
         self.agreement = AgreementCheck(settings.check_every)
-        self.effect = EffectWatch(device)
+        self.effect = EffectWatch(run)
         self._moved = torch.zeros((), dtype=torch.bool, device=device)
+        self._loss = torch.ones((), dtype=torch.float64, device=device)
 
     @property
     def seen(self) -> Tensor:
@@ -100,14 +101,18 @@ class PositionAdversary(Hook):
         reach = self.balls.reach(self.gradient)
         at_edge = self.balls.sizes(self.vector).max() >= self.settings.eps * (1 - 1e-6)
         assert ctx.loss is not None, "decided before the hooks' after_step"
+        self._loss = ctx.loss
         matters = reach.isfinite() & (reach > NEGLIGIBLE * ctx.loss.abs())
         self.effect.note(ctx, matters & (self._moved | at_edge))
 
     @torch.no_grad()
     def metrics(self) -> Mapping[str, Any]:
         """norm: of each ball, mean and largest; share_of_eps: the mean over eps; sensitivity: |dL/da|, l2 over all
-        balls; saturated: share of offsets beyond the relative table (relative_coordinate only)."""
-        shares = {} if self.saturation is None else {"saturated": self.saturation.share(self.vector)}
+        balls; effect: share of the loss that the perturbation makes, to first order at the last gradient; saturated:
+        share of offsets beyond the relative table (relative_coordinate only)."""
+        shares = {"effect": (self.gradient.double() @ self.vector.double()) / self._loss.abs()}
+        if self.saturation is not None:
+            shares["saturated"] = self.saturation.share(self.vector)
         sizes, sensitivity = self.balls.sizes(self.vector), self.gradient.double().norm()
         return log_line(self.settings, self.effect, sizes=sizes, sensitivity=sensitivity, **shares)
 

@@ -12,7 +12,7 @@ from trp_scale.config.images import ImagePretrainConfig, MaskedAutoencoderConfig
 from trp_scale.config.settings import Settings, setting
 
 OWN_RATE = ("sgd", "sign")
-"""Ascents that take --adversary.lr."""
+"""Ascents that need --adversary.lr."""
 
 
 @component("adversary", "none", "trp_scale.adversary.positions:no_adversary")
@@ -36,10 +36,12 @@ class PositionAdversarySettings(AdversarySettings):
     """Of adversaries that perturb where masked patches are."""
 
     ascent: Literal["adamw", "sgd", "sign", "linear"] = "adamw"
-    """adamw: AdamW without decay, at the weights' learning rate. sgd, sign: their own lr. linear: the one-step rule
-    from zero, eps g / ||g|| or eps sign(g) (footnote 2), which needs update = sequential."""
+    """adamw: AdamW without decay, at the weights' learning rate or at an lr of its own. sgd, sign: their own lr.
+    linear: the one-step rule from zero, eps g / ||g|| or eps sign(g) (footnote 2), which needs update = sequential."""
     lr: float = setting(0.0, at_least=0)
-    """Step size of sgd and sign, in the units of eps; 0 = not given, which they refuse."""
+    """Step size in the units of eps. adamw: at the peak of the weights' schedule, which it follows; 0 = the weights'
+    own learning rate, the most that it then moves in a step. sgd, sign: of every step; 0 = not given, which they
+    refuse."""
     update: Literal["parallel", "sequential"] = "parallel"
     """parallel: the backward pass that trains the weights also gives the adversary's gradient. sequential: a pass of
     its own first, then the weights see the new perturbation (twice the cost)."""
@@ -84,11 +86,10 @@ class PositionAdversarySettings(AdversarySettings):
                 f"--adversary.ascent is {self.ascent} but --adversary.lr is not given, and the weights' rate would "
                 "hardly move it; allowed: a step size in the units of --adversary.eps, or --adversary.ascent adamw"
             )
-        if self.ascent not in OWN_RATE and self.lr > 0:
-            reason = "takes the weights' learning rate" if self.ascent == "adamw" else "goes to the ball's edge at once"
+        if self.ascent == "linear" and self.lr > 0:
             yield (
-                f"--adversary.lr is {self.lr:g} but --adversary.ascent {self.ascent} {reason}; allowed: "
-                "--adversary.lr 0, or --adversary.ascent sgd or sign"
+                f"--adversary.lr is {self.lr:g} but --adversary.ascent linear goes to the ball's edge at once; "
+                "allowed: --adversary.lr 0, or --adversary.ascent adamw, sgd or sign"
             )
         if self.ascent == "linear" and self.update == "parallel":
             yield (

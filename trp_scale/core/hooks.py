@@ -212,7 +212,8 @@ class Hook:
 
     def metrics(self) -> Mapping[str, Any]:
         """JSON values for this step's line in metrics.jsonl, under the hook's name. Asked for on logged steps only,
-        and on rank 0 alone: no collective in here."""
+        and on rank 0 alone: no collective in here. A sentence under `notice` is repeated by the report while the last
+        line has one."""
         return {}
 
     def state_dict(self) -> dict[str, Any]:

@@ -230,7 +230,8 @@ class TaskHistory:
 class RunHistory:
     """What a run's metrics say in all. Times are medians over logged steps, but for training_seconds and
     data_wait_seconds, sums over all steps; memory, waiting and use of the cache are rank 0's. outside_tasks: those
-    whose weights the balancer does not decide. end_lines: logged steps from `end_begins` on; loss_end: their mean."""
+    whose weights the balancer does not decide. end_lines: logged steps from `end_begins` on; loss_end: their mean.
+    notices: what hooks had to say in the last line, by their names."""
 
     tasks: dict[str, TaskHistory] = field(default_factory=dict)
     outside_tasks: set[str] = field(default_factory=set)
@@ -250,6 +251,7 @@ class RunHistory:
     cache: dict[str, int] = field(default_factory=dict)
     validation_step: int | None = None
     validation: Mapping[str, Any] | None = None
+    notices: dict[str, str] = field(default_factory=dict)
 
     @property
     def data_wait_share(self) -> float | None:
@@ -272,6 +274,12 @@ def task_history(name: str, start: float | None, lines: Iterable[Mapping[str, An
     end = sum(entry["loss"] * entry["count"] for entry in seen) / count if count else None
     weights = [entry["weight"] for entry in seen if entry["weight"] is not None]
     return TaskHistory(start=start, end=end, weight=statistics.fmean(weights) if weights else None, count=count)
+
+
+def notices_of(line: Mapping[str, Any]) -> dict[str, str]:
+    """What hooks have to say to the reader, as `notice` among their values, by the hooks' names."""
+    found = {name: values.get("notice") for name, values in line.items() if isinstance(values, Mapping)}
+    return {name: notice for name, notice in found.items() if isinstance(notice, str) and notice}
 
 
 def read_history(run_dir: Path) -> RunHistory:
@@ -302,6 +310,7 @@ def read_history(run_dir: Path) -> RunHistory:
             starts[name] = entry["loss"] if starts.get(name) is None else starts[name]
         if history.loss_start is None:
             history.loss_start = line.get("loss")
+        history.notices = notices_of(line)
         recent.append({name: line.get(name) for name in ("step", "loss", "tasks")})
         while recent[0]["step"] < end_begins(history.last_step):
             recent.popleft()

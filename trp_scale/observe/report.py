@@ -113,6 +113,7 @@ def report_lines(run_dir: Path, history: RunHistory, summary: Mapping[str, Any])
     lines.append(f"peak memory of rank 0: {history.peak_memory_bytes / 2**20:,.0f} MiB")
     if history.skipped_steps:
         lines.append(f"skipped steps (loss or gradient not finite): {history.skipped_steps}")
+    lines += [f"note: {notice}" for notice in history.notices.values()]
     lines.append(f"run directory: {run_dir}")
     return lines
 

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.synthetic import Layout
 from tests.synthetic_images import image_config, image_trainer
 from tests.unit.adversary.toy import Setting, Toy, gradient, toy_hook, toy_trainer
-from trp_scale.adversary.effect import IDLE_STEPS
+from trp_scale.adversary.effect import IDLE_STEPS, QUARTER
 from trp_scale.core.hooks import Hook
 from trp_scale.models.perturbation import PerturbationShape
 
@@ -39,6 +39,7 @@ def test_what_is_logged(norm: str) -> None:
     pairs = hook.vector.detach().double().view(3, 2)
     sizes = pairs.norm(dim=1) if norm == "l2" else pairs.abs().amax(1)
     _, above, _ = gradient(setting, Toy(6).weight, torch.zeros(6), 0)
+    _, _, loss = gradient(setting, Toy(6).weight, torch.zeros(6), 0)
     assert line == {
         "kind": "relative_coordinate",
         "norm": pytest.approx(float(sizes.mean())),
@@ -46,6 +47,7 @@ def test_what_is_logged(norm: str) -> None:
         "eps": 30.0,
         "share_of_eps": pytest.approx(float(sizes.mean()) / 30.0),
         "sensitivity": pytest.approx(float(above.norm()), rel=1e-5),
+        "effect": pytest.approx(float(above @ hook.vector.detach().double()) / loss, rel=1e-5),
         "saturated": line["saturated"],
     }
     assert 0.0 <= line["saturated"] < 0.2
@@ -140,6 +142,43 @@ def test_one_that_stands_at_the_edge_of_its_ball_is_at_work(ascent: str, caplog:
     with caplog.at_level(logging.WARNING):
         hook.metrics()
     assert int(hook.effect.idle) < 5 and not warnings(caplog)
+
+
+def still(adversary: dict[str, Any], steps: int, every: int) -> list[str]:
+    """The notices logged, with a line each `every` steps, of a run of 1,000 whose weights hardly learn."""
+    setting = Setting(adversary=adversary, optimizer={"lr": 1e-6})
+    trainer = toy_trainer(setting, hook := toy_hook(setting))
+    notices = []
+    for step in range(steps):
+        trainer.train_step()
+        if step % every == 0:
+            notices.append(hook.metrics().get("notice", ""))
+    return notices
+
+
+@pytest.mark.parametrize("every", [1, 25])
+def test_an_adversary_that_hardly_acts_for_a_quarter_of_the_run_is_warned_of_once(
+    every: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """AdamW at the weights' learning rate of 1e-6 moves, and so is not idle, but gets nowhere in a ball of 20."""
+    with caplog.at_level(logging.WARNING):
+        notices = still({"ascent": "adamw", "eps": 20.0}, 1000 // QUARTER + every + 1, every)
+    due = 1000 // QUARTER // every  # the first line, of step 1, is where it begins
+    assert not any(notices[:due]) and all(notices[due:])
+    assert "hardly acts, since step 1:" in notices[-1] and "--adversary.lr" in notices[-1]
+    assert sum("hardly acts" in record.getMessage() for record in caplog.records) == 1
+
+
+def test_one_at_a_rate_of_its_own_acts(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        notices = still({"ascent": "adamw", "eps": 20.0, "lr": 0.05}, 1000 // QUARTER + 2, 1)
+    assert not any(notices) and not caplog.records
+
+
+def test_one_with_a_small_share_of_a_ball_too_large_for_it_acts_by_its_effect() -> None:
+    """Share of eps and effect are both asked: this one stands at a thousandth of eps, and makes much of the loss."""
+    notices = still({"ascent": "sgd", "eps": 2000.0, "lr": 0.05}, 1000 // QUARTER + 2, 1)
+    assert not any(notices)
 
 
 def test_steps_that_are_skipped_do_not_count() -> None:

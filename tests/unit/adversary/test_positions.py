@@ -23,6 +23,7 @@ ASCENTS: dict[str, dict[str, Any]] = {
     "sgd l2": {**SGD, "norm": "l2"},
     "sign": {"ascent": "sign", "lr": 0.05, "eps": 0.4},
     "adamw": {"ascent": "adamw", "eps": 0.05},
+    "adamw of its own rate": {"ascent": "adamw", "lr": 0.06, "eps": 0.3},
 }
 BALANCING = {"uniform": {"kind": "uniform"}, "exact": {"kind": "minimax", "estimate": "exact"}}
 
@@ -43,7 +44,7 @@ def written_out(setting: Setting, steps: int) -> tuple[Tensor, Tensor]:
     optimizer = setting.config().optimizer
     adamw = torch.optim.AdamW(
         [vector],
-        lr=rate,
+        lr=adversary.lr or rate,
         betas=(optimizer.beta1, optimizer.beta2),
         eps=optimizer.eps,
         weight_decay=0.0,
@@ -90,6 +91,17 @@ def test_the_loop_descends_and_ascends(ascent: str, update: str, micro_size: int
     assert vector.abs().max() > 0.01
     torch.testing.assert_close(vector.double(), expected_vector, rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(weight.double(), expected_weight, rtol=1e-4, atol=1e-5)
+
+
+def test_adamw_s_own_rate_follows_the_weights_schedule() -> None:
+    """lr is at the peak: at half the weights' peak the first step, which is of the rate's size, is half as long."""
+    moved = []
+    for share in (1.0, 0.5):
+        hook = toy_hook(Setting(adversary={"lr": 0.06, "eps": 1.0}, optimizer={"lr": 0.01}))
+        hook.gradient = torch.full_like(hook.gradient, 3.0)
+        hook.ascend(0.01 * share)
+        moved.append(float(hook.vector.detach().mean()))
+    assert moved == pytest.approx([0.06, 0.03], rel=1e-5)
 
 
 def test_the_projection_was_at_work_in_the_case_above() -> None:

@@ -233,6 +233,16 @@ def test_a_hook_cannot_take_a_field_s_name(start: Callable[..., Observer]) -> No
         start().step(record(1, hooks={"loss": {"value": 1.0}}))
 
 
+def test_a_hook_s_notice_is_in_the_report_while_the_last_line_has_it(
+    start: Callable[..., Observer], tmp_path: Path
+) -> None:
+    observer = start()
+    observer.step(record(1, hooks={"adversary": {"notice": "the adversary hardly acts"}}))
+    assert "note: the adversary hardly acts" in report(tmp_path / "run")
+    observer.step(record(2, hooks={"adversary": {"norm": 1.0}}))
+    assert "note:" not in report(tmp_path / "run")
+
+
 def test_a_directory_without_metrics_is_named(tmp_path: Path) -> None:
     with pytest.raises(RefusedError, match=str(tmp_path)):
         report(tmp_path)

@@ -51,7 +51,6 @@ def test_each_kind_with_its_defaults_passes(kind: str) -> None:
         ("relative_coordinate", {"check_every": -1}, "--adversary.check_every is -1"),
         ("absolute_coordinate", {"ascent": "sgd"}, "--adversary.lr is not given"),
         ("absolute_coordinate", {"ascent": "sign"}, "--adversary.ascent is sign but --adversary.lr is not given"),
-        ("absolute_coordinate", {"lr": 0.1}, "--adversary.ascent sgd or sign"),
         ("absolute_coordinate", {"ascent": "linear"}, "--adversary.update sequential"),
         ("absolute_coordinate", {"ascent": "linear", "update": "sequential", "lr": 0.1}, "goes to the ball's edge"),
         ("absolute_coordinate", {"vision__tokens": "visible"}, "--vision.tokens all, as in the recipe mae_plus_vit_b"),
