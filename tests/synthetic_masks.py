@@ -195,12 +195,13 @@ def masks_run(
 @dataclass(kw_only=True)
 class MasksResult(Result):
     """What a run gave. Attributes: network: weights of the masking network; head: of the head; tuned: of a second
-    encoder, where there is one; all at the end."""
+    encoder, where there is one; lesson: values of the network's last step; all at the end."""
 
     network: dict[str, Tensor]
     network_initial: dict[str, Tensor]
     head: dict[str, Any]
     tuned: dict[str, Tensor]
+    lesson: dict[str, Tensor]
 
 
 def run_masks(layout: Layout, changes: dict[str, Any], *, halves: bool = False) -> MasksResult:
@@ -226,4 +227,5 @@ def run_masks(layout: Layout, changes: dict[str, Any], *, halves: bool = False) 
         network_initial=network_initial,
         head=head,
         tuned=by_projection(tuned),
+        lesson=run.hook.masker.lesson,
     )

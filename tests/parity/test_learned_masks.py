@@ -52,6 +52,8 @@ SPLITS = {
     "zero3": (TWO_RANKS["zero3"], ("patchwise", "look ahead")),
 }
 
+OVERLAPS = ("overlap_untrained", "overlap_last")
+
 TIE = 1e-5
 """Masks are a ranking: where the last masked and the first visible patch are closer than rounding, splits may mask
 different patches, and weights then differ as after another mask. No reference here comes near that."""
@@ -102,6 +104,10 @@ def differences(ours: MasksResult, theirs: MasksResult) -> list[str]:
         apart = float((ours.head[name]["value"] - values["value"]).norm() / values["value"].norm())
         if apart > RELATIVE:
             found.append(f"head {name}: {apart:.1e} of its norm")
+    for name in OVERLAPS:  # ratios of counts
+        one, other = float(ours.lesson[name]), float(theirs.lesson[name])
+        if abs(one - other) > 1e-12:
+            found.append(f"{name}: {one} and {other}")
     return found
 
 

@@ -43,13 +43,13 @@ def draw_masks(
     figure_of: type[Figure], trained: TrainedImages, network: MaskingNetwork, batch: Batch, path: Path
 ) -> str:
     """Draw images, each patch's probability, and the masks of a tenth and of the run's own share of the patches, drawn
-    at random and chosen by the network; returns a sentence about them.
+    at random, chosen by the untrained network, and by the learned one; returns a sentence about them.
 
     Args:
         batch: images to show; the first crop of each.
     """
     shown = mask_strips(trained, network, batch)
-    probabilities = shown.pop("probability")
+    probabilities, same = shown.pop("probability"), float(shown.pop("as untrained"))
     images = len(probabilities)
     figure = figure_of(figsize=(1.3 * images + 1.0, 1.3 * (len(shown) + 1)), layout="constrained")
     axes = figure.subplots(len(shown) + 1, images, squeeze=False)
@@ -67,27 +67,34 @@ def draw_masks(
     figure.savefig(path, dpi=110)
     spread = float(probabilities.std(dim=0).mean())
     return (
-        f"learned masks beside random ones, {images} images; a patch's probability is "
-        f"{float(probabilities.mean()):.3f} on average, and differs by {spread:.3f} (standard deviation) between images"
+        f"learned masks beside the untrained network's, with which they share {same:.1%} of the patches, and random "
+        f"ones, {images} images; a patch's probability is {float(probabilities.mean()):.3f} on average, and differs by "
+        f"{spread:.3f} (standard deviation) between images"
     )
 
 
 @torch.no_grad()
 def mask_strips(trained: TrainedImages, network: MaskingNetwork, batch: Batch) -> dict[str, Tensor]:
-    """{"image", "random 10 %", ...}: [R, 3, S, S] in [0, 1] each, and "probability": [R, N]."""
+    """{"image", "random 10 %", ...}: [R, 3, S, S] in [0, 1] each; "probability": [R, N]; and "as untrained": the share
+    of the learned masks of the run's own ratio that are the untrained network's too."""
     first = Batch(fields={"images": batch["images"][:, :1]}, keys=batch.keys, start=batch.start)
     patches = trained.objective.patches(first)  # [R, N, P]
-    probabilities = network(trained.model.patch_embed(patches))  # [R, N]
+    embeddings = trained.model.patch_embed(patches)  # [R, N, D]
+    probabilities = network(embeddings)  # [R, N]
+    untrained = type(network)(trained.config).eval()(embeddings)  # from the seed, as the run's own was
     count, patch_size = patches.shape[1], trained.config.vision.patch_size
     orders = torch.stack([_random_order(trained.config.training.seed, key, count) for key in batch.keys.tolist()])
     strips = {"image": pixels(patches, patch_size)}
     for share in (FEW, trained.config.multilevel.final_ratio or trained.config.masking.ratio):
         split = PatchSplit(patches=count, visible=min(count - 1, int(count * (1.0 - share))))
-        for name, scores in (("random", orders), ("learned", probabilities)):
+        hidden = {}
+        for name, scores in (("random", orders), ("untrained", untrained), ("learned", probabilities)):
             masked = select(scores, split).masked
-            dimmed = torch.ones(len(patches), count, 1).scatter(1, masked.unsqueeze(-1), DIMMED)
-            strips[f"{name} {100 * share:g} %"] = pixels(patches, patch_size, dimmed)
-    return {**strips, "probability": probabilities}
+            hidden[name] = torch.zeros(len(patches), count).scatter(1, masked, 1.0)  # [R, N]
+            brightness = 1.0 - (1.0 - DIMMED) * hidden[name]
+            strips[f"{name} {100 * share:g} %"] = pixels(patches, patch_size, brightness.unsqueeze(-1))
+    same = (hidden["learned"] * hidden["untrained"]).sum() / hidden["learned"].sum()
+    return {**strips, "probability": probabilities, "as untrained": same}
 
 
 def pixels(patches: Tensor, patch_size: int, brightness: Tensor | None = None) -> Tensor:

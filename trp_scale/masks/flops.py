@@ -28,7 +28,8 @@ class Passes:
         masked: F, encoder and decoder over the masked images.
         whole: W, the encoder over the whole images of D_tr, or of D_val; 0 without labels.
         choice: T, the masking network, and the patch embedding that it reads.
-        outer: the masking network forward and backward; the gradient of its first layer's input is not needed.
+        outer: the masking network forward and backward; the gradient of its first layer's input is not needed. Then
+            twice forward, learned and untrained, to compare their masks.
     """
 
     masked: float
@@ -54,8 +55,8 @@ def multilevel_step_flops(config: MaskedAutoencoderConfig, *, ranks: int, comput
         every inner step: 3 F, and T for its masks;
         after multilevel.unroll of them, a head step: W;
         after multilevel.every of those, an outer step: 3 W on D_tr, in which the head step is done, 3 W on D_val (both
-            give dL_val / dE'), 2 F without a backward pass (the finite difference), and T's own forward and backward
-            pass. Where one pass does not hold a rank's share of both batches, W for the head comes before them.
+            give dL_val / dE'), 2 F without a backward pass (the finite difference), and T's own passes. Where one pass
+            does not hold a rank's share of both batches, W for the head comes before them.
     kind reconstruction: the outer step is F, and there is no head.
     kind joint: 3 W on D_tr are part of every inner step, in which the head learns.
     kind fine_tuning: the head step is 3 W of the second encoder, whose 3 W on D_val give dL_val / dF'.
@@ -153,5 +154,5 @@ def _passes(config: MaskedAutoencoderConfig, computed: bool) -> Passes:
         masked=mae_step_flops(config, rows=rows, computed=computed) / TRAINING_OVER_FORWARD,
         whole=whole,
         choice=2.0 * rows * (embedding + first + second),
-        outer=2.0 * rows * (2 * first + TRAINING_OVER_FORWARD * second),
+        outer=2.0 * rows * (2 * first + TRAINING_OVER_FORWARD * second + 2 * (first + second)),
     )

@@ -135,15 +135,13 @@ class LearnedMasks(Hook):
         return {NETWORK: self.masker.network, **self.outer.engines()}
 
     def metrics(self) -> Mapping[str, Any]:
-        """lessons: outer steps so far; mean_probability, entropy (of a patch's own masking, in nats), overlap (share of
-        the loader's random masks that are masked too): of this rank's last window; gradient_norm, below_eps: of the
-        last outer step; time: share of each part; and what the outer objective adds. A value that there is none of yet
-        is left out."""
+        """lessons: outer steps so far; mean_probability, entropy (of a patch's own masking, in nats): of this rank's
+        last window; gradient_norm, below_eps, overlap_untrained, overlap_last: of the last outer step (see `Masker`);
+        time: share of each part; and what the outer objective adds. A value that there is none of yet is left out."""
         assert self.window is not None, "metrics are asked for after a step"
         values = {
             **described(self.window),
-            "gradient_norm": self.masker.gradient_norm,
-            "below_eps": self.masker.below_eps,
+            **self.masker.lesson,
             **self.outer.metrics(),
         }
         known = {name: float(value) for name, value in values.items() if value is not None}
@@ -151,12 +149,14 @@ class LearnedMasks(Hook):
 
     def state_dict(self) -> dict[str, Any]:
         steps = {"inner_steps": self.inner_steps, "head_steps": self.head_steps, "outer_steps": self.outer_steps}
-        return {"counters": {**steps, "unrolled": self.unrolled}, "outer": self.outer.state_dict()}
+        counters = {**steps, "unrolled": self.unrolled}
+        return {"counters": counters, "lesson": self.masker.state_dict(), "outer": self.outer.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         steps = state["counters"]
         self.inner_steps, self.head_steps = int(steps["inner_steps"]), int(steps["head_steps"])
         self.outer_steps, self.unrolled = int(steps["outer_steps"]), bool(steps["unrolled"])
+        self.masker.load_state_dict(state.get("lesson", {}))  # checkpoints of older versions have none
         self.outer.load_state_dict(state["outer"])
 
 
@@ -199,13 +199,7 @@ def described(window: MaskedWindow) -> dict[str, Tensor]:
     """What this rank's masks are like."""
     probabilities = torch.cat([each.probabilities for each in window.selections]).double().clamp(1e-12, 1 - 1e-12)
     entropy = -(probabilities * probabilities.log() + (1 - probabilities) * (1 - probabilities).log())
-    shared, number = probabilities.new_zeros(()), 0
-    for micro, selection in zip(window.micros, window.selections, strict=True):
-        drawn = torch.zeros_like(selection.probabilities, dtype=torch.bool)
-        drawn.scatter_(1, micro["masked"].flatten(0, 1), True)
-        shared = shared + drawn.gather(1, selection.masked).sum()
-        number += micro["masked"].numel()
-    return {"mean_probability": probabilities.mean(), "entropy": entropy.mean(), "overlap": shared / number}
+    return {"mean_probability": probabilities.mean(), "entropy": entropy.mean()}
 
 
 class LevelClock:

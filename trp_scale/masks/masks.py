@@ -7,7 +7,7 @@ The selection is always hard. `multilevel.selection` says what the loss's deriva
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -18,7 +18,7 @@ from trp_scale.config.images import MaskedAutoencoderConfig
 from trp_scale.core.batch import Batch
 from trp_scale.core.engine import Engine
 from trp_scale.core.objective import GATE, PATCH_WEIGHTS, PatchObjective
-from trp_scale.core.pieces import bunches
+from trp_scale.core.pieces import Shards, bunches
 from trp_scale.core.run import RunContext
 from trp_scale.masks.settings import LearnedMasksSettings
 
@@ -215,9 +215,11 @@ class Masker:
         network: the engine that holds T.
         objective: cuts images into patches, and counts.
     Attributes:
-        gradient_norm: of T's global gradient in the last outer step; None before the first.
-        below_eps: share of T's elements whose root mean square gradient is below AdamW's eps; None before the first
-            outer step.
+        untrained: T's weights as the seed made them, laid out like T's own.
+        lesson: values of the last outer step, 0-dimensional and of the global batch; empty before the first.
+            gradient_norm: of T's gradient. below_eps: share of T's elements whose root mean square gradient is below
+            AdamW's eps. overlap_untrained, overlap_last: of the patches that T masks now in the images that it learned
+            from, the share that it would mask untrained, and the share that it masked before the step.
     """
 
     def __init__(self, config: MaskedAutoencoderConfig, network: Engine, objective: PatchObjective) -> None:
@@ -225,8 +227,9 @@ class Masker:
         self.settings: LearnedMasksSettings = config.multilevel
         self.relaxation = relaxation_of(self.settings)
         self.eps = self.settings.network_eps(config.optimizer.lr)
-        self.gradient_norm: Tensor | None = None
-        self.below_eps: Tensor | None = None
+        # Taken before a checkpoint is loaded: what (seed, name) give, so that no checkpoint holds it.
+        self.untrained: Shards = network.weights()
+        self.lesson: dict[str, Tensor] = {}
 
     @torch.no_grad()
     def choose(self, engine: Engine, window: Sequence[Batch], step: int, *, keep: bool) -> MaskedWindow:
@@ -279,14 +282,49 @@ class Masker:
             if weights.gate is not None and gradient.gates is not None:
                 loss = loss + (weights.gate * gradient.gates * present[:, None]).sum()
             self.network.backward(loss, last=place == len(parts) - 1)
-        norm = self.gradient_norm = self.network.check_gradients()
+        norm = self.network.check_gradients()
+        self.lesson["gradient_norm"] = norm
         # The one place that waits for the device, once in an outer step.
         if not math.isfinite(float(norm)):
             self.network.skip()
             return False
         self.network.step(self.settings.lr * scale)
-        self.below_eps = self._share_below_eps()
+        self.lesson["below_eps"] = self._share_below_eps()
+        self.lesson |= self._overlaps([window for window, _ in hypergradient])
         return True
+
+    @torch.no_grad()
+    def _overlaps(self, windows: Sequence[MaskedWindow]) -> dict[str, Tensor]:
+        """Whose masks T's present ones are, on the images and embeddings that it has just learned from. A random mask
+        would share the mask ratio with any other, whatever was learned, so it is not compared with."""
+        pairs = [pair for window in windows for pair in zip(window.micros, window.selections, strict=True)]
+        before = [chosen.masked for _, chosen in pairs]
+        now = [self._chosen_again(chosen) for _, chosen in pairs]
+        with self.network.exchanged(self.untrained):
+            untrained = [self._chosen_again(chosen) for _, chosen in pairs]
+        sums = torch.zeros(3, dtype=torch.float64, device=self.network.device)
+        for (micro, chosen), *masked in zip(pairs, now, untrained, before, strict=True):
+            own, *others = (torch.zeros_like(chosen.probabilities).scatter_(1, each, 1.0) for each in masked)  # [B, N]
+            shared = torch.stack([own, *(own * other for other in others)]).sum(-1).double()  # [3, B]
+            sums += shared @ rows(micro).double()
+        number, as_untrained, as_last = self.network.data_group.sum(sums)
+        return {"overlap_untrained": as_untrained / number, "overlap_last": as_last / number}
+
+    def _chosen_again(self, selection: Selection) -> Tensor:
+        """[B, M] the patches that the network as it is masks, from the inputs that are kept."""
+        assert selection.embeddings is not None, "masks were chosen without keeping what they came from"
+        with self.network.exact_forwards():
+            probabilities = self.network(selection.embeddings)
+        patches, visible = probabilities.shape[1], selection.visible.shape[1]
+        return select(probabilities, PatchSplit(patches=patches, visible=visible)).masked
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The last lesson's values, so that a run that goes on logs them until the next."""
+        return {name: value.detach().clone().cpu() for name, value in self.lesson.items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take back what state_dict gave."""
+        self.lesson = {name: value.clone().to(self.network.device) for name, value in state.items()}
 
     def _centred(self, window: MaskedWindow, gradients: Sequence[MaskGradient]) -> Sequence[MaskGradient]:
         """With normalised weights, less their weighted mean: scaling all probabilities then changes nothing."""

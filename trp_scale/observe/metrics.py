@@ -161,6 +161,16 @@ class _Cache(PartOf):
 
 
 @dataclass(frozen=True, kw_only=True)
+class LastLesson(PartOf):
+    """What is read of learned masks. Attributes: lessons: of the masking network so far; overlap_untrained,
+    overlap_last: share of the patches that it masks that it would mask untrained, and masked before its last lesson."""
+
+    lessons: Whole = 0
+    overlap_untrained: float | None = None
+    overlap_last: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Line(PartOf):
     """What is read of a line. One of a step has tasks, and one of a step that was validated a validation."""
 
@@ -176,6 +186,7 @@ class _Line(PartOf):
     tokens_per_second: float | None = None
     model_flops_utilisation: float | None = None
     cache: _Cache | None = None
+    multilevel: LastLesson | None = None
 
 
 def read_metrics(run_dir: Path) -> Iterator[dict[str, Any]]:
@@ -231,7 +242,7 @@ class RunHistory:
     """What a run's metrics say in all. Times are medians over logged steps, but for training_seconds and
     data_wait_seconds, sums over all steps; memory, waiting and use of the cache are rank 0's. outside_tasks: those
     whose weights the balancer does not decide. end_lines: logged steps from `end_begins` on; loss_end: their mean.
-    notices: what hooks had to say in the last line, by their names."""
+    notices: what hooks had to say in the last line, by their names. lesson: of learned masks, in the last line."""
 
     tasks: dict[str, TaskHistory] = field(default_factory=dict)
     outside_tasks: set[str] = field(default_factory=set)
@@ -252,6 +263,7 @@ class RunHistory:
     validation_step: int | None = None
     validation: Mapping[str, Any] | None = None
     notices: dict[str, str] = field(default_factory=dict)
+    lesson: LastLesson | None = None
 
     @property
     def data_wait_share(self) -> float | None:
@@ -287,6 +299,7 @@ def read_history(run_dir: Path) -> RunHistory:
     history = RunHistory()
     starts: dict[str, float | None] = {}
     recent: deque[dict[str, Any]] = deque()
+    last: dict[str, Any] | None = None
     columns: dict[str, list[float]] = {"step_seconds": [], "tokens_per_second": [], "model_flops_utilisation": []}
     for line in read_metrics(run_dir):
         if line.get("validation") is not None:
@@ -310,11 +323,14 @@ def read_history(run_dir: Path) -> RunHistory:
             starts[name] = entry["loss"] if starts.get(name) is None else starts[name]
         if history.loss_start is None:
             history.loss_start = line.get("loss")
-        history.notices = notices_of(line)
+        last = line
         recent.append({name: line.get(name) for name in ("step", "loss", "tasks")})
         while recent[0]["step"] < end_begins(history.last_step):
             recent.popleft()
     history.end_lines = len(recent)
+    if last is not None:
+        history.notices = notices_of(last)
+        history.lesson = record(_Line, last, str(Path(run_dir) / METRICS_FILE), RefusedError).multilevel
     losses = [line["loss"] for line in recent if line.get("loss") is not None]
     history.loss_end = statistics.fmean(losses) if losses else None
     history.tasks = {name: task_history(name, start, recent) for name, start in starts.items()}

@@ -17,7 +17,7 @@ from trp_scale.documents.fields import Fields, PartOf, Whole, record
 from trp_scale.documents.json_files import read_object
 from trp_scale.documents.yaml_files import read_yaml
 from trp_scale.errors import RefusedError
-from trp_scale.observe.metrics import RunHistory, end_begins, read_history
+from trp_scale.observe.metrics import LastLesson, RunHistory, end_begins, read_history
 
 SUMMARY_FILE = "summary.json"
 REPORT_FILE = "report.txt"
@@ -113,6 +113,8 @@ def report_lines(run_dir: Path, history: RunHistory, summary: Mapping[str, Any])
     lines.append(f"peak memory of rank 0: {history.peak_memory_bytes / 2**20:,.0f} MiB")
     if history.skipped_steps:
         lines.append(f"skipped steps (loss or gradient not finite): {history.skipped_steps}")
+    if (lesson := history.lesson) is not None:
+        lines.append(lesson_line(lesson))
     lines += [f"note: {notice}" for notice in history.notices.values()]
     lines.append(f"run directory: {run_dir}")
     return lines
@@ -126,6 +128,16 @@ def cache_line(cache: Mapping[str, int]) -> str:
     return (
         f"cache: {there} of {opened:,} tars or blocks opened were there; {fetched:,} fetched, "
         f"{cache['ahead']:,} of them ahead, {size:,.3f} GB (rank 0)"
+    )
+
+
+def lesson_line(lesson: LastLesson) -> str:
+    """Whose masks those of the masking network are; the mask ratio says nothing of that."""
+    if lesson.overlap_untrained is None or lesson.overlap_last is None:
+        return f"learned masks: {lesson.lessons:,} lessons; whose masks they are is compared at the next one"
+    return (
+        f"learned masks: {lesson.overlap_untrained:.1%} of the patches are those of the untrained network, "
+        f"{lesson.overlap_last:.1%} those before the last of {lesson.lessons:,} lessons"
     )
 
 

@@ -22,9 +22,9 @@ from trp_scale.checkpoint.document import read_document
 from trp_scale.checkpoint.export import find_checkpoint
 from trp_scale.config import RefusedError
 from trp_scale.config.components import settings_of
-from trp_scale.downstream.pictures import _draw_sizes, draw_pictures, reconstructions
+from trp_scale.downstream.pictures import _draw_sizes, draw_pictures, mask_strips, reconstructions
 from trp_scale.downstream.sweep import combinations, linear_probe, sweep
-from trp_scale.downstream.trained_images import load_trained_images
+from trp_scale.downstream.trained_images import load_masking_network, load_trained_images
 from trp_scale.recipes.loader import to_dict
 from trp_scale.upstreams.pos_bert.settings import PosBertConfig
 
@@ -97,6 +97,28 @@ def test_visible_patches_are_the_image_and_the_losses_are_those_of_the_objective
             hidden = number in batch["masked"][row, 0].tolist()
             assert torch.allclose(shown["masked"][place], torch.tensor(0.5) if hidden else image[place], atol=1e-5)
             assert hidden or torch.allclose(shown["reconstruction"][place], image[place], atol=1e-5)
+
+
+def test_learned_masks_are_drawn_beside_those_of_the_untrained_network(scenes: Path, tmp_path: Path) -> None:
+    """Before the first lesson they are the same; after lessons at a high rate they are not."""
+    own = {**SMALL, "masking.ratio": 0.5, "multilevel.unroll": 1, "multilevel.every": 1, "multilevel.lr": 0.05}
+    flags = [word for name, value in own.items() for word in (f"--{name}", str(value))]
+    shares = []
+    for steps, every in ((1, 9), (6, 1)):
+        run = tmp_path / f"run{steps}"
+        command = ["--recipe", "mlo_mae_tiny", "--data.path", str(scenes), "--run_dir", str(run), *flags]
+        assert pretrain_here([*command, "--training.steps", str(steps), "--multilevel.every", str(every)]) == 0
+        trained = load_trained_images(run)
+        network = load_masking_network(trained)
+        assert network is not None
+        strips = mask_strips(trained, network, trained.images(4))
+        names = ["image", *(f"{name} {share} %" for share in (10, 50) for name in ("random", "untrained", "learned"))]
+        assert list(strips) == [*names, "probability", "as untrained"]
+        share = float(strips["as untrained"])
+        assert torch.equal(strips["untrained 50 %"], strips["learned 50 %"]) == (share == 1.0)
+        shares.append(share)
+        assert f"share {share:.1%} of the patches" in draw_pictures(run, tmp_path / "pictures", rows=4)[-1]
+    assert shares[0] == 1.0 and 0.0 < shares[1] < 1.0
 
 
 def test_pictures_need_the_checkpoint_of_a_masked_autoencoder(

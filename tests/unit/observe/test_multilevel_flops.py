@@ -100,10 +100,10 @@ def over_plain(ranks: int = 1, **multilevel: Any) -> float:
 
 def test_vit_base_over_plain_mae() -> None:
     """By hand: F = 19.35 GFLOP, W = 35.13, so that at unroll 2 with an update of everything 1 + (2 F + 6 W) / 2 / 3 F,
-    and 0.01 for the masking network."""
-    assert over_plain(unroll=2) == pytest.approx(1 + (2 * 19.35 + 6 * 35.13) / 2 / 58.05 + 0.009, abs=0.001)
-    assert over_plain(unroll=2) == pytest.approx(3.158, abs=0.001)
-    assert over_plain(unroll=2, every=5) == pytest.approx(1.679, abs=0.001)
-    assert over_plain(unroll=2, micro_size=64) == pytest.approx(3.461, abs=0.001)
+    and 0.01 for the masking network, its comparisons with 0.003 among it."""
+    assert over_plain(unroll=2) == pytest.approx(1 + (2 * 19.35 + 6 * 35.13) / 2 / 58.05 + 0.012, abs=0.001)
+    assert over_plain(unroll=2) == pytest.approx(3.161, abs=0.001)
+    assert over_plain(unroll=2, every=5) == pytest.approx(1.680, abs=0.001)
+    assert over_plain(unroll=2, micro_size=64) == pytest.approx(3.463, abs=0.001)
     assert over_plain(4, unroll=2, micro_size=64) == over_plain(unroll=2)
-    assert over_plain(unroll=1) == pytest.approx(5.309, abs=0.001)
+    assert over_plain(unroll=1) == pytest.approx(5.314, abs=0.001)

@@ -243,6 +243,21 @@ def test_a_hook_s_notice_is_in_the_report_while_the_last_line_has_it(
     assert "note:" not in report(tmp_path / "run")
 
 
+def test_the_report_says_whose_masks_the_learned_ones_are(start: Callable[..., Observer], tmp_path: Path) -> None:
+    observer = start()
+    observer.step(record(1, hooks={"multilevel": {"lessons": 0}}))
+    assert "learned masks: 0 lessons" in report(tmp_path / "run")
+    overlaps = {"lessons": 3, "overlap_untrained": 0.25, "overlap_last": 0.875}
+    observer.step(record(2, hooks={"multilevel": overlaps}))
+    text = " ".join(report(tmp_path / "run").split())
+    assert (
+        "learned masks: 25.0% of the patches are those of the untrained network, 87.5% those before the last of 3"
+        in text
+    )
+    observer.step(record(3))
+    assert "learned masks" not in report(tmp_path / "run")
+
+
 def test_a_directory_without_metrics_is_named(tmp_path: Path) -> None:
     with pytest.raises(RefusedError, match=str(tmp_path)):
         report(tmp_path)
