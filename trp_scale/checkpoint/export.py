@@ -104,10 +104,12 @@ def _export(source: Path, output: Path, *, to: str, image_size: int, weights: We
 def loading_call(directory: Path) -> str:
     """The Python expression that gives the model of an exported directory with its weights.
 
-    timm's `create_model` makes random weights unless `pretrained=True` is said, of a local directory too, and gives no
-    warning.
+    A model that no library knows comes with a module of its own, which torch.hub loads. timm's `create_model` makes
+    random weights unless `pretrained=True` is said, of a local directory too, and gives no warning.
     """
     described = read_object(directory / "config.json")
+    if entry := described.get("hub_entry"):
+        return f'torch.hub.load("{directory}", "{entry}", source="local")'
     if "architecture" in described:
         return f'timm.create_model("local-dir:{directory}", pretrained=True)'
     return f'transformers.{described["architectures"][0]}.from_pretrained("{directory}")'

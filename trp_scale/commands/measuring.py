@@ -110,7 +110,8 @@ class ExportArguments(ReadsRuns):
     to: Literal["hf", "timm"] = "hf"
     """hf: for transformers' from_pretrained, of BertForPreTraining or ViTMAEForPreTraining. timm: an image run's
     encoder, for timm.create_model("local-dir:DIR", pretrained=True); without pretrained=True timm makes random weights
-    and does not say so."""
+    and does not say so. An encoder with relative positions, which timm has not, brings a module along, for
+    torch.hub.load("DIR", "encoder", source="local")."""
     weights: Weights = "last"
     """Of a run with the hook weight_average: average takes the average of its weights in place of the last ones."""
     image_size: int = 224
@@ -130,8 +131,9 @@ def export(argv: Sequence[str]) -> int:
         image_size=arguments.image_size,
         weights=arguments.weights,
     )
-    print(f"{checkpoint} -> {arguments.output}\nloaded by: {loading_call(arguments.output)}")
-    if arguments.to == "timm":
+    call = loading_call(arguments.output)
+    print(f"{checkpoint} -> {arguments.output}\nloaded by: {call}")
+    if call.startswith("timm."):
         print("without pretrained=True timm makes random weights and does not say so")
     return 0
 

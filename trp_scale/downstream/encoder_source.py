@@ -29,8 +29,11 @@ from trp_scale.models.image_encoder import interpolated
 from trp_scale.models.patches import CHANNEL_DEVIATION, CHANNEL_MEAN
 from trp_scale.models.positions import PositionOrder, sine_cosine
 from trp_scale.recipes.loader import from_dict
+from trp_scale.upstreams.mae.export import RELATIVE_ARCHITECTURE, TIMM_ARCHITECTURE
 from trp_scale.upstreams.mae.weights import (
+    TABLE,
     TIMM_POSITIONS,
+    TIMM_TABLE,
     VITMAE_POSITIONS,
     is_encoder,
     order_of,
@@ -124,8 +127,17 @@ def open_encoder(path: str) -> EncoderSource:
     if found.get("model_type") == "vit_mae":
         return _of_vitmae(path, Fields(found, said))
     if "architecture" in found:
+        index = ""
+        if found["architecture"] == RELATIVE_ARCHITECTURE:  # ours; but for its tables it is timm's plain one
+            index = Fields(found, said).text("relative_index")
+            if index not in ("relaxed", "rounded"):
+                raise RefusedError(f"{said}: relative_index is {quoted(index)}, allowed: relaxed, rounded")
+            found = {**found, "architecture": TIMM_ARCHITECTURE}
         timm_vit = open_timm(path, found)
-        return EncoderSource(path=path, text=False, settings=_vit_settings(**timm_vit.sizes), read=timm_vit.read)
+        settings = _vit_settings(**timm_vit.sizes)
+        if index:
+            settings |= {("vision", "positions"): "relative", ("vision", "index"): index}
+        return EncoderSource(path=path, text=False, settings=settings, read=timm_vit.read)
     raise RefusedError(
         f"--from {path}: config.json has model_type {quoted(found.get('model_type'))}; allowed: bert, vit_mae, or "
         "timm's config.json (with architecture)"
@@ -455,7 +467,9 @@ def _encoder(
         raise RefusedError(
             f"--from {path}: {FILE} has weights of {shortened(', '.join(other))}, which this encoder has not"
         )
-    named = {name.replace(CONVOLUTION, "patch_embed."): tensor for name, tensor in stored.items()}
+    named = {
+        name.replace(CONVOLUTION, "patch_embed.").replace(TIMM_TABLE, TABLE): tensor for name, tensor in stored.items()
+    }
     weights = {name: ours(name, tensor) for name, tensor in named.items() if is_encoder(name)}
     if "norm.weight" not in weights:  # that of the mean of the tokens is the only one there is
         weights |= {f"norm.{kind}": named[f"fc_norm.{kind}"] for kind in ("weight", "bias")}

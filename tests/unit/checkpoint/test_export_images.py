@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,22 +13,23 @@ import pytest
 import timm
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import ViTMAEForPreTraining
 
 from tests.unit.checkpoint.fake_engine import FakeEngine, save_step
 from tests.unit.models.small_images import GRID, PATCH, config, crops, small_model
 from tests.unit.models.vitmae_peer import images_and_noise
-from trp_scale.checkpoint.export import export
+from trp_scale.checkpoint.export import export, loading_call
 from trp_scale.checkpoint.tensor_file import CheckpointError
 from trp_scale.cli import main
 from trp_scale.config import Config, RefusedError
+from trp_scale.downstream.encoder_source import open_encoder
 from trp_scale.models.patches import patchify
 from trp_scale.recipes.loader import to_dict
 from trp_scale.upstreams.mae.model import MaskedAutoencoder
 from trp_scale.upstreams.mae.settings import MaeConfig
-from trp_scale.upstreams.mae.weights import published_name
+from trp_scale.upstreams.mae.weights import is_encoder, is_table, load_given, published_name
 from trp_scale.upstreams.pos_bert.settings import PosBertConfig
 
 MAE = config(tokens="visible")
@@ -113,9 +116,83 @@ def refused(tmp_path: Path, settings: Config, **arguments: Any) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("to", ["hf", "timm"])
-def test_relative_positions_are_refused(tmp_path: Path, to: str) -> None:
-    assert "vision.positions is relative" in refused(tmp_path, config(tokens="visible", positions="relative"), to=to)
+def test_relative_positions_are_none_of_transformers(tmp_path: Path) -> None:
+    message = refused(tmp_path, config(tokens="visible", positions="relative"), to="hf")
+    assert "vision.positions is relative" in message and "--to timm" in message
+
+
+WITHOUT_US = """
+import sys
+
+class Ours:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "trp_scale":
+            raise ImportError("trp_scale is not there")
+
+sys.meta_path.insert(0, Ours())
+import torch, timm
+from safetensors.torch import load_file, save_file
+
+model = {call}.eval()
+with torch.no_grad():
+    found = model.forward_features(load_file("images.safetensors")["images"])
+    half = model.bfloat16()(torch.zeros(1, 3, {size}, {size}, dtype=torch.bfloat16))
+assert half.isfinite().all() and not [name for name in sys.modules if name.startswith("trp_scale")]
+assert tuple(timm.data.resolve_model_data_config(model)["mean"]) == (0.485, 0.456, 0.406)
+save_file({{"found": found}}, "found.safetensors")
+"""
+
+
+@pytest.mark.parametrize(
+    ("adversary", "grid", "index"),
+    [("none", GRID, "rounded"), ("relative_coordinate", GRID, "relaxed"), ("relative_coordinate", 10, "relaxed")],
+)
+def test_relative_positions_bring_a_module_that_computes_the_same_without_ours(
+    tmp_path: Path, adversary: str, grid: int, index: str
+) -> None:
+    """On a larger grid too, where offsets go beyond the table. trp_scale cannot be imported there."""
+    settings = config(positions="relative", kind=adversary)
+    settings.crops.size = grid * PATCH
+    model = write_run(tmp_path / "run", settings).eval()
+    weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    export(tmp_path / "run", tmp_path / "out", to="timm", image_size=grid * PATCH)
+    described = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert described["relative_index"] == index and not timm.is_model(described["architecture"])
+    images = torch.randn(2, 3, grid * PATCH, grid * PATCH, generator=torch.Generator().manual_seed(0))
+    save_file({"images": images}, tmp_path / "images.safetensors")
+    program = WITHOUT_US.format(call=loading_call(tmp_path / "out"), size=grid * PATCH)
+    done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    with torch.no_grad():
+        expected = model.features(patchify(images, PATCH), torch.arange(grid**2).expand(2, -1))
+        for table in (parameter for name, parameter in model.named_parameters() if is_table(name)):
+            table.zero_()
+        without = model.features(patchify(images, PATCH), torch.arange(grid**2).expand(2, -1))
+    found = load_file(tmp_path / "found.safetensors")["found"]
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    assert (expected - without).abs().max() > 0.01, "the tables matter"
+    source = open_encoder(str(tmp_path / "out"))
+    assert source.settings["vision", "positions"] == "relative" and source.settings["vision", "index"] == index
+    read = source.read()
+    for name, tensor in weights.items():
+        assert not is_encoder(name) or torch.allclose(read[name], tensor, atol=1e-6), name
+    other = MaskedAutoencoder(settings)
+    load_given(other, load_file(tmp_path / "out" / "model.safetensors"))
+    assert all(
+        torch.equal(tensor, weights[name])
+        for name, tensor in other.named_parameters()
+        if is_table(name) and is_encoder(name)
+    )
+
+
+def test_the_module_takes_a_head_and_refuses_what_the_weights_do_not_fit(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", config(positions="relative"))
+    export(tmp_path / "run", tmp_path / "out", to="timm", image_size=GRID * PATCH)
+    model = torch.hub.load(str(tmp_path / "out"), "encoder", source="local", num_classes=5, drop_path_rate=0.1)
+    assert model.train()(torch.zeros(2, 3, GRID * PATCH, GRID * PATCH)).shape == (2, 5)
+    for wrong in ({"img_size": 2 * GRID * PATCH}, {"depth": 9}):
+        with pytest.raises(RuntimeError):
+            torch.hub.load(str(tmp_path / "out"), "encoder", source="local", **wrong)
 
 
 @pytest.mark.parametrize("decoder", ["transformer", "linear"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +20,7 @@ from trp_scale.config.images import ImagePretrainConfig
 from trp_scale.models.patches import CHANNEL_DEVIATION, CHANNEL_MEAN
 from trp_scale.models.vit import feed_forward_ratio
 from trp_scale.recipes.loader import from_dict
+from trp_scale.upstreams.mae import relative_vit
 from trp_scale.upstreams.mae.model import MaskedAutoencoder
 from trp_scale.upstreams.mae.settings import MaeConfig
 from trp_scale.upstreams.mae.weights import to_timm, to_vitmae
@@ -26,12 +28,19 @@ from trp_scale.upstreams.mae.weights import to_timm, to_vitmae
 TIMM_ARCHITECTURE = "vit_base_patch16_224"
 """timm's name of a plain vision transformer; sizes that are not ViT-B's are given as its arguments."""
 
+RELATIVE_ARCHITECTURE = "vision_transformer_irpe"
+"""Of a model with relative positions, which timm does not know: relative_vit.py has it."""
+
+HUB_FILE = "hubconf.py"
+"""What torch.hub reads of a local directory."""
+
 TIMM_EPS = 1e-6
 """Epsilon of the layer norms of timm's vision transformers, which no argument changes."""
 
 
 def write_timm(asked: Export) -> None:
-    """Write the encoder for `timm.create_model("local-dir:DIRECTORY", pretrained=True)`, without a head.
+    """Write the encoder for `timm.create_model("local-dir:DIRECTORY", pretrained=True)`, without a head. With relative
+    positions it is for `torch.hub.load("DIRECTORY", "encoder", source="local")`, and brings its module along.
 
     Raises:
         RefusedError: timm has no such model.
@@ -40,8 +49,11 @@ def write_timm(asked: Export) -> None:
     config = from_dict(asked.document.config, source=str(asked.checkpoint))
     assert isinstance(config, MaeConfig)
     check_timm(config, asked.image_size)
-    weights = read_weights(asked.checkpoint, MaskedAutoencoder(config), asked.state)
-    write_encoder(asked.directory, config, weights, asked.image_size)
+    model, relative = MaskedAutoencoder(config), ""
+    if config.vision.positions == "relative":
+        relative = "relaxed" if model.index == "relaxed" else "rounded"  # straight_through is rounded, going forward
+    weights = read_weights(asked.checkpoint, model, asked.state)
+    write_encoder(asked.directory, config, weights, asked.image_size, relative=relative)
 
 
 def check_timm(config: ImagePretrainConfig, image_size: int) -> None:
@@ -51,8 +63,6 @@ def check_timm(config: ImagePretrainConfig, image_size: int) -> None:
         RefusedError: naming the setting.
     """
     model, patch_size = config.model, config.vision.patch_size
-    if isinstance(config, MaeConfig):
-        _refuse_relative_positions(config, "timm's vision transformer")
     if model.layer_norm_eps != TIMM_EPS:
         raise RefusedError(
             f"--to timm: the run's model.layer_norm_eps is {model.layer_norm_eps:g}, timm's models have {TIMM_EPS:g}"
@@ -63,8 +73,19 @@ def check_timm(config: ImagePretrainConfig, image_size: int) -> None:
         )
 
 
-def write_encoder(directory: Path, config: ImagePretrainConfig, weights: Mapping[str, Tensor], image_size: int) -> None:
-    """Write timm's files of an encoder with a masked autoencoder's names (upstreams/mae/weights.py)."""
+def write_encoder(
+    directory: Path,
+    config: ImagePretrainConfig,
+    weights: Mapping[str, Tensor],
+    image_size: int,
+    *,
+    relative: str = "",
+) -> None:
+    """Write timm's files of an encoder with a masked autoencoder's names (upstreams/mae/weights.py).
+
+    Args:
+        relative: of an encoder with relative positions, how offsets find their entries: relaxed or rounded.
+    """
     model, patch_size = config.model, config.vision.patch_size
     order = config.vision.position_order
     state = to_timm(weights, patch_size=patch_size, image_size=image_size, order=order)
@@ -76,8 +97,10 @@ def write_encoder(directory: Path, config: ImagePretrainConfig, weights: Mapping
         "num_heads": model.heads,
         "mlp_ratio": feed_forward_ratio(model.hidden_size, model.intermediate_size),
     }
+    own = {"relative_index": relative, "hub_entry": relative_vit.encoder.__name__} if relative else {}
     description: dict[str, Any] = {
-        "architecture": TIMM_ARCHITECTURE,
+        "architecture": RELATIVE_ARCHITECTURE if relative else TIMM_ARCHITECTURE,
+        **own,
         "num_classes": 0,
         "num_features": model.hidden_size,
         "global_pool": "token",
@@ -95,6 +118,8 @@ def write_encoder(directory: Path, config: ImagePretrainConfig, weights: Mapping
     }
     (directory / "config.json").write_text(json.dumps(description, indent=2) + "\n", encoding="utf-8")
     save_file(state, directory / "model.safetensors", metadata={"format": "pt"})
+    if relative:
+        (directory / HUB_FILE).write_text(inspect.getsource(relative_vit), encoding="utf-8")
 
 
 def write_vitmae(asked: Export) -> None:
@@ -107,7 +132,7 @@ def write_vitmae(asked: Export) -> None:
     config = from_dict(asked.document.config, source=str(asked.checkpoint))
     assert isinstance(config, MaeConfig)
     vision = config.vision
-    _refuse_relative_positions(config, "transformers' ViTMAE")
+    _refuse_relative_positions(config)
     if vision.tokens != "visible" or vision.decoder != "transformer":
         raise RefusedError(
             f"--to hf: the run's vision.tokens is {vision.tokens} and vision.decoder {vision.decoder}; transformers' "
@@ -143,11 +168,12 @@ def vitmae_config(config: MaeConfig) -> ViTMAEConfig:
     )
 
 
-def _refuse_relative_positions(config: MaeConfig, model: str) -> None:
+def _refuse_relative_positions(config: MaeConfig) -> None:
     if config.vision.positions != "absolute":
         raise RefusedError(
-            f"--to: the run's vision.positions is {config.vision.positions}, and {model} has absolute positions only: "
-            "without its relative tables the encoder would compute something else"
+            f"--to hf: the run's vision.positions is {config.vision.positions}, and transformers' ViTMAE has absolute "
+            "positions only: without its relative tables it would compute something else; allowed: --to timm (the "
+            "encoder)"
         )
 
 

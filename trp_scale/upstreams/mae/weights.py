@@ -18,6 +18,8 @@ from trp_scale.models.positions import PositionOrder, sine_cosine
 from trp_scale.upstreams.mae.model import CHANNELS, MaskedAutoencoder
 
 TIMM_POSITIONS = "pos_embed"
+TABLE, TIMM_TABLE = "relative_positions.table", "attn.relative_table"
+"""A block's table of relative positions, by our name and by that of relative_vit.py, which is timm's model with it."""
 VITMAE_POSITIONS = "vit.embeddings.position_embeddings"
 VITMAE_DECODER_POSITIONS = "decoder.decoder_pos_embed"
 
@@ -68,13 +70,15 @@ def to_timm(
 
 
 def load_timm(model: MaskedAutoencoder, state: Mapping[str, Tensor]) -> None:
-    """Take the encoder from a timm ViT's state dict; the head is left out, decoder and relative tables stay.
+    """Take the encoder from a timm ViT's state dict; the head is left out, the decoder stays, and so do relative tables
+    where it has none.
 
     Raises:
         ValueError: names that are missing, unexpected or of another shape, or positions that are not sine-cosine.
     """
     given = {name: tensor for name, tensor in state.items() if not name.startswith(("head.", "fc_norm."))}
-    wanted = [name for name, _ in model.named_parameters() if is_encoder(name) and not is_table(name)]
+    tables = any(name.endswith(TIMM_TABLE) for name in given)
+    wanted = [name for name, _ in model.named_parameters() if is_encoder(name) and (tables or not is_table(name))]
     class_position = take_positions(given, TIMM_POSITIONS, model.vision.position_order)
     fill(model, {name: (timm_name(name),) for name in wanted}, given, class_position)
 
@@ -116,12 +120,12 @@ def is_encoder(name: str) -> bool:
 
 
 def is_table(name: str) -> bool:
-    """Whether this is a table of relative positions, which neither library's model has."""
-    return name.endswith("relative_positions.table")
+    """Whether this is a table of relative positions, which neither library's own model has."""
+    return name.endswith(TABLE)
 
 
 def timm_name(name: str) -> str:
-    return name.replace("patch_embed.", "patch_embed.proj.")
+    return name.replace("patch_embed.", "patch_embed.proj.").replace(TABLE, TIMM_TABLE)
 
 
 def vitmae_names(name: str) -> tuple[str, ...]:

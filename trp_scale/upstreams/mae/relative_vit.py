@@ -1,0 +1,133 @@
+"""timm's vision transformer with relative positions: iRPE's contextual product on keys (Wu et al., arXiv:2107.14222).
+
+`trp-scale export --to timm` writes this file as hubconf.py beside config.json and model.safetensors, because none of
+timm's hooks for relative positions knows the query. It needs torch, timm and safetensors alone:
+
+    model = torch.hub.load("DIRECTORY", "encoder", source="local")
+
+The score of query i and key j is (q_i . k_j + q_i . r[x_i - x_j]) / sqrt(d). The heads of a block share one table of
+7 x 7 entries, one for each pair of a row index and a column index from -3 to 3, and one more for the class token as a
+key. A class token as a query gains nothing: one entry for all its keys would cancel in the softmax.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from timm.layers import Attention
+from timm.models.vision_transformer import VisionTransformer
+from torch import Tensor, nn
+
+dependencies = ["torch", "timm", "safetensors"]
+"""What torch.hub looks for before it loads."""
+
+ALPHA, BETA, GAMMA = 1.9, 3.8, 15.2
+"""Offsets up to ALPHA are their own index; longer ones grow with their logarithm, up to BETA at GAMMA (ratio 1.9)."""
+
+REACH = 3
+"""Indices of the table go from -REACH to REACH."""
+
+SETTLED = 7
+"""Whole offsets as long as this and longer have the last index."""
+
+
+def encoder(pretrained: bool = True, **arguments: Any) -> VisionTransformer:
+    """The exported encoder, without a head unless `num_classes` is given.
+
+    Args:
+        pretrained: with the exported weights; a head's are random.
+        arguments: of timm's VisionTransformer, in place of the exported ones, such as drop_path_rate.
+
+    Raises:
+        RuntimeError: arguments that the weights do not fit, such as another img_size: its positions are of one grid.
+    """
+    directory = Path(__file__).parent
+    described = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+    pooling = {"num_classes": described["num_classes"], "global_pool": described["global_pool"]}
+    model = VisionTransformer(**{**pooling, **described["model_args"], **arguments})
+    for block in model.blocks:
+        block.attn = RelativeAttention(block.attn, model.patch_embed.grid_size[0], described["relative_index"])
+    if pretrained:
+        unfilled = model.load_state_dict(load_file(directory / "model.safetensors"), strict=False)
+        wrong = [*unfilled.unexpected_keys, *(name for name in unfilled.missing_keys if "head" not in name)]
+        wrong = [name for name in wrong if not name.startswith("fc_norm")]
+        if wrong:
+            raise RuntimeError(f"{directory}: the weights and the model differ in {', '.join(wrong)}")
+    model.pretrained_cfg = described["pretrained_cfg"]
+    return model
+
+
+class RelativeAttention(Attention):  # type: ignore[misc]
+    """Attention over [class token, patches row by row] with a table of relative positions.
+
+    Args:
+        plain: timm's attention, whose sizes and dropout it takes.
+        grid: G, patches along each side.
+        index: relaxed interpolates between entries of the table; rounded takes the nearest one.
+    """
+
+    pairs: Tensor
+    weights: Tensor
+
+    def __init__(self, plain: Attention, grid: int, index: str) -> None:
+        super().__init__(plain.qkv.in_features, num_heads=plain.num_heads, qkv_bias=plain.qkv.bias is not None)
+        self.attn_drop, self.proj_drop = plain.attn_drop, plain.proj_drop
+        self.relative_table = nn.Parameter(
+            torch.zeros((2 * REACH + 1) ** 2 + 1, plain.qkv.in_features // self.num_heads)
+        )
+        self.register_buffer("pairs", pairs_of(grid), persistent=False)  # [T, T]
+        self.register_buffer("weights", weights_of(grid, index), persistent=False)  # [R, 50]
+
+    def forward(self, x: Tensor, attn_mask: Tensor | None = None, is_causal: bool = False) -> Tensor:
+        """[B, T, D] -> [B, T, D]."""
+        if attn_mask is not None or is_causal:
+            raise ValueError("attention with relative positions takes no mask")
+        size = self.relative_table.shape[1]
+        queries, keys, values = self.qkv(x).unflatten(-1, (3, self.num_heads, size)).permute(2, 0, 3, 1, 4).unbind(0)
+        with torch.autocast(x.device.type, enabled=False):
+            vectors = self.weights.to(self.relative_table.dtype) @ self.relative_table * size**-0.5  # [R, d]
+        products = queries @ vectors.to(queries.dtype).t()  # [B, H, T, R]
+        bias = products.gather(-1, self.pairs.expand(*products.shape[:2], -1, -1))  # [B, H, T, T]
+        dropout = self.attn_drop.p if self.training else 0.0
+        context = F.scaled_dot_product_attention(queries, keys, values, attn_mask=bias, dropout_p=dropout)
+        return self.proj_drop(self.proj(context.transpose(1, 2).flatten(2)))  # type: ignore[no-any-return]
+
+
+def pairs_of(grid: int) -> Tensor:
+    """[1 + G^2, 1 + G^2] int64: which vector a query and a key have; the last but one where the key is the class token,
+    the last where the query is."""
+    most = min(grid - 1, SETTLED)
+    span = 2 * most + 1
+    rows, columns = torch.meshgrid(torch.arange(grid), torch.arange(grid), indexing="ij")
+    down, across = (
+        (axis.flatten()[:, None] - axis.flatten()[None, :]).clamp(-most, most) + most for axis in (rows, columns)
+    )
+    found = F.pad(down * span + across, (1, 0), value=span**2)
+    return F.pad(found, (0, 0, 1, 0), value=span**2 + 1)
+
+
+def weights_of(grid: int, index: str) -> Tensor:
+    """[R, 50] how the vector of each pair of offsets is made of the table's entries, then the class token's own, then
+    nothing."""
+    most = min(grid - 1, SETTLED)
+    axis = node_weights(torch.arange(-most, most + 1, dtype=torch.float64), index)  # [P, 7]
+    patches = torch.einsum("pi,qj->pqij", axis, axis).flatten(2).flatten(0, 1)  # [P^2, 49]
+    found = F.pad(patches, (0, 1, 0, 2))
+    found[-2, -1] = 1.0
+    return found.float()
+
+
+def node_weights(offset: Tensor, index: str) -> Tensor:
+    """[P] in patches -> [P, 7] by how much each index of an axis stands for an offset."""
+    longer = ALPHA + (offset.abs().clamp(min=ALPHA) / ALPHA).log() * ((BETA - ALPHA) / math.log(GAMMA / ALPHA))
+    place = torch.where(offset.abs() <= ALPHA, offset, offset.sign() * longer.clamp(max=BETA)).clamp(-REACH, REACH)
+    nodes = torch.arange(-REACH, REACH + 1, dtype=offset.dtype)
+    if index == "rounded":
+        return (place.round()[:, None] == nodes).to(offset.dtype)
+    return (1.0 - (place[:, None] - nodes).abs()).clamp(min=0.0)  # linear between the two nodes around it
