@@ -28,6 +28,7 @@ from trp_scale.downstream.detection.files import read_coco, read_voc
 from trp_scale.downstream.glue.batch import load_tokenizer
 from trp_scale.downstream.glue.examples import FORMATS
 from trp_scale.downstream.glue.folders import read_splits, read_tsv
+from trp_scale.downstream.own_images import read_square
 from trp_scale.errors import RefusedError
 from trp_scale.modalities import modalities
 from trp_scale.preparation.images.files import list_tars
@@ -236,6 +237,22 @@ def detection_image(directory: Path) -> Case:
     return Case(targets=[Target(path=directory / form, kind="bytes") for form in contents], read=read)
 
 
+def own_image(directory: Path) -> Case:
+    from PIL import Image
+
+    image = Image.fromarray(pixels())
+    contents = {form: encoded(image, form) for form in ("PNG", "WEBP", "JPEG")}
+    for form, content in contents.items():
+        (directory / form).write_bytes(content)
+
+    def read() -> None:
+        for form, content in contents.items():
+            if (directory / form).read_bytes() != content:
+                read_square(directory / form, 16, "bicubic")
+
+    return Case(targets=[Target(path=directory / form, kind="bytes") for form in contents], read=read)
+
+
 def tokenizer(directory: Path) -> Case:
     place = directory / "tokenizer"
     save_trained(train_word_piece(lambda: DOCUMENTS, 60, True), place, True, 32)
@@ -295,6 +312,7 @@ READERS = [
     Reader(name="coco", make=coco, documented=(RefusedError,)),
     Reader(name="voc", make=voc, documented=(RefusedError,)),
     Reader(name="detection_image", make=detection_image, documented=(DataError,)),
+    Reader(name="own_image", make=own_image, documented=(RefusedError,)),
     Reader(name="tokenizer", make=tokenizer, documented=(RefusedError,), share=0.3),
     Reader(name="given_weights", make=given_weights, documented=(RefusedError,), share=0.7),
     Reader(name="hostfile", make=hosts, documented=(RefusedError,), share=0.5),

@@ -4,7 +4,7 @@ method itself (`theory`)."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -12,6 +12,7 @@ import tyro
 
 from trp_scale.command_line import ReadsRuns, read
 from trp_scale.config.upstream import Weights
+from trp_scale.errors import RefusedError
 
 
 @dataclass(kw_only=True)
@@ -25,11 +26,19 @@ class ReportArguments(ReadsRuns):
     perturbation, as PNG files into this directory (needs the extra `pictures`)."""
     data: Annotated[str, tyro.conf.arg(metavar="DIR")] = ""
     """For pictures: where the run's data is now, if it was moved or the run was started elsewhere."""
+    images: Annotated[list[Path], tyro.conf.arg(metavar="FILE [FILE ...]")] = field(default_factory=list)
+    """For pictures: files of your own to draw (JPEG, PNG or WebP; their central squares), in place of held-out images
+    of the run's data. Of several modalities the image alone is given."""
 
 
 def report(argv: Sequence[str]) -> int:
     """`trp-scale report`."""
     arguments = read(ReportArguments, argv, prog="trp-scale report")
+    if arguments.images and arguments.pictures is None:
+        raise RefusedError(
+            f"--images {arguments.images[0]}: they are drawn into the directory of --pictures, which is not given; "
+            "give --pictures DIR"
+        )
     from trp_scale.observe.report import report as table
 
     print(table(arguments.run), end="")
@@ -38,7 +47,9 @@ def report(argv: Sequence[str]) -> int:
         from trp_scale.downstream.pictures import draw_pictures
 
         pictures = arguments.pictures
-        drawn = while_training(lambda: draw_pictures(arguments.run, pictures, data=arguments.data))
+        drawn = while_training(
+            lambda: draw_pictures(arguments.run, pictures, data=arguments.data, images=arguments.images)
+        )
         print("\n".join(drawn))
     return 0
 

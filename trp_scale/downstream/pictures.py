@@ -4,6 +4,7 @@ a masking network masks (MLO-MAE, Figure 4), as PNG files.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,6 +16,7 @@ from trp_scale.adversary.settings import AdversarySettings
 from trp_scale.config import PatchSplit, RefusedError
 from trp_scale.core.batch import Batch
 from trp_scale.core.seeds import tensor_seed
+from trp_scale.downstream.own_images import own_images, own_images_alone
 from trp_scale.downstream.trained_images import (
     TrainedImages,
     TrainedModalities,
@@ -65,11 +67,11 @@ def draw_masks(
         drawn = axes[-1, column].imshow(values.view(grid, grid).numpy(), vmin=0, vmax=1, cmap="magma")
     figure.colorbar(drawn, ax=axes[-1, :].tolist(), shrink=0.8)
     figure.savefig(path, dpi=110)
-    spread = float(probabilities.std(dim=0).mean())
+    spread = float(probabilities.std(dim=0).mean()) if images > 1 else 0.0
+    differing = f", and differs by {spread:.3f} (standard deviation) between images" if images > 1 else ""
     return (
         f"learned masks beside the untrained network's, with which they share {same:.1%} of the patches, and random "
-        f"ones, {images} images; a patch's probability is {float(probabilities.mean()):.3f} on average, and differs by "
-        f"{spread:.3f} (standard deviation) between images"
+        f"ones, {images} images; a patch's probability is {float(probabilities.mean()):.3f} on average{differing}"
     )
 
 
@@ -112,6 +114,9 @@ def _random_order(seed: int, key: int, count: int) -> Tensor:
     return torch.rand(count, generator=generator)
 
 
+GIVEN = "hidden patches are drawn with their true mean and deviation, which are no part of what is predicted"
+"""Said of pictures whose target is normalised by patch: colours and contrast there are given, structure is not."""
+
 GREY = 0.5
 """What a masked patch is shown as."""
 
@@ -126,7 +131,7 @@ class Picture(NamedTuple):
         return f"{self.path}: {self.caption}"
 
 
-def draw_pictures(source: Path, output: Path, rows: int = 8, data: str = "") -> list[str]:
+def draw_pictures(source: Path, output: Path, rows: int = 8, data: str = "", images: Sequence[Path] = ()) -> list[str]:
     """Draw reconstructions.png (of several modalities: of each), where an adversary perturbs positions positions.png,
     and where a network chooses masks masks.png.
 
@@ -135,18 +140,21 @@ def draw_pictures(source: Path, output: Path, rows: int = 8, data: str = "") -> 
         output: directory; made if it is not there.
         rows: images at most.
         data: where the run's data is now; empty = where it was.
+        images: files to draw in place of images of the run's data, which need not be there then.
     Returns:
         lines that say what was drawn, with the losses on these images beside those of the plainest guess, such as each
         patch's mean.
     Raises:
-        RefusedError: no masked autoencoder there, its data is gone, or matplotlib is not installed.
+        RefusedError: no masked autoencoder there, its data is gone, a file is no image, or matplotlib is not installed.
     """
     figure_class()
     if upstream_name(source) == "mm_mae":
         several = load_trained_modalities(source, data)
-        return [str(one) for one in draw_modalities_of(several, several.images(rows), output)]
+        alone = own_images_alone(several, images) if images else several.images(rows)
+        return [str(one) for one in draw_modalities_of(several, alone, output)]
     trained = load_trained_images(source, data)
-    return [str(one) for one in draw_images_of(trained, trained.images(rows), output)]
+    batch = own_images(trained, images) if images else trained.images(rows)
+    return [str(one) for one in draw_images_of(trained, batch, output)]
 
 
 def draw_images_of(trained: TrainedImages, batch: Batch, output: Path) -> list[Picture]:
@@ -157,7 +165,8 @@ def draw_images_of(trained: TrainedImages, batch: Batch, output: Path) -> list[P
     path = output / "reconstructions.png"
     _draw_strips(figure_of, strips, path)
     losses = f"reconstruction loss {loss:.4f}, predicting each patch's mean {mean_patch:.4f}"
-    pictures = [Picture(path, f"{losses} ({batch.rows} images, clean positions)")]
+    given = f"; {GIVEN}" if trained.objective.normalised else ""
+    pictures = [Picture(path, f"{losses} ({batch.rows} images, clean positions){given}")]
     if trained.shape is not None and trained.perturbation is not None:
         path = output / "positions.png"
         pictures.append(Picture(path, _draw_positions(figure_of, trained, path)))
@@ -171,11 +180,11 @@ def draw_modalities_of(trained: TrainedModalities, batch: Batch, output: Path) -
     """The picture of a multi-modal masked autoencoder on these images and their maps (TRP Figure 3's kind)."""
     output.mkdir(parents=True, exist_ok=True)
     path = output / "reconstructions.png"
-    draw_modalities(figure_class(), modality_reconstructions(trained, batch), path)
-    losses = ", ".join(
-        f"{task} {loss:.4f} (plainest guess {plain:.4f})" for task, (loss, plain) in task_losses(trained, batch).items()
-    )
-    return [Picture(path, f"{losses}; {batch.rows} images")]
+    draw_modalities(figure_class(), modality_reconstructions(trained, batch), path, trained.class_names())
+    measured = task_losses(trained, batch)
+    losses = ", ".join(f"{task} {loss:.4f} (plainest guess {plain:.4f})" for task, (loss, plain) in measured.items())
+    given = f"; of rgb {GIVEN}" if "rgb" in measured else ""
+    return [Picture(path, f"{losses}; {batch.rows} images{given}")]
 
 
 @torch.no_grad()
@@ -341,12 +350,13 @@ def modality_reconstructions(trained: TrainedModalities, batch: Batch) -> dict[s
 def task_losses(trained: TrainedModalities, batch: Batch) -> dict[str, tuple[float, float]]:
     """Each task's loss on these images, and that of the plainest guess (Modality.plainest): of rgb each patch's mean
     (its normalised values are 0), of raw_rgb the data's mean colour, of depth the image's mean, of semseg these images'
-    class frequencies."""
+    class frequencies. A task of which nothing is known here is left out."""
     objective = trained.objective
     losses = objective(trained.model, batch)
     plain = objective(_plainest(trained, batch), batch)
     means = [(one.sums / one.counts.clamp(min=1)).tolist() for one in (losses, plain)]
-    return dict(zip(objective.tasks, zip(*means, strict=True), strict=True))
+    found = zip(objective.tasks, *means, losses.counts.tolist(), strict=True)
+    return {task: (loss, guess) for task, loss, guess, count in found if count > 0}
 
 
 def _plainest(trained: TrainedModalities, batch: Batch) -> Any:
@@ -365,15 +375,50 @@ def _plainest(trained: TrainedModalities, batch: Batch) -> Any:
     return forward
 
 
-def draw_modalities(figure_of: type[Figure], shown: dict[str, dict[str, Tensor]], path: Path) -> None:
-    """Three rows for each task, a column for each image."""
-    rows = [(task, stage, maps) for task, stages in shown.items() for stage, maps in stages.items()]
+def draw_modalities(
+    figure_of: type[Figure],
+    shown: dict[str, dict[str, Tensor]],
+    path: Path,
+    classes: Mapping[str, Sequence[str]],
+) -> None:
+    """Three rows for each task, a column for each image; what is predicted alone where nothing is known.
+
+    Args:
+        classes: names of each modality's classes, where they are known.
+    """
+    kinds = {task: predicted(task).load() for task in shown}
+    known = {task: not kinds[task].is_unknown(stages["input"]) for task, stages in shown.items()}
+    rows = [
+        (task, stage, maps)
+        for task, stages in shown.items()
+        for stage, maps in stages.items()
+        if known[task] or stage == "predicted"
+    ]
     count = len(rows[0][2])
     figure = figure_of(figsize=(1.1 * count + 0.6, 1.1 * len(rows)), layout="constrained")
     axes = figure.subplots(len(rows), count, squeeze=False)
     for row, (task, stage, maps) in enumerate(rows):
         axes[row, 0].set_ylabel(f"{task}\n{stage}", fontsize=8)
         for column, one in enumerate(maps):
-            predicted(task).load().show(axes[row, column], one, shown[task]["input"][column])
+            kinds[task].show(axes[row, column], one, shown[task]["input"][column] if known[task] else one)
             axes[row, column].set(xticks=[], yticks=[], frame_on=False)
+    entries = [
+        entry
+        for kind in {kind.name: kind for kind in kinds.values()}.values()
+        for entry in kind.legend([maps for task, _, maps in rows if kinds[task] is kind], classes.get(kind.name, ()))
+    ]
+    draw_legend(figure, entries)
     figure.savefig(path, dpi=100)
+
+
+LEGEND_COLUMNS = 6
+
+
+def draw_legend(figure: Figure, entries: Sequence[tuple[str, Any]]) -> None:
+    """(words, colour) of each, below a figure of layout "constrained"."""
+    from matplotlib.patches import Patch
+
+    if entries:
+        handles = [Patch(facecolor=colour, label=words) for words, colour in entries]
+        columns = min(LEGEND_COLUMNS, len(handles))
+        figure.legend(handles=handles, loc="outside lower center", ncols=columns, fontsize=8, frameon=False)

@@ -16,7 +16,9 @@ from trp_scale.checkpoint.format import named_weights, read_full_state
 from trp_scale.config import RefusedError
 from trp_scale.config.images import ImagePretrainConfig
 from trp_scale.core.batch import Batch
+from trp_scale.data.images.dataset import ImageMeta
 from trp_scale.data.index import DataError
+from trp_scale.data.mixture import parse_paths
 from trp_scale.data.sources import Sources
 from trp_scale.errors import finding
 from trp_scale.masks.hook import NETWORK
@@ -27,6 +29,7 @@ from trp_scale.upstreams.base import open_sources, upstream_of
 from trp_scale.upstreams.mae.model import MaskedAutoencoder
 from trp_scale.upstreams.mae.objective import MaskedPatchReconstruction
 from trp_scale.upstreams.mae.settings import MaeConfig
+from trp_scale.upstreams.mm_mae.batch import open_rows
 from trp_scale.upstreams.mm_mae.model import MultimodalMaskedAutoencoder
 from trp_scale.upstreams.mm_mae.objective import MultimodalReconstruction
 from trp_scale.upstreams.mm_mae.settings import MmMaeConfig
@@ -122,6 +125,14 @@ class TrainedModalities(TrainedRun):
     config: MmMaeConfig
     model: MultimodalMaskedAutoencoder
     objective: MultimodalReconstruction
+
+    def class_names(self) -> dict[str, tuple[str, ...]]:
+        """Names of each modality's classes, from the data; empty where that is gone: a checkpoint has their number."""
+        try:
+            meta: ImageMeta = open_rows(self.config, parse_paths(self.config.data.path)).meta  # type: ignore[assignment]
+        except (DataError, RefusedError):
+            return {}
+        return {name: tuple(getattr(maps, "classes", None) or ()) for name, maps in meta.maps.items()}
 
 
 def load_trained_images(source: Path | str, data: str = "") -> TrainedImages:

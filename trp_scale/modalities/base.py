@@ -294,6 +294,22 @@ class Modality(ABC):
         return maps[:, 0] if self.channels == 1 else maps
 
     @classmethod
+    def is_unknown(cls, maps: Tensor) -> bool:
+        """Whether nothing is known in any of `maps`."""
+        unknown = maps.isnan() if maps.is_floating_point() else maps == int(cls.blank)
+        return bool(unknown.all())
+
+    @classmethod
+    def legend(cls, maps: Sequence[Tensor], names: Sequence[str]) -> list[tuple[str, Any]]:
+        """(words, colour) of what the colours of these maps stand for, where `show` gives each number its own.
+
+        Args:
+            maps: as they are shown, of any shapes.
+            names: of its classes, by number; there may be none.
+        """
+        return []
+
+    @classmethod
     def meaning(cls, stored: Any) -> str:
         """What the colours of stored maps mean, where they do not say it themselves."""
         return ""

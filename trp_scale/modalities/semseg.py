@@ -34,6 +34,9 @@ VOID = 255
 COLOURS = 20
 """Of the palette in pictures; classes beyond take them again."""
 
+MOST_NAMED = 24
+"""Classes in a picture's legend."""
+
 CONTACT_COLOURS = np.stack([np.arange(256) * step % 256 for step in (67, 113, 197)], axis=1).astype(np.uint8)
 """Colour of each number on a contact sheet, [256, 3]: neighbours differ."""
 
@@ -204,6 +207,21 @@ class Semseg(Modality):
     @staticmethod
     def colours(numbers: Map) -> npt.NDArray[np.uint8]:
         return CONTACT_COLOURS[numbers]
+
+    @classmethod
+    def legend(cls, maps: Sequence[Tensor], names: Sequence[str]) -> list[tuple[str, Any]]:
+        """The classes that occur, in the order of their numbers; of more than MOST_NAMED the most frequent ones."""
+        from matplotlib import colormaps
+
+        counts = torch.bincount(torch.cat([one.flatten().long() for one in maps]), minlength=VOID + 1)[:VOID]
+        there = int((counts > 0).sum())
+        numbers = sorted(counts.argsort(descending=True, stable=True)[: min(there, MOST_NAMED)].tolist())
+        palette = colormaps["tab20"]
+        entries: list[tuple[str, Any]] = [
+            (names[number] if number < len(names) else f"class {number}", palette(number % COLOURS))
+            for number in numbers
+        ]
+        return entries if there <= MOST_NAMED else [*entries, (f"and {there - MOST_NAMED} more", "none")]
 
     @staticmethod
     def show(axes: Any, one: Tensor, whole: Tensor) -> None:

@@ -22,6 +22,7 @@ from trp_scale.checkpoint.document import read_document
 from trp_scale.checkpoint.export import find_checkpoint
 from trp_scale.config import RefusedError
 from trp_scale.config.components import settings_of
+from trp_scale.downstream.own_images import ORIENTATION, own_images
 from trp_scale.downstream.pictures import _draw_sizes, draw_pictures, mask_strips, reconstructions
 from trp_scale.downstream.sweep import combinations, linear_probe, sweep
 from trp_scale.downstream.trained_images import load_masking_network, load_trained_images
@@ -71,6 +72,69 @@ def test_pictures_of_reconstructions_and_positions(scenes: Path, tmp_path: Path,
     for name in ("reconstructions.png", "positions.png"):
         with Image.open(tmp_path / "pictures" / name) as picture:
             assert min(picture.size) > 100
+
+
+def photograph(path: Path, *, orientation: int = 1) -> Path:
+    """A dark image of 60 x 40 with a bright left edge and a red upper one, as a camera stores it."""
+    image = Image.new("RGB", (60, 40), (20, 20, 60))
+    image.paste((250, 250, 250), (0, 0, 20, 40))
+    image.paste((250, 0, 0), (0, 0, 60, 10))
+    exif = image.getexif()
+    exif[ORIENTATION] = orientation
+    image.save(path, exif=exif, **({"quality": 95} if path.suffix == ".jpg" else {}))
+    return path
+
+
+def test_images_of_one_s_own_are_drawn_without_the_run_s_data(scenes: Path, tmp_path: Path) -> None:
+    moved = shutil.copytree(scenes, tmp_path / "data")
+    run = train(moved, tmp_path / "run")
+    shutil.rmtree(moved)
+    for files in ([photograph(tmp_path / "one.png")], [tmp_path / "one.png", photograph(tmp_path / "two.jpg")]):
+        images = ["--images", *map(str, files)]
+        pictures = ["--pictures", str(tmp_path / f"pictures{len(files)}")]
+        assert cli.main(["report", "--run", str(run), *pictures, *images]) == 0
+        with Image.open(tmp_path / f"pictures{len(files)}" / "reconstructions.png") as picture:
+            assert picture.height > 300
+        lines = draw_pictures(run, tmp_path / "again", images=files)
+        assert f"({len(files)} images" in lines[0] and "true mean and deviation" in lines[0]
+
+
+def test_an_image_of_one_s_own_is_its_upright_central_square_with_the_same_masks_each_time(
+    scenes: Path, tmp_path: Path
+) -> None:
+    trained = load_trained_images(train(scenes, tmp_path / "run"))
+    files = [photograph(tmp_path / "a.png"), photograph(tmp_path / "b.jpg", orientation=6)]
+    batch, again = own_images(trained, files), own_images(trained, files)
+    assert batch["images"].shape == (2, 1, 3, 16, 16) and batch["images"].dtype == torch.uint8
+    assert all(torch.equal(batch[name], again[name]) for name in batch.fields) and torch.equal(batch.keys, again.keys)
+    assert not torch.equal(batch["masked"][0], batch["masked"][1])
+    places = torch.cat([batch["visible"], batch["masked"]], -1).sort(-1).values
+    assert torch.equal(places, torch.arange(16).expand(2, 1, -1))
+    upright, turned = batch["images"][:, 0].float()
+    assert upright[0, 0].mean() > 200 > 100 > upright[0, -1, 8:].mean(), "red above"
+    # Orientation 6: the first stored column is the upper edge, the first stored row the right one.
+    assert turned[0, :, -1].mean() > 200 and turned[2, 0, :8].mean() > turned[2, -1, :8].mean() + 100
+    trained.config.training.seed += 1
+    assert not torch.equal(own_images(trained, files)["masked"], batch["masked"])
+
+
+def test_files_that_are_no_images_are_named_and_images_go_with_pictures(
+    scenes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = train(scenes, tmp_path / "run")
+    (tmp_path / "text.png").write_text("no image")
+    for file in (tmp_path / "text.png", tmp_path / "absent.png"):
+        with pytest.raises(RefusedError, match=rf"--images .*{file.name}: not an image that can be read"):
+            draw_pictures(run, tmp_path / "pictures", images=[file])
+    assert cli.main(["report", "--run", str(run), "--images", str(tmp_path / "text.png")]) != 0
+    assert "give --pictures DIR" in capsys.readouterr().err
+
+
+def test_learned_masks_of_an_image_of_one_s_own(scenes: Path, tmp_path: Path) -> None:
+    command = ["--recipe", "mlo_mae_tiny", "--data.path", str(scenes), "--run_dir", str(tmp_path / "run")]
+    assert pretrain_here([*command, *FLAGS, "--masking.ratio", "0.5"]) == 0
+    lines = draw_pictures(tmp_path / "run", tmp_path / "pictures", images=[photograph(tmp_path / "one.png")])
+    assert "masks.png" in lines[-1] and "1 images" in lines[-1]
 
 
 def test_no_positions_are_drawn_without_an_adversary(scenes: Path, tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from trp_scale.downstream.dense.depth import DepthTask
 from trp_scale.downstream.dense.settings import DenseTaskConfig
 from trp_scale.downstream.dense.task import open_dense
 from trp_scale.downstream.finetuned_run import FinetunedRun, predicting_engine
-from trp_scale.downstream.pictures import Picture
+from trp_scale.downstream.pictures import Picture, draw_legend
 from trp_scale.downstream.representation.figures import DPI, small_axes
 from trp_scale.downstream.representation.finetuned import FinetunedPictures
 from trp_scale.downstream.representation.study import ShownImages, planned_batches
@@ -37,6 +37,7 @@ class PixelMaps:
         images: [3, H, W] in [0, 1], at its stored size.
         predicted, true: [H, W] class numbers, VOID where there is none; or depth, NaN where it is unknown.
         relative: of depth: predictions have a scale of their own.
+        classes: names of the classes of segmentation, by number.
     """
 
     kind: str
@@ -45,6 +46,7 @@ class PixelMaps:
     predicted: list[Tensor]
     true: list[Tensor]
     relative: bool
+    classes: tuple[str, ...] = ()
 
 
 class PixelPictures(FinetunedPictures):
@@ -60,7 +62,7 @@ class PixelPictures(FinetunedPictures):
         path = output / f"{first.kind}.png"
         _draw(maps, path)
         scale = "each run's on its own scale" if first.relative else "each image's on the scale of its true depth"
-        what = "colours: classes" if first.kind == "segmentation" else f"brighter: farther, {scale}"
+        what = "colours: classes, named below" if first.kind == "segmentation" else f"brighter: farther, {scale}"
         return [Picture(path, f"the image, what each run predicts, and the truth; {what}")]
 
 
@@ -98,6 +100,7 @@ def predicted_maps(run: FinetunedRun, shown: ShownImages, environment: Environme
         predicted=predicted,
         true=true,
         relative=relative,
+        classes=getattr(task.maps, "classes", ()),
     )
 
 
@@ -107,11 +110,14 @@ def _draw(maps: Mapping[str, PixelMaps], path: Path) -> None:
     axes, figure = small_axes(len(first.images), 2 + len(maps), side=1.6)
     for title, place in zip(("image", *maps, "truth"), axes[0], strict=True):
         place.set_title(title, fontsize=9)
-    show = modality(first.modality).show
+    kind = modality(first.modality)
+    show = kind.show
     for row, (image, true) in enumerate(zip(first.images, first.true, strict=True)):
         axes[row, 0].imshow(image.permute(1, 2, 0).numpy())
         for place, of_run in zip(axes[row, 1:-1], maps.values(), strict=True):
             one = of_run.predicted[row]
             show(place, one, one if of_run.relative else true)
         show(axes[row, -1], true, true)
+    maps_shown = [*first.true, *(one for of_run in maps.values() for one in of_run.predicted)]
+    draw_legend(figure, kind.legend(maps_shown, first.classes))
     figure.savefig(path, dpi=DPI)
