@@ -31,6 +31,7 @@ from trp_scale.downstream.glue.folders import read_splits, read_tsv
 from trp_scale.downstream.own_images import read_square
 from trp_scale.errors import RefusedError
 from trp_scale.modalities import modalities
+from trp_scale.modalities.settings import DepthFileSettings
 from trp_scale.preparation.images.files import list_tars
 from trp_scale.preparation.images.foreign_tar import MemberChoice, read_label, read_tar
 from trp_scale.preparation.images.reencode import EncodeSettings, encode_sample
@@ -237,6 +238,26 @@ def detection_image(directory: Path) -> Case:
     return Case(targets=[Target(path=directory / form, kind="bytes") for form in contents], read=read)
 
 
+def depth_array(directory: Path) -> Case:
+    import io
+
+    import numpy as np
+
+    stream, path = io.BytesIO(), directory / "depth.npy"
+    np.save(stream, depth_map().astype(np.float32) / 1000, allow_pickle=False)
+    path.write_bytes(stream.getvalue())
+    depth = modalities()["depth"]
+    files = {"depth.png": depth.from_files(DepthFileSettings(scale=0.001))}
+    settings = EncodeSettings(short_side=16, quality=0, max_pixels=1_000_000, maps=files)
+
+    def read() -> None:
+        content = path.read_bytes()
+        files["depth.png"].refuse(content, "image")
+        encode_sample(Loaded(image=jpeg(), maps={"depth.png": content}), settings)
+
+    return Case(targets=[Target(path=path, kind="bytes")], read=read)
+
+
 def own_image(directory: Path) -> Case:
     from PIL import Image
 
@@ -312,6 +333,7 @@ READERS = [
     Reader(name="coco", make=coco, documented=(RefusedError,)),
     Reader(name="voc", make=voc, documented=(RefusedError,)),
     Reader(name="detection_image", make=detection_image, documented=(DataError,)),
+    Reader(name="depth_array", make=depth_array, documented=(UnusableError, DataError)),
     Reader(name="own_image", make=own_image, documented=(RefusedError,)),
     Reader(name="tokenizer", make=tokenizer, documented=(RefusedError,), share=0.3),
     Reader(name="given_weights", make=given_weights, documented=(RefusedError,), share=0.7),

@@ -21,7 +21,7 @@ from trp_scale.config import CropConfig
 from trp_scale.core.batch import Batch
 from trp_scale.data.images.crops import Cropper, Crops
 from trp_scale.data.images.maps import MapFormat, StoredMaps
-from trp_scale.data.images.png import Map
+from trp_scale.data.images.png import Map, png_size, read_png
 from trp_scale.data.images.rows import DecodedRows
 from trp_scale.models.patches import patchify, unpatchify
 
@@ -52,9 +52,24 @@ class MapFiles:
     description: dict[str, Any]
     content: bytes = b""
 
+    def size(self, content: bytes | bytearray) -> Size | None:
+        """(H, W) in the header of a file; None: not of a form that can be read."""
+        return png_size(content) if self.format.readable(content) else None
+
+    def decode(self, content: bytes | bytearray) -> Map:
+        """The numbers of a file that has a size. Raises whatever a broken file leads to."""
+        return read_png(content)
+
     def numbers(self, numbers: Map) -> Map:
-        """What is stored for the numbers of a file; the very same array where nothing is changed."""
+        """What is stored for the numbers of a file; the very same array where nothing is changed.
+
+        Raises:
+            DataError: numbers that cannot be stored.
+        """
         return numbers
+
+    def refuse(self, content: bytes | bytearray, place: str) -> None:
+        """Raises DataError if files like the one at `place` need a setting that was not given; names it."""
 
     def check(self, numbers: Map) -> None:
         """Raises DataError if a map has a number that its data set cannot have."""
@@ -130,6 +145,7 @@ class Modality(ABC):
         format: how its maps are stored; None: it is the image itself.
         regression: whether its losses are distances, not cross-entropies.
         blank: number in a batch where nothing is known, in the batch's type.
+        file_suffixes: how files of its maps end, in a folder of them.
         labels: how models label images with it, by the settings that its `LabelSettings` has; None: none does.
     """
 
@@ -137,6 +153,7 @@ class Modality(ABC):
     format: ClassVar[MapFormat | None]
     regression: ClassVar[bool] = True
     blank: ClassVar[Any] = np.float32(np.nan)
+    file_suffixes: ClassVar[tuple[str, ...]] = (".png",)
     labels: ClassVar[PseudoLabels | None] = None
 
     def __init__(self, settings: Any, patch_size: int) -> None:

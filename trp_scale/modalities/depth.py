@@ -23,7 +23,8 @@ from torch import Tensor
 from trp_scale.core.batch import Batch
 from trp_scale.data.images.crops import Cropper, Crops
 from trp_scale.data.images.maps import Description, MapFormat, StoredMaps, own_directory
-from trp_scale.data.images.png import Map
+from trp_scale.data.images.npy import is_npy, npy_header, read_npy
+from trp_scale.data.images.png import GREY, Map, png_format, png_size, read_png
 from trp_scale.data.images.rows import DecodedRows
 from trp_scale.data.index import DataError
 from trp_scale.documents.fields import is_finite
@@ -147,6 +148,103 @@ class DepthLabels(PseudoLabels):
         return depth_maps(processor, settings.scale)
 
 
+@dataclass(frozen=True, kw_only=True)
+class DepthFiles(MapFiles):
+    """Depth maps from files: PNG of 16 bits, or of 8 if they are relative; and .npy.
+
+    Attributes:
+        scale: metres per stored unit; None: relative.
+        relative: maps that have no unit are stretched, each over its own numbers.
+    """
+
+    scale: float | None
+    relative: bool
+
+    def size(self, content: bytes | bytearray) -> Size | None:
+        if is_npy(content):
+            shape = npy_header(content).shape if _has_header(content) else ()
+            return shape if len(shape) == 2 else None
+        if png_format(content) == (8, GREY):
+            return png_size(content) if self.relative else None
+        return super().size(content)
+
+    def decode(self, content: bytes | bytearray) -> Map:
+        return read_npy(content) if is_npy(content) else read_png(content)
+
+    def numbers(self, numbers: Map) -> Map:
+        if numbers.dtype == np.uint16:
+            return numbers
+        if numbers.dtype == np.uint8 or (numbers.dtype.kind == "f" and self.relative):
+            if not self.relative:
+                raise DataError(EIGHT_BITS)
+            return stretched(numbers)
+        if numbers.dtype.kind == "f":
+            if self.scale is None:
+                raise DataError(FLOATS)
+            return units_of_metres(numbers, self.scale)
+        if numbers.size and not 0 <= int(numbers.min()) <= int(numbers.max()) <= LARGEST:
+            raise DataError(
+                f"{int(numbers.min())} to {int(numbers.max())} found, 0 to {LARGEST} can be stored: in coarser units"
+            )
+        return numbers.astype(np.uint16)
+
+    def refuse(self, content: bytes | bytearray, place: str) -> None:
+        if self.relative:
+            return
+        dtype = npy_header(content).dtype if _has_header(content) else None
+        if dtype == np.uint8 or png_format(content) == (8, GREY):
+            raise DataError(f"--modality depth, the map of {place}: {EIGHT_BITS}")
+        if self.scale is None and dtype is not None and dtype.kind == "f":
+            raise DataError(f"--modality depth, the map of {place}: {FLOATS}")
+
+
+EIGHT_BITS = (
+    "8 bits found: 256 steps are a picture of depth and no metres; give --depth.relative to store each map's own "
+    "range as relative depth (and --depth.larger_is nearer if its near parts are bright), or maps of 16 bits or .npy"
+)
+FLOATS = (
+    "floats found, and nothing says what they are; give --depth.scale 0.001 if they are metres (stored as millimetres, "
+    "up to 65.5 m; 0.01 up to 655 m), or --depth.relative if they have no unit"
+)
+"""What is said of maps that need a setting."""
+
+
+def _has_header(content: bytes | bytearray) -> bool:
+    """Whether it is a .npy file of numbers."""
+    try:
+        return is_npy(content) and bool(npy_header(content))
+    except DataError:
+        return False
+
+
+def stretched(numbers: npt.NDArray[Any]) -> Map:
+    """The numbers that are finite and not 0, from the smallest to the largest as 1 to 65535; others NOT_MEASURED."""
+    known = np.isfinite(numbers) & (numbers != 0)
+    return (
+        relative_units(torch.from_numpy(np.where(known, numbers, np.nan).astype(np.float64))).numpy().astype(np.uint16)
+    )
+
+
+def units_of_metres(metres: npt.NDArray[Any], scale: float) -> Map:
+    """Metres in units of `scale`, 1 at least; NOT_MEASURED where they are 0 or not finite.
+
+    Raises:
+        DataError: a depth below 0, or one that 16 bits do not hold.
+    """
+    known = np.isfinite(metres) & (metres != 0)
+    units = np.where(known, np.rint(metres.astype(np.float64) / scale), 0.0)
+    if known.any():
+        low, high = float(metres[known].min()), float(units.max())
+        if low < 0:
+            raise DataError(f"a depth of {low:g} m found, depths from 0 on are allowed")
+        if high > LARGEST:
+            raise DataError(
+                f"a depth of {high * scale:g} m found, 16 bits hold {LARGEST * scale:g} m at --depth.scale {scale:g}; "
+                "give a larger one"
+            )
+    return np.where(known, units.clip(1), NOT_MEASURED).astype(np.uint16)
+
+
 class Depth(Modality):
     """Depth. Its task: the absolute error of standardised depth where it was measured. An element is a pixel.
 
@@ -158,12 +256,20 @@ class Depth(Modality):
     format = DepthFormat("depth.png", bits=16, empty=NOT_MEASURED)
     labels = DepthLabels()
     blank = np.uint16(NOT_MEASURED)
+    file_suffixes = (".png", ".npy")
 
     @classmethod
     def from_files(cls, settings: Any) -> MapFiles:
         unit = "relative" if settings.scale is None else f"{settings.scale} metres"
-        description = {"scale": settings.scale, "unit": unit, "exact": False}
-        return MapFiles(name=cls.name, format=cls.format, description=description)
+        nearer = {"larger_is": "nearer"} if settings.larger_is == "nearer" else {}
+        description = {"scale": settings.scale, "unit": unit, "exact": False, **nearer}
+        return DepthFiles(
+            name=cls.name,
+            format=cls.format,
+            description=description,
+            scale=settings.scale,
+            relative=settings.relative,
+        )
 
     @classmethod
     def of_scene(cls, scene: Any) -> SceneMap:

@@ -34,7 +34,20 @@ class DepthFileSettings(Section):
     """What the numbers of depth maps from files mean."""
 
     scale: float | None = setting(None, was="depth_scale", above=0)
-    """Metres per unit (0.001: millimetres). None = relative depth, of an unknown unit."""
+    """Metres per unit of what is stored, in 16 bits (0.001: millimetres, up to 65.5 m). PNG of 16 bits and .npy of
+    whole numbers are in these units; .npy of floats are metres. None = relative depth, of an unknown unit."""
+    relative: bool = False
+    """Maps of 8 bits and .npy of floats have no unit: each one's smallest to largest number is stored as 1 to 65535.
+    Without it they are refused unless floats are metres: 256 steps are a picture of depth, not metres. In all maps
+    0, and what is not finite, means that nothing was measured there."""
+    larger_is: Literal["farther", "nearer"] = "farther"
+    """What a larger number means; nearer: inverse depth, or a picture of depth whose near parts are bright."""
+
+    def problems(self, config: Any) -> Iterator[str]:
+        if self.scale is not None and self.relative:
+            yield f"--depth.relative: not with --depth.scale {self.scale:g}; allowed: one of the two"
+        if self.scale is not None and self.larger_is == "nearer":
+            yield "--depth.larger_is nearer: not with --depth.scale, whose metres grow with distance"
 
 
 @dataclass(kw_only=True)

@@ -14,6 +14,7 @@ from trp_scale.data.images.maps import map_formats, read_names
 from trp_scale.data.images.reader import CLASS, IMAGE, known_suffixes, ordered_suffixes
 from trp_scale.data.index import DataError
 from trp_scale.data.remote.transfer import is_url
+from trp_scale.modalities import modalities as known_modalities
 from trp_scale.preparation.images.samples import (
     Listing,
     Loaded,
@@ -61,10 +62,11 @@ def list_folder(folder: Path, modalities: dict[str, Path]) -> Listing:
     Args:
         folder: sub-folders are classes, numbered by sorted name, as deep as their files lie; a folder whose images
             lie in it directly has no classes.
-        modalities: folder of each aligned modality; a map has its image's relative path and ends in .png.
+        modalities: folder of each aligned modality; a map has its image's relative path and ends in .png, or as its
+            modality's files may.
 
     Raises:
-        DataError: no images, or images both in the folder and in sub-folders.
+        DataError: no images, images both in the folder and in sub-folders, or two maps of one image.
     """
     files = sorted(_walk(folder, ""))
     images = [(name, size) for name, size in files if name.lower().endswith(IMAGE_SUFFIXES)]
@@ -81,7 +83,7 @@ def list_folder(folder: Path, modalities: dict[str, Path]) -> Listing:
     digest = hashlib.sha256()
     for name, size in images:
         digest.update(f"{name}\0{size}\0".encode("utf-8", "surrogateescape"))
-    maps = {map_formats()[name].suffix: _maps(path, digest) for name, path in modalities.items()}
+    maps = {map_formats()[name].suffix: _maps(name, path, digest) for name, path in modalities.items()}
     samples, skipped = [], []
     for name, _ in images:
         place = f"{folder}/{name}"
@@ -120,13 +122,23 @@ def _walk(folder: Path, prefix: str) -> Iterator[tuple[str, int]]:
                 yield prefix + entry.name, size
 
 
-def _maps(folder: Path, digest: hashlib._Hash) -> dict[str, str]:
-    """Path of each map by the relative path of its image without the suffix."""
-    found = {}
+def _maps(modality: str, folder: Path, digest: hashlib._Hash) -> dict[str, str]:
+    """Path of each map by the relative path of its image without the suffix.
+
+    Raises:
+        DataError: two files for one image.
+    """
+    found: dict[str, str] = {}
     for name, size in sorted(_walk(folder, "")):
-        if name.lower().endswith(".png"):
+        if name.lower().endswith(known_modalities()[modality].file_suffixes):
             digest.update(f"{name}\0{size}\0".encode("utf-8", "surrogateescape"))
-            found[name[:-4]] = f"{folder}/{name}"
+            stem = name.rpartition(".")[0]
+            if stem in found:
+                raise DataError(
+                    f"--modality {modality}={folder}: {found[stem]} and {folder}/{name} are maps of one image; "
+                    "leave one of them"
+                )
+            found[stem] = f"{folder}/{name}"
     return found
 
 

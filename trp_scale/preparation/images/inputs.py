@@ -88,8 +88,20 @@ def describe_maps(config: ShardImagesConfig, listing: Listing) -> None:
             )
         if there:
             files = listing.maps[name] = kind.from_files(config.section(name))
+            _refuse_first(listing, files)
             if files.content:
                 listing.fingerprint = hashlib.sha256(listing.fingerprint.encode() + files.content).hexdigest()
+
+
+def _refuse_first(listing: Listing, files: MapFiles) -> None:
+    """Look at the first map that can be read: what all of them need is said before any is stored, not of each."""
+    for sample in listing.samples:
+        try:
+            content = listing.source.read(sample).maps[files.format.suffix]
+        except UnusableError:
+            continue
+        files.refuse(content, sample.place)
+        return
 
 
 class SceneSource:

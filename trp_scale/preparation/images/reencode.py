@@ -13,7 +13,7 @@ from PIL import Image, ImageOps, UnidentifiedImageError
 from trp_scale.data.images.crops import pick_centres
 from trp_scale.data.images.other_formats import UnknownRangeError, as_rgb
 from trp_scale.data.images.pixel_limit import refuse_too_many_scans
-from trp_scale.data.images.png import png_size, read_png, write_png
+from trp_scale.data.images.png import write_png
 from trp_scale.data.index import DataError
 from trp_scale.modalities.base import MapFiles
 from trp_scale.preparation.images.samples import Loaded, UnusableError
@@ -177,17 +177,18 @@ def _rgb(image: Image.Image) -> Image.Image:
 def _map(files: MapFiles, content: bytes, upright: tuple[int, int], size: tuple[int, int]) -> bytes:
     """A map: its own bytes, or its numbers picked (never mixed) at the image's new size."""
     suffix = files.format.suffix
-    if not files.format.readable(content):
+    found_size = files.size(content)
+    if found_size is None:
         raise UnusableError("bad_map", suffix)
-    height, width = png_size(content)
+    height, width = found_size
     if (width, height) != upright:
         raise UnusableError("map_size", f"{suffix}: {(width, height)}, the image {upright}")
     try:
-        found = read_png(content)
+        found = files.decode(content)
     except Exception as error:  # as in _damage_named
         raise UnusableError("bad_map", f"{suffix}, {type(error).__name__}: {error}") from error
-    numbers = files.numbers(found)
     try:
+        numbers = files.numbers(found)
         files.check(numbers)
     except DataError as error:
         raise UnusableError("bad_map_number", f"{suffix}: {error}") from error

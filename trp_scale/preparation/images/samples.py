@@ -25,8 +25,9 @@ SKIP_REASONS = {
     "bad_class": "the class is not a number from 0 on, or has no name in --class_names",
     "duplicate_key": "another file has the same name apart from its suffix",
     "no_map": "no map, where others have one",
-    "bad_map": "a map that is not a PNG of its modality's form, such as 16 bits and grey for depth",
-    "bad_map_number": "a number that a map cannot have, such as a class that has no name in --semseg.classes",
+    "bad_map": "a map that is not a PNG of its modality's form, such as 16 bits and grey, or an array, for depth",
+    "bad_map_number": "a number that a map cannot have, such as a class that has no name in --semseg.classes, or a "
+    "depth that 16 bits do not hold at --depth.scale",
     "map_size": "a map of another size than its upright image",
 }
 """Why an image is skipped."""

@@ -42,10 +42,10 @@ class ShardImagesConfig(ShardingSettings, TakesModalities):
     """Embedded: in place of shards, a COCO file with the box and the mask of each object, and a folder of images, for
     fine-tuning on detection."""
     modality: UseAppendAction[list[str]] = field(default_factory=list)
-    """depth=FOLDER (16-bit grey PNG), semseg=FOLDER (8-bit PNG of class numbers), normals=FOLDER (8- or 16-bit RGB
-    PNG of (n + 1) / 2, x to the right, y up, z towards the camera; black: unknown) or one of --module, once for each:
-    maps aligned with the upright images of an image folder, under the same relative paths. Tars bring theirs as
-    members .NAME.png, such as .depth.png."""
+    """depth=FOLDER (16-bit grey PNG, or .npy; 8-bit PNG with --depth.relative), semseg=FOLDER (8-bit PNG of class
+    numbers), normals=FOLDER (8- or 16-bit RGB PNG of (n + 1) / 2, x to the right, y up, z towards the camera; black:
+    unknown) or one of --module, once for each: maps aligned with the upright images of an image folder, under the same
+    relative paths. Tars bring theirs as members .NAME.png, such as .depth.png."""
     class_names: str = ""
     """Tars: text file with the name of each class, one a line, in the order of their numbers."""
     split: str = "train"
