@@ -25,9 +25,9 @@ rounding gives the inert one 1e-3, so that only its settings tell (settings.py).
 QUARTER = 4
 """An adversary that has hardly acted for this part of the run is warned of, while the run can still be begun again."""
 SMALL_SHARE = 0.05
-SMALL_EFFECT = 0.001
+SMALL_EFFECT = 0.002
 """Share of eps, and of the loss, below which an adversary hardly acts. Measured on adpe_tiny: absolute coordinates at
-the weights' learning rate end at 0.03 and 0.0005; those that act at 0.3 to 1, and 0.005 to 0.03
+the weights' learning rate end at 0.03 and stay below 0.0012; those that act get to 0.2 to 1, and 0.006 to 0.1
 (docs/experiments.md)."""
 
 
