@@ -411,7 +411,8 @@ def draw_modalities(
     figure.savefig(path, dpi=100)
 
 
-LEGEND_COLUMNS = 6
+LEGEND_INCHES = 1.4
+"""Width of a column of a legend."""
 
 
 def draw_legend(figure: Figure, entries: Sequence[tuple[str, Any]]) -> None:
@@ -420,5 +421,5 @@ def draw_legend(figure: Figure, entries: Sequence[tuple[str, Any]]) -> None:
 
     if entries:
         handles = [Patch(facecolor=colour, label=words) for words, colour in entries]
-        columns = min(LEGEND_COLUMNS, len(handles))
+        columns = max(1, min(len(handles), int(figure.get_figwidth() / LEGEND_INCHES)))
         figure.legend(handles=handles, loc="outside lower center", ncols=columns, fontsize=8, frameon=False)
