@@ -339,9 +339,9 @@ def memory(counted: Counted, layout: Layout, *, ranks: int, micro: int, accumula
     part = counted.over(layout.tensor, layout.split)
     activations = part.saved(layout.checkpointing, layout.rounded).of(micro)
     share = layout.sharers(ranks) if layout.engine == "fsdp" or layout.stage == 3 else 1
-    network = 4 * MASTER * counted.network / share
+    network = 5 * MASTER * counted.network / share  # weights, gradient, two moments, and the first weights
     if layout.engine == "megatron":  # each rank has all of the network
-        network = (2 + 2 / layout.sharing(ranks)) * MASTER * counted.network
+        network = (3 + 2 / layout.sharing(ranks)) * MASTER * counted.network
         share = layout.sharing(ranks)
     # A hook's copy of the weights and its direction (benchmarks/mlo_memory.py), and the average of the weights.
     copies = 2 * bool(counted.network) + ("weight_average" in counted.config.hooks)

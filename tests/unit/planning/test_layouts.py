@@ -167,7 +167,8 @@ def test_memory_of_cut_matrices_is_of_a_rank_s_part_and_moments_of_its_rows() ->
     assert states(Layout(engine="megatron", tensor=2), ranks=2) == {"weights": 200, "gradients": 200, "moments": 400}
     taken = memory(counted(network=7), Layout(engine="megatron", tensor=2), ranks=4, micro=5, accumulation=1)
     assert taken.activations == 400 + 5 * 6
-    assert taken.masks == 4 * 7 * (1 + 1 + 2 / 2)  # the network is whole on each rank, its moments are shared
+    # The network, its gradient and its first weights are whole on each rank, its moments are shared.
+    assert taken.masks == 4 * 7 * (1 + 1 + 1 + 2 / 2)
     assert taken.hooks == 2 * 4 * 50 / 2
 
 
@@ -191,6 +192,6 @@ def test_offloaded_moments_are_on_the_host() -> None:
 def test_activations_grow_with_the_micro_batch_and_masks_with_their_network() -> None:
     taken = memory(counted(network=7), Layout(engine="plain"), ranks=1, micro=5, accumulation=1)
     assert taken.activations == 1000 + 5 * 10
-    assert taken.masks == 16 * 7
+    assert taken.masks == 20 * 7
     assert taken.hooks == 2 * 400  # a copy of the weights and a direction
     assert taken.device == pytest.approx(sum(size for name, size in vars(taken).items() if name != "host"))
