@@ -21,8 +21,8 @@ from trp_scale.recipes.inheritance import inherit
 FILES = Path(__file__).parent / "files"
 
 Flags = dict[str, Any]
-"""Flags of a command by name: a text, a number, or a list of them. `{NAME}` in a text stands for the directory of the
-input or of the data set NAME."""
+"""Flags of a command by name: a text, a number, a list of them, or null for one that takes no value. `{NAME}` in a text
+stands for the directory of the input or of the data set NAME."""
 
 AVERAGE, WORST = "average", "worst"
 """Rows over the tasks of a judge that are judged together."""
@@ -304,10 +304,11 @@ def filled(flags: Mapping[str, Any], places: Mapping[str, str], where: str) -> F
 
 
 def words_of(flags: Mapping[str, Any]) -> list[str]:
-    """{"optimizer.lr": 0.001, "inputs": ["a", "b"]} -> ["--optimizer.lr", "0.001", "--inputs", "a", "b"]."""
+    """{"optimizer.lr": 0.001, "inputs": ["a", "b"]} -> ["--optimizer.lr", "0.001", "--inputs", "a", "b"];
+    a flag of None stands alone."""
     words: list[str] = []
     for name, value in flags.items():
         words.append(f"--{name}")
-        each_of = value if isinstance(value, list) else [value]
+        each_of = value if isinstance(value, list) else [] if value is None else [value]
         words += [str(each).lower() if isinstance(each, bool) else str(each) for each in each_of]
     return words
