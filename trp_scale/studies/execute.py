@@ -213,7 +213,7 @@ class Executor:
     def _process(self, name: str, words: list[str]) -> tuple[Status, str, float]:
         """Run a command to its end; gives status, reason and processor seconds."""
         log = self.graph.directory / "logs" / f"{flat(name)}.log"
-        launcher = shlex.split(self.graph.scale.launcher) if words[0] == "pretrain" else []
+        launcher = [] if name.startswith("data/") else shlex.split(self.graph.scale.launcher)
         command = [*launcher, *(self.program[1:] if launcher else self.program), *words]
         environment = {
             "OMP_NUM_THREADS": str(max(1, len(os.sched_getaffinity(0)) // self.jobs)),

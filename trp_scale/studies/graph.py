@@ -87,7 +87,8 @@ class Graph:
         return [name for name, variant in self.variants.items() if variant.trained]
 
     def _judged(self, run: Node, variant: str, seed: int) -> Iterator[Node]:
-        for name, judge in self.scale.judges.items():
+        for name, judge in sorted(self.scale.judges.items(), key=lambda each: bool(each[1].of)):
+            before = (f"judged/{judge.of}/{run.name}",) if judge.of else ()
             tries: list[Node] = []
             if judge.tuning is not None:
                 first = f"runs/{variant}/seed_0"
@@ -97,7 +98,7 @@ class Graph:
                 ]
                 if seed == 0 and TIME not in run.name:
                     yield from tries
-            yield Node(name=f"judged/{name}/{run.name}", needs=(run.name, *(node.name for node in tries)))
+            yield Node(name=f"judged/{name}/{run.name}", needs=(run.name, *before, *(node.name for node in tries)))
 
     def _tries(self, variant: str, data: tuple[str, ...]) -> Iterator[Node]:
         tuning = self.scale.tuning
@@ -175,7 +176,11 @@ class Graph:
         flags = self._filled({**judge.flags, **own}, node)
         output, of = str(self.path(node)), str(self.path(run))
         if judge.command == "evaluate":
-            return ["evaluate", "--run", of, "--output", output, *words_of(flags)]
+            measured = str(self.path(f"judged/{judge.of}/{run}"))
+            return ["evaluate", "--finetuned", measured, "--output", output, *words_of(flags)]
+        if judge.of:
+            task = self.scale.judges[judge.of].flags["downstream.task"]
+            of = str(self.path(f"judged/{judge.of}/{run}/{task}/seed_{seed}"))
         numbered = {"training.seed": seed} if judge.command == "finetune" else {"seed": seed}
         cache = {"cache": str(self.path(node) / "features")} if judge.command == "probe" else {}
         words = words_of({"seeds": seeds, **numbered, **cache, **flags})

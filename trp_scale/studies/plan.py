@@ -13,7 +13,7 @@ from trp_scale.planning.arguments import NO_DATA, PlanArguments, parse_plan
 from trp_scale.planning.clusters import Cluster, gpu_of
 from trp_scale.planning.command import facts_of, given_of
 from trp_scale.planning.counting import Counted
-from trp_scale.planning.plan import fitting, planned
+from trp_scale.planning.plan import fitting, planned, refusal
 from trp_scale.planning.step import extra_passes, prepass
 from trp_scale.studies.graph import Graph
 from trp_scale.studies.study import Flags, Scale, Study, needed_inputs, words_of
@@ -86,7 +86,10 @@ def cost_of(graph: Graph, variant: str, speed: float, own: Flags | None = None) 
     config: Config = arguments.config
     if graph.scale.gpus:
         cluster = Cluster(gpu=gpu_of(graph.scale.gpu), gpus=graph.scale.gpus)
-        plans = fitting(planned(counted, cluster, given_of(arguments)))
+        given = given_of(arguments)
+        found = planned(counted, cluster, given)
+        if not (plans := fitting(found)):
+            raise refusal(counted, found, given)
         return Cost(steps=config.training.steps, seconds=plans[0].seconds)
     micro = config.batch.micro_rows
     accumulation = max(1, config.batch.global_size // micro)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,8 +22,8 @@ from trp_scale.recipes.inheritance import inherit
 FILES = Path(__file__).parent / "files"
 
 Flags = dict[str, Any]
-"""Flags of a command by name: a text, a number, a list of them, or null for one that takes no value. `{NAME}` in a text
-stands for the directory of the input or of the data set NAME."""
+"""Flags of a command by name: a text, a number, true for a switch, or a list of them. `{NAME}` in a text stands for
+the directory of the input or of the data set NAME."""
 
 AVERAGE, WORST = "average", "worst"
 """Rows over the tasks of a judge that are judged together."""
@@ -83,8 +84,10 @@ class Judge:
     """A command that measures a run.
 
     Attributes:
-        command: finetune and probe take the run as --from, evaluate as --run.
+        command: finetune and probe take the run as --from; evaluate measures what the judge `of` has trained on it.
         flags: of the command.
+        of: a finetune among the judges. evaluate measures its runs on other data; a finetune starts from the encoder
+            that it leaves, of its first seed, where that has been fine-tuned for another task before.
         seeds: of the judging, on each run.
         tuning: of one of its flags, on the run of the first seed; its `flags` must measure other rows than the test's.
         validation: flags that measure rows apart from the test's, for the tuning of runs.
@@ -92,6 +95,7 @@ class Judge:
 
     command: Literal["finetune", "probe", "evaluate"]
     flags: Flags
+    of: str = ""
     seeds: Positive = 1
     tuning: Tuning | None = None
     validation: Flags = field(default_factory=dict)
@@ -119,7 +123,8 @@ class Scale:
         seeds: of pre-training, 0, 1, ...
         tuning: of a setting of the runs.
         budgets: steps: all variants make the recipe's steps. time: each also makes as many as take the baseline's time.
-        launcher: words before `-m trp_scale`, such as "torchrun --nproc_per_node 8"; empty: this interpreter.
+        launcher: words before `-m trp_scale`, such as "torchrun --nproc_per_node 8", of pre-training and of judges;
+            empty: this interpreter.
         gpu, gpus: for plans; 0: none.
         note: what a reader must know, such as rendered data.
     """
@@ -199,6 +204,7 @@ class Study:
                     yield f"{where}: the outcome's judge {judge!r} is not among {', '.join(scale.judges)}"
             if scale.tuning is not None and scale.tuning.judge not in scale.judges:
                 yield f"{where}.tuning.judge {scale.tuning.judge!r} is not among {', '.join(scale.judges)}"
+            yield from _problems_of_judges(scale, f"{where}.judges")
             if self.ground and self.ground in here and here[self.ground].trained:
                 yield f"ground {self.ground!r} is trained; allowed: a variant with trained: false"
         if self.ground and self.ground not in self.variants:
@@ -206,6 +212,28 @@ class Study:
         for name in self.variants:
             if not name.replace("_", "").replace("-", "").replace(".", "").isalnum():
                 yield f"variant {name!r}: allowed: letters, digits, - _ and ."
+
+
+def _problems_of_judges(scale: Scale, where: str) -> Iterator[str]:
+    """What does not fit together of judges that measure what another judge has trained."""
+    first = {name: judge for name, judge in scale.judges.items() if judge.command == "finetune" and not judge.of}
+    for name, judge in scale.judges.items():
+        if judge.of and judge.of not in first:
+            yield f"{where}.{name}.of is {judge.of!r}; allowed: {', '.join(first) or 'a finetune; there is none'}"
+        elif judge.command == "evaluate" and not judge.of:
+            yield f"{where}.{name}.of is missing: evaluate measures a finetune's runs; allowed: {', '.join(first)}"
+        elif judge.of and judge.command == "probe":
+            yield f"{where}.{name}.of is {judge.of!r}, allowed: none; a probe reads the pre-trained encoder"
+        elif judge.command == "finetune" and judge.of and "downstream.task" not in first[judge.of].flags:
+            yield f"{where}.{judge.of}.flags lack downstream.task, which names the directory that {name} starts from"
+        if judge.of and judge.tuning is not None:
+            yield f"{where}.{name}.tuning is given, allowed: none, since it is of {judge.of!r}"
+        if judge.of and scale.tuning is not None and scale.tuning.judge == name:
+            yield f"{where}.{name} chooses a setting of the runs, allowed: a judge without `of`"
+
+
+REPEATED = ("robustness", "modality", "module")
+"""Flags that are given once for each value."""
 
 
 def study_path(name: str) -> Path:
@@ -304,11 +332,13 @@ def filled(flags: Mapping[str, Any], places: Mapping[str, str], where: str) -> F
 
 
 def words_of(flags: Mapping[str, Any]) -> list[str]:
-    """{"optimizer.lr": 0.001, "inputs": ["a", "b"]} -> ["--optimizer.lr", "0.001", "--inputs", "a", "b"];
-    a flag of None stands alone."""
+    """{"optimizer.lr": 0.001, "inputs": ["a", "b"]} -> ["--optimizer.lr", "0.001", "--inputs", "a", "b"]."""
     words: list[str] = []
     for name, value in flags.items():
-        words.append(f"--{name}")
-        each_of = value if isinstance(value, list) else [] if value is None else [value]
-        words += [str(each).lower() if isinstance(each, bool) else str(each) for each in each_of]
+        each_of = value if isinstance(value, list) else [value]
+        texts = [str(each).lower() if isinstance(each, bool) else str(each) for each in each_of]
+        if name in REPEATED:
+            words += chain.from_iterable((f"--{name}", text) for text in texts)
+        else:
+            words += [f"--{name}", *texts]
     return words

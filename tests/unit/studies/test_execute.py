@@ -109,3 +109,15 @@ def test_slurm_is_given_only_what_has_not_finished(tmp_path: Path, monkeypatch: 
     Executor(graph, jobs=2, program=write_program(tmp_path), said=lambda line: None).run()
     monkeypatch.setenv("PATH", str(tmp_path))
     assert submit(graph, ["trp-scale"], "") == []
+
+
+def test_the_launcher_starts_runs_and_judges_but_does_not_make_data(tmp_path: Path) -> None:
+    program = tmp_path / "launch.sh"
+    program.write_text(f'#!/bin/sh\necho "$@" >> {tmp_path}/launched.txt\nexec "{sys.executable}" "$@"\n')
+    program.chmod(0o755)
+    graph = graph_of(tmp_path, document(launcher=str(program)))
+    ended = Executor(graph, jobs=2, program=write_program(tmp_path), said=lambda line: None).run()
+    assert {state.status for state in ended.values() if state} == {"finished"}
+    launched = (tmp_path / "launched.txt").read_text().splitlines()
+    assert len(launched) == len(graph.nodes) - 1
+    assert {line.split()[1] for line in launched} == {"pretrain", "finetune"}

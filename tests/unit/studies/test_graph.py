@@ -102,6 +102,46 @@ def test_a_file_that_does_not_fit_together_is_refused(tmp_path: Path, change: di
         graph_of(tmp_path, document() | change)
 
 
+def of_another(**judges: object) -> dict[str, object]:
+    """The study with a finetune of images, and judges of what it leaves."""
+    given = document()
+    flags = {"recipe": "classification_tiny", "downstream.task": "things"}
+    given["scales"]["cpu"]["judges"] = {**judges, "glue": {"command": "finetune", "seeds": 2, "flags": flags}}
+    return given
+
+
+def test_a_judge_of_what_another_has_trained_reads_its_runs_and_waits_for_them(tmp_path: Path) -> None:
+    others = {
+        "robust": {"command": "evaluate", "of": "glue", "flags": {"robustness": ["a=one", "r=two"]}},
+        "pixels": {"command": "finetune", "of": "glue", "flags": {"recipe": "segmentation_tiny"}},
+    }
+    graph = graph_of(tmp_path, of_another(**others))
+    first = graph.path("judged/glue/runs/plain/seed_1")
+    words = graph.words("judged/robust/runs/plain/seed_1")
+    assert words[:3] == ["evaluate", "--finetuned", str(first)]
+    assert words[-4:] == ["--robustness", "a=one", "--robustness", "r=two"]
+    words = graph.words("judged/pixels/runs/plain/seed_1")
+    assert words[words.index("--from") + 1] == str(first / "things" / "seed_100")
+    seen: set[str] = set()
+    for name, node in graph.nodes.items():
+        assert set(node.needs) <= seen
+        seen.add(name)
+    assert "judged/glue/runs/plain/seed_1" in graph.nodes["judged/robust/runs/plain/seed_1"].needs
+
+
+@pytest.mark.parametrize(
+    ("other", "said"),
+    [
+        ({"command": "evaluate"}, "other.of is missing"),
+        ({"command": "evaluate", "of": "nothing"}, "other.of is 'nothing'; allowed: glue"),
+        ({"command": "probe", "of": "glue"}, "other.of is 'glue', allowed: none"),
+    ],
+)
+def test_a_judge_of_what_nobody_has_trained_is_refused(tmp_path: Path, other: dict[str, object], said: str) -> None:
+    with pytest.raises(RefusedError, match=said):
+        graph_of(tmp_path, of_another(other={"flags": {}, **other}))
+
+
 def test_a_placeholder_that_is_not_known_is_refused_by_name(tmp_path: Path) -> None:
     graph = graph_of(tmp_path, document(settings={"data.path": "{wrods}"}))
     with pytest.raises(RefusedError, match=r"'\{wrods\}' names 'wrods'; allowed: \{text\}, \{words\}"):
