@@ -71,6 +71,8 @@ def show(argv: Sequence[str]) -> int:
     for name, scale in found.scales.items():
         judges = "; ".join(f"{each} ({judge.command}, {judge.seeds} seeds)" for each, judge in scale.judges.items())
         print(f"scale {name}: recipe {scale.recipe}, {scale.seeds} seeds, budgets {', '.join(scale.budgets)}; {judges}")
+        if scale.outcome is not None:
+            print(f"  outcome here: {scale.outcome.row} of {', '.join(scale.outcome.judges)}")
         for each in needed_inputs(found, scale):
             print(f"  --input {each}=PATH  {found.inputs[each]}")
     return 0

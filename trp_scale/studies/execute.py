@@ -33,6 +33,9 @@ from trp_scale.studies.graph import Graph
 
 STUDY_FILE = "study.json"
 
+DATA_FILES = ("dataset.json", "annotations.json")
+"""Written last into a data set: of shards, or of `shard-images --coco`."""
+
 Status = Literal["finished", "failed", "stopped"]
 
 LAST_LINES = 3
@@ -241,7 +244,7 @@ class Executor:
         """Whether a command that ended well has done all: a run that was stopped ends well too."""
         path = self.graph.path(name)
         if name.startswith("data/"):
-            return (path / "dataset.json").is_file()
+            return any((path / name).is_file() for name in DATA_FILES)
         if name.startswith(("runs/", "tuning/")):
             return read_summary(path).get("exit_reason") == "finished"
         return (path / RESULTS_FILE).is_file()

@@ -72,8 +72,9 @@ def read_outcome(graph: Graph) -> Outcome:
             for place, row in _rows(graph, name, seed).items():
                 figures.setdefault(place, {}).setdefault(name, {})[seed] = list(row.values)
                 metrics.setdefault(place, row)
-    judges = study.outcome.judges
-    chosen = Place(judges[0] if len(judges) == 1 else ALL, study.outcome.row)
+    named_row = study.outcome_at(scale)
+    judges = named_row.judges
+    chosen = Place(judges[0] if len(judges) == 1 else ALL, named_row.row)
     only = [place for place in figures if place.judge == chosen.judge]
     if chosen.row in (AVERAGE, WORST) and len(only) == 1:  # of a single task
         chosen = only[0]
@@ -88,15 +89,15 @@ def _rows(graph: Graph, variant: str, seed: int) -> dict[Place, Row]:
     """All rows of one run. Equal time that is equal steps has the figures of its equal-steps run."""
     found: dict[Place, Row] = {}
     tasks: dict[str, TaskResult] = {}
+    judges = graph.study.outcome_at(graph.scale).judges
     for judge in graph.scale.judges:
         directory = graph.path(f"judged/{judge}/runs/{variant}/seed_{seed}")
         if not (directory / "results.json").is_file():
             continue
         results = read_results(directory).tasks
         found |= {Place(judge, name): row for name, row in rows_of(results).items() if _shown(name, results)}
-        if judge in graph.study.outcome.judges:
+        if judge in judges:
             tasks |= {f"{judge}: {task.task}": task for task in results}
-    judges = graph.study.outcome.judges
     measured = {place.judge for place in found}
     if len(judges) > 1 and measured >= set(judges) and len(set(map(judged_together, tasks.values()))) == 1:
         rows = rows_of([replace(task, task=name) for name, task in tasks.items()])

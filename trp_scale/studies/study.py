@@ -110,6 +110,14 @@ class DataSet:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """The row that the sentence is about. Attributes: judges: whose tasks it is over; row: a task, average or worst."""
+
+    judges: list[str]
+    row: str = WORST
+
+
+@dataclass(frozen=True, kw_only=True)
 class Scale:
     """How large a study is run.
 
@@ -120,6 +128,7 @@ class Scale:
         variant_settings: by variant, over its own.
         data: made first, by name.
         judges: by name.
+        outcome: in place of the study's, where the scale has other judges.
         seeds: of pre-training, 0, 1, ...
         tuning: of a setting of the runs.
         budgets: steps: all variants make the recipe's steps. time: each also makes as many as take the baseline's time.
@@ -135,6 +144,7 @@ class Scale:
     variant_settings: dict[str, Flags] = field(default_factory=dict)
     data: dict[str, DataSet] = field(default_factory=dict)
     judges: dict[str, Judge]
+    outcome: Outcome | None = None
     seeds: Positive
     tuning: Tuning | None = None
     budgets: list[Literal["steps", "time"]] = field(default_factory=lambda: ["steps"])
@@ -142,14 +152,6 @@ class Scale:
     gpu: str = "a100-80"
     gpus: int = 0
     note: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """The row that the sentence is about. Attributes: judges: whose tasks it is over; row: a task, average or worst."""
-
-    judges: list[str]
-    row: str = WORST
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -189,6 +191,10 @@ class Study:
         """Those that take part, in the order of the file."""
         return {name: each for name, each in self.variants.items() if not scale.variants or name in scale.variants}
 
+    def outcome_at(self, scale: Scale) -> Outcome:
+        """The scale's own, or the study's."""
+        return scale.outcome or self.outcome
+
     def problems(self) -> Iterator[str]:
         """What does not fit together, a line each."""
         for name, scale in self.scales.items():
@@ -199,7 +205,7 @@ class Study:
                     yield f"{where}: the variant {each!r} is not among {', '.join(self.variants)}"
             if self.baseline not in here:
                 yield f"{where}: the baseline {self.baseline!r} does not take part"
-            for judge in self.outcome.judges or ["none"]:
+            for judge in self.outcome_at(scale).judges or ["none"]:
                 if judge not in scale.judges:
                     yield f"{where}: the outcome's judge {judge!r} is not among {', '.join(scale.judges)}"
             if scale.tuning is not None and scale.tuning.judge not in scale.judges:

@@ -93,3 +93,10 @@ def test_a_failure_is_in_the_report(tmp_path: Path) -> None:
     assert "failed: runs/slow/seed\\_1" in text
     assert "this was to fail" in text
     assert "not run for runs/slow/seed\\_0" in text
+
+
+def test_a_scale_with_other_judges_has_its_own_outcome(tmp_path: Path) -> None:
+    graph = graph_of(tmp_path, document(outcome={"judges": ["glue"], "row": "hard"}))
+    Executor(graph, jobs=2, program=write_program(tmp_path), said=lambda line: None).run()
+    assert graph.study.outcome.row == "worst"
+    assert read_outcome(graph).outcome == Place("glue", "hard")
