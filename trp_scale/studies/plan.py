@@ -48,13 +48,13 @@ def planned_hours(study: Study, scale: Scale, *, price: float) -> Iterator[str]:
     yield f"{study.title}: {len(graph.nodes)} commands, {scale.seeds} pre-training seeds, on {where}"
     total = 0.0
     runs = {name: sum(node.startswith(f"runs/{name}/") for node in graph.nodes) for name in graph.variants}
-    for name in graph.timed():
-        cost = cost_of(graph, name, speed)
+    costs = {name: cost_of(graph, name, speed) for name in graph.timed()}
+    for name, cost in costs.items():
         hours = runs[name] * cost.steps * cost.seconds / 3600
         total += hours
         yield f"  {name}: {runs[name]} runs of {cost.steps:,} steps, {cost.seconds:.4g} s a step: {hours:.2f} hours"
         if "time" in scale.budgets and name != study.baseline:
-            base = cost_of(graph, study.baseline, speed)
+            base = costs[study.baseline]
             hours = runs[name] * base.steps * base.seconds / 3600
             total += hours
             yield f"  {name}, equal time: as long as the baseline's: {hours:.2f} hours"
