@@ -338,10 +338,11 @@ def filled(flags: Mapping[str, Any], places: Mapping[str, str], where: str) -> F
 
 
 def words_of(flags: Mapping[str, Any]) -> list[str]:
-    """{"optimizer.lr": 0.001, "inputs": ["a", "b"]} -> ["--optimizer.lr", "0.001", "--inputs", "a", "b"]."""
+    """{"optimizer.lr": 0.001, "inputs": ["a", "b"], "embedded": True} -> ["--optimizer.lr", "0.001", "--inputs", "a",
+    "b", "--embedded"]: switches take no value in every command, so that what is true is said by the flag alone."""
     words: list[str] = []
     for name, value in flags.items():
-        each_of = value if isinstance(value, list) else [value]
+        each_of = value if isinstance(value, list) else [] if value is True else [value]
         texts = [str(each).lower() if isinstance(each, bool) else str(each) for each in each_of]
         if name in REPEATED:
             words += chain.from_iterable((f"--{name}", text) for text in texts)
