@@ -176,7 +176,7 @@ class Graph:
         flags = self._filled({**judge.flags, **own}, node)
         output, of = str(self.path(node)), str(self.path(run))
         if judge.command == "evaluate":
-            measured = str(self.path(f"judged/{judge.of}/{run}"))
+            measured = str(self.path(f"judged/{judge.of}/{run}")) if judge.of else of
             return ["evaluate", "--finetuned", measured, "--output", output, *words_of(flags)]
         if judge.of:
             task = self.scale.judges[judge.of].flags["downstream.task"]

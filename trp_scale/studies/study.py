@@ -84,7 +84,8 @@ class Judge:
     """A command that measures a run.
 
     Attributes:
-        command: finetune and probe take the run as --from; evaluate measures what the judge `of` has trained on it.
+        command: finetune and probe take the run as --from; evaluate gives the losses of the run itself on held-out rows,
+            or measures what the judge `of` has trained on it.
         flags: of the command.
         of: a finetune among the judges. evaluate measures its runs on other data; a finetune starts from the encoder
             that it leaves, of its first seed, where that has been fine-tuned for another task before.
@@ -226,8 +227,6 @@ def _problems_of_judges(scale: Scale, where: str) -> Iterator[str]:
     for name, judge in scale.judges.items():
         if judge.of and judge.of not in first:
             yield f"{where}.{name}.of is {judge.of!r}; allowed: {', '.join(first) or 'a finetune; there is none'}"
-        elif judge.command == "evaluate" and not judge.of:
-            yield f"{where}.{name}.of is missing: evaluate measures a finetune's runs; allowed: {', '.join(first)}"
         elif judge.of and judge.command == "probe":
             yield f"{where}.{name}.of is {judge.of!r}, allowed: none; a probe reads the pre-trained encoder"
         elif judge.command == "finetune" and judge.of and "downstream.task" not in first[judge.of].flags:

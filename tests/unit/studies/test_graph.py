@@ -132,7 +132,6 @@ def test_a_judge_of_what_another_has_trained_reads_its_runs_and_waits_for_them(t
 @pytest.mark.parametrize(
     ("other", "said"),
     [
-        ({"command": "evaluate"}, "other.of is missing"),
         ({"command": "evaluate", "of": "nothing"}, "other.of is 'nothing'; allowed: glue"),
         ({"command": "probe", "of": "glue"}, "other.of is 'glue', allowed: none"),
     ],
@@ -157,3 +156,12 @@ def test_another_study_in_the_directory_is_refused(tmp_path: Path) -> None:
     (tmp_path / "full" / "file").touch()
     with pytest.raises(RefusedError, match="is not empty and holds no study"):
         claim(tmp_path / "full", "one", "cpu", {})
+
+
+def test_evaluate_by_itself_gives_the_losses_of_the_run(tmp_path: Path) -> None:
+    given = document()
+    given["scales"]["cpu"]["judges"]["held_out"] = {"command": "evaluate", "flags": {"rows": 100}}
+    graph = graph_of(tmp_path, given)
+    words = graph.words("judged/held_out/runs/plain/seed_0")
+    assert words[:3] == ["evaluate", "--finetuned", str(graph.path("runs/plain/seed_0"))]
+    assert words[-2:] == ["--rows", "100"]
