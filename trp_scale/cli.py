@@ -60,9 +60,6 @@ COMMANDS: dict[str, dict[str, Command]] = {
             "trp_scale.commands.training:finetune",
             "fine-tune an encoder on downstream tasks, over seeds",
         ),
-        "sweep": Command(
-            "trp_scale.commands.training:sweep", "train image runs that differ in named settings, and compare them"
-        ),
         "launch-files": Command(
             "trp_scale.commands.launch_files:launch_files", "write out DeepSpeed's files, launch and SLURM scripts"
         ),

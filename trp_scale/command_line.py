@@ -140,15 +140,6 @@ def _modules(argv: Sequence[str]) -> list[str]:
     return [module for module in given if module]
 
 
-def read_known(
-    kind: type[Arguments], argv: Sequence[str], *, prog: str, **settings: Any
-) -> tuple[Arguments, list[str]]:
-    """As `read`, and the words that are not the command's own."""
-    settings["return_unknown_args"] = True
-    parsed: tuple[Arguments, list[str]] = _parsed(kind, argv, prog=prog, first=(), settings=settings)
-    return parsed
-
-
 def _parsed(
     kind: type[Any], argv: Sequence[str], *, prog: str, first: Collection[str], settings: dict[str, Any]
 ) -> Any:

@@ -67,11 +67,8 @@ def check(words: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
             check_pretrain(words[place + 1 :], monkeypatch)
         else:  # the encoder that --from names is not there to be looked at
             check_flags(words[place + 1 :], sys.executable, script)
-    elif list(words[:2]) == ["trp-scale", "sweep"]:
-        own = [word for word in rest[1:] if word.startswith("--") and "." not in word]
-        check_flags(own, sys.executable, "-m", "trp_scale", "sweep")
-        place = next(number for number, word in enumerate(rest) if word.startswith("--") and "." in word)
-        check_pretrain(["--recipe", rest[rest.index("--recipe") + 1], *rest[place:]], monkeypatch)
+    elif list(words[:2]) == ["trp-scale", "study"]:
+        check_flags(rest[2:], sys.executable, "-m", "trp_scale", "study", rest[1])
     elif list(words[:2]) == ["trp-scale", "pretrain"]:
         check_pretrain(words[2:], monkeypatch)
     elif program == "trp-scale":

@@ -1,4 +1,4 @@
-"""Commands that train: `pretrain`, `finetune`, `sweep`; and `plan`, which says what that would take. Under a launcher
+"""Commands that train: `pretrain`, `finetune`; and `plan`, which says what that would take. Under a launcher
 each rank runs the same command line."""
 
 from __future__ import annotations
@@ -7,13 +7,8 @@ import importlib
 import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import tyro
-
-from trp_scale.command_line import read_known
 from trp_scale.commands.refusals import run
 from trp_scale.errors import RefusedError
 
@@ -87,44 +82,3 @@ def _in_its_place(arguments: Arguments, train: Callable[[], int], load: Callable
         return run(train)
 
     return with_restarts(attempt, info=info, restarts=restarts, imports=imports)
-
-
-@dataclass(kw_only=True)
-class SweepArguments:
-    """Train image runs that differ in named settings, one after the other, and compare what each reached in how many
-    hours. Every other --section.field flag is for all of them, as for `trp-scale pretrain`. Finished runs are not
-    trained again. The accuracy is a linear probe's on the run's held-out images, or on those of --test, not the paper's
-    fine-tuning."""
-
-    recipe: Annotated[str, tyro.conf.arg(metavar="NAME|PATH")]
-    """Recipe of all runs."""
-    run_dir: Annotated[Path, tyro.conf.arg(metavar="DIR")]
-    """Directory of the sweep: a run directory for each combination, sweep.json and sweep.png."""
-    vary: Annotated[tyro.conf.UseAppendAction[list[str]], tyro.conf.arg(metavar="SECTION.FIELD=VALUE,VALUE")]
-    """What differs, once for each setting: --vary crops.count=1,2,4 --vary vision.decoder=transformer,linear."""
-    launcher: str = ""
-    """Words before the run's own, such as "torchrun --nproc_per_node 8"; empty = one process."""
-    probe_size: int = 0
-    """Side of the probe's images in pixels; 0 = twice the crops' for MAE+, the crops' for MAE."""
-    test: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
-    """Data set of the same classes, on all of whose images the accuracy is measured; refused if more than one in a
-    hundred of them is in --data.path. None = on the images that --data.validation_fraction holds out."""
-
-
-def sweep(argv: Sequence[str]) -> int:
-    """`trp-scale sweep`."""
-    arguments, flags = read_known(SweepArguments, argv, prog="trp-scale sweep")
-    from trp_scale.downstream.sweep import print_table
-    from trp_scale.downstream.sweep import sweep as train
-
-    points = train(
-        recipe=arguments.recipe,
-        run_dir=arguments.run_dir,
-        vary=arguments.vary,
-        flags=flags,
-        launcher=arguments.launcher,
-        probe_size=arguments.probe_size,
-        test=arguments.test,
-    )
-    print_table(points)
-    return 0

@@ -84,8 +84,8 @@ class Judge:
     """A command that measures a run.
 
     Attributes:
-        command: finetune and probe take the run as --from; evaluate gives the losses of the run itself on held-out rows,
-            or measures what the judge `of` has trained on it.
+        command: finetune and probe take the run as --from; evaluate gives the losses of the run itself on held-out
+            rows, or measures what the judge `of` has trained on it.
         flags: of the command.
         of: a finetune among the judges. evaluate measures its runs on other data; a finetune starts from the encoder
             that it leaves, of its first seed, where that has been fine-tuned for another task before.

@@ -1,8 +1,7 @@
-"""What is drawn and measured of small image runs: pictures, the linear probe, a sweep."""
+"""What is drawn and measured of small image runs: pictures."""
 
 from __future__ import annotations
 
-import json
 import re
 import shutil
 from dataclasses import replace
@@ -24,7 +23,6 @@ from trp_scale.config import RefusedError
 from trp_scale.config.components import settings_of
 from trp_scale.downstream.own_images import ORIENTATION, own_images
 from trp_scale.downstream.pictures import _draw_sizes, draw_pictures, mask_strips, reconstructions
-from trp_scale.downstream.sweep import combinations, linear_probe, sweep
 from trp_scale.downstream.trained_images import load_masking_network, load_trained_images
 from trp_scale.recipes.loader import to_dict
 from trp_scale.upstreams.pos_bert.settings import PosBertConfig
@@ -249,78 +247,3 @@ def test_sizes_of_perturbations_are_norms_of_their_balls(norm: Any, eps: float) 
     heights = [bar.get_height() for bar in axes.patches]
     expected = [3.0, 3.0] if norm == "l2" else perturbation.abs().amax((1, 2)).tolist()
     assert heights == pytest.approx(expected, rel=1e-6)
-
-
-def test_the_probe_reads_classes_that_the_features_hold(
-    scenes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Features that are the label itself give an accuracy of 1, and features that say nothing do not."""
-    trained = load_trained_images(train(scenes, tmp_path / "run"))
-    honest = linear_probe(trained, size=32)
-    assert 0.0 <= honest < 0.9
-    from trp_scale.downstream import sweep as module
-
-    extract = module.extract
-
-    def telling(*arguments: object) -> tuple[object, object]:
-        _, labels = extract(*arguments)  # type: ignore[arg-type]
-        return torch.nn.functional.one_hot(torch.from_numpy(labels), 8).float().numpy(), labels
-
-    monkeypatch.setattr(module, "extract", telling)
-    assert linear_probe(trained, size=32) == 1.0
-
-
-@pytest.mark.exhaustive
-def test_a_sweep_trains_each_combination_once(scenes: Path, tmp_path: Path) -> None:
-    flags = ["--data.path", str(scenes), *FLAGS]
-    vary = ["crops.count=1,2"]
-    points = sweep(recipe="adpe_tiny", run_dir=tmp_path / "sweep", vary=vary, flags=flags)
-    assert [point.settings for point in points] == [{"crops.count": "1"}, {"crops.count": "2"}]
-    assert all(point.hours > 0 and 0 <= point.accuracy <= 1 and point.size == 32 for point in points)
-    stored = json.loads((tmp_path / "sweep" / "sweep.json").read_text(encoding="utf-8"))["runs"]
-    assert [one["name"] for one in stored] == ["crops.count=1", "crops.count=2"]
-    with Image.open(tmp_path / "sweep" / "sweep.png") as picture:
-        assert min(picture.size) > 100
-    metrics = tmp_path / "sweep" / "crops.count=2" / "metrics.jsonl"
-    before = metrics.stat().st_mtime_ns
-    assert sweep(recipe="adpe_tiny", run_dir=tmp_path / "sweep", vary=vary, flags=flags)[1].hours == points[1].hours
-    assert metrics.stat().st_mtime_ns == before
-
-
-@pytest.mark.parametrize(
-    ("changed", "words"),
-    [
-        ({"vary": ["crops.size=16,17"]}, r"crops\.size"),
-        ({"flags": ["--data.validation_fraction", "0"]}, "nothing is held out"),
-        ({"flags": ["--data.path", "nowhere"]}, "nowhere"),
-        ({"probe_size": 30}, "multiples of --vision.patch_size 4"),
-    ],
-)
-def test_nothing_is_trained_before_all_of_it_can_be(
-    scenes: Path, tmp_path: Path, changed: dict[str, Any], words: str
-) -> None:
-    flags = ["--data.path", str(scenes), *FLAGS, *changed.pop("flags", [])]
-    given = {"recipe": "adpe_tiny", "run_dir": tmp_path / "sweep", "vary": ["crops.count=1,2"], "flags": flags}
-    with pytest.raises(RefusedError, match=words):
-        sweep(**{**given, **changed})
-    assert not (tmp_path / "sweep").exists()
-
-
-@pytest.mark.parametrize("flag", ["--training.steps", "--optimizer.lr"])
-def test_a_finished_run_of_other_settings_is_not_taken_for_this_one(scenes: Path, tmp_path: Path, flag: str) -> None:
-    train(scenes, tmp_path / "sweep" / "crops.count=2")
-    flags = ["--data.path", str(scenes), *FLAGS, flag, "7"]
-    with pytest.raises(RefusedError, match=flag.removeprefix("--")):
-        sweep(recipe="adpe_tiny", run_dir=tmp_path / "sweep", vary=["crops.count=2"], flags=flags)
-
-
-def test_what_varies_is_read() -> None:
-    assert combinations(["a.b=1,2", "c.d=x,y"]) == [
-        {"a.b": "1", "c.d": "x"},
-        {"a.b": "1", "c.d": "y"},
-        {"a.b": "2", "c.d": "x"},
-        {"a.b": "2", "c.d": "y"},
-    ]
-    for wrong in (["crops=1"], ["crops.count"], ["crops.count="], [], ["a.b=1", "a.b=2"]):
-        with pytest.raises(RefusedError, match="--vary"):
-            combinations(wrong)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from pathlib import Path
 
@@ -11,31 +10,16 @@ import pytest
 import torch
 
 from tests.fixtures import small_image_dataset
-from tests.runs import SMALL_IMAGES, pretrain_here
 from tests.unit.data.images.stored import config_for, sample, write_images
 from tests.unit.data.stored import write_dataset
-from trp_scale import cli
-from trp_scale.config import Config, RefusedError
+from trp_scale.config import RefusedError
 from trp_scale.data.images.kept_for_tests import check_test
 from trp_scale.data.index import read_json, write_json
 from trp_scale.distributed.groups import ALONE
-from trp_scale.downstream import sweep as module
 from trp_scale.downstream.classification.settings import ClassificationTaskConfig
 from trp_scale.downstream.probe.encoder import FrozenEncoder
 from trp_scale.downstream.probe.features import extract
 from trp_scale.downstream.probe.images import ProbedImages, open_probed
-from trp_scale.downstream.sweep import Point, check_probe, linear_probe, table_of
-from trp_scale.downstream.trained_images import load_trained_images
-
-SMALL = {
-    **SMALL_IMAGES,
-    "vision.patch_size": 4,
-    "crops.size": 16,
-    "batch.micro_size": 8,
-    "training.steps": 3,
-    "optimizer.warmup_steps": 1,
-    "data.validation_fraction": 0,
-}
 
 
 @pytest.fixture(scope="module")
@@ -50,39 +34,6 @@ def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
     document = read_json(path / "dataset.json")
     write_json(path / "dataset.json", {**document, "settings": {**document["settings"], "split": "test"}})
     return path
-
-
-def flags(scenes: Path) -> list[str]:
-    values = {**SMALL, "data.path": scenes}
-    return [word for name, value in values.items() for word in (f"--{name}", str(value))]
-
-
-LEARNED = ["--multilevel.kind", "head", "--multilevel.batch_size", "8", "--adversary.kind", "none"]
-
-
-@pytest.mark.parametrize("masks", [[], LEARNED], ids=["drawn", "learned"])
-def test_every_test_image_counts_once(
-    scenes: Path, others: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, masks: list[str]
-) -> None:
-    """Features that say the label of a training image, and of a test image only where it is even."""
-    run = tmp_path / "run"
-    assert pretrain_here(["--recipe", "adpe_tiny", "--run_dir", str(run), *flags(scenes), *masks]) == 0
-    trained = load_trained_images(run)
-    assert trained.images(5).rows == 5
-    assert 0.0 <= linear_probe(trained, size=32, test=others) < 0.9
-    with pytest.raises(RefusedError, match="nothing is held out to measure accuracy on"):
-        linear_probe(trained, size=32)
-    extract, seen = module.extract, []
-
-    def telling(*arguments: object) -> tuple[object, object]:
-        _, labels = extract(*arguments)  # type: ignore[arg-type]
-        seen.append(len(labels))
-        shown = labels if len(seen) == 1 else labels - labels % 2
-        return torch.nn.functional.one_hot(torch.from_numpy(shown), 8).float().numpy(), labels
-
-    monkeypatch.setattr(module, "extract", telling)
-    assert linear_probe(trained, size=32, test=others) == 0.5
-    assert seen == [64, 40]  # of the run all images, D_val's too
 
 
 def opened(path: Path, micro_size: int = 64) -> ProbedImages:
@@ -155,37 +106,3 @@ def test_a_few_images_in_common_are_told(tmp_path: Path, caplog: pytest.LogCaptu
     with caplog.at_level(logging.WARNING):
         check_test(config, images(tmp_path / "test", range(29, 129)))
     assert "test: 1 of its 100 images are in the run's data too" in caplog.text
-
-
-def test_a_sweep_measures_on_the_test_set(
-    scenes: Path,
-    others: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(
-        "trp_scale.downstream.sweep._train", lambda directory, command, launcher: pretrain_here(command)
-    )
-    command = ["sweep", "--recipe", "adpe_tiny", "--run_dir", str(tmp_path / "sweep"), "--vary", "crops.count=1"]
-    assert cli.main([*command, "--test", str(scenes), *flags(scenes)]) == 2
-    assert "64 of its 64 images are in the run's data" in capsys.readouterr().err
-    assert not (tmp_path / "sweep").exists()  # before anything is trained
-    assert cli.main([*command, "--test", str(others), *flags(scenes)]) == 0
-    (stored,) = json.loads((tmp_path / "sweep" / "sweep.json").read_text(encoding="utf-8"))["runs"]
-    assert stored["test"] == str(others) and 0 <= stored["accuracy"] <= 1
-
-
-def test_the_table_says_what_accuracy_was_measured_on() -> None:
-    def caption(test: str | None) -> str:
-        point = Point(name="a", settings={}, hours=1.0, loss=None, accuracy=0.5, size=32, test=test)
-        return str(table_of([point]).caption)
-
-    assert "on the held-out images" in caption(None) and "on the images of data/test" in caption("data/test")
-
-
-def test_the_probe_is_checked_with_the_test_set(scenes: Path, others: Path) -> None:
-    config: Config = config_for(scenes, vision={"patch_size": 4})
-    check_probe(config, 32, others)
-    with pytest.raises(RefusedError, match="64 of its 64"):
-        check_probe(config, 32, scenes)

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import re
-import shlex
 from dataclasses import fields
 from pathlib import Path
 
 import pytest
 
 from trp_scale.config import Config
-from trp_scale.downstream.sweep import combinations
 from trp_scale.masks.settings import LabelledSettings
 from trp_scale.recipes import loader
 from trp_scale.recipes.arguments import parse
-from trp_scale.recipes.checks import cautions
 from trp_scale.recipes.loader import load_recipe
 
 HEADS = {
     name: re.split("\n\\w", (Path(loader.__file__).parent / f"{name}.yaml").read_text(encoding="utf-8"), maxsplit=1)[0]
     for name in ("mlo_mae_imagenet", "mlo_mae_cifar")
 }
-SWEEPS = [shlex.split(line) for line in re.findall(r"^#\s+(trp-scale sweep .*)$", HEADS["mlo_mae_cifar"], re.MULTILINE)]
 
 
 def given(recipe: str, *flags: str) -> Config:
@@ -71,29 +67,10 @@ def test_each_baseline_differs_in_what_it_is_named_for() -> None:
         assert getattr(uniform, section) == getattr(ours, section)
 
 
-def test_the_tables_that_vary_one_setting_are_one_command_each() -> None:
-    varied = {words[words.index("--vary") + 1] for words in SWEEPS}
-    ratios = ",".join(f"0.{number}" for number in range(1, 10))
-    expected = {"multilevel.unroll=1,2,5", f"masking.ratio={ratios}", "vision.patch_size=2,4,8", "multilevel.every=1,5"}
-    assert varied == expected
-
-
-@pytest.mark.parametrize("words", SWEEPS, ids=lambda words: words[words.index("--vary") + 1])
-def test_every_run_of_a_command_can_be(words: list[str]) -> None:
-    """`sweep` measures on held-out images, and refuses a run without any."""
-    own = {name: words[words.index(f"--{name}") + 1] for name in ("recipe", "run_dir", "vary")}
-    flags = words[words.index("--data.path") :]
-    assert words[2:] == [word for name, value in own.items() for word in (f"--{name}", value)] + flags
-    for settings in combinations([own["vary"]]):
-        varied = [word for name, value in settings.items() for word in (f"--{name}", value)]
-        config = parse(["--recipe", own["recipe"], *flags, *varied]).config
-        assert config.data.validation_fraction > 0 and cautions(config) == []
-
-
 @pytest.mark.parametrize("name", HEADS)
 def test_the_flags_that_a_recipe_names_are_settings(name: str) -> None:
     """Each of them alone; DIR stands for a directory, and eq. 13's flag for a run that is not refused."""
-    pairs = re.findall(r"(--[a-z_]+\.[a-z_]+) ([\w./]+)", re.sub(r"trp-scale sweep.*", "", HEADS[name]))
+    pairs = re.findall(r"(--[a-z_]+\.[a-z_]+) ([\w./]+)", HEADS[name])
     assert len(pairs) >= 3
     for flag, value in pairs:
         section, field = flag.removeprefix("--").split(".")
