@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.settings import as_flags
 from trp_scale import cli
 from trp_scale.documents.yaml_files import write_yaml
 
@@ -56,7 +55,7 @@ def test_a_study_from_the_command_to_the_report(tmp_path: Path, capfd: pytest.Ca
                 "data": {
                     "scenes": {
                         "command": "shard-images",
-                        "flags": {"embedded": True, "count": 64, "size": 32, "processes": 1},
+                        "flags": {"embedded": True, "count": 64, "size": 32, "rows_per_block": 4, "processes": 1},
                     }
                 },
                 "judges": {"held_out": {"command": "evaluate", "flags": {}}},
@@ -65,9 +64,9 @@ def test_a_study_from_the_command_to_the_report(tmp_path: Path, capfd: pytest.Ca
     }
     path, run_dir = tmp_path / "ratios.yaml", tmp_path / "study"
     path.write_text(write_yaml(study))
-    assert cli.main(["study", "run", str(path), *as_flags({"run_dir": run_dir, "jobs": 2})]) == 0
+    assert cli.main(["study", "run", str(path), "--run_dir", str(run_dir), "--jobs", "2"]) == 0
     assert "9 of 9 finished" in capfd.readouterr().out
-    assert cli.main(["study", "run", str(path), *as_flags({"run_dir": run_dir})]) == 0
+    assert cli.main(["study", "run", str(path), "--run_dir", str(run_dir)]) == 0
     assert len(list((run_dir / "logs").iterdir())) == 9
     assert cli.main(["study", "report", str(run_dir)]) == 0
     printed = capfd.readouterr().out
