@@ -11,6 +11,7 @@ from tests.unit.studies.study_files import document, graph_of, write_program
 from trp_scale.errors import RefusedError
 from trp_scale.studies.execute import Executor, claim
 from trp_scale.studies.graph import UNTRAINED
+from trp_scale.studies.study import words_of
 
 
 def test_every_variant_has_the_same_seeds_steps_and_judging(tmp_path: Path) -> None:
@@ -165,3 +166,9 @@ def test_evaluate_by_itself_gives_the_losses_of_the_run(tmp_path: Path) -> None:
     words = graph.words("judged/held_out/runs/plain/seed_0")
     assert words[:3] == ["evaluate", "--finetuned", str(graph.path("runs/plain/seed_0"))]
     assert words[-2:] == ["--rows", "100"]
+
+
+def test_switches_and_lists_become_words_of_every_command() -> None:
+    flags = {"embedded": True, "logging.progress": False, "inputs": ["a", "b"], "modality": ["depth=a", "semseg=b"]}
+    words = ["--embedded", "--logging.progress", "false", "--inputs", "a", "b"]
+    assert words_of(flags) == [*words, "--modality", "depth=a", "--modality", "semseg=b"]
