@@ -75,7 +75,7 @@ def read_outcome(graph: Graph) -> Outcome:
     named_row = study.outcome_at(scale)
     judges = named_row.judges
     chosen = Place(judges[0] if len(judges) == 1 else ALL, named_row.row)
-    only = [place for place in figures if place.judge == chosen.judge]
+    only = [place for place in figures if place.judge == chosen.judge and metrics[place].judged]
     if chosen.row in (AVERAGE, WORST) and len(only) == 1:  # of a single task
         chosen = only[0]
     found = [name for name in named if any(name in row for row in figures.values())]
@@ -97,7 +97,7 @@ def _rows(graph: Graph, variant: str, seed: int) -> dict[Place, Row]:
         results = read_results(directory).tasks
         found |= {Place(judge, name): row for name, row in rows_of(results).items() if _shown(name, results)}
         if judge in judges:
-            tasks |= {f"{judge}: {task.task}": task for task in results}
+            tasks |= {f"{judge}: {task.task}": task for task in results if task.judged}
     measured = {place.judge for place in found}
     if len(judges) > 1 and measured >= set(judges) and len(set(map(judged_together, tasks.values()))) == 1:
         rows = rows_of([replace(task, task=name) for name, task in tasks.items()])
@@ -107,7 +107,7 @@ def _rows(graph: Graph, variant: str, seed: int) -> dict[Place, Row]:
 
 def _shown(name: str, tasks: Sequence[TaskResult]) -> bool:
     """Average and worst of one task are that task."""
-    return len(tasks) > 1 or name not in (AVERAGE, WORST)
+    return sum(task.judged for task in tasks) > 1 or name not in (AVERAGE, WORST)
 
 
 def _cells(row: Mapping[str, Mapping[int, list[float]]], baseline: str) -> dict[str, Cell]:

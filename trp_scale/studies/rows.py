@@ -20,12 +20,14 @@ class Row:
         split: of the measured rows.
         lower_is_better: of the metric.
         values: by seed of the judging; of average and worst, one: over the tasks' means.
+        judged: False: a second measurement of a task, beside its own row; in no average and never the worst.
     """
 
     metric: str
     split: str
     lower_is_better: bool
     values: Sequence[float]
+    judged: bool = True
 
     @property
     def sign(self) -> float:
@@ -38,16 +40,21 @@ class Row:
 
 
 def rows_of(tasks: Sequence[TaskResult]) -> dict[str, Row]:
-    """By task, in order; then average and worst, if all are judged together: of accuracies, F1 and correlations the
-    lowest is worst, of errors of one metric the highest."""
+    """By task, in order; then average and worst, if all that are judged are so together: of accuracies, F1 and
+    correlations the lowest is worst, of errors of one metric the highest."""
     rows = {
         task.task: Row(
-            metric=task.metric, split=task.split, lower_is_better=task.lower_is_better, values=list(task.values)
+            metric=task.metric,
+            split=task.split,
+            lower_is_better=task.lower_is_better,
+            values=list(task.values),
+            judged=task.judged,
         )
         for task in tasks
     }
-    if len({judged_together(task) for task in tasks}) == 1:
-        rows |= summaries(rows)
+    judged = [task for task in tasks if task.judged]
+    if len(set(map(judged_together, judged))) == 1:
+        rows |= summaries({task.task: rows[task.task] for task in judged})
     return rows
 
 

@@ -11,7 +11,8 @@ from trp_scale.studies.graph import Graph
 from trp_scale.studies.study import load_study
 
 PROGRAM = '''
-"""Writes what a command of trp-scale leaves. A directory's name in `fails` fails; `slow` makes runs wait."""
+"""Writes what a command of trp-scale leaves. A directory's name in `fails` fails; `slow` makes runs wait;
+`own_head`: one task, and of one variant a second measurement of it."""
 import json, sys, time
 from pathlib import Path
 
@@ -46,6 +47,10 @@ else:
                   for each in seeds]
         tasks.append(dict(task=task, metric="accuracy", split="test", lower_is_better=False, seeds=seeds, values=values,
                           mean=sum(values) / len(values), spread=0.0, metrics={"accuracy": values}, detail=[]))
+    if chosen.get("own_head") and "slow" in str(run):
+        tasks = [tasks[0], dict(tasks[0], task="own head", judged=False)]
+    elif chosen.get("own_head"):
+        tasks = tasks[:1]
     (directory / "results.json").write_text(json.dumps({"recipe": "", "encoder": "", "tasks": tasks}))
 '''
 

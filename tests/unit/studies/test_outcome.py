@@ -100,3 +100,16 @@ def test_a_scale_with_other_judges_has_its_own_outcome(tmp_path: Path) -> None:
     Executor(graph, jobs=2, program=write_program(tmp_path), said=lambda line: None).run()
     assert graph.study.outcome.row == "worst"
     assert read_outcome(graph).outcome == Place("glue", "hard")
+
+
+def test_a_second_measurement_of_one_variants_task_does_not_take_the_outcome_from_the_others(tmp_path: Path) -> None:
+    """As a probe has it, of a run with learned masks alone."""
+    graph, program = graph_of(tmp_path, document(seeds=3)), write_program(tmp_path)
+    (tmp_path / "settings.json").write_text(json.dumps({"own_head": True}))
+    Executor(graph, jobs=2, program=program, said=lambda line: None).run()
+    outcome = read_outcome(graph)
+    assert outcome.outcome == Place("glue", "easy")
+    assert set(outcome.cells[outcome.outcome]) == {"scratch", "plain", "slow"}
+    assert Place("glue", "average") not in outcome.figures
+    assert outcome.figures[Place("glue", "own head")].keys() == {"slow"}
+    assert any("no difference to plain" in line for line in sentences(graph, outcome))
