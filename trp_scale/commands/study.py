@@ -179,7 +179,7 @@ def _graph(found: Study, scale: Scale, directory: Path, given: list[str]) -> Gra
 
 @dataclass(kw_only=True)
 class ReportArguments:
-    """Write what a study found so far: report.md, report.tex, report.html, figures.json and a picture."""
+    """Write what a study found so far: README.md, report.tex, report.html, figures.json and a picture."""
 
     directory: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
     """The --run_dir of a study."""
@@ -206,7 +206,7 @@ def report(argv: Sequence[str]) -> int:
     graph = Graph(found, scale, arguments.directory.resolve(), stored.take("inputs", dict[str, str]))
     output = arguments.output or arguments.directory / "report"
     print(write_report(graph, output), end="")
-    print(output / "report.md", file=sys.stderr)
+    print(output / "README.md", file=sys.stderr)
     return 0
 
 

@@ -27,7 +27,7 @@ img{max-width:100%}:root{color-scheme:light dark}"""
 
 
 def write_report(graph: Graph, output: Path) -> str:
-    """Write report.md, report.tex, report.html, figures.json and the picture; gives the Markdown.
+    """Write README.md, report.tex, report.html, figures.json and the picture; gives the Markdown.
 
     Raises:
         RefusedError: results that cannot be read.
@@ -48,7 +48,7 @@ def write_report(graph: Graph, output: Path) -> str:
     if picture:
         lines.append(f"![{described(outcome.outcome)}](outcome.png)")
     text = "\n\n".join([*lines, *map(as_markdown, tables)]) + "\n"
-    write_text(output / "report.md", text)
+    write_text(output / "README.md", text)
     write_text(output / "report.tex", "\n\n".join(map(as_latex, tables)) + "\n")
     write_text(output / "report.html", _page(graph, head, said, bool(picture), tables))
     write_json(output / "figures.json", _figures(graph, outcome))
