@@ -43,8 +43,8 @@ def apart(ours: dict[str, Tensor], theirs: dict[str, Tensor], before: dict[str, 
     """Tensors that are not within invariant 1 of the others', by the way since `before`."""
     assert ours.keys() == theirs.keys()
     for name, value in theirs.items():
-        if name.endswith(("qkv.bias", "/step")) or without_gradient(name):
-            continue  # a third of the biases, or all, have no gradient but rounding's
+        if name.endswith(("qkv.bias", "/step")) or without_gradient(name) or "/lesson/" in name:
+            continue  # a third of the biases, or all, have no gradient but rounding's; figures of a lesson are no weig
         way = (value - before[name]).norm()
         if (ours[name] - value).norm() > TRAVELLED * way + RELATIVE * value.norm():
             yield name

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from trp_scale.command_line import HELP, read
+from trp_scale.command_line import HELP, HELP_ALL, read
 from trp_scale.errors import RefusedError, nearest
 
 if TYPE_CHECKING:
@@ -24,11 +24,13 @@ File = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="NAME|FILE")]
 
 def study(argv: Sequence[str]) -> int:
     """`trp-scale study WHAT ...`."""
-    if not argv or argv[0] in HELP:
-        print("usage: trp-scale study {list,show,plan,run,report} ...")
+    if not argv:
+        raise RefusedError(f"study: what of it? allowed: {', '.join(ACTIONS)}")
+    if argv[0] in (*HELP, HELP_ALL):
+        print(f"usage: trp-scale study {{{','.join(ACTIONS)}}} ...")
         for name, action in ACTIONS.items():
             print(f"  {name:<7} {(action.__doc__ or '').strip().splitlines()[0]}")
-        return 0 if argv else 2
+        raise SystemExit(0)
     if argv[0] not in ACTIONS:
         raise RefusedError(f"study {argv[0]!r}{nearest(argv[0], ACTIONS)}; allowed: {', '.join(ACTIONS)}")
     return ACTIONS[argv[0]](argv[1:])

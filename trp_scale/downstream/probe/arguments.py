@@ -60,9 +60,10 @@ class KnnSettings:
 
 @dataclass(kw_only=True)
 class ProbeArguments(ReadsRuns):
-    """Measure how far the features of a frozen encoder tell classes apart: results.json and a table. Features are
-    computed once, under torchrun by all ranks together, and kept: the same encoder on the same images is not run again.
-    A run that learned its masks also gets MLO-MAE's own figure, of the head that its masks were learned with."""
+    """Measure how far the features of a frozen encoder tell classes apart: results.json and a table. Of an encoder of
+    text, --task names tasks of GLUE, in the directory --data; its classifiers are logistic. Of one of images, features
+    are computed once, under torchrun by all ranks together, and kept: the same encoder on the same images is not run
+    again. A run that learned its masks also gets MLO-MAE's own figure, of the head that its masks were learned with."""
 
     from_: Annotated[str, tyro.conf.arg(name="from", metavar="RUN|DIR|scratch")] = ""
     """The encoder: a run directory, an export, a directory of transformers (ViTMAE) or of timm (ViT); scratch: weights
@@ -70,7 +71,14 @@ class ProbeArguments(ReadsRuns):
     weights: Weights = "last"
     """Of a run with the hook weight_average: average takes the average of its weights in place of the last ones."""
     data: Annotated[str, tyro.conf.arg(metavar="DIR")] = ""
-    """Shards of training images with classes."""
+    """Shards of training images with classes; with --task the GLUE directory."""
+    task: str = ""
+    """Encoders of text: a task of GLUE, several with commas between, or all. Development sets are measured."""
+    rows: int = 0
+    """With --task: training rows that the classifier learns from, drawn by the seed, each label's share as in all of
+    them; 0 = all."""
+    max_length: int = 128
+    """With --task: pieces that are read of a sentence, at most as many as the encoder has positions."""
     test: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     """Shards of the images that accuracy is measured on: the same classes, other images. None = what
     --validation_fraction holds out of --data."""
@@ -130,7 +138,20 @@ def parse_probe(argv: Sequence[str]) -> ProbeArguments:
         RefusedError: flags that cannot be; all of them in one message.
         SystemExit: 2 for an unknown flag, 0 after --help.
     """
-    first = ("from_", "data", "test", "method", "recipe", "image_size", "pooling", "per_class", "seeds", "run_dir")
+    first = (
+        "from_",
+        "data",
+        "test",
+        "method",
+        "recipe",
+        "task",
+        "rows",
+        "image_size",
+        "pooling",
+        "per_class",
+        "seeds",
+        "run_dir",
+    )
     arguments = read(ProbeArguments, argv, prog="trp-scale probe", first=first)
     if problems := list(_problems(arguments)):
         raise RefusedError("\n".join(problems))
@@ -142,6 +163,20 @@ def parse_probe(argv: Sequence[str]) -> ProbeArguments:
 def _problems(arguments: ProbeArguments) -> list[str]:
     found: list[str] = []
     scratch = arguments.from_ == SCRATCH
+    if arguments.task:
+        of_images = [
+            ("--method", arguments.method != "logistic"),
+            ("--from scratch", scratch),
+            ("--test", arguments.test is not None),
+            ("--per_class", arguments.per_class > 0),
+        ]
+        found += [
+            f"--task {arguments.task} is of text, where {flag} has no meaning"
+            for flag, is_given in of_images
+            if is_given
+        ]
+    elif arguments.rows:
+        found.append(f"--rows {arguments.rows} is for --task; of images allowed: --per_class")
     if not arguments.from_:
         found.append(
             f"--from is missing; allowed: a run directory, an export, a directory of transformers or timm, or {SCRATCH}"
@@ -154,7 +189,7 @@ def _problems(arguments: ProbeArguments) -> list[str]:
         )
     if arguments.recipe and not scratch:
         found.append(f"--recipe {arguments.recipe} is for --from scratch; --from {arguments.from_} has its own sizes")
-    if arguments.test is None and not 0 < arguments.validation_fraction < 1:
+    if not arguments.task and arguments.test is None and not 0 < arguments.validation_fraction < 1:
         found.append(
             f"--validation_fraction is {arguments.validation_fraction} and there is no --test: nothing is left to "
             "measure on; allowed: more than 0 and less than 1, or --test DIR"
@@ -162,7 +197,12 @@ def _problems(arguments: ProbeArguments) -> list[str]:
     found += _numbers_out_of_range(arguments)
     if arguments.per_class and arguments.method == "linear" and arguments.linear.crops == "fresh":
         found.append(f"--per_class {arguments.per_class} is for kept features; allowed: --linear.crops cached")
-    if arguments.seeds > 1 and not scratch and arguments.method != "linear" and not arguments.per_class:
+    if (
+        arguments.seeds > 1
+        and not scratch
+        and arguments.method != "linear"
+        and not (arguments.per_class or arguments.rows)
+    ):
         found.append(
             f"--seeds {arguments.seeds}: --method {arguments.method} has nothing random in it, so that every seed "
             "would give the same figure and a spread of 0; allowed: 1, or --method linear, --per_class K, or "
@@ -188,6 +228,7 @@ def _numbers_out_of_range(arguments: ProbeArguments) -> list[str]:
             "seed": arguments.seed,
             "workers": arguments.workers,
             "per_class": arguments.per_class,
+            "rows": arguments.rows,
         }.items()
         if value < 0
     ]

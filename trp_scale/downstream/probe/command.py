@@ -28,7 +28,7 @@ from trp_scale.downstream.probe.features import LabelledFeatures, all_features
 from trp_scale.downstream.probe.images import ProbedImages, open_probed
 from trp_scale.downstream.probe.stage_two import NAME, StageTwo, check_stage_two, stage_two
 from trp_scale.downstream.result_tables import print_results
-from trp_scale.downstream.results import RESULTS_FILE, Results, SeedResult, join, read_results, write_json
+from trp_scale.downstream.results import RESULTS_FILE, Results, SeedResult, TaskResult, join, read_results, write_json
 from trp_scale.errors import RefusedError
 from trp_scale.training.rundir import create_run_directory
 
@@ -48,16 +48,28 @@ def probe(arguments: ProbeArguments) -> int:
         world = environment.world
         run_dir = create_run_directory(arguments, world)
         check_shared_directory(run_dir, world)
-        one = Probe(arguments, environment)
-        tasks = [join([one.measure(arguments.seed + number) for number in range(arguments.seeds)])]
-        if (own := one.stage_two()) is not None:
-            tasks.append(join([own]))
-        results = Results(recipe=one.description, encoder=arguments.from_, tasks=tasks)
+        if arguments.task:
+            from trp_scale.downstream.probe.sentences import probe_sentences
+
+            tasks = on_rank_zero(world, "fitting the probes", lambda: probe_sentences(arguments))
+            description = f"logistic probe of frozen sentences, {arguments.rows or 'all'} rows"
+        else:
+            tasks, description = probe_images(arguments, environment)
+        results = Results(recipe=description, encoder=arguments.from_, tasks=tasks)
         on_rank_zero(world, f"writing {run_dir}", lambda: write_json(run_dir / RESULTS_FILE, results))
         if world.rank == 0:
             print_results(results, baseline)
             print(run_dir / RESULTS_FILE)
     return 0
+
+
+def probe_images(arguments: ProbeArguments, environment: Environment) -> tuple[list[TaskResult], str]:
+    """The results of an encoder of images, and what was measured in a few words. Collective."""
+    one = Probe(arguments, environment)
+    tasks = [join([one.measure(arguments.seed + number) for number in range(arguments.seeds)])]
+    if (own := one.stage_two()) is not None:
+        tasks.append(join([own]))
+    return tasks, one.description
 
 
 @dataclass(frozen=True, kw_only=True)
