@@ -12,10 +12,10 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from trp_scale.downstream.results import read_results
+from trp_scale.downstream.results import TaskResult, read_results
 from trp_scale.errors import RefusedError
 from trp_scale.observe.metrics import read_history
 from trp_scale.studies.rows import rows_of
@@ -204,11 +204,17 @@ class Graph:
         """
         found = {}
         for value in tuning.values:
-            rows = rows_of(read_results(self.path(f"{under}/{value:g}")).tasks)
+            rows = rows_of(self.results(under.split("/")[1], f"{under}/{value:g}"))
             if row not in rows:
                 raise RefusedError(f"{under}: no row {row!r}; allowed: {', '.join(rows)}")
             found[value] = rows[row].sign * statistics.fmean(rows[row].values)
         return max(found, key=lambda value: found[value])
+
+    def results(self, judge: str, node: str) -> list[TaskResult]:
+        """What a judge found, with what average and worst leave out marked as not judged."""
+        left_out = self.scale.judges[judge].left_out
+        tasks = read_results(self.path(node)).tasks
+        return [replace(task, judged=task.judged and task.task not in left_out) for task in tasks]
 
     def steps_of_time(self, variant: str) -> int | None:
         """Steps that take a variant as long as the baseline's take it: by the seconds of a step, of each seed the

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from trp_scale.downstream.comparison import holm
-from trp_scale.downstream.results import TaskResult, judged_together, read_results
+from trp_scale.downstream.results import RESULTS_FILE, TaskResult, judged_together
 from trp_scale.studies.graph import TIME, Graph
 from trp_scale.studies.rows import Row, rows_of, summaries
 from trp_scale.studies.statistics import ALPHA, POWER, Paired, Spread, paired, spread
@@ -91,10 +91,10 @@ def _rows(graph: Graph, variant: str, seed: int) -> dict[Place, Row]:
     tasks: dict[str, TaskResult] = {}
     judges = graph.study.outcome_at(graph.scale).judges
     for judge in graph.scale.judges:
-        directory = graph.path(f"judged/{judge}/runs/{variant}/seed_{seed}")
-        if not (directory / "results.json").is_file():
+        node = f"judged/{judge}/runs/{variant}/seed_{seed}"
+        if not (graph.path(node) / RESULTS_FILE).is_file():
             continue
-        results = read_results(directory).tasks
+        results = graph.results(judge, node)
         found |= {Place(judge, name): row for name, row in rows_of(results).items() if _shown(name, results)}
         if judge in judges:
             tasks |= {f"{judge}: {task.task}": task for task in results if task.judged}

@@ -89,6 +89,7 @@ class Judge:
         flags: of the command.
         of: a finetune among the judges. evaluate measures its runs on other data; a finetune starts from the encoder
             that it leaves, of its first seed, where that has been fine-tuned for another task before.
+        left_out: tasks that average and worst leave out, since they have too few rows to be measured by.
         seeds: of the judging, on each run.
         tuning: of one of its flags, on the run of the first seed; its `flags` must measure other rows than the test's.
         validation: flags that measure rows apart from the test's, for the tuning of runs.
@@ -97,6 +98,7 @@ class Judge:
     command: Literal["finetune", "probe", "evaluate"]
     flags: Flags
     of: str = ""
+    left_out: list[str] = field(default_factory=list)
     seeds: Positive = 1
     tuning: Tuning | None = None
     validation: Flags = field(default_factory=dict)

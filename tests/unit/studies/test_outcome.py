@@ -113,3 +113,13 @@ def test_a_second_measurement_of_one_variants_task_does_not_take_the_outcome_fro
     assert Place("glue", "average") not in outcome.figures
     assert outcome.figures[Place("glue", "own head")].keys() == {"slow"}
     assert any("no difference to plain" in line for line in sentences(graph, outcome))
+
+
+def test_a_task_with_too_few_rows_is_in_no_average_and_never_the_worst(tmp_path: Path) -> None:
+    given = document(seeds=2)
+    given["scales"]["cpu"]["judges"]["glue"]["left_out"] = ["hard"]
+    graph = graph_of(tmp_path, given)
+    Executor(graph, jobs=2, program=write_program(tmp_path), said=lambda line: None).run()
+    outcome = read_outcome(graph)
+    assert set(outcome.figures) == {Place("glue", "easy"), Place("glue", "hard")}
+    assert outcome.outcome == Place("glue", "easy")  # the worst of one task is that task
