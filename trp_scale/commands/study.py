@@ -207,7 +207,9 @@ def report(argv: Sequence[str]) -> int:
     scale = found.scale(stored.text("scale"))
     graph = Graph(found, scale, arguments.directory.resolve(), stored.take("inputs", dict[str, str]))
     output = arguments.output or arguments.directory / "report"
-    print(write_report(graph, output), end="")
+    inputs = "".join(f" --input {name}=PATH" for name in graph.inputs)
+    command = f"trp-scale study run {stored.text('study')} --scale {stored.text('scale')} --run_dir DIR{inputs}"
+    print(write_report(graph, output, command), end="")
     print(output / "README.md", file=sys.stderr)
     return 0
 

@@ -26,8 +26,11 @@ th:first-child,td:first-child{text-align:left}thead{border-bottom:2px solid}tbod
 img{max-width:100%}:root{color-scheme:light dark}"""
 
 
-def write_report(graph: Graph, output: Path) -> str:
+def write_report(graph: Graph, output: Path, command: str) -> str:
     """Write README.md, report.tex, report.html, figures.json and the picture; gives the Markdown.
+
+    Args:
+        command: that ran the study.
 
     Raises:
         RefusedError: results that cannot be read.
@@ -36,7 +39,7 @@ def write_report(graph: Graph, output: Path) -> str:
     outcome, found = read_outcome(graph), states(graph)
     said = sentences(graph, outcome)
     picture = draw(graph, outcome, output / "outcome.png")
-    tables = list(_tables(graph, outcome, found))
+    tables = list(_tables(graph, outcome, found, command))
     head, note = _head(graph), graph.scale.note
     lines = [
         f"# {graph.study.title}",
@@ -62,7 +65,7 @@ def _head(graph: Graph) -> str:
     return f"{where}. {graph.study.question}"
 
 
-def _tables(graph: Graph, outcome: Outcome, found: Mapping[str, State | None]) -> Iterator[Table]:
+def _tables(graph: Graph, outcome: Outcome, found: Mapping[str, State | None], command: str) -> Iterator[Table]:
     groups: dict[str, list[Place]] = {}
     for place in outcome.figures:
         groups.setdefault(place.judge, []).append(place)
@@ -73,13 +76,13 @@ def _tables(graph: Graph, outcome: Outcome, found: Mapping[str, State | None]) -
     if any(variant.paper for variant in graph.variants.values()):
         yield _paper_table(graph)
     yield _cost_table(graph, outcome)
-    yield _how(graph, found)
+    yield _how(graph, found, command)
 
 
 def _figures_table(graph: Graph, outcome: Outcome, judge: str, places: Sequence[Place]) -> Table:
     """Variants by rows of one judge."""
     rows = [[cell("")] + [cell(place.row, place == outcome.outcome) for place in places]]
-    best = {place: _best(outcome, place, graph.study.ground) for place in places}
+    best = {place: _best(outcome, place) for place in places}
     for name in outcome.variants:
         cells = [outcome.cells[place].get(name) for place in places]
         if any(cells):
@@ -115,7 +118,7 @@ def _parts(outcome: Outcome, places: Sequence[Place]) -> Iterator[str]:
         )
 
 
-def _best(outcome: Outcome, place: Place, ground: str) -> str:
+def _best(outcome: Outcome, place: Place) -> str:
     row = outcome.metrics[place]
     return max(outcome.cells[place], key=lambda name: row.sign * outcome.cells[place][name].spread.mean)
 
@@ -201,11 +204,12 @@ def _cost_table(graph: Graph, outcome: Outcome) -> Table:
     return Table(title="Cost", rows=rows, notes=notes)
 
 
-def _how(graph: Graph, found: Mapping[str, State | None]) -> Table:
+def _how(graph: Graph, found: Mapping[str, State | None], command: str) -> Table:
     """How it was run."""
     scale, sums = graph.scale, totals(found)
     rows = [
         [cell("what"), cell("how")],
+        [cell("command"), cell(command)],
         [cell("pre-training seeds"), cell(f"0 to {scale.seeds - 1}: initial weights, order of data, masks; shared")],
         [cell("recipe"), cell(scale.recipe)],
         [cell("settings of all"), cell(_flags(scale.settings))],

@@ -61,7 +61,7 @@ def test_worst_and_average_are_over_the_tasks_of_each_run(tmp_path: Path) -> Non
 
 def test_the_report_states_the_outcome_and_has_every_table(tmp_path: Path) -> None:
     graph, _ = run(tmp_path, variant_settings={"slow": {"optimizer.lr": 0.002}})
-    text = write_report(graph, tmp_path / "report")  # type: ignore[arg-type]
+    text = write_report(graph, tmp_path / "report", "trp-scale study run x")  # type: ignore[arg-type]
     assert "slow: better than plain by +0." in text
     assert "Pre-training pays here: plain over untrained +0.1" in text
     for title in ("Figures: glue", "Differences to the baseline", "What the paper prints", "Cost", "How it was run"):
@@ -89,7 +89,7 @@ def test_a_failure_is_in_the_report(tmp_path: Path) -> None:
     (tmp_path / "settings.json").write_text(json.dumps({"fails": ["runs/slow"]}))
     graph = graph_of(tmp_path)
     Executor(graph, jobs=2, program=program, said=lambda line: None).run()
-    text = write_report(graph, tmp_path / "report")
+    text = write_report(graph, tmp_path / "report", "trp-scale study run x")
     assert "failed: runs/slow/seed\\_1" in text
     assert "this was to fail" in text
     assert "not run for runs/slow/seed\\_0" in text
