@@ -8,7 +8,6 @@ DIR/logs/NODE.log           what its command printed
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import shlex
 import signal
@@ -29,6 +28,7 @@ from trp_scale.documents.json_files import read_object
 from trp_scale.downstream.results import RESULTS_FILE
 from trp_scale.errors import RefusedError
 from trp_scale.observe.report import read_summary
+from trp_scale.preparation.sharding.slurm_array import submit_job
 from trp_scale.studies.graph import Graph
 
 STUDY_FILE = "study.json"
@@ -300,37 +300,16 @@ def submit(graph: Graph, words: list[str], sbatch: str) -> list[str]:
         waiting = [name for name in graph.nodes if level[name] == each and not _has_finished(found[name])]
         if not waiting:
             continue
-        after = [f"--dependency=afterany:{jobs[-1]}"] if jobs else []
+        after = f"--dependency=afterany:{jobs[-1]}" if jobs else ""
         array = ",".join(str(numbers[name]) for name in waiting)
         script = f'exec {shlex.join(words)} --only "$SLURM_ARRAY_TASK_ID"'
-        command = [
-            "sbatch",
-            "--parsable",
-            "--requeue",
-            f"--array={array}",
-            *after,
-            *shlex.split(sbatch),
-            "--wrap",
-            script,
-        ]
-        jobs.append(_submitted(command))
+        own = f"--requeue --array={array} {after}"
+        jobs.append(submit_job(own, sbatch, script))
     return jobs
 
 
 def _has_finished(state: State | None) -> bool:
     return state is not None and state.status == "finished"
-
-
-def _submitted(command: list[str]) -> str:
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    except FileNotFoundError as error:
-        raise RefusedError(
-            "--executor slurm-array: there is no sbatch here; run it where jobs are submitted"
-        ) from error
-    if done.returncode:
-        raise RefusedError(f"{shlex.join(command)}: {done.stderr.strip() or 'no reason given'}")
-    return done.stdout.strip().partition(";")[0]
 
 
 def totals(found: Mapping[str, State | None]) -> dict[str, Any]:
@@ -342,8 +321,3 @@ def totals(found: Mapping[str, State | None]) -> dict[str, Any]:
         "nodes": len(found),
         **{status: sum(state.status == status for state in known) for status in ("finished", "failed", "stopped")},
     }
-
-
-def as_json(value: object) -> str:
-    """For files that people read."""
-    return json.dumps(value, indent=2) + "\n"

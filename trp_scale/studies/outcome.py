@@ -86,7 +86,7 @@ def read_outcome(graph: Graph) -> Outcome:
 
 
 def _rows(graph: Graph, variant: str, seed: int) -> dict[Place, Row]:
-    """All rows of one run. Equal time that is equal steps has the figures of its equal-steps run."""
+    """All rows of one run; none where equal time is equal steps, and no run was made."""
     found: dict[Place, Row] = {}
     tasks: dict[str, TaskResult] = {}
     judges = graph.study.outcome_at(graph.scale).judges

@@ -33,13 +33,13 @@ def submit_array(command: str, argv: Sequence[str], settings: SpreadSettings, di
         )
     program = shlex.join([sys.executable, "-m", "trp_scale"])
     own = '--executor local --sbatch "" --no-progress --shard_index "$SLURM_ARRAY_TASK_ID"'
-    array = _submit(
+    array = submit_job(
         f"--job-name=trp-scale-{command} --requeue --array=0-{settings.num_shards - 1}",
         settings.sbatch,
         f"exec {program} {command} {shlex.join(argv)} {own}",
     )
     # After any: where parts are missing it names them.
-    merge = _submit(
+    merge = submit_job(
         f"--job-name=trp-scale-merge --dependency=afterany:{array} --time={MERGE_MINUTES}",
         settings.sbatch,
         f"exec {program} merge {shlex.quote(str(directory))}",
@@ -50,8 +50,15 @@ def submit_array(command: str, argv: Sequence[str], settings: SpreadSettings, di
     )
 
 
-def _submit(own: str, given: str, script: str) -> str:
-    """The job's number."""
+def submit_job(own: str, given: str, script: str) -> str:
+    """Submit a job, and give its number.
+
+    Args:
+        own: flags of sbatch; given: further ones, of the user; script: what the job runs.
+
+    Raises:
+        DataError: SLURM refuses it, or there is none.
+    """
     words = ["sbatch", "--parsable", *shlex.split(own), *shlex.split(given), "--wrap", script]
     try:
         done = subprocess.run(words, capture_output=True, text=True, check=False)

@@ -19,6 +19,7 @@ from trp_scale.config import RefusedError
 from trp_scale.config.components import settings_of
 from trp_scale.distributed.groups import ALONE
 from trp_scale.downstream.probe.arguments import parse_probe
+from trp_scale.downstream.probe.command import few_of_each
 from trp_scale.downstream.probe.features import LabelledFeatures
 from trp_scale.downstream.probe.images import open_probed
 from trp_scale.downstream.probe.stage_two import NAME, StageTwo, stage_two
@@ -245,3 +246,12 @@ def test_pre_training_on_real_images_beats_random_features(tmp_path: Path) -> No
     scratch = ("--recipe", run / "config.yaml", "--seeds", 3)
     (drawn,) = read_results(probe(tmp_path, "scratch", tmp_path / "train", *more, *scratch, name="drawn")).tasks
     assert learned.values[0] > max(drawn.values) + 0.01, (learned.values, drawn.values)
+
+
+def test_few_images_of_each_class_are_drawn_by_the_seed() -> None:
+    labels = np.repeat([0, 1, 2], [5, 9, 4])
+    first, again, other = (few_of_each(labels, 4, seed) for seed in (0, 0, 1))
+    assert np.bincount(labels[first]).tolist() == [4, 4, 4]
+    assert first.tolist() == again.tolist() != other.tolist()
+    with pytest.raises(RefusedError, match="--per_class is 5, but class 2 has 4 training images"):
+        few_of_each(labels, 5, 0)
