@@ -1,8 +1,9 @@
 """Synthetic scenes for runs without downloads: solids on a textured ground, with exact depth, segmentation and normals.
 
 Rendered by casting rays with numpy: occlusion, one sun with shadows, patterns, highlights, varied cameras. The class of
-a scene is the kind of its main object, the one with the largest visible area. They are toys: good for seeing a run
-learn and for checking pipelines, never for a figure about real images.
+a scene is the kind of its main object, the one with the largest visible area; its hue hints at it (each hue is that of
+two kinds), since a network of a tiny recipe cannot tell kinds by shape. They are toys: good for seeing a run learn and
+for checking pipelines, never for a figure about real images.
 
 A set of scenes can also be written with a box and an exact mask for each visible object, as a COCO file and a folder of
 images.

@@ -163,7 +163,7 @@ def _solid(draws: _Draws, kind: str, x: float, z: float, radius: float) -> Solid
         rotation=rotation,
         reach=reach * 1.001,
         footprint=math.hypot(float(size[0]), float(size[2])) if square else float(size.max()),
-        surface=_surface(draws, 5.0, 14.0, saturation=0.85, gloss=0.35),
+        surface=_surface(draws, 5.0, 14.0, saturation=0.85, gloss=0.35, kind=kind),
     )
 
 
@@ -173,9 +173,15 @@ def _apart(first: Solid, second: Solid) -> bool:
     return math.hypot(float(across), float(along)) > first.footprint + second.footprint
 
 
-def _surface(draws: _Draws, fine: float, coarse: float, *, saturation: float, gloss: float) -> Surface:
+def _surface(
+    draws: _Draws, fine: float, coarse: float, *, saturation: float, gloss: float, kind: str | None = None
+) -> Surface:
+    """A surface of any first colour; the first hue of an object hints at its kind."""
     hue = draws.between(0, 1)
-    first = _colour(hue, draws.between(0.15, saturation), draws.between(0.45, 0.95))
+    least = 0.15
+    if kind is not None:
+        hue, least = (KINDS.index(kind) + 2 * hue) / len(KINDS), 0.4
+    first = _colour(hue, draws.between(least, saturation), draws.between(0.45, 0.95))
     second = _colour(hue + draws.between(-0.5, 0.5), draws.between(0.05, saturation), draws.between(0.2, 0.95))
     return Surface(
         pattern=draws.one_of(PATTERNS),
