@@ -115,6 +115,9 @@ class EvaluateArguments(ReadsRuns):
     of pre-training what it holds out."""
     rows: int = 0
     """Of a run of pre-training: rows that are measured at most, the first as they are stored; 0 = all."""
+    background: Annotated[str, tyro.conf.arg(metavar="CLASS,CLASS")] = ""
+    """Of a run of a masked autoencoder, with --data of images with segmentation maps: measure in place of losses where
+    the masks lie, as the share of what is masked that shows an object, which is every class but these."""
     images: Annotated[str, tyro.conf.arg(metavar="DIR")] = ""
     """Detection: folder of the images of --data."""
     split: Literal["dev", "test"] | None = None
@@ -169,6 +172,10 @@ def parse_evaluate(argv: Sequence[str]) -> EvaluateArguments:
         raise RefusedError("--robustness names its own data, which is of the split test; leave out --data and --split")
     if arguments.robustness and arguments.predictions:
         raise RefusedError("--predictions is not for --robustness; give one of its sets as --data, of the same classes")
+    if arguments.background and not arguments.data:
+        raise RefusedError(
+            "--background is for images with segmentation maps, which --data names; allowed: --data DIR with it"
+        )
     if arguments.rows < 0:
         raise RefusedError(f"--rows is {arguments.rows}, allowed: 1 or more, or 0 for all")
     if arguments.micro_size < 0:

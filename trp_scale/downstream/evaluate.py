@@ -9,15 +9,18 @@ from pathlib import Path
 from trp_scale.checkpoint.agreement import check_shared_directory, on_rank_zero
 from trp_scale.config import RefusedError
 from trp_scale.config.finetuning import FinetuneConfig
+from trp_scale.config.upstream import AVERAGE
 from trp_scale.distributed.environment import Environment
 from trp_scale.downstream.arguments import EvaluateArguments
 from trp_scale.downstream.finetuned_run import FinetunedRun, find_runs, origin_of, predicting_engine
+from trp_scale.downstream.masks_on_objects import measure_masks
 from trp_scale.downstream.pretrained_losses import check_flags, measure_losses, read_pretrained
 from trp_scale.downstream.result_tables import print_results
 from trp_scale.downstream.results import RESULTS_FILE, Results, SeedResult, TaskResult, join, read_results, write_json
 from trp_scale.downstream.robustness import measure_robustness
 from trp_scale.downstream.robustness_sets import RobustnessSet, parse_sets
 from trp_scale.downstream.task import Collector, DownstreamTask, build_task, predict, task_class
+from trp_scale.downstream.trained_images import load_trained_images
 
 EVALUATIONS = "evaluations"
 """File in the run's directory with what was measured later."""
@@ -38,7 +41,10 @@ def evaluate(arguments: EvaluateArguments) -> int:
         run_dir = arguments.run if pretrained is None else pretrained.directory
         output = arguments.output or run_dir / EVALUATIONS / _name(arguments, sets)
         check_shared_directory(output, world)
-        if pretrained is not None:
+        if pretrained is not None and arguments.background:
+            source = f"{pretrained.checkpoint}{AVERAGE if arguments.weights == 'average' else ''}"
+            results = on_rank_zero(world, "measuring the masks", lambda: _masks(source, arguments))
+        elif pretrained is not None:
             results = measure_losses(pretrained, arguments, environment)
         else:
             results = _finetuned(arguments, sets, environment)
@@ -51,8 +57,18 @@ def evaluate(arguments: EvaluateArguments) -> int:
     return 0
 
 
+def _masks(source: str, arguments: EvaluateArguments) -> Results:
+    """Where a run's masks lie."""
+    background = arguments.background.split(",")
+    return measure_masks(load_trained_images(source), arguments.data, background, arguments.rows)
+
+
 def _finetuned(arguments: EvaluateArguments, sets: list[RobustnessSet], environment: Environment) -> Results:
     """All tasks and seeds of a directory of `trp-scale finetune`."""
+    if arguments.background:
+        raise RefusedError(
+            f"--background is for runs of pre-training, whose masks it measures; --run {arguments.run} is fine-tuned"
+        )
     if arguments.rows:
         raise RefusedError(
             f"--rows {arguments.rows} is for runs of pre-training; a figure of a downstream task is that of all rows"
@@ -76,7 +92,7 @@ def _name(arguments: EvaluateArguments, sets: list[RobustnessSet]) -> str:
         parts = ["robustness", *(one.name for one in sets)]
     else:
         parts = [Path(arguments.data).resolve().name if arguments.data else "own", arguments.split or ""]
-        parts.append(str(arguments.rows or ""))
+        parts += [str(arguments.rows or ""), "masks" if arguments.background else ""]
     parts.append(arguments.weights if arguments.weights != "last" else "")
     return "-".join(filter(None, parts))
 

@@ -1,0 +1,166 @@
+"""Where a masked autoencoder masks: the share of what is masked that shows an object, by segmentation maps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trp_scale.config import RefusedError, split_patches
+from trp_scale.core.batch import Batch
+from trp_scale.core.seeds import tensor_seed
+from trp_scale.data.mixture import parse_paths
+from trp_scale.data.plan import HeldOutPlan
+from trp_scale.data.sources import ValidationSource
+from trp_scale.distributed.groups import ALONE
+from trp_scale.downstream.dense.maps import SegmentationMaps
+from trp_scale.downstream.dense.settings import SegmentationTaskConfig
+from trp_scale.downstream.dense.task import DenseData, open_dense
+from trp_scale.downstream.results import Results, SeedResult, join
+from trp_scale.downstream.trained_images import TrainedImages, load_masking_network
+from trp_scale.errors import quoted
+from trp_scale.masks.masks import select, split_at
+from trp_scale.modalities.semseg import VOID
+
+METRIC = "on_objects"
+"""Figure of a choice of masks: of the masked pixels, void ones left out, the share that shows an object; the mean over
+images. By chance it is the share of objects in the images."""
+
+HIDDEN = "of_objects"
+"""Of the pixels of objects, the share that is masked; the mean over images that show any."""
+
+
+OWN, BEFORE = "masks", "masks before the first lesson"
+"""Tasks of the results: the run's masks, random or learned; and those of a masking network as it was drawn."""
+
+
+@dataclass
+class Places:
+    """Where one choice of masks lies. Attributes: on_objects, of_objects: of each image."""
+
+    on_objects: list[float] = field(default_factory=list)
+    of_objects: list[float] = field(default_factory=list)
+
+    def add(self, objects: Tensor, valid: Tensor, masked: Tensor) -> None:
+        """Take in a micro-batch.
+
+        Args:
+            objects, valid: [R, N] share of each patch that shows objects, and that is not void.
+            masked: [R, M] patch numbers.
+        """
+        hidden, seen = objects.gather(1, masked).sum(1), valid.gather(1, masked).sum(1)  # [R]
+        whole = objects.sum(1)
+        self.on_objects += (hidden / seen)[seen > 0].tolist()
+        self.of_objects += (hidden / whole)[whole > 0].tolist()
+
+
+def measure_masks(trained: TrainedImages, data: str, background: Sequence[str], rows: int = 0) -> Results:
+    """Where the masks of a run lie on images with segmentation maps, in this process alone.
+
+    Measured are the run's masks, of its ratio, on whole images squashed into its crop; where a network learned them,
+    also those of the network before its first lesson.
+
+    Args:
+        trained: the run.
+        data: shards of images with segmentation maps, all of which are measured.
+        background: names of the classes that are no objects.
+        rows: images at most, the first as they are stored; 0 = all.
+
+    Raises:
+        DataError: the data is missing or damaged.
+        RefusedError: it has no segmentation maps, no such class, or nothing but background.
+    """
+    config = SegmentationTaskConfig()
+    config.crops.size, config.crops.interpolation = trained.config.crops.size, trained.config.crops.interpolation
+    config.dense.measured = "squashed"
+    config.data.path, config.data.workers = data, 0
+    config.batch.global_size = config.batch.micro_size = trained.config.batch.micro_rows
+    opened = open_dense(config, parse_paths(data), SegmentationMaps)
+    assert isinstance(opened.maps, SegmentationMaps)
+    ground = _numbers(background, opened.maps.classes)
+    network = load_masking_network(trained)
+    untrained = None if network is None else type(network)(trained.config).eval()  # from the seed, as the run's own was
+    size = trained.config.vision.patch_size
+    count = (config.crops.size // size) ** 2
+    split = split_patches(config.crops.size, size, trained.config.masking.ratio)
+    if network is not None:  # a curriculum has a ratio of its own at the end
+        split = split_at(trained.config.training.steps - 1, trained.config)
+    found: dict[str, Places] = {}
+    areas: list[float] = []
+    with torch.no_grad():
+        for batch in _batches(opened, config, rows):
+            valid = batch["semseg"] != VOID  # [R, S, S]
+            objects = valid & ~torch.isin(batch["semseg"], ground)
+            shares = _by_patch(objects, size), _by_patch(valid, size)  # [R, N] each
+            areas += (shares[0].sum(1) / shares[1].sum(1).clamp(min=1e-9)).tolist()
+            if network is None or untrained is None:
+                choices = {OWN: _orders(trained.config.training.seed, batch.keys, count)}
+            else:
+                images = Batch(fields={"images": batch["images"][:, None]}, keys=batch.keys, start=batch.start)
+                embeddings = trained.model.patch_embed(trained.objective.patches(images))  # [R, N, D]
+                choices = {OWN: network(embeddings), BEFORE: untrained(embeddings)}
+            for name, scores in choices.items():
+                found.setdefault(name, Places()).add(*shares, select(scores, split).masked)
+    if not any(areas):
+        raise RefusedError(f"--background {','.join(background)}: {data} shows nothing else; name fewer classes")
+    chance = float(np.mean(areas))
+    return Results(
+        recipe=trained.config.upstream,
+        encoder=str(trained.checkpoint),
+        tasks=[
+            join(
+                [
+                    SeedResult(
+                        task=name,
+                        metric=METRIC,
+                        split="test",
+                        lower_is_better=False,
+                        seed=trained.config.training.seed,
+                        metrics={
+                            METRIC: float(np.mean(places.on_objects)),
+                            HIDDEN: float(np.mean(places.of_objects)),
+                            "by_chance": chance,
+                        },
+                        detail={"images": len(areas), "masked": split.masked, "patches": count},
+                        judged=False,  # more of it is no better or worse
+                    )
+                ]
+            )
+            for name, places in found.items()
+        ],
+    )
+
+
+def _numbers(background: Sequence[str], classes: Sequence[str]) -> Tensor:
+    if unknown := [name for name in background if name not in classes]:
+        raise RefusedError(f"--background: the maps have no class {quoted(unknown[0])}; allowed: {', '.join(classes)}")
+    return torch.tensor([classes.index(name) for name in background])
+
+
+def _batches(opened: DenseData, config: SegmentationTaskConfig, most: int) -> Iterator[Batch]:
+    """Micro-batches of all images, each once."""
+    rows = opened.rows(config, whole=True)
+    every = [np.ones(len(dataset.blocks.rows), dtype=np.bool_) for dataset in opened.datasets]
+    plan = HeldOutPlan(members=rows.members(parse_paths(config.data.path), every), most=most or None)
+    source = ValidationSource(plan, rows.builder, config, rank=ALONE.rank, world=ALONE.size, pin_memory=False)
+    try:
+        for batch in source.windows():
+            there = batch["row_weights"] > 0
+            fields = {name: batch[name][there] for name in ("images", "semseg")}
+            yield Batch(fields=fields, keys=batch.keys[there], start=batch.start)
+    finally:
+        source.close()
+
+
+def _by_patch(there: Tensor, size: int) -> Tensor:
+    """[R, S, S] -> [R, N] the share of each patch's pixels that is True, patches row by row."""
+    return torch.nn.functional.avg_pool2d(there.float()[:, None], size).flatten(1)
+
+
+def _orders(seed: int, keys: Tensor, count: int) -> Tensor:
+    """[R, N] scores that are random, and stay the same for an image."""
+    generators = (torch.Generator().manual_seed(tensor_seed(seed, f"masks to measure/{key}")) for key in keys.tolist())
+    return torch.stack([torch.rand(count, generator=generator) for generator in generators])
