@@ -105,8 +105,9 @@ def _arguments(graph: Graph, variant: str, own: Flags) -> PlanArguments:
     if not (Path(str(flags.get("data.path", ""))) / "dataset.json").is_file():
         flags.pop("data.path", None)
     length = flags.get("model.max_positions", 0)
-    words = ["--recipe", str(recipe), *words_of(flags), *(["--length", str(length)] if length else [])]
-    return parse_plan(words)
+    made = [data.flags["vocab_size"] for data in graph.scale.data.values() if "vocab_size" in data.flags]
+    known: Flags = {**({"length": length} if length else {}), **({"vocabulary": made[0]} if made else {})}
+    return parse_plan(["--recipe", str(recipe), *words_of(flags), *words_of(known)])
 
 
 def measured_speed() -> float:

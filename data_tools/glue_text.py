@@ -1,0 +1,53 @@
+"""The training sentences of GLUE's tasks -> JSON lines for shard_text.py: text of the tasks' own kind, without a label.
+
+python data_tools/glue_text.py data/glue glue.jsonl
+"""
+
+import argparse
+import json
+from pathlib import Path
+
+from trp_scale.data.index import DataError
+from trp_scale.downstream.glue.examples import FORMATS
+from trp_scale.downstream.glue.folders import find_folder, read_glue
+from trp_scale.errors import RefusedError
+
+SENTENCES = 20
+"""Of a document: alone, a sentence would be a row of mostly nothing."""
+
+BAD_LINES = 10
+"""Of a file that are left out, as in the recipe glue."""
+
+
+def write_sentences(root: Path, output: Path) -> int:
+    """Write the training sentences of all tasks that are there, in the order of the files; returns how many.
+
+    Raises:
+        DataError: no task is there, or a file of one cannot be read.
+    """
+    sentences: list[str] = []
+    for task in FORMATS:
+        try:
+            find_folder(root, task)
+        except DataError:
+            continue
+        train = read_glue(root, task, split="dev", allowed_bad=BAD_LINES).train
+        sentences += [text for pair in zip(*train.sentences, strict=True) for text in pair]
+    if not sentences:
+        raise DataError(f"{root}: no task of GLUE is there; allowed: folders such as CoLA and SST-2")
+    with output.open("w", encoding="utf-8") as file:
+        for first in range(0, len(sentences), SENTENCES):
+            file.write(json.dumps({"text": " ".join(sentences[first : first + SENTENCES])}) + "\n")
+    return len(sentences)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("glue", type=Path)
+    parser.add_argument("output", type=Path)
+    given = parser.parse_args()
+    try:
+        count = write_sentences(given.glue, given.output)
+    except RefusedError as error:
+        parser.exit(2, f"{error}\n")
+    print(f"{count:,} sentences: {given.output}")
