@@ -11,7 +11,6 @@ from torch import Tensor
 
 from trp_scale.config import RefusedError, split_patches
 from trp_scale.core.batch import Batch
-from trp_scale.core.seeds import tensor_seed
 from trp_scale.data.mixture import parse_paths
 from trp_scale.data.plan import HeldOutPlan
 from trp_scale.data.sources import ValidationSource
@@ -19,6 +18,7 @@ from trp_scale.distributed.groups import ALONE
 from trp_scale.downstream.dense.maps import SegmentationMaps
 from trp_scale.downstream.dense.settings import SegmentationTaskConfig
 from trp_scale.downstream.dense.task import DenseData, open_dense
+from trp_scale.downstream.pictures import random_scores
 from trp_scale.downstream.results import Results, SeedResult, join
 from trp_scale.downstream.trained_images import TrainedImages, load_masking_network
 from trp_scale.errors import quoted
@@ -97,7 +97,8 @@ def measure_masks(trained: TrainedImages, data: str, background: Sequence[str], 
             shares = _by_patch(objects, size), _by_patch(valid, size)  # [R, N] each
             areas += (shares[0].sum(1) / shares[1].sum(1).clamp(min=1e-9)).tolist()
             if network is None or untrained is None:
-                choices = {OWN: _orders(trained.config.training.seed, batch.keys, count)}
+                seed = trained.config.training.seed
+                choices = {OWN: torch.stack([random_scores(seed, key, count) for key in batch.keys.tolist()])}
             else:
                 images = Batch(fields={"images": batch["images"][:, None]}, keys=batch.keys, start=batch.start)
                 embeddings = trained.model.patch_embed(trained.objective.patches(images))  # [R, N, D]
@@ -158,9 +159,3 @@ def _batches(opened: DenseData, config: SegmentationTaskConfig, most: int) -> It
 def _by_patch(there: Tensor, size: int) -> Tensor:
     """[R, S, S] -> [R, N] the share of each patch's pixels that is True, patches row by row."""
     return torch.nn.functional.avg_pool2d(there.float()[:, None], size).flatten(1)
-
-
-def _orders(seed: int, keys: Tensor, count: int) -> Tensor:
-    """[R, N] scores that are random, and stay the same for an image."""
-    generators = (torch.Generator().manual_seed(tensor_seed(seed, f"masks to measure/{key}")) for key in keys.tolist())
-    return torch.stack([torch.rand(count, generator=generator) for generator in generators])

@@ -85,7 +85,7 @@ def mask_strips(trained: TrainedImages, network: MaskingNetwork, batch: Batch) -
     probabilities = network(embeddings)  # [R, N]
     untrained = type(network)(trained.config).eval()(embeddings)  # from the seed, as the run's own was
     count, patch_size = patches.shape[1], trained.config.vision.patch_size
-    orders = torch.stack([_random_order(trained.config.training.seed, key, count) for key in batch.keys.tolist()])
+    orders = torch.stack([random_scores(trained.config.training.seed, key, count) for key in batch.keys.tolist()])
     strips = {"image": pixels(patches, patch_size)}
     for share in (FEW, trained.config.multilevel.final_ratio or trained.config.masking.ratio):
         split = PatchSplit(patches=count, visible=min(count - 1, int(count * (1.0 - share))))
@@ -108,7 +108,7 @@ def pixels(patches: Tensor, patch_size: int, brightness: Tensor | None = None) -
     return found * unpatchify(brightness.expand_as(patches), patch_size)
 
 
-def _random_order(seed: int, key: int, count: int) -> Tensor:
+def random_scores(seed: int, key: int, count: int) -> Tensor:
     """[N] scores whose largest are a random choice that stays the same for this image."""
     generator = torch.Generator().manual_seed(tensor_seed(seed, f"masks to show/{key}"))
     return torch.rand(count, generator=generator)
