@@ -90,16 +90,25 @@ class PlanArguments:
     """cpu, gpu or paper."""
     price: float = 0.0
     """Of an hour of one GPU (of one core, where the scale has none), in whatever currency; 0 = none is printed."""
+    run_dir: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    """Where the study has begun: what is left there, judging too, by the seconds of what has finished."""
 
 
 def plan(argv: Sequence[str]) -> int:
     """The hours of a study, and their price, before any is spent."""
     arguments = read(PlanArguments, argv, prog="trp-scale study plan")
-    from trp_scale.studies.plan import planned_hours
+    from trp_scale.studies.execute import Claim, claim, read_claim
+    from trp_scale.studies.graph import Graph
+    from trp_scale.studies.plan import hours_left, planned_hours
     from trp_scale.studies.study import load_study
 
     found = load_study(arguments.file)
-    print("\n".join(planned_hours(found, found.scale(arguments.scale), price=arguments.price)))
+    scale = found.scale(arguments.scale)
+    print("\n".join(planned_hours(found, scale, price=arguments.price)))
+    if arguments.run_dir is not None:
+        inputs = read_claim(arguments.run_dir).inputs
+        claim(arguments.run_dir, Claim(study=_stated(arguments.file), scale=arguments.scale, inputs=inputs))
+        print("\n".join(hours_left(Graph(found, scale, arguments.run_dir.resolve(), inputs))))
     return 0
 
 
@@ -132,7 +141,7 @@ def run(argv: Sequence[str]) -> int:
     arguments = read(RunArguments, argv, prog="trp-scale study run")
     import os
 
-    from trp_scale.studies.execute import Executor, claim, submit
+    from trp_scale.studies.execute import Claim, Executor, claim, submit
     from trp_scale.studies.study import load_study
 
     found = load_study(arguments.file)
@@ -142,7 +151,7 @@ def run(argv: Sequence[str]) -> int:
     graph = _graph(found, scale, arguments.run_dir, arguments.input)
     if arguments.only is not None and not 0 <= arguments.only < len(graph.nodes):
         raise RefusedError(f"--only is {arguments.only}, allowed: 0 ... {len(graph.nodes) - 1}")
-    claim(graph.directory, _stated(arguments.file), arguments.scale, graph.inputs)
+    claim(graph.directory, Claim(study=_stated(arguments.file), scale=arguments.scale, inputs=graph.inputs))
     if arguments.executor == "slurm-array" and arguments.only is None:
         words = [sys.executable, "-m", "trp_scale", "study", "run", *argv, "--executor", "local"]
         jobs = submit(graph, words, arguments.sbatch)
@@ -192,23 +201,17 @@ class ReportArguments:
 def report(argv: Sequence[str]) -> int:
     """What a study found so far, as Markdown, LaTeX and HTML."""
     arguments = read(ReportArguments, argv, prog="trp-scale study report")
-    from trp_scale.documents.fields import Fields
-    from trp_scale.documents.json_files import read_object
-    from trp_scale.studies.execute import STUDY_FILE
+    from trp_scale.studies.execute import read_claim
     from trp_scale.studies.graph import Graph
     from trp_scale.studies.report import write_report
     from trp_scale.studies.study import load_study
 
-    path = arguments.directory / STUDY_FILE
-    if not path.is_file():
-        raise RefusedError(f"{path} is missing; allowed: the --run_dir of trp-scale study run")
-    stored = Fields(read_object(path), str(path))
-    found = load_study(stored.text("study"))
-    scale = found.scale(stored.text("scale"))
-    graph = Graph(found, scale, arguments.directory.resolve(), stored.take("inputs", dict[str, str]))
+    begun = read_claim(arguments.directory)
+    found = load_study(begun.study)
+    graph = Graph(found, found.scale(begun.scale), arguments.directory.resolve(), begun.inputs)
     output = arguments.output or arguments.directory / "report"
     inputs = "".join(f" --input {name}=PATH" for name in graph.inputs)
-    command = f"trp-scale study run {stored.text('study')} --scale {stored.text('scale')} --run_dir DIR{inputs}"
+    command = f"trp-scale study run {begun.study} --scale {begun.scale} --run_dir DIR{inputs}"
     print(write_report(graph, output, command), end="")
     print(output / "README.md", file=sys.stderr)
     return 0

@@ -17,7 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, Literal
@@ -78,26 +78,46 @@ def read_state(directory: Path, node: str) -> State | None:
     return record(State, read_object(path), str(path), RefusedError) if path.is_file() else None
 
 
-def claim(directory: Path, name: str, scale: str, inputs: Mapping[str, str]) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """What a study's directory holds: which study at which scale, and the path of each input."""
+
+    study: str
+    scale: str
+    inputs: dict[str, str]
+
+
+def read_claim(directory: Path) -> Claim:
+    """Which study has begun in a directory.
+
+    Raises:
+        RefusedError: none has.
+    """
+    path = directory / STUDY_FILE
+    if not path.is_file():
+        raise RefusedError(f"{path} is missing; allowed: the --run_dir of trp-scale study run")
+    return record(Claim, read_object(path), str(path), RefusedError)
+
+
+def claim(directory: Path, asked: Claim) -> None:
     """Make the study's directory, or go on in it.
 
     Raises:
         RefusedError: it holds another study, or this one at another scale or with other inputs.
     """
-    path, asked = directory / STUDY_FILE, {"study": name, "scale": scale, "inputs": dict(inputs)}
-    if path.is_file():
-        found = read_object(path)
-        for field, value in asked.items():
-            if found.get(field) != value:
+    if (directory / STUDY_FILE).is_file():
+        found = read_claim(directory)
+        for field in fields(Claim):
+            if (there := getattr(found, field.name)) != (wanted := getattr(asked, field.name)):
                 raise RefusedError(
-                    f"--run_dir {directory} holds a study with {field} {found.get(field)!r}, {value!r} is asked for; "
+                    f"--run_dir {directory} holds a study with {field.name} {there!r}, {wanted!r} is asked for; "
                     "give another --run_dir"
                 )
         return
     if directory.is_dir() and any(directory.iterdir()):
         raise RefusedError(f"--run_dir {directory} is not empty and holds no study; give another")
     directory.mkdir(parents=True, exist_ok=True)
-    write_json(path, asked)
+    write_json(directory / STUDY_FILE, asdict(asked))
 
 
 class Executor:

@@ -3,6 +3,7 @@ and this machine's speed."""
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from trp_scale.planning.command import facts_of, given_of
 from trp_scale.planning.counting import Counted
 from trp_scale.planning.plan import fitting, planned, refusal
 from trp_scale.planning.step import extra_passes, prepass
+from trp_scale.studies.execute import State, states
 from trp_scale.studies.graph import Graph
 from trp_scale.studies.study import Flags, Scale, Study, needed_inputs, words_of
 
@@ -67,11 +69,37 @@ def planned_hours(study: Study, scale: Scale, *, price: float) -> Iterator[str]:
     commands = 0.0 if scale.gpus else len(graph.nodes) * START_SECONDS / 3600
     unit = f"hours of {scale.gpus} GPUs" if scale.gpus else "core hours"
     yield f"pre-training: {total:.2f} {unit}" + (f", and {commands:.2f} of starting commands" if commands else "")
-    yield "judging, and making the data, are not in it: they follow from the downstream data"
+    yield "judging, and making the data, are not in it: --run_dir DIR counts them by those that have finished there"
     if price:
         yield f"price: {(total + commands) * max(1, scale.gpus) * price:,.2f} at {price:g} an hour"
     if not scale.gpus:
         yield f"assumed: a step reaches {EFFICIENCY:.0%} of the speed of one core's matrix products"
+
+
+def hours_left(graph: Graph) -> Iterator[str]:
+    """What is left of a study, a line for each kind of command, by the seconds of those of its kind that have finished.
+
+    Raises:
+        RefusedError: a record that is not one of ours.
+    """
+    kinds: dict[str, list[State | None]] = {}
+    for node, state in states(graph).items():
+        kind = "/".join(node.split("/")[:2])
+        kinds.setdefault(kind, []).append(state if state is not None and state.status == "finished" else None)
+    finished = sum(state is not None for ended in kinds.values() for state in ended)
+    yield f"{graph.directory}: {finished} of {len(graph.nodes)} commands have finished"
+    total = 0.0
+    for kind, ended in kinds.items():
+        seconds, left = [state.seconds for state in ended if state is not None], ended.count(None)
+        if not left:
+            continue
+        if not seconds:
+            yield f"  {kind}: {left} left, none finished yet: not in the sum"
+            continue
+        hours = left * statistics.fmean(seconds) / 3600
+        total += hours
+        yield f"  {kind}: {left} left, {statistics.fmean(seconds):.4g} s each by {len(seconds)}: {hours:.2f} hours"
+    yield f"left: {total:.2f} hours of commands, to be divided by --jobs"
 
 
 def cost_of(graph: Graph, variant: str, speed: float, own: Flags | None = None) -> Cost:

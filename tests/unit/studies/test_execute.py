@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 
@@ -15,7 +16,8 @@ import pytest
 
 from tests.unit.studies.study_files import document, graph_of, write_program
 from trp_scale.errors import RefusedError
-from trp_scale.studies.execute import Executor, blocked, read_state, states, submit
+from trp_scale.studies.execute import Executor, State, blocked, flat, read_state, states, submit
+from trp_scale.studies.plan import hours_left
 
 RUNS = """
 import sys
@@ -121,3 +123,18 @@ def test_the_launcher_starts_runs_and_judges_but_does_not_make_data(tmp_path: Pa
     launched = (tmp_path / "launched.txt").read_text().splitlines()
     assert len(launched) == len(graph.nodes) - 1
     assert {line.split()[1] for line in launched} == {"pretrain", "finetune"}
+
+
+def test_what_is_left_is_counted_by_the_seconds_of_what_has_finished(tmp_path: Path) -> None:
+    graph = graph_of(tmp_path)
+    (graph.directory / "state").mkdir(parents=True)
+    judged = [name for name in graph.nodes if name.startswith("judged/glue/")]
+    for name, seconds in zip(judged[:2], (100.0, 260.0), strict=True):
+        ended = State(node=name, command=[], status="finished", seconds=seconds)
+        (graph.directory / "state" / f"{flat(name)}.json").write_text(json.dumps(asdict(ended)))
+    first, *lines, last = hours_left(graph)
+    assert first.endswith(f": 2 of {len(graph.nodes)} commands have finished")
+    left = len(judged) - 2
+    assert f"  judged/glue: {left} left, 180 s each by 2: {left * 0.05:.2f} hours" in lines
+    assert any(line.startswith("  runs/slow: ") and "none finished yet" in line for line in lines)
+    assert last.startswith(f"left: {left * 0.05:.2f} hours")

@@ -9,7 +9,7 @@ import pytest
 
 from tests.unit.studies.study_files import document, graph_of, write_program
 from trp_scale.errors import RefusedError
-from trp_scale.studies.execute import Executor, claim
+from trp_scale.studies.execute import Claim, Executor, claim
 from trp_scale.studies.graph import UNTRAINED
 from trp_scale.studies.study import words_of
 
@@ -149,14 +149,14 @@ def test_a_placeholder_that_is_not_known_is_refused_by_name(tmp_path: Path) -> N
 
 
 def test_another_study_in_the_directory_is_refused(tmp_path: Path) -> None:
-    claim(tmp_path / "study", "one", "cpu", {})
-    claim(tmp_path / "study", "one", "cpu", {})
+    claim(tmp_path / "study", Claim(study="one", scale="cpu", inputs={}))
+    claim(tmp_path / "study", Claim(study="one", scale="cpu", inputs={}))
     with pytest.raises(RefusedError, match="holds a study with scale 'cpu', 'gpu' is asked for"):
-        claim(tmp_path / "study", "one", "gpu", {})
+        claim(tmp_path / "study", Claim(study="one", scale="gpu", inputs={}))
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "file").touch()
     with pytest.raises(RefusedError, match="is not empty and holds no study"):
-        claim(tmp_path / "full", "one", "cpu", {})
+        claim(tmp_path / "full", Claim(study="one", scale="cpu", inputs={}))
 
 
 def test_evaluate_by_itself_gives_the_losses_of_the_run(tmp_path: Path) -> None:
