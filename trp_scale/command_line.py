@@ -173,7 +173,7 @@ def _components(config: Any) -> Iterator[str]:
         yield f"--upstream {upstream}; known: {', '.join(sorted(names('upstream')))}"
     if hasattr(config, "hooks"):
         yield f"--hooks {' '.join(config.hooks) or '(none)'}; known, each with a section of its own if it is listed:"
-        known = [find("hook", name) for name in names("hook")]
+        known = [find("hook", name) for name in sorted(names("hook"))]
         width = max(len(each.name) for each in known)
         yield from (f"  {each.name:<{width}}  {each.summary.rstrip('.')}" for each in known)
 

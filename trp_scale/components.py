@@ -3,6 +3,7 @@
 from trp_scale import averaging, monitoring
 from trp_scale.adversary import settings as adversary
 from trp_scale.balancing import settings as balancing
+from trp_scale.downstream import online
 from trp_scale.downstream.classification import settings as classification
 from trp_scale.downstream.dense import settings as dense
 from trp_scale.downstream.detection import settings as detection
@@ -26,5 +27,6 @@ __all__ = [
     "mm_mae",
     "modalities",
     "monitoring",
+    "online",
     "pos_bert",
 ]

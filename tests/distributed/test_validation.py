@@ -93,6 +93,7 @@ def test_two_ranks_see_the_losses_of_one(two_ranks: Ranks, text_dataset: Path, t
             assert mine["tasks"][task]["count"] == values["count"]
             loss = values["loss"]
             assert mine["tasks"][task]["loss"] == (None if loss is None else pytest.approx(loss, rel=1e-6)), task
+            assert mine["tasks"][task]["accuracy"] == values["accuracy"]
 
 
 @pytest.mark.parametrize("name", always(["plain", "fsdp", "zero2", "zero3"], "plain", "zero3"))

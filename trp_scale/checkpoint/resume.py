@@ -230,6 +230,7 @@ MAY_CHANGE = (
     "checkpoint.*",
     "reliability.*",
     "logging.*",
+    "probes.*",
 )
 """Settings that may change; `section.*` is every field of the section. data.path may where the data are the same."""
 

@@ -176,11 +176,14 @@ class TaskLosses:
         counts: [T] float64, number of elements.
         shared_inputs: [rows, K] without a graph, what entered the last layer that the tasks share, in the precision
             that the layer computes in; only where a tap asked for it (core/objective.py).
+        hits: [T] float64, number of elements whose most probable answer is right; None where that is not known, and
+            in training.
     """
 
     sums: Tensor
     counts: Tensor
     shared_inputs: Tensor | None = None
+    hits: Tensor | None = None
 
 
 @dataclass(kw_only=True)

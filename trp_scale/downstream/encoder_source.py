@@ -17,7 +17,7 @@ from trp_scale.checkpoint.document import DOCUMENT_NAME, read_document
 from trp_scale.checkpoint.export import find_checkpoint
 from trp_scale.checkpoint.format import named_weights, read_full_state
 from trp_scale.checkpoint.initial_weights import FILE, reading, stored_weights
-from trp_scale.config import ModelConfig, RefusedError, RelativeVisionConfig, TextModelConfig
+from trp_scale.config import Config, ModelConfig, RefusedError, RelativeVisionConfig, TextModelConfig
 from trp_scale.config.finetuning import FinetuneConfig, ImageTaskConfig
 from trp_scale.config.images import ImagePretrainConfig
 from trp_scale.config.upstream import AVERAGE
@@ -146,17 +146,38 @@ def open_encoder(path: str) -> EncoderSource:
 
 def _of_run(path: str, checkpoint: Path, state: str) -> EncoderSource:
     config = from_dict(read_document(checkpoint).config, source=str(checkpoint))
+    tokenizer = checkpoint.parent.parent / "tokenizer"
+    return encoder_of(config, path, lambda: read_full_state(checkpoint, state), tokenizer, checkpoint)
+
+
+def encoder_of(
+    config: Config,
+    path: str,
+    stored: Callable[[], dict[str, Tensor]],
+    tokenizer: Path | None = None,
+    checkpoint: Path | None = None,
+) -> EncoderSource:
+    """The encoder of a run of ours.
+
+    Args:
+        config: settings of the run.
+        path: what messages call it.
+        stored: reads the weights of the whole model, by its names.
+        tokenizer: of a run on text: its directory.
+        checkpoint: where the weights lie, if they do.
+
+    Raises:
+        RefusedError: its encoder reads neither text nor images.
+    """
     if config.reads == "text":
         return EncoderSource(
             path=path,
             text=True,
             settings=_sizes(config.model),
             read=lambda: {
-                name.removeprefix("bert."): tensor
-                for name, tensor in read_full_state(checkpoint, state).items()
-                if name.startswith("bert.")
+                name.removeprefix("bert."): tensor for name, tensor in stored().items() if name.startswith("bert.")
             },
-            tokenizer=checkpoint.parent.parent / "tokenizer",
+            tokenizer=tokenizer,
             checkpoint=checkpoint,
         )
     if not isinstance(config, (ImagePretrainConfig, ImageTaskConfig)):
@@ -168,8 +189,8 @@ def _of_run(path: str, checkpoint: Path, state: str) -> EncoderSource:
         )
 
     def read() -> dict[str, Tensor]:
-        stored = {name.removeprefix("encoder."): tensor for name, tensor in read_full_state(checkpoint, state).items()}
-        named = images_alone(stored) if isinstance(config, MmMaeConfig) else stored
+        whole = {name.removeprefix("encoder."): tensor for name, tensor in stored().items()}
+        named = images_alone(whole) if isinstance(config, MmMaeConfig) else whole
         weights = {name: tensor for name, tensor in named.items() if is_encoder(name) or name == "pos_embed"}
         return weights | _norm_of_mean(named)
 

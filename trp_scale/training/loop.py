@@ -450,24 +450,30 @@ def validate(
         None if it was left; else
         {"loss": mean over the balanced tasks that occur, or where none is balanced over all that do; None if none does,
          "worst_task": the balanced task with the largest loss,
-         "tasks": {name: {"loss": mean over its elements or None, "count": elements}}}
+         "tasks": {name: {"loss": mean over its elements or None, "count": elements,
+                          "accuracy": share of them that are right, where the objective knows}}}
     """
     engine.train(False)
     size = len(objective.tasks)
-    sums = torch.zeros(2, size, dtype=torch.float64, device=engine.device)
+    sums = torch.zeros(3, size, dtype=torch.float64, device=engine.device)
+    judged = False
     for number, batch in enumerate(batches, 1):
         corrupt.update((key, batch.reasons.get(key, "")) for key in batch.corrupt)
         if number % ASK_EVERY == 0 and leave():
             engine.train(True)
             return None
         losses = task_losses(objective, engine, batch.to(engine.device))
-        sums += torch.stack([losses.sums, losses.counts])
+        judged = losses.hits is not None
+        sums += torch.stack([losses.sums, losses.counts, losses.counts if losses.hits is None else losses.hits])
     engine.train(True)
-    totals, counts = engine.data_group.sum(sums).tolist()
-    tasks = {
+    totals, counts, hits = engine.data_group.sum(sums).tolist()
+    tasks: dict[str, dict[str, Any]] = {
         name: {"loss": total / count if count else None, "count": int(count)}
         for name, total, count in zip(objective.tasks, totals, counts, strict=True)
     }
+    if judged:
+        for task, right in zip(tasks.values(), hits, strict=True):
+            task["accuracy"] = right / task["count"] if task["count"] else None
     places = objective.balanced or range(size)
     balanced = {name: tasks[name]["loss"] for name in (objective.tasks[place] for place in places)}
     known = {name: loss for name, loss in balanced.items() if loss is not None}

@@ -100,7 +100,14 @@ def test_exactly_the_listed_settings_may_change(field: str) -> None:
 
 def test_every_rule_names_a_setting_that_exists() -> None:
     of_kinds = {f"{role}.{field.name}" for role, _, settings in registered() for field in fields(settings)}
-    known = set(all_fields()) | {f"{section.name}.*" for section in fields(PosBertConfig())} | of_kinds | {"modules"}
+    of_hooks = {f"{name}.*" for role, name, _ in registered() if role == "hook"}
+    known = (
+        of_hooks
+        | set(all_fields())
+        | {f"{section.name}.*" for section in fields(PosBertConfig())}
+        | of_kinds
+        | {"modules"}
+    )
     assert set(MAY_CHANGE) <= known
 
 

@@ -84,6 +84,31 @@ def test_sums_and_counts_are_those_of_single_positions(other: str, next_sentence
     assert counts[NEXT_SENTENCE] == (0 if next_sentence == "off" else 11)
 
 
+@pytest.mark.parametrize("next_sentence", ["outside", "off"])
+def test_right_answers_are_counted_where_nothing_is_learned(next_sentence: str) -> None:
+    """Labels are made the model's own answers for the words of even rows, and others' elsewhere."""
+    model, objective = small_model().eval(), objective_of(next_sentence=next_sentence)
+    batch = with_absent_row(masked_rows(12), 7)
+    with torch.no_grad():
+        out = model(batch["tokens"], batch["token_types"], batch["attention_mask"], batch["masked_positions"])
+    named, even = out.prediction_logits.argmax(-1), torch.arange(12) % 2 == 0
+    pairs = out.next_sentence_logits.argmax(-1)
+    batch = changed(
+        batch,
+        labels=torch.where(even[:, None], named, (named + 1) % VOCABULARY),
+        next_sentence=torch.where(even, pairs, 1 - pairs),
+    )
+    expected = [0] * len(TASKS)
+    for r, m in slots(batch):
+        expected[int(batch["label_groups"][r, m])] += int(even[r])
+    expected[NEXT_SENTENCE] = 0 if next_sentence == "off" else 6
+    hits = losses_of(objective, model, batch).hits
+    assert (
+        hits is not None and hits.tolist() == expected and 0 < sum(expected[:NEXT_SENTENCE]) < len(list(slots(batch)))
+    )
+    assert losses_of(objective, model.train(), batch).hits is None
+
+
 def test_unused_slots_take_no_part() -> None:
     model, batch, objective = small_model(), masked_rows(8), objective_of()
     unused = batch["label_weights"] == 0

@@ -52,6 +52,19 @@ def encoder_config(path: str, *, recipe: str = "", size: int = 0, batch: int = B
         config.downstream.pretraining_grid = found.crops.size // found.vision.patch_size
     else:
         open_encoder(path).adopt(config)
+    return show(config, size=size, batch=batch)
+
+
+def show(config: ClassificationTaskConfig, *, size: int, batch: int) -> ClassificationTaskConfig:
+    """Fill in, in place, which images an encoder of these settings is shown.
+
+    Args:
+        size: side in pixels; 0 = that of the pre-training.
+        batch: images of one forward pass.
+
+    Raises:
+        RefusedError: a size that patches do not fill.
+    """
     config.batch.global_size = config.batch.micro_size = batch
     config.data.workers = 0
     patch_size = config.vision.patch_size

@@ -19,6 +19,9 @@ from trp_scale.downstream.classification.batch import MeasuredImages, TrainingIm
 from trp_scale.downstream.classification.settings import ClassificationTaskConfig
 from trp_scale.downstream.classification.task import LabelledImages, open_labelled
 
+BlockMasks = list[npt.NDArray[np.bool_]]
+"""[blocks] of each data set: which are meant."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ProbedImages:
@@ -49,26 +52,36 @@ class ProbedImages:
         """[n] which images a run of this data.validation_fraction holds out, in stored order."""
         blocks = (dataset.blocks for dataset in self.opened.datasets)
         return np.concatenate(
-            [np.repeat(mask, each.rows) for mask, each in zip(self._held(fraction), blocks, strict=True)]
+            [np.repeat(mask, each.rows) for mask, each in zip(self.held_blocks(fraction), blocks, strict=True)]
         )
 
-    def _held(self, fraction: float) -> list[npt.NDArray[np.bool_]]:
+    def held_blocks(self, fraction: float) -> BlockMasks:
+        """[blocks] of each data set, which a run of this data.validation_fraction holds out."""
         return [
             held_out(dataset.blocks.identities, fraction, where=str(dataset.directory))
             for dataset in self.opened.datasets
         ]
 
+    def every_block(self) -> BlockMasks:
+        """[blocks] of each data set, all of them."""
+        return [np.ones(len(dataset.blocks.rows), dtype=np.bool_) for dataset in self.opened.datasets]
+
+    def labels(self, chosen: BlockMasks) -> npt.NDArray[np.int64]:
+        """[n] classes of the images of these blocks, in stored order."""
+        pairs = zip(self.opened.datasets, chosen, strict=True)
+        return np.concatenate([data.samples.labels[np.repeat(mask, data.blocks.rows)] for data, mask in pairs])
+
     def batches(self, group: Group) -> Iterator[Batch]:
         """This rank's micro-batches of all images as they are measured, in stored order, each image once; the last ones
         are filled with rows of row_weights 0."""
-        every = [np.ones(len(dataset.blocks.rows), dtype=np.bool_) for dataset in self.opened.datasets]
-        return self._once(every, group)
+        return self.once(self.every_block(), group)
 
     def held_out_batches(self, fraction: float, group: Group = ALONE) -> Iterator[Batch]:
         """As `batches`, of what is held out."""
-        return self._once(self._held(fraction), group)
+        return self.once(self.held_blocks(fraction), group)
 
-    def _once(self, chosen: list[npt.NDArray[np.bool_]], group: Group) -> Iterator[Batch]:
+    def once(self, chosen: BlockMasks, group: Group) -> Iterator[Batch]:
+        """As `batches`, of the blocks that are chosen in each data set."""
         rows = self.opened.rows(self._measured())
         plan = HeldOutPlan(members=rows.members(self.opened.paths, chosen))
         source = ValidationSource(plan, rows.builder, self.config, rank=group.rank, world=group.size, pin_memory=False)
@@ -105,7 +118,7 @@ class ProbedImages:
         self, builder: BatchBuilder, config: ClassificationTaskConfig, group: Group, fraction: float
     ) -> TrainSource:
         rows = self.opened.rows(builder)
-        chosen = [~mask for mask in self._held(fraction)]
+        chosen = [~mask for mask in self.held_blocks(fraction)]
         plan = TrainPlan(
             seed=config.training.seed,
             members=rows.members(self.opened.paths, chosen),

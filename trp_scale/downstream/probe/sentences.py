@@ -134,15 +134,16 @@ def sentence_vectors(encoder: TextEncoder, texts: Sequence[str], length: int) ->
     order = sorted(range(len(texts)), key=lambda place: len(texts[place]))
     model = encoder.settings.model
     assert isinstance(model, TextModelConfig)
+    device = next(encoder.parameters()).device
     found, length = np.zeros((len(texts), model.hidden_size), np.float32), min(length, model.max_positions)
     for first in range(0, len(order), AT_ONCE):
         places = order[first : first + AT_ONCE]
         read = encoder.tokenizer(
             [texts[place] for place in places], padding=True, truncation=True, max_length=length, return_tensors="pt"
         )
-        there = read["attention_mask"][..., None].float()  # [B, L, 1]
-        hidden = encoder(read["input_ids"], read["attention_mask"])  # [B, L, D]
-        found[places] = ((hidden * there).sum(1) / there.sum(1)).numpy()
+        pieces, mask = (read[name].to(device) for name in ("input_ids", "attention_mask"))  # [B, L]
+        there = mask[..., None].float()  # [B, L, 1]
+        found[places] = ((encoder(pieces, mask) * there).sum(1) / there.sum(1)).cpu().numpy()
     return found
 
 

@@ -60,12 +60,14 @@ class BertOutput(NamedTuple):
         next_sentence_logits: [R, 2], index 0 = the second sentence follows the first (transformers' convention).
         shared_inputs: [R, M, D] without a graph, what entered the transform; only with a tap at its output.
         word_losses: of the prediction logits, where a tensor parallel rank has a part of the vocabulary; None: torch's.
+        training: whether the model was in training mode.
     """
 
     prediction_logits: Tensor
     next_sentence_logits: Tensor
     shared_inputs: Tensor | None = None
     word_losses: WordLosses | None = None
+    training: bool = True
 
 
 class Places(NamedTuple):
@@ -327,6 +329,7 @@ class BertForMaskedPositions(nn.Module):
             next_sentence_logits=self.cls.seq_relationship(self.bert.pooler(selected)),
             shared_inputs=None if transform_tap is None else words.detach(),
             word_losses=self.word_losses,
+            training=self.training,
         )
 
     def embed(self, tokens: Tensor, token_types: Tensor, kept: Tensor | None) -> Tensor:

@@ -100,7 +100,16 @@ class PosMaskedLanguageModelling:
             sums=torch.cat([weighted @ self._membership(batch), rows_sum]),
             counts=self.count(batch),
             shared_inputs=shared,
+            hits=None if output.training or output.word_losses else self._hits(output, batch),
         )
+
+    def _hits(self, output: BertOutput, batch: Batch) -> Tensor:
+        """[T] float64, words of each group, and pairs of sentences, that the model would have named."""
+        named = output.prediction_logits.flatten(0, 1).argmax(-1) == batch["labels"].flatten()  # [R * M]
+        words = named.double() * batch["label_weights"].flatten().double()
+        pairs = (output.next_sentence_logits.argmax(-1) == batch["next_sentence"]).double()  # [R]
+        weights = batch["row_weights"].double() if self.config.next_sentence != "off" else torch.zeros_like(pairs)
+        return torch.cat([words @ self._membership(batch), (pairs @ weights).reshape(1)])
 
     def tapped(self, at: TapPlace) -> tuple[int, ...]:
         """The last layer with weights that masked words share is the head's transform, which next-sentence prediction
