@@ -118,8 +118,8 @@ def first_blocks(images: ProbedImages, among: BlockMasks, rows: int) -> BlockMas
 
 
 class LabelledSentences:
-    """A task of GLUE: sentences are means over pieces, pairs [u, v, |u - v|, u * v] (trp_scale/downstream/probe/sentences.py). Rank 0 alone
-    reads them.
+    """A task of GLUE: sentences are means over pieces, pairs [u, v, |u - v|, u * v], as `trp-scale probe` has them.
+    Rank 0 alone reads them.
 
     Args:
         settings: of the probes.
