@@ -18,7 +18,7 @@ from trp_scale.checkpoint.document import DOCUMENT_NAME, read_document
 from trp_scale.checkpoint.durable import sync_directory
 from trp_scale.checkpoint.run_directory import Found, checkpoints, remove_leftovers, set_aside_later
 from trp_scale.checkpoint.tensor_file import CheckpointError, check_sound
-from trp_scale.config import RefusedError
+from trp_scale.config import WITHOUT_END, RefusedError
 from trp_scale.distributed.groups import Group
 from trp_scale.distributed.lease import LEASE
 from trp_scale.documents.json_files import json_lines, parse_json
@@ -289,7 +289,7 @@ def check_settings(
 
 def _consequence(field: str, now: Mapping[str, Any]) -> str:
     schedule = now.get("optimizer.schedule")
-    if field == "training.steps" and schedule != "constant":
+    if field == "training.steps" and schedule not in WITHOUT_END:
         return f" (the {schedule} schedule of the learning rate now ends there)"
     return ""
 

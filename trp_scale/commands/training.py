@@ -31,6 +31,8 @@ def pretrain(argv: Sequence[str]) -> int:
     from trp_scale.recipes.arguments import parse
 
     arguments = parse(argv)
+    if arguments.print_config:
+        return _print_config(arguments)
     if arguments.dry_run:
         from trp_scale.planning.command import print_dry_run
 
@@ -46,10 +48,22 @@ def finetune(argv: Sequence[str]) -> int:
     from trp_scale.downstream.arguments import parse_finetune
 
     arguments = parse_finetune(argv)
+    if arguments.print_config:
+        return _print_config(arguments)
     from trp_scale.downstream.finetune import finetune as train
     from trp_scale.downstream.task import task_class
 
     return _in_its_place(arguments, lambda: train(arguments), lambda: task_class(arguments.config))
+
+
+def _print_config(arguments: Arguments) -> int:
+    """Of several ranks, the first speaks."""
+    from trp_scale.distributed.launchers import discover
+    from trp_scale.recipes.loader import dump
+
+    if discover(os.environ).rank == 0:
+        print(dump(arguments.config), end="")
+    return 0
 
 
 def _in_its_place(arguments: Arguments, train: Callable[[], int], load: Callable[[], object]) -> int:

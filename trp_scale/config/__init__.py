@@ -177,6 +177,10 @@ class MegatronConfig(Section):
     and sums take a part of the memory, and about 30 % more bytes travel between these ranks. Tokens need not divide."""
 
 
+WITHOUT_END = ("constant", "inverse_sqrt")
+"""Schedules that the number of steps has no part in."""
+
+
 @dataclass(kw_only=True)
 class OptimizerConfig(Section):
     """AdamW and its schedule (TRP 001, Table 4)."""
@@ -197,10 +201,11 @@ class OptimizerConfig(Section):
     AdPE's code does decay."""
     warmup_steps: int = setting(10_000, at_least=0)
     """Steps of linear warm-up."""
-    schedule: Literal["linear", "cosine", "constant"] = "linear"
-    """Shape after warm-up, down to min_lr at the last step."""
+    schedule: Literal["linear", "cosine", "constant", "inverse_sqrt"] = "linear"
+    """Shape after warm-up. linear and cosine go down to min_lr at the last step. inverse_sqrt falls with the root of
+    the step and, as constant, knows no last step: a run can be made longer (Vaswani et al. 2017, eq. 3)."""
     min_lr: float = setting(0.0, at_least=0)
-    """Learning rate at the last step."""
+    """Learning rate at the last step; of inverse_sqrt the least."""
     clipping: float = setting(0.0, at_least=0)
     """Largest gradient norm; 0 = no clipping."""
     layer_decay: float = setting(1.0, above=0, at_most=1)
@@ -212,7 +217,7 @@ class OptimizerConfig(Section):
             yield f"--optimizer.min_lr is {self.min_lr}, allowed: at most --optimizer.lr {self.lr}"
 
     def cautions(self, config: Any, steps_per_epoch: int) -> Iterator[str]:
-        if self.warmup_steps >= config.training.steps and self.schedule != "constant":
+        if self.warmup_steps >= config.training.steps and self.schedule not in WITHOUT_END:
             yield (
                 f"--optimizer.warmup_steps {self.warmup_steps} is not below --training.steps {config.training.steps}: "
                 f"the learning rate never reaches --optimizer.lr {self.lr:g}"

@@ -41,6 +41,7 @@ class PlanArguments(Arguments):
     run_dir: Annotated[Path | None, tyro.conf.Suppress] = None
     resume: Annotated[str, tyro.conf.Suppress] = "auto"
     dry_run: Annotated[bool, tyro.conf.Suppress] = True
+    print_config: Annotated[bool, tyro.conf.Suppress] = False
     local_rank: Annotated[int, tyro.conf.Suppress] = -1
 
     def worlds(self) -> list[int]:

@@ -66,6 +66,8 @@ class Arguments:
     dry_run: bool = False
     """Print how the run would lie on its ranks and how long it would take, by the planner, and end: nothing is
     allocated or written."""
+    print_config: bool = False
+    """Print every setting as the run would have it, as a recipe, and end."""
     local_rank: int = -1
     """Passed by the deepspeed launcher; ranks are read from the environment."""
 

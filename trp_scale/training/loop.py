@@ -488,10 +488,12 @@ def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
     """Learning rate of step `step` (from 0) of `steps`.
 
     Linear warm-up over `warmup_steps`: the first step has lr / warmup_steps, the last of the warm-up the full lr. After
-    it linear or cosine decay that reaches `min_lr` at the last step, or no decay.
+    it linear or cosine decay that reaches `min_lr` at the last step, decay with the root of the step, or none.
     """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
+    if config.schedule == "inverse_sqrt":
+        return max(config.min_lr, config.lr * math.sqrt(max(1, config.warmup_steps) / (step + 1)))
     left = steps - 1 - config.warmup_steps
     done = min(1.0, (step - config.warmup_steps) / left) if left > 0 else 1.0
     if config.schedule == "constant":

@@ -15,6 +15,7 @@ import pytest
 import trp_scale
 from trp_scale import cli
 from trp_scale.config import RefusedError
+from trp_scale.recipes.loader import dump, load_recipe
 
 ROOT = Path(__file__).parents[3]
 
@@ -218,3 +219,17 @@ def test_an_error_of_ours_is_not_hidden() -> None:
 
     with pytest.raises(ValueError, match="a bug"):
         cli.run(fail)
+
+
+@pytest.mark.parametrize("command", ["pretrain", "finetune"])
+def test_printed_settings_are_a_recipe_of_the_very_run(
+    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = {"pretrain": ["pos_bert_tiny"], "finetune": ["classification_tiny", "--from", "scratch"]}[command]
+    words = ["--recipe", *recipe, "--optimizer.lr", "0.00123", "--run_dir", str(tmp_path / "run")]
+    assert cli.main([command, *words, "--print_config"]) == 0
+    printed = capsys.readouterr().out
+    assert not (tmp_path / "run").exists()
+    (tmp_path / "printed.yaml").write_text(printed)
+    assert dump(load_recipe(str(tmp_path / "printed.yaml"))) == printed
+    assert "\n  lr: 0.00123\n" in printed

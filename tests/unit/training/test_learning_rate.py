@@ -18,7 +18,7 @@ def rates(steps: int, **settings: Any) -> list[float]:
     return [learning_rate(step, steps, config) for step in range(steps)]
 
 
-@pytest.mark.parametrize("schedule", ["linear", "cosine", "constant"])
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "constant", "inverse_sqrt"])
 def test_warm_up_rises_in_equal_parts_from_its_first_step_to_the_full_rate(schedule: str) -> None:
     found = rates(100, schedule=schedule)
     assert found[0] == pytest.approx(PEAK / 10, rel=1e-12)
@@ -53,7 +53,15 @@ def test_constant_stays_at_the_full_rate() -> None:
     assert rates(30, schedule="constant", warmup_steps=0) == [PEAK] * 30
 
 
-@pytest.mark.parametrize("schedule", ["linear", "cosine", "constant"])
+def test_the_root_of_the_step_is_what_it_falls_with_whatever_the_length() -> None:
+    found = rates(1000, schedule="inverse_sqrt")
+    assert found[9:] == pytest.approx([PEAK * (10 / step) ** 0.5 for step in range(10, 1001)], rel=1e-12)
+    assert rates(100, schedule="inverse_sqrt") == found[:100]
+    assert rates(3, schedule="inverse_sqrt", warmup_steps=0) == pytest.approx([PEAK, PEAK / 2**0.5, PEAK / 3**0.5])
+    assert rates(1000, schedule="inverse_sqrt", min_lr=PEAK / 5)[-1] == PEAK / 5
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine", "constant", "inverse_sqrt"])
 @pytest.mark.parametrize(("steps", "warmup"), [(5, 5), (5, 8), (1, 1), (1, 1000)])
 def test_a_warm_up_as_long_as_the_run_never_decays(schedule: str, steps: int, warmup: int) -> None:
     expected = [PEAK * (step + 1) / warmup for step in range(steps)]
