@@ -153,7 +153,7 @@ def image_trainer(layout: Layout, config: Config, *, halves: bool = False) -> tu
         observer=SilentObserver(),  # type: ignore[arg-type]
         agreement=StepAgreement(data_group(), 0, copies=config.megatron.tensor_parallel),
         save=lambda: None,
-        validate=lambda: True,
+        validate=dict,
         stop_requested=lambda: None,
     )
     return trainer, adversary

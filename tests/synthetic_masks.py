@@ -185,7 +185,7 @@ def masks_run(
         observer=SilentObserver(),  # type: ignore[arg-type]
         agreement=StepAgreement(data_group(), 0, copies=config.megatron.tensor_parallel),
         save=lambda: None,
-        validate=lambda: True,
+        validate=dict,
         stop_requested=lambda: None,
     )
     trainer.engine.train(True)

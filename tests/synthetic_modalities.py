@@ -163,7 +163,7 @@ def modality_trainer(layout: Layout, config: Config, **source: Any) -> Recording
         observer=SilentObserver(),  # type: ignore[arg-type]
         agreement=StepAgreement(data_group(), 0, copies=config.megatron.tensor_parallel),
         save=lambda: None,
-        validate=lambda: True,
+        validate=dict,
         stop_requested=lambda: None,
     )
 

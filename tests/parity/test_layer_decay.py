@@ -71,7 +71,7 @@ def tuned(layout: Layout, optimizer: dict[str, Any], **downstream: Any) -> Resul
         observer=SilentObserver(),  # type: ignore[arg-type]
         agreement=StepAgreement(group, 0),
         save=lambda: None,
-        validate=lambda: True,
+        validate=dict,
         stop_requested=lambda: None,
     )
     initial = by_projection(engine.full_weights())

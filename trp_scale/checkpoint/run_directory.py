@@ -106,11 +106,13 @@ class Kept:
         newest: so many of the newest sound ones, the last written included; 0 = all.
         every: each one whose step is a multiple of it; 0 = none.
         before: the newest sound one of an earlier step than this, where it is not 0: a fault began there.
+        best: that of this step; 0: none for this reason.
     """
 
     newest: int
     every: int = 0
     before: int = 0
+    best: int = 0
 
 
 def retain(
@@ -134,6 +136,7 @@ def retain(
     step = next(step for step, path in checkpoints(run_dir) if path.name == written.name)
     before = [(earlier, path) for earlier, path in reversed(checkpoints(run_dir)) if earlier < step]
     staying = {path for earlier, path in before if kept.every and earlier % kept.every == 0} | set(spared)
+    staying |= {path for earlier, path in before if earlier == kept.best}
     wanted, pinned = kept.newest - 1, False
     for earlier, path in before:
         needed = not pinned and 0 < earlier < kept.before

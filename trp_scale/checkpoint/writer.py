@@ -168,13 +168,14 @@ class CheckpointWriter:
         if self.no_copy and self.settings.asynchronous and self.settings.every:
             self.tell(f"checkpoints are written while the steps wait: {self.no_copy}")
 
-    def save(self, content: Content, *, wait: bool = False, before: int = 0) -> None:
+    def save(self, content: Content, *, wait: bool = False, before: int = 0, best: int = 0) -> None:
         """Begin a checkpoint, or write it whole; one that is under way is finished first.
 
         Args:
             content: of the present step; nothing is read of it after this returns, unless `wait`.
             wait: return when it is whole, or storage has failed; no copy is taken.
             before: the newest whole checkpoint of an earlier step stays; 0 = none for this reason.
+            best: the checkpoint of this step stays; 0 = none for this reason.
 
         Raises:
             RankError: on every rank: something other than storage failed on any.
@@ -182,7 +183,7 @@ class CheckpointWriter:
         self.settle()
         wait = wait or not self.settings.asynchronous or bool(self.no_copy)
         try:
-            behind = self._begin(content, wait=wait, before=before)
+            behind = self._begin(content, wait=wait, before=before, best=best)
         except StorageError as error:
             self._failed(content.step, error)
             return
@@ -269,7 +270,7 @@ class CheckpointWriter:
             self._keeper.abandon()
         self._speak()
 
-    def _begin(self, content: Content, *, wait: bool, before: int) -> bool:
+    def _begin(self, content: Content, *, wait: bool, before: int, best: int) -> bool:
         """All ranks tell what they own; rank 0 makes room; each begins to write behind the steps, or has written.
 
         Returns:
@@ -298,7 +299,7 @@ class CheckpointWriter:
             step=content.step,
             final=final,
             temporary=temporary,
-            kept=Kept(newest=settings.keep, every=settings.keep_every, before=before),
+            kept=Kept(newest=settings.keep, every=settings.keep_every, before=before, best=best),
             facts=content.facts(self.group),
             hooks=hooks,
         )

@@ -276,7 +276,7 @@ class ReliabilityConfig(Section):
 
 
 @dataclass(kw_only=True)
-class CheckpointConfig:
+class CheckpointConfig(Section):
     """When checkpoints are written. The last step always writes one."""
 
     every: int = setting(0, at_least=0)
@@ -291,9 +291,21 @@ class CheckpointConfig:
     max_failures: int = setting(3, at_least=1)
     """A checkpoint that cannot be written, as on a full disk, is tried again at the next step that is due. After so
     many in a row the run stops, with status 5."""
+    best: str = ""
+    """Figure whose best weights stay as a checkpoint, written when they are measured: validation.loss, validation.worst
+    (of the balanced tasks), validation.TASK, or with --hooks probes probes.linear, probes.knn or probes.rank_me. Empty
+    = none."""
+    patience: int = setting(0, at_least=0)
+    """Measurements of `best` in a row without a better one after which the run ends; 0 = it does not."""
     mirror: str = ""
     """URL that finished checkpoints are copied to behind the steps, such as s3://BUCKET/RUN; none is removed there.
     Empty = none."""
+
+    def problems(self, config: Any) -> Iterator[str]:
+        if self.best.startswith("validation.") and not config.validation.every:
+            yield f"--checkpoint.best is {self.best}, allowed with --validation.every N: 0 found"
+        if self.patience and not self.best:
+            yield f"--checkpoint.patience is {self.patience}, allowed with --checkpoint.best FIGURE: it is empty"
 
 
 @dataclass(kw_only=True)

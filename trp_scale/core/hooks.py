@@ -189,6 +189,9 @@ class Hook:
     name: str = ""
     """What its metrics and its state are called by; a hook that `hooks` lists has the name that it is listed by."""
 
+    figures: tuple[str, ...] = ()
+    """Names of what `measured` gives."""
+
     def before_step(self, ctx: StepContext) -> None:
         """Before any forward pass of the step."""
 
@@ -209,6 +212,11 @@ class Hook:
     def validation(self) -> AbstractContextManager[None]:
         """Around a validation. The hook may change the engine inside, and must put it back afterwards."""
         return nullcontext()
+
+    def measured(self) -> Mapping[str, float]:
+        """Figures of the weights after this step, by those names, where more is better and the hook has measured them
+        now; the same on every rank. A checkpoint may be kept for the best (checkpoint.best)."""
+        return {}
 
     def metrics(self) -> Mapping[str, Any]:
         """JSON values for this step's line in metrics.jsonl, under the hook's name. Asked for on logged steps only,
@@ -319,6 +327,14 @@ class Hooks:
             for hook in self.all:
                 stack.enter_context(hook.validation())
             yield
+
+    def figures(self) -> list[str]:
+        """Names of all that may be measured, HOOK.FIGURE."""
+        return [f"{hook.name}.{figure}" for hook in self.all for figure in hook.figures]
+
+    def measured(self) -> dict[str, float]:
+        """What was measured after this step, by those names."""
+        return {f"{hook.name}.{figure}": value for hook in self.all for figure, value in hook.measured().items()}
 
     def metrics(self) -> dict[str, Mapping[str, Any]]:
         return {hook.name: values for hook in self.all if (values := hook.metrics())}

@@ -52,6 +52,15 @@ class _Graphs(PartOf):
 
 
 @dataclass(frozen=True, kw_only=True)
+class _Best(PartOf):
+    """What is read of the figure that a checkpoint is kept for."""
+
+    figure: str
+    value: float | None
+    step: Whole
+
+
+@dataclass(frozen=True, kw_only=True)
 class _Summary(PartOf):
     """What is read of summary.json."""
 
@@ -63,6 +72,7 @@ class _Summary(PartOf):
     start_seconds: float | None = None
     start_compile_seconds: float | None = None
     graphs: _Graphs | None = None
+    best: _Best | None = None
 
 
 def task_table(history: RunHistory) -> Table:
@@ -100,6 +110,9 @@ def report_lines(run_dir: Path, history: RunHistory, summary: Mapping[str, Any])
     lines.append(f"loss {number(history.loss_start)} -> {number(history.loss_end)}")
     if history.validation is not None:
         lines.append(f"validation loss {number(history.validation.get('loss'))} at step {history.validation_step}")
+    if (best := summary.get("best")) and best["step"]:
+        place = run_dir / "checkpoints" / f"step_{best['step']:08d}"
+        lines.append(f"best {best['figure']} {number(best['value'])} at step {best['step']}: {place}")
     if history.worst_task is not None:
         task = history.tasks[history.worst_task]
         lines.append(f"worst task {history.worst_task}: loss {number(task.end)}, weight {number(task.weight)}")

@@ -24,6 +24,7 @@ from trp_scale.distributed.watchdog import EXIT_HUNG
 from trp_scale.documents.json_files import read_object
 from trp_scale.errors import RefusedError
 from trp_scale.observe.incidents import Incidents
+from trp_scale.training.best import NO_BETTER
 
 STOP_RECORD = "stop.json"
 
@@ -82,7 +83,7 @@ class Ending:
         """All ranks ended the run together."""
         if self.rank != 0:
             return
-        asked = status == EXIT_FINISHED and why != "finished"
+        asked = status == EXIT_FINISHED and why != "finished" and not why.startswith(NO_BETTER)
         again = (asked and not why.startswith(OF_A_PERSON)) or (status == EXIT_STORAGE and self._got_on())
         advice = "the same command goes on from here" if asked else "all steps are done"
         self._write(why=why, step=step, status=status, again=again, advice=ADVICE.get(status, advice))

@@ -27,6 +27,7 @@ from trp_scale.observe.incidents import Incidents
 from trp_scale.observe.observer import Observer
 from trp_scale.observe.records import StepRecord, TaskRecord
 from trp_scale.training.agreement import StepAgreement
+from trp_scale.training.best import Best, of_validation
 from trp_scale.training.spikes import SpikeWatch
 
 SECONDS_AFTER_AN_ERROR = 5.0
@@ -135,8 +136,10 @@ class Trainer:
         run_context: settings, engine and objective.
         save: writes a checkpoint of the present state, or begins to.
         checkpoints: those that `save` has begun; None: it writes them whole.
-        validate: losses over the held-out rows, reported to the observer; whether it came to its end, on all ranks
-            alike: a request to stop ends it.
+        best: judges what is measured; None: no checkpoint is kept for it.
+        measured: after this step, by the names of figures.
+        validate: losses over the held-out rows, reported to the observer; None where it did not come to its end, on all
+            ranks alike: a request to stop ends it.
         stop_requested: reason this rank was asked to stop, or None.
         watch: told the number of each step when it begins; the first is 1.
         mark: notes where the sources are; what it returns goes back there.
@@ -152,7 +155,7 @@ class Trainer:
     observer: Observer
     agreement: StepAgreement
     save: Callable[[], None]
-    validate: Callable[[], bool]
+    validate: Callable[[], Mapping[str, Any] | None]
     stop_requested: Callable[[], str | None]
     watch: Callable[[int], None] = lambda step: None
     waited_seconds: Callable[[], float] = lambda: 0.0
@@ -161,6 +164,8 @@ class Trainer:
     can_go_back: Callable[[], bool] = lambda: False
     incidents: Incidents = field(default_factory=lambda: Incidents(Path(), enabled=False))
     checkpoints: WrittenBehind | None = None
+    best: Best | None = None
+    measured: dict[str, float | None] = field(default_factory=dict)
     state: TrainingState = field(default_factory=TrainingState)
     unread: UnreadStep | None = None
 
@@ -184,18 +189,24 @@ class Trainer:
                 if self._too_many_skipped():  # when it stopped: nothing was changed since
                     return str(self._reason_to_stop(asked=False))
                 stop = self._validated() if self.state.unvalidated else None
-                if stop:
+                if self._better():
+                    self.save()
+                if stop := stop or self._nothing_better():
                     return stop
                 while self.state.step < self.config.training.steps:
                     before = self.state.step
                     stop = self.train_step()
-                    if self.state.step > before and self._due(self.config.validation.every):
-                        stop = self._validated() or stop
+                    if self.state.step > before:
+                        self.measured.update(self.hooks.measured())
+                        if self._due(self.config.validation.every):
+                            stop = self._validated() or stop
                     if self.state.roll_back_from:  # what is here is not worth a checkpoint
                         if self.checkpoints is not None:
                             self.checkpoints.close()
                         return str(stop)
-                    if stop or self._due(self.config.checkpoint.every):
+                    better = self._better()
+                    stop = stop or self._nothing_better()
+                    if stop or better or self._due(self.config.checkpoint.every):
                         self.save()
                     stop = stop or self._checkpoints_given_up()
                     if stop:
@@ -210,8 +221,23 @@ class Trainer:
 
     def _validated(self) -> str | None:
         """Validate; returns why that was left, if it was: then it is done first when the run goes on."""
-        self.state.unvalidated = not self.validate()
+        losses = self.validate()
+        self.state.unvalidated = losses is None
+        if losses:
+            self.measured.update(of_validation(losses))
         return self.agreement.reason(self.stop_requested()) if self.state.unvalidated else None
+
+    def _better(self) -> bool:
+        """Whether what was measured since the last call is the best so far; its step's line is then written."""
+        measured, self.measured = self.measured, {}
+        if self.best is None or not self.best.judge(self.state.step, measured):
+            return False
+        self.read_stats()
+        self.observer.message(f"the best so far: {self.best}")
+        return True
+
+    def _nothing_better(self) -> str | None:
+        return None if self.best is None else self.best.given_up()
 
     def _checkpoints_given_up(self) -> str | None:
         return None if self.checkpoints is None else self.checkpoints.given_up()

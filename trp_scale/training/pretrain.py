@@ -41,6 +41,7 @@ from trp_scale.recipes.checks import against_compiling, cautions, check_engine
 from trp_scale.recipes.loader import to_dict
 from trp_scale.training import micro_size, rundir
 from trp_scale.training.agreement import StepAgreement, require_same_settings
+from trp_scale.training.best import best_of
 from trp_scale.training.ending import EXIT_FINISHED, EXIT_SKIPPED, EXIT_STORAGE, Ending
 from trp_scale.training.loop import Trainer, TrainingState, validate
 from trp_scale.training.spikes import SpikeWatch
@@ -247,6 +248,7 @@ class Run:
         )
         self.hooks = build_hooks(self.context, self.upstream.hooks(self.context))
         self.engines = EngineGroup(self.engine, self.hooks.engines(), self.hooks.sharded_state)
+        self.best = best_of(config.checkpoint, self.objective.tasks, self.hooks.figures())
         self.state = TrainingState()
         self.agreement = StepAgreement(
             self.world,
@@ -301,7 +303,8 @@ class Run:
             self.start_up()
             if (why := self.checkpoints.given_up()) and why != self.ended:
                 self.ended = f"{self.ended}; {why}"
-            self.observer.close(self.ended, self.start_up.figures())
+            best = {} if self.best is None else {"best": self.best.state()}
+            self.observer.close(self.ended, {**self.start_up.figures(), **best})
             if self.state.step >= self.config.training.steps:
                 then()
         finally:
@@ -337,6 +340,7 @@ class Run:
             spikes=self.spikes,
             can_go_back=lambda: on_rank_zero(self.world, "going back", lambda: bool(checkpoints(self.run_dir))),
             checkpoints=self.checkpoints,
+            best=self.best,
             state=self.state,
         )
 
@@ -383,6 +387,8 @@ class Run:
         self.state.skips = [int(step) for step in loaded.extra.get("skips", ())]
         if self.spikes is not None:
             self.spikes.load(loaded.extra.get("spikes", {}))
+        if self.best is not None:
+            self.best.load(loaded.extra.get("best", {}))
         self.state.unvalidated = bool(loaded.extra.get("unvalidated", False))
         self.state.fault, self.state.last_fault = loaded.extra.get("fault", (0, 0))
         self.agreement.corrupt = set(loaded.extra["corrupt"])
@@ -403,20 +409,22 @@ class Run:
                 "skipped": self.state.skipped,
                 "skips": self.state.skips,
                 "spikes": {} if self.spikes is None else self.spikes.state(),
+                "best": {} if self.best is None else self.best.state(),
                 "unvalidated": self.state.unvalidated,
                 "fault": [self.state.fault, self.state.last_fault],
                 "corrupt": sorted(self.agreement.corrupt),
             },
         )
         alone = self.config.checkpoint.every == 0 or self.state.step >= self.config.training.steps
-        self.checkpoints.save(content, wait=alone, before=self.state.fault)
+        best = 0 if self.best is None else self.best.step
+        self.checkpoints.save(content, wait=alone, before=self.state.fault, best=best)
 
     def _in_files(self, engine_name: str) -> bool:
         """Whether weights and moments need not fit into memory, so that a copy of them there may not either."""
         return engine_name == "fsdp" and bool(self.config.fsdp.offload_directory)
 
-    def validate(self) -> bool:
-        """Losses over the held-out rows, reported; False: left for a request to stop."""
+    def validate(self) -> dict[str, Any] | None:
+        """Losses over the held-out rows, reported; None: left for a request to stop."""
         corrupt: dict[str, str] = {}
 
         def leave() -> bool:
@@ -430,7 +438,7 @@ class Run:
         self.trainer.left_out("validation", self.agreement.count_corrupt(corrupt))
         if losses is not None:
             self.observer.validation(self.state.step, losses)
-        return losses is not None
+        return losses
 
     def _describe(self) -> None:
         """Write what the run directory says of the run itself; after the checks of a resume."""

@@ -148,7 +148,7 @@ def toy_trainer(setting: Setting, hook: Hook | None = None) -> RecordingTrainer:
         observer=SilentObserver(),  # type: ignore[arg-type]
         agreement=StepAgreement(group, 0),
         save=lambda: None,
-        validate=lambda: True,
+        validate=dict,
         stop_requested=lambda: None,
     )
 

@@ -52,6 +52,8 @@ ALLOWED = {
     "checkpoint.keep_every",
     "checkpoint.asynchronous",
     "checkpoint.max_failures",
+    "checkpoint.best",
+    "checkpoint.patience",
     "checkpoint.mirror",
     "reliability.hang_minutes",
     "reliability.collective_minutes",

@@ -62,6 +62,7 @@ class OnlineProbes(Hook):
     """
 
     name = "probes"
+    figures = ("knn", "linear", "rank_me")
 
     def __init__(self, settings: ProbesSettings, run: RunContext) -> None:
         require_scikit_learn()
@@ -71,12 +72,14 @@ class OnlineProbes(Hook):
         self.next = max(1, round(FIRST * self.last))
         self.latest: dict[str, Any] = {}
         self.told = 0
+        self._fresh = False
         self._began, self._steps, self._spent = time.monotonic(), 0, 0.0
 
     def after_step(self, ctx: StepContext) -> None:
         self._steps += 1
         step, every = ctx.step + 1, self.settings.every
-        if step >= self.last or (step % every == 0 if every else step >= self.next):
+        self._fresh = step >= self.last or (step % every == 0 if every else step >= self.next)
+        if self._fresh:
             self.measure(step)
 
     def measure(self, step: int) -> None:
@@ -112,6 +115,9 @@ class OnlineProbes(Hook):
         a_step = max(now - self._began - self._spent, 1e-9) / self._steps
         figures |= {"seconds": seconds, "share": self._spent / (now - self._began)}
         return figures, step + max(1, ceil(seconds / (SHARE * a_step)))
+
+    def measured(self) -> Mapping[str, float]:
+        return {figure: self.latest[figure] for figure in self.figures} if self._fresh else {}
 
     def metrics(self) -> Mapping[str, Any]:
         """In the first line after a measurement. step: after which it was made; knn, linear: accuracies; rank_me: of

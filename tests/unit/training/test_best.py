@@ -1,0 +1,105 @@
+"""The checkpoint of the best figure stays, and a run ends where none better comes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from math import nan
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.runs import flags, lines, pretrain_here
+from trp_scale.checkpoint.run_directory import checkpoints
+from trp_scale.config import CheckpointConfig, RefusedError
+from trp_scale.training import pretrain as training
+from trp_scale.training.best import Best, best_of, of_validation
+
+
+def test_less_is_better_of_losses_and_more_of_accuracies() -> None:
+    loss, accuracy = Best(figure="validation.noun", patience=2), Best(figure="probes.knn", patience=0)
+    assert [loss.judge(step, {"validation.noun": value}) for step, value in enumerate((3.0, 2.0, 2.5, 1.0), 1)] == [
+        True,
+        True,
+        False,
+        True,
+    ]
+    assert [accuracy.judge(step, {"probes.knn": value}) for step, value in enumerate((0.3, 0.2, 0.4), 1)] == [
+        True,
+        False,
+        True,
+    ]
+    assert (loss.value, loss.step, loss.since) == (1.0, 4, 0)
+    assert not loss.judge(5, {"validation.noun": nan}) and not loss.judge(6, {"probes.knn": 9.0})
+    assert loss.since == 1, "only what was measured counts"
+    assert loss.given_up() is None and not loss.judge(7, {"validation.noun": None})
+    assert loss.given_up() == "no better validation.noun in 2 measurements: validation.noun 1.0000 at step 4"
+    again = Best(figure="validation.noun", patience=2)
+    again.load(json.loads(json.dumps(loss.state())))
+    assert again == loss
+    accuracy.load(loss.state())
+    assert accuracy.step == 3, "of another figure nothing is known"
+
+
+def test_the_figures_of_a_validation() -> None:
+    tasks = {"a": {"loss": 1.0, "count": 2}, "b": {"loss": 3.0, "count": 1}, "c": {"loss": None, "count": 0}}
+    found = of_validation({"loss": 2.0, "worst_task": "b", "tasks": tasks})
+    assert found == {
+        "validation.a": 1.0,
+        "validation.b": 3.0,
+        "validation.c": None,
+        "validation.loss": 2.0,
+        "validation.worst": 3.0,
+    }
+    assert of_validation({"loss": None, "worst_task": None, "tasks": {}})["validation.worst"] is None
+
+
+def test_unknown_figures_are_refused_with_those_there_are() -> None:
+    assert best_of(CheckpointConfig(), ["noun"], []) is None
+    with pytest.raises(RefusedError, match=r"did you mean validation.noun\?.*validation.worst, validation.noun"):
+        best_of(CheckpointConfig(best="validation.nuon"), ["noun"], [])
+    assert best_of(CheckpointConfig(best="probes.knn", patience=3), [], ["probes.knn"]) == Best(
+        figure="probes.knn", patience=3
+    )
+
+
+@pytest.fixture
+def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Validations whose losses are given by the step."""
+    losses: Iterator[float] = iter([5.0, 4.0, 4.5, 4.2, 3.0, 2.0, 2.5, 2.6])
+
+    def validate(*arguments: Any, **named: Any) -> dict[str, Any]:
+        loss = next(losses)
+        return {"loss": loss, "worst_task": "noun", "tasks": {"noun": {"loss": loss, "count": 1}}}
+
+    monkeypatch.setattr(training, "validate", validate)
+
+
+def test_a_run_keeps_its_best_ends_and_goes_on(text_dataset: Path, tmp_path: Path, scripted: None) -> None:
+    run = tmp_path / "run"
+    changes = {"validation__every": 1, "checkpoint__best": "validation.worst", "checkpoint__keep": 1}
+    assert pretrain_here(flags(text_dataset, run, **changes, checkpoint__patience=2)) == 0
+    assert [step for step, _ in checkpoints(run)] == [2, 4], "the best, and the newest"
+    stop = json.loads((run / "stop.json").read_text())
+    assert stop["why"].startswith("no better validation.worst in 2 measurements") and not stop["again"]
+    assert lines(run)[-1]["step"] == 4
+    assert "best validation.worst 4.0000 at step 2: " in " ".join((run / "report.txt").read_text().split())
+    assert pretrain_here(flags(text_dataset, run, **changes, checkpoint__patience=2)) == 0
+    assert lines(run)[-1]["step"] == 4, "it has ended"
+    assert pretrain_here(flags(text_dataset, run, **changes, checkpoint__patience=3)) == 0
+    assert [step for step, _ in checkpoints(run)] == [6, 8]
+    assert json.loads((run / "stop.json").read_text())["why"] == "finished"
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"checkpoint__best": "validation.loss", "validation__every": 0}, "allowed with --validation.every N"),
+        ({"checkpoint__patience": 3}, "allowed with --checkpoint.best FIGURE"),
+        ({"checkpoint__best": "probes.knn"}, "with --hooks probes"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused(changes: dict[str, Any], said: str, text_dataset: Path, tmp_path: Path) -> None:
+    with pytest.raises(RefusedError, match=said):
+        pretrain_here(flags(text_dataset, tmp_path / "run", **changes))
