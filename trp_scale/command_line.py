@@ -11,6 +11,7 @@ import inspect
 import os
 import re
 from collections.abc import Collection, Iterator, Sequence
+from contextlib import suppress
 from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
 
@@ -99,6 +100,13 @@ HELP_ALL = "--help-all"
 def asks_for_help(argv: Sequence[str]) -> bool:
     """Whether a command line asks what the command's flags are."""
     return any(word in (*HELP, HELP_ALL) for word in argv)
+
+
+def phase(text: str) -> None:
+    """Say what takes its time before a run can show its steps; of several ranks, rank 0 speaks."""
+    if speaks():
+        with suppress(OSError):  # nobody reads it
+            print(text, flush=True)
 
 
 def speaks() -> bool:

@@ -31,6 +31,7 @@ class PixelAdversary(Hook):
     """
 
     name = "adversary"
+    shown = ("norm", "share_of_eps", "sensitivity")
 
     def __init__(self, settings: PixelAdversarySettings, run: RunContext) -> None:
         self.settings = settings

@@ -39,6 +39,7 @@ class PositionAdversary(Hook):
     """
 
     name = NAME
+    shown = ("norm", "share_of_eps", "effect", "saturated")
 
     def __init__(self, settings: PositionAdversarySettings, run: RunContext, shape: PerturbationShape) -> None:
         device = run.device

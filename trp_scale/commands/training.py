@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from trp_scale.command_line import phase
 from trp_scale.commands.refusals import run
 from trp_scale.errors import RefusedError
 
@@ -37,6 +38,7 @@ def pretrain(argv: Sequence[str]) -> int:
         from trp_scale.planning.command import print_dry_run
 
         return print_dry_run(arguments)
+    phase(f"{arguments.recipe_name()}: importing torch")
     from trp_scale.training.pretrain import pretrain as train
     from trp_scale.upstreams.base import upstream_of
 
@@ -50,6 +52,7 @@ def finetune(argv: Sequence[str]) -> int:
     arguments = parse_finetune(argv)
     if arguments.print_config:
         return _print_config(arguments)
+    phase(f"{arguments.recipe_name()}: importing torch")
     from trp_scale.downstream.finetune import finetune as train
     from trp_scale.downstream.task import task_class
 

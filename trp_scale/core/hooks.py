@@ -192,6 +192,9 @@ class Hook:
     figures: tuple[str, ...] = ()
     """Names of what `measured` gives."""
 
+    shown: tuple[str, ...] = ()
+    """Names of those of its metrics that the display shows, numbers."""
+
     def before_step(self, ctx: StepContext) -> None:
         """Before any forward pass of the step."""
 
@@ -327,6 +330,10 @@ class Hooks:
             for hook in self.all:
                 stack.enter_context(hook.validation())
             yield
+
+    def shown(self) -> dict[str, tuple[str, ...]]:
+        """Names of each hook's metrics that the display shows."""
+        return {hook.name: hook.shown for hook in self.all if hook.shown}
 
     def figures(self) -> list[str]:
         """Names of all that may be measured, HOOK.FIGURE."""

@@ -56,6 +56,7 @@ class LearnedMasks(Hook):
     """
 
     name = "multilevel"
+    shown = ("lessons", "entropy", "overlap_untrained", "overlap_last")
 
     def __init__(self, settings: LearnedMasksSettings, run: RunContext, outer: type[OuterObjective]) -> None:
         self.settings, self.clock = settings, LevelClock(run.device)

@@ -52,6 +52,7 @@ class GradientNoiseScale(Hook):
     """
 
     name = "gradient_noise_scale"
+    shown = ("noise_scale",)
 
     def __init__(self, settings: GradientNoiseScaleSettings, run: RunContext) -> None:
         batch = run.config.batch

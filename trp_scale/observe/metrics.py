@@ -184,6 +184,7 @@ class _Line(PartOf):
     step_seconds: float | None = None
     data_wait_seconds: float | None = None
     tokens_per_second: float | None = None
+    images_per_second: float | None = None
     model_flops_utilisation: float | None = None
     cache: _Cache | None = None
     multilevel: LastLesson | None = None
@@ -257,6 +258,7 @@ class RunHistory:
     data_wait_seconds: float = 0.0
     step_seconds: float | None = None
     tokens_per_second: float | None = None
+    images_per_second: float | None = None
     model_flops_utilisation: float | None = None
     peak_memory_bytes: int = 0
     cache: dict[str, int] = field(default_factory=dict)
@@ -294,13 +296,17 @@ def notices_of(line: Mapping[str, Any]) -> dict[str, str]:
     return {name: notice for name, notice in found.items() if isinstance(notice, str) and notice}
 
 
+MEDIANS = ("step_seconds", "tokens_per_second", "images_per_second", "model_flops_utilisation")
+"""Fields of a line of which a run's history has the median."""
+
+
 def read_history(run_dir: Path) -> RunHistory:
     """Read a run's metrics. Raises what `read_metrics` raises."""
     history = RunHistory()
     starts: dict[str, float | None] = {}
     recent: deque[dict[str, Any]] = deque()
     last: dict[str, Any] | None = None
-    columns: dict[str, list[float]] = {"step_seconds": [], "tokens_per_second": [], "model_flops_utilisation": []}
+    columns: dict[str, list[float]] = {name: [] for name in MEDIANS}
     for line in read_metrics(run_dir):
         if line.get("validation") is not None:
             history.validation_step, history.validation = line["step"], line["validation"]

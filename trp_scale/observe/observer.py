@@ -165,6 +165,7 @@ class Observer:
             "data_wait_seconds": statistics.fmean(self._waits),
             "data_wait_share": statistics.fmean(self._waits) / max(seconds, 1e-9),
             "tokens_per_second": speed,
+            **({"images_per_second": self.info.images_of(speed)} if self.info.images_per_step else {}),
             "model_flops": self.info.flops_per_step or None,
             "model_flops_utilisation": utilisation,
             "peak_memory_bytes": peak_memory_bytes(on_gpu=self.info.device_name != "cpu"),
@@ -184,6 +185,7 @@ class Observer:
 
     def _write(self, line: Mapping[str, Any]) -> None:
         self._writer.write(line)
+        self._display.line(line)
         for sink in self._sinks:
             self._to_sink(sink, partial(sink.write, line))
 

@@ -7,13 +7,14 @@ import logging
 import os
 import sys
 import time
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Protocol, TextIO
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
@@ -21,6 +22,7 @@ from rich.text import Text
 from trp_scale.config import Config, RefusedError
 from trp_scale.observe.metrics import METRICS_FILE
 from trp_scale.observe.records import RunInfo, StepRecord
+from trp_scale.observe.standing import Standing
 
 PROGRESS_VARIABLE = "TRP_SCALE_PROGRESS"
 """live, plain or off: overrides the choice by terminal, for launchers that pass the output through a pipe."""
@@ -77,7 +79,10 @@ class Outlet:
 class Display(Protocol):
     """Shows how far the run is."""
 
-    def update(self, record: StepRecord, tokens_per_second: float, worst_task: str | None) -> None: ...
+    def update(self, record: StepRecord, positions_per_second: float, worst_task: str | None) -> None: ...
+
+    def line(self, line: Mapping[str, Any]) -> None:
+        """A line of metrics was written."""
 
     def message(self, text: str) -> None: ...
 
@@ -86,33 +91,33 @@ class Display(Protocol):
     def close(self) -> None: ...
 
 
-def status(record: StepRecord, tokens_per_second: float, worst_task: str | None) -> str:
-    """Loss, worst task and speed in one line."""
-    parts = [f"loss {record.loss:.4f}", f"lr {record.lr:.2e}"]
-    if worst_task is not None:
-        parts.append(f"worst {worst_task} {record.tasks[worst_task].loss:.4f}")
-    return "  ".join([*parts, f"{tokens_per_second:,.0f} tokens/s"])
-
-
 class PlainDisplay:
-    """A line each PLAIN_SECONDS: for logs and pipes. `lines` False keeps messages and the report only."""
+    """Some lines each PLAIN_SECONDS: for logs and pipes. `lines` False keeps messages and the report only."""
 
-    def __init__(self, steps: int, start_step: int, lines: bool = True, console: Console | None = None) -> None:
+    def __init__(self, steps: int, info: RunInfo, lines: bool = True, console: Console | None = None) -> None:
         self._console = console or Console()
         self._steps = steps
-        self._start = start_step
+        self._start = info.start_step
         self._lines = lines
+        self._standing = Standing(info)
         self._began = time.monotonic()
         self._next = 0.0
 
-    def update(self, record: StepRecord, tokens_per_second: float, worst_task: str | None) -> None:
+    def update(self, record: StepRecord, positions_per_second: float, worst_task: str | None) -> None:
         now = time.monotonic()
+        self._standing.update(record, positions_per_second, worst_task)
         if not self._lines or (now < self._next and record.step < self._steps):
             return
         self._next = now + PLAIN_SECONDS
-        done = max(1, record.step - self._start)
-        left = timedelta(seconds=round((now - self._began) / done * (self._steps - record.step)))
-        self.message(f"step {record.step}/{self._steps}  {status(record, tokens_per_second, worst_task)}  left {left}")
+        done, elapsed = max(1, record.step - self._start), now - self._began
+        left = timedelta(seconds=round(elapsed / done * (self._steps - record.step)))
+        said = f"elapsed {timedelta(seconds=round(elapsed))}  left {left}"
+        self.message(f"step {record.step}/{self._steps}  {self._standing.steps()}  {said}")
+        for line in self._standing.more():
+            self.message(f"  {line}")
+
+    def line(self, line: Mapping[str, Any]) -> None:
+        self._standing.line(line)
 
     def message(self, text: str) -> None:
         # Logs are searched: a message is not to be broken at 80 columns.
@@ -125,35 +130,55 @@ class PlainDisplay:
         """Nothing to end."""
 
 
-class LiveDisplay:
-    """Progress bar, and a table of the tasks with their losses as bars, redrawn in place four times a second."""
+CURVE = 24
+"""Characters of a task's curve."""
 
-    def __init__(self, steps: int, info: RunInfo, console: Console | None = None) -> None:
+WEIGHT = 16
+"""Characters of the bar of a whole weight."""
+
+
+class LiveDisplay:
+    """Progress bar, and a table of the tasks with the curves of their losses and their weights as bars, redrawn in
+    place four times a second."""
+
+    def __init__(
+        self,
+        steps: int,
+        info: RunInfo,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._console = console or Console()
         self._outside = info.outside_tasks
-        self._largest = 0.0
+        self._standing = Standing(info)
+        self._worst: str | None = None
         self._progress = Progress(
             TextColumn("step"),
             MofNCompleteColumn(),
             BarColumn(bar_width=None),
+            TextColumn("elapsed"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
             TimeRemainingColumn(),
             console=self._console,
+            get_time=clock,
             speed_estimate_period=SMOOTHING_SECONDS,
             expand=True,
         )
         self._task = self._progress.add_task("steps", total=steps, completed=info.start_step)
-        self._latest: tuple[StepRecord, float, str | None] | None = None
-        self._live = Live(get_renderable=self._draw, console=self._console, refresh_per_second=4, transient=True)
+        self._live = Live(get_renderable=self.drawn, console=self._console, refresh_per_second=4, transient=True)
         self._live.start()
         # A run that ends in an error without close() would leave the terminal without a cursor.
         atexit.register(self._live.stop)
 
-    def update(self, record: StepRecord, tokens_per_second: float, worst_task: str | None) -> None:
-        # The thread of rich draws what is current: a fast run pays for a store here, not for a redraw.
-        self._latest = (record, tokens_per_second, worst_task)
+    def update(self, record: StepRecord, positions_per_second: float, worst_task: str | None) -> None:
+        # The thread of rich draws what is current: a fast run pays for some sums here, not for a redraw.
+        self._standing.update(record, positions_per_second, worst_task)
+        self._worst = worst_task
         self._progress.update(self._task, completed=record.step)
-        losses = [task.loss for task in record.tasks.values() if task.loss is not None]
-        self._largest = max(self._largest, *losses) if losses else self._largest
+
+    def line(self, line: Mapping[str, Any]) -> None:
+        self._standing.line(line)
 
     def message(self, text: str) -> None:
         self._console.print(text, markup=False, highlight=False)
@@ -165,24 +190,30 @@ class LiveDisplay:
         self._live.stop()
         atexit.unregister(self._live.stop)
 
-    def _draw(self) -> RenderableType:
-        if self._latest is None:
+    def drawn(self) -> RenderableType:
+        """What is shown now."""
+        record = self._standing.record
+        if record is None:
             return self._progress
-        record, tokens_per_second, worst_task = self._latest
-        return Group(
-            self._tasks(record, worst_task), Text(status(record, tokens_per_second, worst_task)), self._progress
-        )
+        lines = [Text(line, style="dim") for line in self._standing.more()]
+        return Group(self._tasks(record), Text(self._standing.steps()), *lines, self._progress)
 
-    def _tasks(self, record: StepRecord, worst_task: str | None) -> Table:
+    def _tasks(self, record: StepRecord) -> Table:
         table = Table.grid(padding=(0, 2))
-        table.add_row(*(Text(name, style="dim") for name in ("task", "loss", "", "weight", "elements")))
+        table.add_row(*(Text(name, style="dim") for name in ("task", "loss", "so far", "weight", "", "elements")))
         for name, task in record.tasks.items():
-            style = "bold red" if name == worst_task else "dim" if name in self._outside else ""
-            # Bars share one scale, the largest loss seen, so that their lengths compare across tasks and over time.
-            bar = ProgressBar(total=max(self._largest, 1e-9), completed=task.loss or 0.0, width=24)
-            loss = "-" if task.loss is None else f"{task.loss:.4f}"
+            style = (
+                "bold red" if name == self._worst and len(record.tasks) > 1 else "dim" if name in self._outside else ""
+            )
+            curve = self._standing.curves.get(name)
+            loss, drawn = (f"{curve.now:.4f}", curve.drawn(CURVE)) if curve is not None else ("-", "")
             table.add_row(
-                Text(name, style=style), Text(loss, style=style), bar, f"{task.weight:.4f}", Text(f"{task.count:,}")
+                Text(name, style=style),
+                Text(loss, style=style),
+                Text(drawn, style=style),
+                f"{task.weight:.4f}",
+                ProgressBar(total=1.0, completed=min(1.0, task.weight), width=WEIGHT),
+                Text(f"{task.count:,}"),
             )
         return table
 
@@ -205,7 +236,8 @@ def open_display(config: Config, info: RunInfo, run_dir: Path) -> Display:
     if shown and (wish == "live" or (wish == "" and console.is_terminal and not console.is_dumb_terminal)):
         display: Display = LiveDisplay(steps, info, console)
     else:
-        display = PlainDisplay(steps, info.start_step, lines=shown, console=console)
-    head = f"{info.description}; {info.positions_per_step:,} tokens a step; {run_dir}"
+        display = PlainDisplay(steps, info, lines=shown, console=console)
+    a_step = f"{info.images_per_step:,} images" if info.images_per_step else f"{info.positions_per_step:,} tokens"
+    head = f"{info.description}; {a_step} a step; {run_dir}"
     display.message(head.removeprefix("; "))
     return display

@@ -55,6 +55,7 @@ class RunInfo:
 
     Attributes:
         positions_per_step: sequence positions of one step on all ranks, padding included: rows x length.
+        images_per_step: of one step on all ranks; 0 where rows are no images.
         flops_per_step: model FLOPs of one training step on all ranks (3 x forward, no recomputation); 0 = not known.
         devices: number of ranks.
         device_name: as torch names it, or "cpu".
@@ -62,10 +63,12 @@ class RunInfo:
         start_step: steps done before this process began (a resumed run).
         rows: rows of each source: of an epoch, or of a pass over what is held out.
         workers, workers_asked: loader processes of rank 0, and how many --data.workers is.
+        shown: names of each hook's metrics that the display shows.
         description: one line for the head of the display and the report, such as "deepspeed, ZeRO 2, 2 ranks, fp32".
     """
 
     positions_per_step: int
+    images_per_step: int = 0
     flops_per_step: float = 0.0
     devices: int = 1
     device_name: str = "cpu"
@@ -74,4 +77,9 @@ class RunInfo:
     rows: Mapping[str, int] = field(default_factory=dict)
     workers: int = 0
     workers_asked: int = 0
+    shown: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     description: str = ""
+
+    def images_of(self, positions: float) -> float:
+        """Images that so many positions are."""
+        return positions * self.images_per_step / self.positions_per_step

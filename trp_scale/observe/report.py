@@ -17,7 +17,7 @@ from trp_scale.documents.fields import Fields, PartOf, Whole, record
 from trp_scale.documents.json_files import read_object
 from trp_scale.documents.yaml_files import read_yaml
 from trp_scale.errors import RefusedError
-from trp_scale.observe.metrics import LastLesson, RunHistory, end_begins, read_history
+from trp_scale.observe.metrics import LastLesson, RunHistory, TaskHistory, end_begins, read_history
 
 SUMMARY_FILE = "summary.json"
 REPORT_FILE = "report.txt"
@@ -92,7 +92,7 @@ def task_table(history: RunHistory) -> Table:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_column("")
     for name, task in history.tasks.items():
-        is_worst = name == history.worst_task
+        is_worst = name == history.worst_task and len(history.tasks) > 1
         cells = [name, number(task.start), number(task.end), number(task.change, sign=True)]
         cells += [number(task.weight), f"{task.count:,}"]
         measured = validation.get(name, {})
@@ -113,11 +113,14 @@ def report_lines(run_dir: Path, history: RunHistory, summary: Mapping[str, Any])
     if (best := summary.get("best")) and best["step"]:
         place = run_dir / "checkpoints" / f"step_{best['step']:08d}"
         lines.append(f"best {best['figure']} {number(best['value'])} at step {best['step']}: {place}")
-    if history.worst_task is not None:
+    if history.worst_task is not None and len(history.tasks) > 1:
         task = history.tasks[history.worst_task]
         lines.append(f"worst task {history.worst_task}: loss {number(task.end)}, weight {number(task.weight)}")
+    lines += changes_in_words(history)
     if history.tokens_per_second is not None:
         speed = f"{history.tokens_per_second:,.0f} tokens/s over all ranks (median; padding included)"
+        if history.images_per_second is not None:
+            speed = f"{history.images_per_second:,.0f} images/s over all ranks (median)"
         if history.model_flops_utilisation is not None:
             speed += f", {history.model_flops_utilisation:.1%} of the devices' bf16 peak"
         lines.append(speed)
@@ -134,6 +137,37 @@ def report_lines(run_dir: Path, history: RunHistory, summary: Mapping[str, Any])
     lines += [f"note: {notice}" for notice in history.notices.values()]
     lines.append(f"run directory: {run_dir}")
     return lines
+
+
+FEWEST = 30
+"""Elements at the end below which a task's change is noise, and is not put into words."""
+
+
+def changes_in_words(history: RunHistory) -> list[str]:
+    """Which of the tasks in the balance got better from start to end, and which worse; nothing for a single task."""
+    known = {
+        name: task
+        for name, task in history.tasks.items()
+        if task.change is not None and task.count >= FEWEST and name not in history.outside_tasks
+    }
+    if len(known) < 2:
+        return []
+    better = {name: task for name, task in known.items() if task.change < 0}  # type: ignore[operator]
+    worse = {name: task for name, task in known.items() if name not in better}
+    lines = [f"better: {len(better)} of {len(known)} tasks{_named(better, 3)}"]
+    if worse:
+        even = 1.0 / len(known)
+        light = all((task.weight or 0.0) < even for task in worse.values())
+        why = "; their weights are below an even share: the balancer spends them on harder tasks" if light else ""
+        lines.append(f"worse: {len(worse)}{_named(worse, 3)}{why}")
+    return lines
+
+
+def _named(tasks: Mapping[str, TaskHistory], most: int) -> str:
+    """Those that changed most, with their change."""
+    order = sorted(tasks, key=lambda name: -abs(tasks[name].change or 0.0))
+    named = ", ".join(f"{name} {number(tasks[name].change, sign=True)}" for name in order[:most])
+    return f": {named}{', ...' if len(order) > most else ''}" if order else ""
 
 
 def cache_line(cache: Mapping[str, int]) -> str:

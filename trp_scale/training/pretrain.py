@@ -21,6 +21,7 @@ from trp_scale.checkpoint.manager import Content
 from trp_scale.checkpoint.resume import check_settings, select, take_back
 from trp_scale.checkpoint.run_directory import checkpoints
 from trp_scale.checkpoint.writer import CheckpointWriter
+from trp_scale.command_line import phase
 from trp_scale.config import Config
 from trp_scale.core.hooks import build_hooks
 from trp_scale.core.run import RunContext
@@ -83,7 +84,14 @@ def pretrain(arguments: Arguments) -> Ended:
         run_dir = rundir.create_run_directory(arguments, environment.world)
         check_shared_directory(run_dir, environment.world)
         with guarded(run_dir, config, environment) as guard:
-            run, status = trained(lambda over: Run(arguments, environment, run_dir, engine_name, guard, over=over))
+
+            def make(over: PassedOver | None) -> Run:
+                phase(f"opening {config.data.path}")
+                run = Run(arguments, environment, run_dir, engine_name, guard, over=over)
+                phase("making the first step")
+                return run
+
+            run, status = trained(make)
             guard.ending.stopped(run.ended, run.state.step, status)
     return Ended(run_dir, run.ended, status)
 
@@ -475,6 +483,7 @@ class Run:
         balanced = {self.objective.tasks[place] for place in self.objective.balanced}
         return RunInfo(
             positions_per_step=self.upstream.positions_per_step,
+            images_per_step=config.batch.global_size if config.reads == "image" else 0,
             flops_per_step=self.upstream.step_flops,
             devices=self.world.size,
             device_name=torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
@@ -483,6 +492,7 @@ class Run:
             rows=self.sources.rows(),
             workers=self.sources.workers,
             workers_asked=config.data.workers,
+            shown=self.hooks.shown(),
             description=f"{self.engine.name}{stage}, {ranks}, {config.training.precision}{products}",
         )
 

@@ -29,7 +29,7 @@ def test_plain_lines_come_every_ten_seconds_and_at_the_end(monkeypatch: pytest.M
     console = Console(file=io.StringIO(), force_terminal=False, width=80)
     now = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
-    display = PlainDisplay(20, 0, console=console)
+    display = PlainDisplay(20, RunInfo(positions_per_step=1000), console=console)
     for step in range(1, 21):
         now[0] += 3.0
         display.update(record(step), 2000.0, "noun")
@@ -39,13 +39,13 @@ def test_plain_lines_come_every_ten_seconds_and_at_the_end(monkeypatch: pytest.M
     assert "loss 4.9000" in first
     assert "worst noun 5.9000" in first
     assert "2,000 tokens/s" in first
-    assert "left 0:00:57" in first
+    assert "elapsed 0:00:03  left 0:00:57" in first
 
 
 def test_messages_of_a_log_are_not_broken_or_read_as_markup() -> None:
     console = Console(file=io.StringIO(), force_terminal=False, width=80)
     text = "[bold]block[/bold] " + "x" * 200
-    PlainDisplay(20, 0, console=console).message(text)
+    PlainDisplay(20, RunInfo(positions_per_step=1000), console=console).message(text)
     assert output(console) == text + "\n"
 
 

@@ -62,7 +62,7 @@ class OnlineProbes(Hook):
     """
 
     name = "probes"
-    figures = ("knn", "linear", "rank_me")
+    figures = shown = ("knn", "linear", "rank_me")
 
     def __init__(self, settings: ProbesSettings, run: RunContext) -> None:
         require_scikit_learn()

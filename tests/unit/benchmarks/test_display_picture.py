@@ -1,0 +1,21 @@
+"""The moving picture of the display."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from xml.etree import ElementTree
+
+from benchmarks.display_picture import Arguments, draw
+from tests.runs import flags, pretrain_here
+
+
+def test_a_run_is_replayed_to_its_end(text_dataset: Path, tmp_path: Path) -> None:
+    run, picture = tmp_path / "run", tmp_path / "display.svg"
+    assert pretrain_here(flags(text_dataset, run, validation__every=4)) == 0
+    draw(Arguments(run=run, output=picture, frames=3))
+    content = picture.read_text()
+    groups = [each for each in ElementTree.fromstring(content) if each.tag.endswith("}g")]
+    shown = [" ".join(text.text or "" for text in group) for group in groups]
+    assert len(shown) == 3 and "1/8" in shown[0] and "5/8" in shown[1]
+    assert "8/8" in shown[-1] and "noun" in shown[0] and "held out" in shown[-1] and "held out" not in shown[0]
+    assert "http" not in content.replace("http://www.w3.org/2000/svg", "")
