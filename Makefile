@@ -5,7 +5,7 @@
 # make test-faults   100,000 damaged files for every reader (TRP_SCALE_FUZZ=N: so many), 20 kills, 10 stops
 # make setup | lint | types | wheel-test | clean
 #
-# PYTHON=python3.12 chooses the interpreter, RANKS=4 the ranks of `make pretrain`.
+# PYTHON=python3.12 chooses the interpreter, RANKS=4 the ranks of `make pretrain`, DEVICE=cpu leaves out CUDA's libraries.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
@@ -19,8 +19,10 @@ BIN := $(CURDIR)/$(VENV)/bin
 # The stamp exists only when the whole installation went through; .installing marks one that began and did not end.
 INSTALLED := $(VENV)/.installed
 INSTALLING := $(VENV)/.installing
-EXTRAS := wandb,tensorboard,datasets,text,pictures,evaluation,remote,ray,megatron,test
+EXTRAS ?= wandb,tensorboard,datasets,text,pictures,evaluation,remote,ray,megatron,test
 CORPUS := data/embedded/dataset.json
+DEVICE ?= cuda
+PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS)
 
 # ninja and the deepspeed launcher's children are looked up here.
 export PATH := $(BIN):$(PATH)
@@ -36,9 +38,16 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit(sys.version_info < (3, 10) and f"$(PYTHON) is Python {v}; trp-scale needs 3.10 or newer: make PYTHON=python3.12 setup")'
 	@if [ -e $(INSTALLING) ]; then echo "the last installation did not finish: starting again in an empty $(VENV)"; rm -rf $(VENV); fi
 	@mkdir -p $(VENV) && rm -f $(INSTALLED) && touch $(INSTALLING)
-	@echo "installing into $(VENV): about 6 GB, some minutes"
+	@echo "installing into $(VENV) for $(DEVICE): about $(if $(filter cpu,$(DEVICE)),2,6) GB, some minutes"
 	@$(PYTHON) -m venv $(VENV) || { echo "no virtual environment could be made; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[$(EXTRAS)]'
+ifeq ($(DEVICE),cpu)
+	# Of torch's wheel only these are for GPUs; pip alone would bring them again, so that nothing is resolved here.
+	grep -vE '^(nvidia-|cuda-|triton==)' constraints.txt > $(VENV)/cpu.txt
+	$(PIP) --no-deps -r $(VENV)/cpu.txt
+	$(PIP) --no-deps -e .
+else
+	$(PIP) -c constraints.txt -e '.[$(EXTRAS)]'
+endif
 	@rm -f $(INSTALLING) && touch $(INSTALLED)
 
 # Order-only: a newer installation does not make the corpus old.

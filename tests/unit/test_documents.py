@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 import pytest
+import yaml
 
+import trp_scale
 from trp_scale.config.components import registered, runs
 
 ROOT = Path(__file__).parents[2]
@@ -254,3 +256,13 @@ def test_a_name_that_its_file_does_not_have_is_seen() -> None:
 )
 def test_a_setting_that_is_not_there_is_seen(text: str, wrong: list[str]) -> None:
     assert wrong_settings(text, known_settings()) == wrong
+
+
+def test_the_citation_is_of_this_version_and_these_papers() -> None:
+    cited = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert cited["version"] == trp_scale.__version__ and cited["license"] == "Apache-2.0"
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert [paper["url"] for paper in cited["references"]] == re.findall(
+        r'^"Paper: .*" = "(.*)"$', project, re.MULTILINE
+    )
+    assert all(author["family-names"] for paper in cited["references"] for author in paper["authors"])
