@@ -22,6 +22,7 @@ INSTALLING := $(VENV)/.installing
 EXTRAS ?= wandb,tensorboard,datasets,text,pictures,evaluation,remote,ray,megatron,test
 CORPUS := data/embedded/dataset.json
 DEVICE ?= cuda
+TORCH_CPU ?= https://download.pytorch.org/whl/cpu
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS)
 
 # ninja and the deepspeed launcher's children are looked up here.
@@ -38,16 +39,10 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit(sys.version_info < (3, 10) and f"$(PYTHON) is Python {v}; trp-scale needs 3.10 or newer: make PYTHON=python3.12 setup")'
 	@if [ -e $(INSTALLING) ]; then echo "the last installation did not finish: starting again in an empty $(VENV)"; rm -rf $(VENV); fi
 	@mkdir -p $(VENV) && rm -f $(INSTALLED) && touch $(INSTALLING)
-	@echo "installing into $(VENV) for $(DEVICE): about $(if $(filter cpu,$(DEVICE)),2,6) GB, some minutes"
+	@echo "installing into $(VENV) for $(DEVICE): some minutes, and 6 GB with CUDA's libraries"
 	@$(PYTHON) -m venv $(VENV) || { echo "no virtual environment could be made; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
-ifeq ($(DEVICE),cpu)
-	# Of torch's wheel only these are for GPUs; pip alone would bring them again, so that nothing is resolved here.
-	grep -vE '^(nvidia-|cuda-|triton==)' constraints.txt > $(VENV)/cpu.txt
-	$(PIP) --no-deps -r $(VENV)/cpu.txt
-	$(PIP) --no-deps -e .
-else
+	$(if $(filter cpu,$(DEVICE)),$(PIP) -c constraints.txt --index-url $(TORCH_CPU) torch torchvision)
 	$(PIP) -c constraints.txt -e '.[$(EXTRAS)]'
-endif
 	@rm -f $(INSTALLING) && touch $(INSTALLED)
 
 # Order-only: a newer installation does not make the corpus old.

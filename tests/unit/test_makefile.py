@@ -66,6 +66,21 @@ def test_an_unfinished_one_starts_again_from_nothing(project: Path) -> None:
     assert calls(project) == ["venv", "pip"] * 2
 
 
+def test_without_a_gpu_torch_comes_from_where_it_has_no_cuda(project: Path) -> None:
+    command = [
+        "make",
+        "--dry-run",
+        "setup",
+        f"PYTHON={project / 'python'}",
+        "DEVICE=cpu",
+        "TORCH_CPU=https://an.index/cpu",
+    ]
+    shown = subprocess.run(command, cwd=project, capture_output=True, text=True, timeout=60, check=True).stdout
+    first, second = (line for line in shown.splitlines() if " -m pip install " in line)
+    assert first.endswith(" -c constraints.txt --index-url https://an.index/cpu torch torchvision")
+    assert "--index-url" not in second and " -e '.[" in second
+
+
 @pytest.mark.parametrize("changed", ["constraints.txt", "pyproject.toml"])
 def test_new_pins_are_installed(project: Path, changed: str) -> None:
     assert setup(project).returncode == 0
