@@ -13,14 +13,11 @@ from trp_scale.config.upstream import AVERAGE
 from trp_scale.distributed.environment import Environment
 from trp_scale.downstream.arguments import EvaluateArguments
 from trp_scale.downstream.finetuned_run import FinetunedRun, find_runs, origin_of, predicting_engine
-from trp_scale.downstream.masks_on_objects import measure_masks
 from trp_scale.downstream.pretrained_losses import check_flags, measure_losses, read_pretrained
 from trp_scale.downstream.result_tables import print_results
 from trp_scale.downstream.results import RESULTS_FILE, Results, SeedResult, TaskResult, join, read_results, write_json
-from trp_scale.downstream.robustness import measure_robustness
 from trp_scale.downstream.robustness_sets import RobustnessSet, parse_sets
 from trp_scale.downstream.task import Collector, DownstreamTask, build_task, predict, task_class
-from trp_scale.downstream.trained_images import load_trained_images
 
 EVALUATIONS = "evaluations"
 """File in the run's directory with what was measured later."""
@@ -59,6 +56,9 @@ def evaluate(arguments: EvaluateArguments) -> int:
 
 def _masks(source: str, arguments: EvaluateArguments) -> Results:
     """Where a run's masks lie."""
+    from trp_scale.downstream.masks_on_objects import measure_masks
+    from trp_scale.downstream.trained_images import load_trained_images
+
     background = arguments.background.split(",")
     return measure_masks(load_trained_images(source), arguments.data, background, arguments.rows)
 
@@ -119,6 +119,8 @@ def _robust(
     seeds: list[FinetunedRun], arguments: EvaluateArguments, sets: list[RobustnessSet], environment: Environment
 ) -> list[TaskResult]:
     """Each set over the seeds of one classifier."""
+    from trp_scale.downstream.robustness import measure_robustness
+
     found = [
         measure_robustness(
             run,

@@ -12,7 +12,6 @@ from trp_scale.data.text.tokenizer import open_given
 from trp_scale.downstream.classification.settings import ClassificationTaskConfig
 from trp_scale.downstream.encoder_source import EncoderSource, open_encoder
 from trp_scale.downstream.glue.settings import GlueTaskConfig
-from trp_scale.downstream.probe.encoder import FrozenEncoder, encoder_config
 from trp_scale.downstream.task import take_encoder
 from trp_scale.models.patches import Pixels
 
@@ -67,6 +66,8 @@ class VisionEncoder(Encoder):
     backbone: nn.Module
 
     def __init__(self, config: ClassificationTaskConfig) -> None:
+        from trp_scale.downstream.probe.encoder import FrozenEncoder
+
         super().__init__()
         self.settings, self.image_size = config, config.crops.size
         self.backbone = FrozenEncoder(config, pooling="mean").module.requires_grad_()
@@ -94,6 +95,8 @@ def load_encoder(path: str, image_size: int = 0) -> Encoder:
     """
     source = open_encoder(path)
     if not source.text:
+        from trp_scale.downstream.probe.encoder import encoder_config
+
         return VisionEncoder(encoder_config(path, size=image_size)).eval()
     if image_size:
         raise RefusedError(f"image_size is {image_size}, but {path} is an encoder of text")

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -32,8 +32,10 @@ from trp_scale.downstream.arguments import SCRATCH
 from trp_scale.downstream.encoder_source import open_encoder
 from trp_scale.downstream.few_rows import few_rows
 from trp_scale.downstream.predictions import Predictions
-from trp_scale.models.image_encoder import OnImageEncoder
 from trp_scale.upstreams.base import Upstream
+
+if TYPE_CHECKING:
+    from trp_scale.models.image_encoder import OnImageEncoder
 
 
 class Collector(Protocol):

@@ -9,12 +9,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from trp_scale.config.finetuning import ImageTaskConfig
 from trp_scale.models.patches import patchify
-from trp_scale.models.positions import sine_cosine
+from trp_scale.models.positions import interpolated, sine_cosine
 from trp_scale.models.relative_positions import RelativeInputs, relative_inputs
 from trp_scale.models.vit import TransformerBlock
 
@@ -158,14 +157,3 @@ class OnImageEncoder(nn.Module):
         """The encoder's own for its parameters, the head's for all others."""
         first, _, rest = name.partition(".")
         return self.encoder.depth_of(rest) if first == "encoder" else self.depth
-
-
-def interpolated(positions: Tensor, grid: int) -> Tensor:
-    """[1 + H^2, D] positions of a square grid -> [1 + grid^2, D], bicubically and antialiased as in timm;
-    the class token's stay."""
-    old = round((len(positions) - 1) ** 0.5)
-    if old == grid:
-        return positions
-    patches = positions[1:].float().view(1, old, old, -1).permute(0, 3, 1, 2)  # [1, D, H, H]
-    patches = F.interpolate(patches, size=(grid, grid), mode="bicubic", antialias=True)
-    return torch.cat([positions[:1], patches.permute(0, 2, 3, 1).flatten(0, 2).to(positions.dtype)])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 TEMPERATURE = 10000.0
@@ -60,3 +61,14 @@ def shifted(positions: Tensor, shift: Tensor, order: PositionOrder = "column_row
     turn = along[:, None] * frequencies(width, dtype=dtype, device=positions.device)  # [2, D / 4]
     turned = (sine * turn.cos() + cosine * turn.sin(), cosine * turn.cos() - sine * turn.sin())
     return torch.stack(turned, dim=-2).flatten(-3)
+
+
+def interpolated(positions: Tensor, grid: int) -> Tensor:
+    """[1 + H^2, D] positions of a square grid -> [1 + grid^2, D], bicubically and antialiased as in timm;
+    the class token's stay."""
+    old = round((len(positions) - 1) ** 0.5)
+    if old == grid:
+        return positions
+    patches = positions[1:].float().view(1, old, old, -1).permute(0, 3, 1, 2)  # [1, D, H, H]
+    patches = F.interpolate(patches, size=(grid, grid), mode="bicubic", antialias=True)
+    return torch.cat([positions[:1], patches.permute(0, 2, 3, 1).flatten(0, 2).to(positions.dtype)])

@@ -7,6 +7,7 @@ AdamW) is one. Moved are the bytes of what an operation reads and writes.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -19,9 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
-from trp_scale.models import vit
 from trp_scale.training.micro_size import storage
-from trp_scale.upstreams.mm_mae import model as mm_mae_model
 
 STAND_ALONE = (
     "sort",
@@ -169,12 +168,16 @@ def written(function: Any, arguments: Any, named: Any, made: list[Tensor]) -> li
     return [each for each in tree_leaves(changed) if isinstance(each, Tensor)]
 
 
+WIDENING = ("trp_scale.models.vit", "trp_scale.upstreams.mm_mae.model")
+"""Modules whose `attend` widens bf16 for a CPU; those of other models are not loaded."""
+
+
 @contextmanager
 def attention_of_a_gpu() -> Iterator[None]:
     """Fused attention in the precision of its inputs, and without dropout: for a CPU the models widen bf16 before it
     (vit.attend), and torch takes its plain attention where there is dropout."""
     fused = nn.functional.scaled_dot_product_attention
-    places: tuple[Any, ...] = (vit, mm_mae_model)
+    places: list[Any] = [sys.modules[name] for name in WIDENING if name in sys.modules]
 
     def attention(*arguments: Any, dropout_p: float = 0.0, **named: Any) -> Tensor:
         return fused(*arguments, **named)
@@ -182,7 +185,7 @@ def attention_of_a_gpu() -> Iterator[None]:
     def attend(queries: Tensor, keys: Tensor, values: Tensor, bias: Tensor | None) -> Tensor:
         return fused(queries, keys, values, attn_mask=bias)
 
-    widening = vit.attend
+    widening = [place.attend for place in places]
     nn.functional.scaled_dot_product_attention = attention
     for place in places:
         place.attend = attend
@@ -190,8 +193,8 @@ def attention_of_a_gpu() -> Iterator[None]:
         yield
     finally:
         nn.functional.scaled_dot_product_attention = fused
-        for place in places:
-            place.attend = widening
+        for place, own in zip(places, widening, strict=True):
+            place.attend = own
 
 
 def replace_parameters(module: nn.Module, made: Callable[[Tensor], Tensor]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -20,12 +20,14 @@ from trp_scale.config import OptimizerConfig, RefusedError
 from trp_scale.data.hashing import Integers
 from trp_scale.distributed.groups import Group
 from trp_scale.downstream.probe.arguments import KnnSettings, LinearSettings, LogisticSettings, ProbeArguments
-from trp_scale.downstream.probe.encoder import FrozenEncoder
 from trp_scale.downstream.probe.features import Features, LabelledFeatures, extract
-from trp_scale.downstream.probe.images import ProbedImages
 from trp_scale.downstream.task import distinct
 from trp_scale.models.initialise import initial_tensor
 from trp_scale.training.loop import learning_rate
+
+if TYPE_CHECKING:
+    from trp_scale.downstream.probe.encoder import FrozenEncoder
+    from trp_scale.downstream.probe.images import ProbedImages
 
 WEIGHT_DEVIATION = 0.01
 """Standard deviation of the layer's first weights."""

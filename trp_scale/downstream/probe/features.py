@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -20,9 +21,11 @@ from trp_scale.config import RefusedError
 from trp_scale.core.batch import Batch
 from trp_scale.data.hashing import Integers
 from trp_scale.distributed.groups import ALONE, Group
-from trp_scale.downstream.probe.encoder import FrozenEncoder
-from trp_scale.downstream.probe.images import ProbedImages
 from trp_scale.downstream.task import GatheredRows
+
+if TYPE_CHECKING:
+    from trp_scale.downstream.probe.encoder import FrozenEncoder
+    from trp_scale.downstream.probe.images import ProbedImages
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,8 @@ from trp_scale import cli
 from trp_scale.config import RefusedError
 from trp_scale.downstream.classification.settings import ClassificationTaskConfig
 from trp_scale.downstream.online import ProbesSettings, probes
-from trp_scale.downstream.online.labelled_rows import first_blocks, require_two_classes
+from trp_scale.downstream.online.labelled_images import first_blocks
+from trp_scale.downstream.online.labelled_rows import require_two_classes
 from trp_scale.downstream.online.probes import OnlineProbes, rank_me
 from trp_scale.downstream.probe.encoder import show
 from trp_scale.downstream.probe.features import LabelledFeatures

@@ -19,8 +19,8 @@ from trp_scale.config import RefusedError
 from trp_scale.config.components import settings_of
 from trp_scale.distributed.groups import ALONE
 from trp_scale.downstream.probe.arguments import parse_probe
-from trp_scale.downstream.probe.command import few_of_each
 from trp_scale.downstream.probe.features import LabelledFeatures
+from trp_scale.downstream.probe.image_probe import few_of_each
 from trp_scale.downstream.probe.images import open_probed
 from trp_scale.downstream.probe.stage_two import NAME, StageTwo, stage_two
 from trp_scale.downstream.results import read_results
@@ -83,7 +83,7 @@ def test_without_a_test_set_held_out_images_are_measured(
         seen.append((train.features, features))
         return np.zeros(len(features), np.int64)
 
-    monkeypatch.setattr("trp_scale.downstream.probe.command.classify", noted)
+    monkeypatch.setattr("trp_scale.downstream.probe.image_probe.classify", noted)
     (task,) = read_results(probe(tmp_path, learned, stripes, "--validation_fraction", 0.4, "--method", "knn")).tasks
     assert task.split == "dev" and task.task == "train (knn probe)"
     ((train, held_out),) = seen
