@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from trp_scale.balancing.base import TaskBalancer
     from trp_scale.config import PretrainConfig
     from trp_scale.config.components import component
+    from trp_scale.config.metric_plots import MetricPlot, describe_metrics
     from trp_scale.config.settings import Section, Settings, setting
     from trp_scale.core.batch import Batch, StepStats, TaskLosses
     from trp_scale.core.hooks import Balancer, Hook, StepContext
@@ -33,6 +34,7 @@ __all__ = [
     "Batch",
     "Hook",
     "MapFormat",
+    "MetricPlot",
     "Modality",
     "PretrainConfig",
     "RefusedError",
@@ -47,6 +49,7 @@ __all__ = [
     "TaskLosses",
     "__version__",
     "component",
+    "describe_metrics",
     "known_recipes",
     "load",
     "pretrain",
@@ -61,6 +64,7 @@ _HOME = {
     "Batch": "trp_scale.core.batch",
     "Hook": "trp_scale.core.hooks",
     "MapFormat": "trp_scale.data.images.maps",
+    "MetricPlot": "trp_scale.config.metric_plots",
     "Modality": "trp_scale.modalities.base",
     "PretrainConfig": "trp_scale.config",
     "RefusedError": "trp_scale.errors",
@@ -74,6 +78,7 @@ _HOME = {
     "TaskBalancer": "trp_scale.balancing.base",
     "TaskLosses": "trp_scale.core.batch",
     "component": "trp_scale.config.components",
+    "describe_metrics": "trp_scale.config.metric_plots",
     "known_recipes": "trp_scale.api",
     "load": "trp_scale.api",
     "pretrain": "trp_scale.api",

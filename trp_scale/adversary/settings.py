@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from trp_scale.config.components import component
 from trp_scale.config.images import ImagePretrainConfig, MaskedAutoencoderConfig
+from trp_scale.config.metric_plots import MetricPlot, describe_metrics
 from trp_scale.config.settings import Settings, setting
 
 OWN_RATE = ("sgd", "sign")
@@ -161,3 +162,42 @@ class PixelAdversarySettings(AdversarySettings):
                 f"--adversary.eps {self.eps:g} is wider than any two images are apart in --adversary.norm {self.norm} "
                 f"({widest:g}), since pixels are in [0, 1]; AdPE takes 0.001 to 0.1 of linf"
             )
+
+
+describe_metrics(
+    "adversary",
+    title="Adversary",
+    look_for=(
+        "Whether it acts: a share of its ball that stays near 0, with hardly any effect, is an adversary that might as "
+        "well be off. At the ball's edge it does all it may. Many offsets that saturate say that the ball is too large "
+        "for the relative table."
+    ),
+    plots=[
+        MetricPlot(
+            title="Share of its ball",
+            names=("share_of_eps",),
+            unit="share",
+            edge=(1.0, "edge of the ball"),
+            note="Norm of the perturbations over adversary.eps, the mean of all balls.",
+        ),
+        MetricPlot(title="Norm", names=("norm", "largest_norm"), note="Of the perturbations, mean and largest."),
+        MetricPlot(
+            title="Effect",
+            names=("effect",),
+            unit="share",
+            note="Share of the loss that the perturbations make, to first order.",
+        ),
+        MetricPlot(
+            title="Sensitivity",
+            names=("sensitivity",),
+            log=True,
+            note="Norm of the loss's gradient by the perturbations.",
+        ),
+        MetricPlot(
+            title="Saturation",
+            names=("saturated",),
+            unit="share",
+            note="Share of offsets beyond the relative table, which feel no change any more.",
+        ),
+    ],
+)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from trp_scale.config.components import component
+from trp_scale.config.metric_plots import MetricPlot, describe_metrics
 from trp_scale.config.settings import Settings, setting
 
 
@@ -198,3 +199,20 @@ class DwaSettings(FixedSumSettings, RatioSettings):
                 f"--balancer.interval_steps {self.interval_steps}{of_epoch} leaves no third interval in "
                 f"--training.steps {config.training.steps}: all weights stay equal"
             )
+
+
+describe_metrics(
+    "balancer",
+    title="Balancer",
+    look_for=(
+        "Where the weight goes: under minimax to the worst task, until another is worse. Weights that jump from step "
+        "to step rest on few elements; a larger batch or a larger balancer.min_count steadies them."
+    ),
+    plots=[
+        MetricPlot(
+            title="Effective elements",
+            names=("effective_elements",),
+            note="Equally weighted elements whose mean would be as noisy as the balanced loss of the step.",
+        ),
+    ],
+)

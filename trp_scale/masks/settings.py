@@ -14,6 +14,7 @@ from typing import Literal
 from trp_scale.config import split_patches
 from trp_scale.config.components import component
 from trp_scale.config.images import MaskedAutoencoderConfig
+from trp_scale.config.metric_plots import MetricPlot, describe_metrics
 from trp_scale.config.settings import Settings, near_divisors, setting
 
 
@@ -327,3 +328,40 @@ class ReconstructionSettings(LearnedMasksSettings):
                 "ever raises probabilities: a larger weight is a larger loss, whatever the patch; --multilevel.weights "
                 "normalised compares patches with each other"
             )
+
+
+describe_metrics(
+    "multilevel",
+    title="Learned masks",
+    look_for=(
+        "Whether the masking network has learned anything: masks that are still those of the untrained network have "
+        "not moved, whatever the losses say. Entropy near 0 means that it hardly chooses any more."
+    ),
+    plots=[
+        MetricPlot(
+            title="Entropy of a patch's masking",
+            names=("entropy",),
+            unit="nats",
+            edge=(math.log(2), "as a coin: ln 2"),
+        ),
+        MetricPlot(
+            title="Overlap",
+            names=("overlap_untrained", "overlap_last"),
+            unit="share",
+            note="Share of the masked patches that the untrained network masks, and the one before the last lesson.",
+        ),
+        MetricPlot(title="Mean probability of masking", names=("mean_probability",), unit="share"),
+        MetricPlot(
+            title="Losses of the head",
+            names=("head_loss", "validation_loss"),
+            note="On the rows that it learns from, and on those that the masks are judged by.",
+        ),
+        MetricPlot(
+            title="Hypergradient",
+            names=("gradient_norm", "direction_norm", "response_norm"),
+            log=True,
+            note="Norms of the masking network's gradient and of the parts that it is made of.",
+        ),
+        MetricPlot(title="Time of each level", names=("time",), unit="share", note="Share of the steps' time."),
+    ],
+)

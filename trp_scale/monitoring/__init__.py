@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from trp_scale.config import Config
 from trp_scale.config.components import component
+from trp_scale.config.metric_plots import MetricPlot, describe_metrics
 from trp_scale.config.settings import Settings, setting
 
 
@@ -25,3 +26,19 @@ class GradientNoiseScaleSettings(Settings):
                 f"--batch.micro_size is {batch.micro_size} and --batch.global_size {batch.global_size}, but the hook "
                 "gradient_noise_scale compares micro-batches with the global batch; allowed: half of it or less"
             )
+
+
+describe_metrics(
+    "gradient_noise_scale",
+    title="Gradient noise scale",
+    look_for="A batch much smaller than this leaves each step noisy; a much larger one brings little.",
+    plots=[
+        MetricPlot(title="Noise scale", names=("noise_scale",), unit="rows"),
+        MetricPlot(
+            title="What it is made of",
+            names=("trace", "squared_norm"),
+            log=True,
+            note="Trace of the gradients' covariance, and the squared norm of their mean; both averaged.",
+        ),
+    ],
+)

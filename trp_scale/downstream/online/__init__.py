@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from trp_scale.config.components import component
+from trp_scale.config.metric_plots import MetricPlot, describe_metrics
 from trp_scale.config.settings import Settings, setting
 
 
@@ -47,3 +48,20 @@ class ProbesSettings(Settings):
             yield f"--probes.test is {self.test}, allowed for an encoder of text: empty, GLUE has development sets"
         if self.task not in (allowed := ("cola", "sst2", "mrpc", "qqp", "mnli", "qnli", "rte", "wnli")):
             yield f"--probes.task is {self.task!r}, allowed: {', '.join(allowed)}"
+
+
+describe_metrics(
+    "probes",
+    title="Probes",
+    look_for=(
+        "Whether the features get better for a task that is not trained, while the loss falls. RankMe that falls is a "
+        "sign of collapse."
+    ),
+    plots=[
+        MetricPlot(
+            title="Accuracy", names=("knn", "linear"), unit="share", note="Nearest neighbours, and a linear probe."
+        ),
+        MetricPlot(title="RankMe", names=("rank_me",), note="Directions that the features fill."),
+        MetricPlot(title="Cost", names=("share",), unit="share", note="Share of this start's time that probes took."),
+    ],
+)
