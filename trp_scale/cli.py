@@ -71,7 +71,8 @@ COMMANDS: dict[str, dict[str, Command]] = {
         ),
     },
     "look at what was trained": {
-        "report": Command("trp_scale.commands.measuring:report", "print what a run has reached so far, or at its end"),
+        "report": Command("trp_scale.commands.measuring:report", "print what a run has reached, and draw it on a page"),
+        "watch": Command("trp_scale.commands.measuring:watch", "serve that page while the run goes on"),
         "evaluate": Command(
             "trp_scale.commands.measuring:evaluate", "measure runs again, also on other data and on unusual images"
         ),

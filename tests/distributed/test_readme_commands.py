@@ -73,6 +73,8 @@ def why_not_run(command: Command) -> str | None:
         "sbatch": "under a real SLURM: tests/cluster/test_slurm.py",
         "source": "activates the environment that the tests already run in",
     }
+    if command.words[:2] == ("trp-scale", "watch"):
+        return "serves until it is interrupted: tests/unit/pages/test_watch.py"
     if command.words[:2] == ("trp-scale", "study"):
         return "many runs, each a process: tests/distributed/test_study.py runs a small one"
     if "--hostfile" in command.words:

@@ -28,7 +28,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("upstreams", "theory"),
     ("training",),
     ("preparation", "downstream", "planning"),
-    ("components", "studies"),
+    ("components", "studies", "pages"),
     ("commands", "api"),
     ("cli",),
     ("__main__",),
@@ -43,12 +43,16 @@ RECIPES_ARE_READ_BY = {
     "downstream",
     "planning",
     "studies",
+    "pages",
     "commands",
     "api",
     "cli",
 }
 
-ONLY_WHEN_ASKED = ("wandb", "tensorboard", "datasets", "deepspeed", "megatron", "nltk", "textblob", "webdataset")
+ONLY_WHEN_ASKED = (
+    *("wandb", "tensorboard", "datasets", "deepspeed", "megatron", "nltk", "textblob", "webdataset", "plotly"),
+    "playwright",
+)
 
 PICKLING_MODULES = {"pickle", "_pickle", "cPickle", "cloudpickle", "dill", "joblib", "shelve", "marshal"}
 

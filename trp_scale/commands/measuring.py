@@ -1,5 +1,5 @@
-"""Commands that look at what was trained (`report`, `evaluate`, `probe`, `represent`, `compare`, `export`), and at the
-method itself (`theory`)."""
+"""Commands that look at what was trained (`report`, `watch`, `evaluate`, `probe`, `represent`, `compare`, `export`),
+and at the method itself (`theory`)."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ from trp_scale.errors import RefusedError
 
 @dataclass(kw_only=True)
 class ReportArguments(ReadsRuns):
-    """Print the table of a run that goes on or has ended: each task's loss at the start and now, and its weight."""
+    """Print the table of a run that goes on or has ended: each task's loss at the start and now, and its weight. Beside
+    it write RUN/report.html, one file that opens without a network (needs the extra `pictures`): curves of losses,
+    weights, adversary, masks and speed, incidents, settings, and what to do next."""
 
     run: Annotated[Path, tyro.conf.arg(metavar="DIR")]
     """Run directory, with metrics.jsonl in it."""
     pictures: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     """For an image run with a checkpoint: draw reconstructions, and positions before and after the adversary's
-    perturbation, as PNG files into this directory (needs the extra `pictures`)."""
+    perturbation, as PNG files into this directory (needs the extra `pictures`), which the page shows, too."""
     data: Annotated[str, tyro.conf.arg(metavar="DIR")] = ""
     """For pictures: where the run's data is now, if it was moved or the run was started elsewhere."""
     images: Annotated[list[Path], tyro.conf.arg(metavar="FILE [FILE ...]")] = field(default_factory=list)
@@ -40,8 +42,12 @@ def report(argv: Sequence[str]) -> int:
             "give --pictures DIR"
         )
     from trp_scale.observe.report import report as table
+    from trp_scale.pages.picture_files import pictures_of
+    from trp_scale.pages.record import read_run
+    from trp_scale.pages.run import write_page
 
-    print(table(arguments.run), end="")
+    run = read_run(arguments.run)
+    print(table(arguments.run, run.history), end="")
     if arguments.pictures is not None:
         from trp_scale.checkpoint.export import while_training
         from trp_scale.downstream.pictures import draw_pictures
@@ -51,6 +57,27 @@ def report(argv: Sequence[str]) -> int:
             lambda: draw_pictures(arguments.run, pictures, data=arguments.data, images=arguments.images)
         )
         print("\n".join(drawn))
+    print(write_page(run, [] if arguments.pictures is None else pictures_of(arguments.pictures)))
+    return 0
+
+
+@dataclass(kw_only=True)
+class WatchArguments(ReadsRuns):
+    """Serve the page of a run (see trp-scale report) to browsers of this machine while the run goes on: it is made anew
+    as the run gets on, and reloads itself. Ctrl-C ends it. Nothing is written."""
+
+    run: Annotated[tyro.conf.Positional[Path], tyro.conf.arg(metavar="DIR")]
+    """Run directory."""
+    port: int = 8123
+    """Of 127.0.0.1; 0 = one that is free. From another machine: ssh -L 8123:127.0.0.1:8123 HOST."""
+
+
+def watch(argv: Sequence[str]) -> int:
+    """`trp-scale watch`."""
+    arguments = read(WatchArguments, argv, prog="trp-scale watch")
+    from trp_scale.pages.watch import watch as serve
+
+    serve(arguments.run, arguments.port)
     return 0
 
 
@@ -88,13 +115,17 @@ def represent(argv: Sequence[str]) -> int:
 
 
 @dataclass(kw_only=True)
-class CompareArguments:
+class CompareArguments(ReadsRuns):
     """Compare runs on their downstream tasks: mean and spread over seeds, the worst task of each run, and whether what
     differs from the first run is more than the seeds do. Figures by another metric or on another split (dev, test) are
-    never compared."""
+    never compared. With --html also runs of pre-training."""
 
     runs: Annotated[tyro.conf.Positional[list[Path]], tyro.conf.arg(name="run", metavar="RUN [RUN ...]")]
-    """Directories with results.json, of trp-scale finetune, evaluate or probe; the first is the baseline."""
+    """Directories with results.json, of trp-scale finetune, evaluate or probe; the first is the baseline. With --html
+    also run directories of pretrain."""
+    html: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
+    """Write a page there that opens without a network (needs the extra `pictures`): results, end figures, curves over
+    each other, and settings that differ."""
     markdown: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
     """Write the tables there as Markdown."""
     csv: Annotated[Path | None, tyro.conf.arg(metavar="FILE")] = None
@@ -104,6 +135,11 @@ class CompareArguments:
 def compare(argv: Sequence[str]) -> int:
     """`trp-scale compare`."""
     arguments = read(CompareArguments, argv, prog="trp-scale compare")
+    if arguments.html is not None:
+        from trp_scale.pages.comparison import compare_as_page
+
+        compare_as_page(arguments.runs, arguments.html, markdown_file=arguments.markdown, csv_file=arguments.csv)
+        return 0
     from trp_scale.downstream.result_tables import compare as put_side_by_side
 
     put_side_by_side(arguments.runs, markdown_file=arguments.markdown, csv_file=arguments.csv)

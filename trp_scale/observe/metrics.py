@@ -300,14 +300,15 @@ MEDIANS = ("step_seconds", "tokens_per_second", "images_per_second", "model_flop
 """Fields of a line of which a run's history has the median."""
 
 
-def read_history(run_dir: Path) -> RunHistory:
-    """Read a run's metrics. Raises what `read_metrics` raises."""
+def read_history(run_dir: Path, also: Callable[[Mapping[str, Any]], None] = lambda line: None) -> RunHistory:
+    """Read a run's metrics, each line shown to `also`, too. Raises what `read_metrics` raises."""
     history = RunHistory()
     starts: dict[str, float | None] = {}
     recent: deque[dict[str, Any]] = deque()
     last: dict[str, Any] | None = None
     columns: dict[str, list[float]] = {name: [] for name in MEDIANS}
     for line in read_metrics(run_dir):
+        also(line)
         if line.get("validation") is not None:
             history.validation_step, history.validation = line["step"], line["validation"]
         if "tasks" not in line:

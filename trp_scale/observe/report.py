@@ -220,9 +220,13 @@ def is_fine_tuning(run_dir: Path) -> bool:
     return path.is_file() and "downstream" in Fields(read_yaml(path) or {}, str(path))
 
 
-def report_table(run_dir: Path) -> RenderableType:
-    """The report as something rich prints. Raises what `read_metrics` raises."""
-    history, summary = read_history(run_dir), read_summary(run_dir)
+def report_table(run_dir: Path, history: RunHistory | None = None) -> RenderableType:
+    """The report as something rich prints. Raises what `read_metrics` raises.
+
+    Args:
+        history: of the run, where it has been read.
+    """
+    history, summary = history or read_history(run_dir), read_summary(run_dir)
     title = "Fine-tuning report" if is_fine_tuning(run_dir) else "Pre-training report"
     head = ": ".join(part for part in (title, str(summary.get("description", ""))) if part)
     # Text, not markup: a path or a task name may hold square brackets.
@@ -230,13 +234,16 @@ def report_table(run_dir: Path) -> RenderableType:
     return Group(Text(head, style="bold"), task_table(history), *lines)
 
 
-def report(run_dir: Path) -> str:
+def report(run_dir: Path, history: RunHistory | None = None) -> str:
     """The report as plain text, from metrics.jsonl and, when the run has ended, summary.json.
+
+    Args:
+        history: of the run, where it has been read.
 
     Raises:
         RefusedError: no metrics.jsonl there, or a file that is damaged.
     """
     console = Console(file=io.StringIO(), width=REPORT_WIDTH, color_system=None, force_terminal=False)
     with console.capture() as capture:
-        console.print(report_table(run_dir))
+        console.print(report_table(run_dir, history))
     return "\n".join(line.rstrip() for line in capture.get().splitlines()) + "\n"
