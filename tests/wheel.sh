@@ -47,6 +47,7 @@ trp-scale verify data
 trp-scale pretrain --recipe pos_bert_tiny --data.path data --run_dir run --training.steps 3 --training.precision fp32 \
     --model.layers 1 --model.hidden_size 32 --model.heads 2 --model.intermediate_size 64 --batch.global_size 8 --batch.micro_size 8
 trp-scale report --run run | grep "steps 3 (finished)"
+[[ -s run/report.html ]]
 trp-scale export --run run --to hf --output exported
 python -c 'from transformers import BertForPreTraining; BertForPreTraining.from_pretrained("exported")'
 trp-scale launch-files here

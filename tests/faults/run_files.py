@@ -40,6 +40,9 @@ from trp_scale.engines import ds_config
 from trp_scale.errors import RefusedError
 from trp_scale.observe.metrics import METRICS_FILE
 from trp_scale.observe.report import SUMMARY_FILE, report
+from trp_scale.pages.document import page_text
+from trp_scale.pages.record import read_run
+from trp_scale.pages.run import run_page
 from trp_scale.recipes.arguments import require_modules
 from trp_scale.recipes.listing import summary
 from trp_scale.recipes.loader import dump, load_recipe, to_dict
@@ -194,6 +197,28 @@ def reported(directory: Path) -> Case:
         require_modules(str(run), [])
 
     targets = [Target(path=path, kind="jsonl"), Target(path=run / SUMMARY_FILE, kind="json")]
+    return Case(targets=[*targets, Target(path=run / "config.yaml", kind="yaml")], read=read)
+
+
+def drawn(directory: Path) -> Case:
+    """The page of a run, with all that it reads beside the report's files."""
+    run = directory / "run"
+    path = metrics(run)
+    (run / "config.yaml").write_text(dump(PosBertConfig()))
+    documents = {
+        "environment.json": {"command": ["x", "trp-scale", "pretrain", "--recipe", "pos_bert_tiny"], "directory": "/"},
+        "stop.json": {"why": "SIGTERM", "status": 0, "step": 5, "again": True, "advice": "start it again"},
+        "lease.json": {"token": "a", "process": 1, "host": "b", "boot": "c", "began": "d"},
+    }
+    for name, document in documents.items():
+        (run / name).write_text(json.dumps(document))
+    (run / "incidents.jsonl").write_text(json.dumps({"at": "now", "step": 1, "kind": "spike", "loss": 3.0}) + "\n")
+
+    def read() -> None:
+        page_text(run_page(read_run(run)), served="without plotly's script")
+
+    lines = [Target(path=path, kind="jsonl"), Target(path=run / "incidents.jsonl", kind="jsonl")]
+    targets = [*lines, *(Target(path=run / name, kind="json") for name in documents)]
     return Case(targets=[*targets, Target(path=run / "config.yaml", kind="yaml")], read=read)
 
 
@@ -362,6 +387,7 @@ READERS = [
     Reader(name="resume_select", make=resume_select, documented=RUN, share=0.7),
     Reader(name="cut_metrics", make=cut, documented=RUN),
     Reader(name="report", make=reported, documented=RUN, share=0.7),
+    Reader(name="page", make=drawn, documented=RUN, share=0.7),
     Reader(name="results", make=results, documented=RUN),
     Reader(name="ds_config", make=deepspeed_file, documented=RUN),
     Reader(name="recipe_yaml", make=recipe, documented=RUN),

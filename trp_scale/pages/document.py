@@ -269,10 +269,7 @@ def _section(section: Section, numbers: Iterator[int]) -> str:
 def _plot(plot: Plot, number: int) -> str:
     notes = [plot.note] if plot.note else []
     if plot.averaged > 1:
-        notes.append(
-            f"Each point is the mean of up to {plot.averaged:,} logged steps; its band reaches from their least to "
-            "their largest value."
-        )
+        notes.append(f"Means of up to {plot.averaged:,} logged steps; the band reaches from least to largest.")
     keys = "".join(
         f'<button type="button" aria-pressed="true" data-line="{place}"{" class=strong" * bool(line.emphasis)}>'
         f"{_swatch(line.colour)}{_escaped(line.name)}{f' · {_escaped(line.emphasis)}' * bool(line.emphasis)}</button>"

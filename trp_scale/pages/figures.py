@@ -9,6 +9,7 @@ from __future__ import annotations
 import html
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from math import log10
 from typing import Any
 
 from trp_scale.pages.curves import Points
@@ -148,7 +149,7 @@ class Plot:
             "exponentformat": "power",
         }
         if self.unit == "share":
-            axis |= {"tickformat": ".0%" if self._spread() > 0.05 else ".1%", "rangemode": "tozero"}
+            axis |= {"tickformat": self._per_cent(), "rangemode": "tozero"}
         elif self.from_zero:
             axis["rangemode"] = "tozero"
         if self.unit not in ("", "share"):
@@ -166,9 +167,11 @@ class Plot:
             layout["annotations"] = [_beside(value, words, log=self.log)]
         return layout
 
-    def _spread(self) -> float:
-        """Of the values from 0 on."""
-        return max((max(line.points.values, default=0.0) for line in self.lines), default=0.0)
+    def _per_cent(self) -> str:
+        """So many digits that ticks differ."""
+        values = [value for line in self.lines for value in line.points.values]
+        spread = max([0.0, *values]) - min([0.0, *values])
+        return ".0%" if spread > 0.05 else ".1%" if spread > 0.01 else ".2%"
 
 
 def as_text(words: str) -> str:
@@ -207,8 +210,6 @@ def _across(value: float) -> dict[str, Any]:
 
 
 def _beside(value: float, words: str, *, log: bool) -> dict[str, Any]:
-    from math import log10
-
     return {
         "text": as_text(words),
         "xref": "paper",

@@ -73,7 +73,7 @@ def incidents_section(run: RunRecord) -> Section:
             f"{name} {value if isinstance(value, str) else json.dumps(value)}" for name, value in more.items()
         )
         order = float(step) if isinstance(step, int) and abs(step) < 1 << 53 else None
-        cells = [Cell(text=shortened(str(each.get("kind", ""))), strong=True), Cell(text=shortened(details, 400))]
+        cells = [Cell(text=shortened(str(each.get("kind", ""))), strong=True), Cell(text=shortened(details, 240))]
         cells += [
             Cell(text=f"{step:,}" if order is not None else "-", order=order),
             Cell(text=shortened(str(each.get("at", "")), 40)),

@@ -51,7 +51,7 @@ def next_commands(run: RunRecord) -> Iterator[tuple[str, str]]:
     if run.state.word == "running":
         yield "Follow it while it goes on:", f"trp-scale watch {path}{modules}"
     if run.state.goes_on and run.command:
-        where = str(run.environment.get("directory", "")) or "where it was started"
+        where = run.start.directory or "where it was started"
         named = any(word.partition("=")[0] == "--run_dir" for word in run.command)
         again = [*run.command, *([] if named else ["--run_dir", str(run.run_dir.resolve())])]
         yield f"Go on from its newest checkpoint, in {where} and under the same launcher:", shlex.join(again)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from trp_scale.config import Config
 from trp_scale.distributed.lease import holder_of
-from trp_scale.documents.fields import Fields
+from trp_scale.documents.fields import Fields, PartOf, record
 from trp_scale.documents.json_files import read_object
 from trp_scale.documents.yaml_files import read_yaml
 from trp_scale.errors import RefusedError, shortened
@@ -58,6 +58,14 @@ class Changed:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Start(PartOf):
+    """What is read of environment.json. Attributes: command: words of the last start's; directory: where it was."""
+
+    command: list[str] = field(default_factory=list)
+    directory: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class RunRecord:
     """A run.
 
@@ -65,7 +73,7 @@ class RunRecord:
         run_dir: as it was given.
         history, curves: of metrics.jsonl.
         summary: summary.json; empty of a run that has not ended.
-        environment: environment.json; empty if there is none that can be read.
+        start: of environment.json; empty if there is none that can be read.
         settings: config.yaml as it is; empty if there is none.
         config: the same as settings of this version; None where they cannot be read as such.
         changed: against the recipe.
@@ -78,7 +86,7 @@ class RunRecord:
     history: RunHistory
     curves: RunCurves
     summary: Mapping[str, Any]
-    environment: Mapping[str, Any]
+    start: Start
     settings: Mapping[str, Any]
     config: Config | None
     changed: Changed
@@ -93,7 +101,7 @@ class RunRecord:
     @property
     def command(self) -> list[str]:
         """The words of the last start's command line, from `trp-scale` or the script's name on; empty: not known."""
-        words = [str(word) for word in self.environment.get("command", []) if isinstance(word, str)]
+        words = self.start.command
         script = next((n for n, word in enumerate(words) if Path(word).name in _SCRIPTS), len(words))
         found = words[script:]
         return [Path(found[0]).name, *found[1:]] if found and found[0].endswith("trp-scale") else found
@@ -111,17 +119,17 @@ def read_run(run_dir: Path) -> RunRecord:
     curves = RunCurves()
     history = read_history(run_dir, curves.take)
     settings = _settings(run_dir)
-    environment = _object(run_dir / ENVIRONMENT_FILE)
+    start = _start(run_dir / ENVIRONMENT_FILE)
     config, problem = _config(settings, run_dir)
     return RunRecord(
         run_dir=run_dir,
         history=history,
         curves=curves,
         summary=(summary := read_summary(run_dir)),
-        environment=environment,
+        start=start,
         settings=settings,
         config=config,
-        changed=_changed(settings, environment, config, problem),
+        changed=_changed(settings, start, config, problem),
         state=_state(run_dir, summary),
         incidents=read_incidents(run_dir),
         fine_tuning=is_fine_tuning(run_dir),
@@ -134,6 +142,13 @@ def _object(path: Path) -> Mapping[str, Any]:
         return read_object(path)
     except RefusedError:
         return {}
+
+
+def _start(path: Path) -> Start:
+    try:
+        return record(Start, _object(path), str(path), RefusedError)
+    except RefusedError:  # as above
+        return Start()
 
 
 def _settings(run_dir: Path) -> Mapping[str, Any]:
@@ -153,11 +168,9 @@ def _config(settings: Mapping[str, Any], run_dir: Path) -> tuple[Config | None, 
         return None, shortened(str(error), 500)
 
 
-def _changed(
-    settings: Mapping[str, Any], environment: Mapping[str, Any], config: Config | None, problem: str
-) -> Changed:
+def _changed(settings: Mapping[str, Any], start: Start, config: Config | None, problem: str) -> Changed:
     """What is not as the recipe has it, whose name the command line says."""
-    recipe = _recipe(environment)
+    recipe = _recipe(start)
     if config is None or not recipe or problem:
         return Changed(recipe=recipe, problem=problem)
     try:
@@ -177,14 +190,14 @@ def _defaults(config: Config) -> dict[str, Any]:
     return flat(to_dict(dataclasses.replace(config, **made)))
 
 
-def _recipe(environment: Mapping[str, Any]) -> str:
+def _recipe(start: Start) -> str:
     """--recipe of the last start; a path as it was given, from the directory of that start."""
-    words = [str(word) for word in environment.get("command", [])] if environment else []
+    words = start.command
     given = [after for word, after in pairwise([*words, ""]) if word == "--recipe"]
     given += [word.partition("=")[2] for word in words if word.startswith("--recipe=")]
     name = given[-1] if given else ""
     if name.endswith((".yaml", ".yml")) and not Path(name).is_absolute():
-        return str(Path(str(environment.get("directory", ""))) / name)
+        return str(Path(start.directory) / name)
     return name
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -123,8 +124,6 @@ def server_of(page: RunningPage, port: int) -> ThreadingHTTPServer:
 
         def handle_error(self, request: object, client_address: object) -> None:
             """A browser that goes away in the middle of an answer is no error; others are told."""
-            import sys
-
             if not isinstance(sys.exc_info()[1], ConnectionError):
                 super().handle_error(request, client_address)  # type: ignore[arg-type]
 

@@ -177,7 +177,7 @@ def test_a_run_of_one_step_and_of_none_of_the_fields(tmp_path: Path) -> None:
 def test_a_long_run_says_what_was_averaged(tmp_path: Path) -> None:
     lines = (line(step, {"a": task(100.0 if step == 777 else 1.0)}) for step in range(1, 1501))
     text = page_of(write(tmp_path / "long", lines))
-    assert "Each point is the mean of up to 3 logged steps" in Read(text).words
+    assert "Means of up to 3 logged steps; the band reaches from least to largest." in Read(text).words
     loss = figures_of(text)[0]["data"]
     assert max(loss[0]["y"]) == 100.0 and max(len(trace["x"]) for trace in loss) <= 2000
 
