@@ -14,6 +14,7 @@ from trp_scale.commands.refusals import run
 from trp_scale.distributed.launchers import leave
 from trp_scale.distributed.stop import listen_early
 from trp_scale.errors import RefusedError, nearest
+from trp_scale.exit_status import ExitStatus
 
 
 @dataclass(frozen=True)
@@ -103,11 +104,11 @@ COMMANDS: dict[str, dict[str, Command]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; returns the exit status: 2 for a mistake of the user's, shown as one message."""
+    """Run a command; returns the exit status (exit_status.py)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in HELP:
         print("\n".join(usage()))
-        return 0 if arguments else 2
+        return ExitStatus.DONE if arguments else ExitStatus.REFUSED
     if arguments[0] == "--version":
         print(f"trp-scale {trp_scale.__version__}")
         return 0
@@ -125,6 +126,8 @@ def usage() -> Iterator[str]:
     for title, group in COMMANDS.items():
         yield f"\n{title}:"
         yield from (f"  {name:<{width}}  {command.line}" for name, command in group.items())
+    yield "\nexit status:"
+    yield from (f"  {status.value:<{width}}  {status.meaning}" for status in ExitStatus)
     yield "\ntrp-scale COMMAND --help explains what a command needs, --help-all all of its flags."
 
 

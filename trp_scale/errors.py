@@ -1,18 +1,28 @@
-"""The refusal that a user sees: how a value is quoted in it, and the nearest known name."""
+"""The refusal that a user sees: how a value is quoted in it, and the nearest known name. And how an error ends a
+command."""
 
 from __future__ import annotations
 
 import difflib
+import errno
+import os
 import reprlib
 from collections.abc import Iterable
+from typing import ClassVar
+
+from trp_scale.exit_status import ExitStatus
 
 
 class RefusedError(ValueError):
     """A setting, file or environment that a run cannot start with.
 
-    The message is for the user: where, what was found, what is allowed. The command line shows it without a traceback
-    and exits with status 2.
+    The message is for the user: where, what was found, what is allowed. The command line shows it without a traceback.
+
+    Attributes:
+        status: that the command ends with.
     """
+
+    status: ClassVar[ExitStatus] = ExitStatus.REFUSED
 
 
 LONGEST_QUOTE = 200
@@ -20,6 +30,9 @@ LONGEST_QUOTE = 200
 
 MOST_PROBLEMS = 40
 """Wrong settings, lines or fields that one message lists."""
+
+NO_ROOM = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
+"""What every library says of a full disk, and another rank's message too."""
 
 _QUOTE = reprlib.Repr()
 _QUOTE.maxlevel = 4
@@ -42,6 +55,17 @@ def said_by(error: BaseException) -> str:
     """The first line of what another library says, or the error's name: its messages may quote a file at length."""
     lines = str(error).strip()[: 4 * LONGEST_QUOTE].splitlines()
     return shortened(lines[0] if lines else type(error).__name__)
+
+
+def as_told(error: BaseException) -> tuple[ExitStatus, str]:
+    """The status that an error ends a command with, and the line that says all of it; empty: its traceback does."""
+    if any(words in str(error) for words in NO_ROOM):
+        return ExitStatus.STORAGE, f"{said_by(error)}; make room there, the same command goes on"
+    if isinstance(error, RefusedError):
+        return error.status, str(error)
+    if isinstance(error, KeyboardInterrupt):
+        return ExitStatus.INTERRUPTED, "interrupted by Ctrl-C"
+    return ExitStatus.FAILED, ""
 
 
 def finding(error: RefusedError) -> str:

@@ -19,9 +19,11 @@ import pytest
 
 from tests.distributed.test_resume import run_and_listen, same_run
 from tests.runs import flags, lines, pretrain_here
+from trp_scale import cli
 from trp_scale.checkpoint import writer
 from trp_scale.checkpoint.run_directory import checkpoints, incompleteness
 from trp_scale.checkpoint.tensor_file import ChecksumWriter
+from trp_scale.exit_status import ExitStatus
 from trp_scale.observe.metrics import METRICS_FILE, MetricsWriter, read_metrics
 from trp_scale.training.loop import Trainer
 
@@ -183,6 +185,21 @@ def test_a_disk_that_breaks_in_the_middle_of_a_file(
     same_run(tmp_path, whole)
     assert [line["step"] for line in read_metrics(tmp_path)] == list(range(1, 13))
     assert steps_of(tmp_path) == [10, 12]
+
+
+def test_a_command_without_room_ends_with_one_line(
+    small_disk: Path, text_dataset: Path, whole: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fill(small_disk)
+    (small_disk / "run").mkdir()
+    for argv in (
+        ["export", "--run", str(whole), "--output", str(small_disk / "exported")],
+        ["pretrain", *flags(text_dataset, small_disk / "run", training__steps=1)],
+    ):
+        assert cli.main(argv) == ExitStatus.STORAGE
+        said = capsys.readouterr().err.strip().splitlines()[-1]
+        assert said.startswith("error: ") and "No space left on device" in said
+        assert said.endswith("; make room there, the same command goes on")
 
 
 def test_no_room_for_the_summary_and_the_report_at_the_end(

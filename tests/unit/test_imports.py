@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "trp_scale"
 
 LAYERS: tuple[tuple[str, ...], ...] = (
+    ("exit_status",),
     ("errors",),
     ("documents",),
     ("config",),
@@ -62,7 +63,7 @@ def allowed(importer: str, imported: str) -> bool:
     if importer == imported:
         return True
     if importer == "recipes":
-        return imported in ("errors", "documents", "config", "command_line")
+        return imported in ("exit_status", "errors", "documents", "config", "command_line")
     if imported == "recipes":
         return importer in RECIPES_ARE_READ_BY
     level = {part: number for number, layer in enumerate(LAYERS) for part in layer}

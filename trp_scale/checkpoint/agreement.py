@@ -6,17 +6,20 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 from trp_scale.checkpoint.tensor_file import CheckpointError
 from trp_scale.config import RefusedError
 from trp_scale.distributed.groups import Group
+from trp_scale.exit_status import ExitStatus
 
 T = TypeVar("T")
 
 
 class StorageError(CheckpointError):
     """The storage failed, and nothing else: full, read-only, or broken. It may work the next time."""
+
+    status: ClassVar[ExitStatus] = ExitStatus.STORAGE
 
 
 class RankError(RuntimeError):

@@ -1,4 +1,4 @@
-"""How a refusal is shown, whichever command it ends."""
+"""How a refusal is shown, and which status it gives, whichever command it ends."""
 
 from __future__ import annotations
 
@@ -9,17 +9,13 @@ from collections.abc import Callable
 
 from trp_scale.command_line import speaks
 from trp_scale.distributed.launchers import FIRST_WORD_SECONDS
-from trp_scale.errors import RefusedError
+from trp_scale.errors import as_told
 
 
 def run(command: Callable[[], int]) -> int:
     """Run a command and show a refusal as one message without a traceback; of several ranks, rank 0 speaks."""
     try:
         return command()
-    except RefusedError as error:
-        _let_rank_0_speak_first()
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        return 2
     except SystemExit as error:  # a wrong flag, which the parser has told on rank 0
         if error.code:
             _let_rank_0_speak_first()
@@ -28,6 +24,13 @@ def run(command: Callable[[], int]) -> int:
         if _is_read():
             raise
         return 0
+    except BaseException as error:
+        status, line = as_told(error)
+        if not line:
+            raise
+        _let_rank_0_speak_first()
+        print(f"error: {line}", file=sys.stderr, flush=True)
+        return status
 
 
 def _is_read() -> bool:

@@ -22,6 +22,7 @@ from trp_scale.config import RefusedError
 from trp_scale.distributed.gathering import gather
 from trp_scale.distributed.groups import ALONE, Group
 from trp_scale.distributed.launchers import FIRST_WORD_SECONDS, RankInfo, discover, leave
+from trp_scale.errors import as_told
 
 __all__ = ["Environment", "RankInfo", "discover"]
 
@@ -30,7 +31,7 @@ class Environment:
     """Context of a run: makes the process group and picks the device on entry, destroys the group on exit.
 
     When the body raises on one rank of several, that rank prints its error with its number and leaves the process at
-    once with status 1 (2 for a RefusedError, printed without a traceback): the others sit in a collective that will
+    once with its status (a refusal is printed without a traceback): the others sit in a collective that will
     never complete, so waiting for them would hang; the launcher ends them when it sees the status, and over gloo they
     see a closed connection.
 
@@ -103,14 +104,12 @@ class Environment:
             dist.destroy_process_group()
 
     def _leave_at_once(self, error: BaseException) -> NoReturn:
-        status = 1
+        ends, line = as_told(error)
+        status = error.code if isinstance(error, SystemExit) and isinstance(error.code, int) else int(ends)
         try:
-            if isinstance(error, RefusedError):
-                status = 2
-                report_refusal(error, self.info)
-            elif isinstance(error, SystemExit):
-                status = error.code if isinstance(error.code, int) else 1
-            else:
+            if line:
+                report_refusal(line, self.info)
+            elif not isinstance(error, SystemExit):
                 report_failure(error, self.info)
         finally:  # also when nobody reads what is printed
             # Not sys.exit: the interpreter's shutdown would wait for threads and groups that wait for the other ranks.
@@ -148,13 +147,13 @@ def lines_of(path: Path) -> list[str]:
         return []
 
 
-def report_refusal(error: Exception, info: RankInfo) -> None:
+def report_refusal(line: str, info: RankInfo) -> None:
     """Print why the run is refused: rank 0 at once, the others only if they outlive it, so that it is printed once."""
     if info.rank == 0:
-        print(f"error: {error}", file=sys.stderr, flush=True)
+        print(f"error: {line}", file=sys.stderr, flush=True)
         return
     time.sleep(FIRST_WORD_SECONDS)
-    print(f"[rank {info.rank} on {socket.gethostname()}] error: {error}", file=sys.stderr, flush=True)
+    print(f"[rank {info.rank} on {socket.gethostname()}] error: {line}", file=sys.stderr, flush=True)
 
 
 def report_failure(error: BaseException, info: RankInfo) -> None:

@@ -30,8 +30,9 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from trp_scale.distributed.gathering import AGENT_STORE, has_agent_store, no_answer, open_store, prefix, tcp_store
 from trp_scale.distributed.launchers import ATTEMPT, BEGAN, RankInfo, leave
-from trp_scale.distributed.stop import EXIT_CTRL_C, asked_early, listen_early, note_early
+from trp_scale.distributed.stop import asked_early, listen_early, note_early
 from trp_scale.errors import RefusedError
+from trp_scale.exit_status import ExitStatus
 
 LOOKED_EACH = 1.0
 """Seconds between looks for a fault elsewhere."""
@@ -44,7 +45,7 @@ PATIENCE = timedelta(seconds=10)
 
 AGAIN, OVER = "again after", "over with"
 
-NOT_FAULTS = (0, 2, 3, 5, EXIT_CTRL_C)
+NOT_FAULTS = tuple(status for status in ExitStatus if not status.is_fault)
 """Statuses with which a run ends for a reason that a restart does not change."""
 
 
@@ -194,13 +195,13 @@ def _be_a_rank(run: Callable[[int], int], attempt: int, began: float) -> NoRetur
     signal.signal(signal.SIGINT, signal.default_int_handler)
     listen_early()
     os.environ |= {ATTEMPT: str(attempt), BEGAN: str(began)}
-    status = 1
+    status: int = ExitStatus.FAILED
     try:
         status = run(attempt)
     except KeyboardInterrupt:
-        status = EXIT_CTRL_C
+        status = ExitStatus.INTERRUPTED
     except SystemExit as left:
-        status = left.code if isinstance(left.code, int) else 1
+        status = left.code if isinstance(left.code, int) else ExitStatus.FAILED
     except BaseException:
         traceback.print_exc()
     leave(status)

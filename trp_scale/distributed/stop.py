@@ -19,14 +19,13 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
+from trp_scale.exit_status import ExitStatus
+
 STOP_FILE = "STOP"
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 _SECONDS_BETWEEN_LOOKS = 1.0
 _SECONDS_OF_ONE_CTRL_C = 1.0
 _SECONDS_TO_RAISE = 5.0
-
-EXIT_CTRL_C = 130
-"""Status of a process that a second Ctrl-C ended while it waited for something that hears no signal."""
 
 OF_A_PERSON = ("Ctrl-C", "the file ")
 """How the reasons begin that a person gave: a batch script does not start such a run again by itself."""
@@ -177,7 +176,7 @@ class _Listener:
         while not self._closed:
             patience = None if ends is None else max(0.0, ends - time.monotonic())
             if not select.select([self._read], [], [], patience)[0]:
-                os._exit(EXIT_CTRL_C)  # the main thread has not raised: it waits for another rank
+                os._exit(ExitStatus.INTERRUPTED)  # the main thread has not raised: it waits for another rank
             for number in os.read(self._read, 64):
                 now = time.monotonic()
                 if number in _SIGNALS and self.heard is None:

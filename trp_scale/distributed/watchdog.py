@@ -30,9 +30,7 @@ from typing import Any, NamedTuple
 
 from trp_scale.documents.json_files import read_object
 from trp_scale.errors import RefusedError
-
-EXIT_HUNG = 4
-"""Status of a run that its watchdog has ended: the same command goes on from the last checkpoint."""
+from trp_scale.exit_status import ExitStatus
 
 HANGS = "hangs"
 TIMES_THE_MEDIAN = 20.0
@@ -166,7 +164,7 @@ class Watchdog:
                 print(f"error: {text}\nstacks and collectives of each rank: {directory}", file=sys.stderr, flush=True)
                 self._leave_word(beat.step, text)
         finally:
-            self._end(EXIT_HUNG)
+            self._end(ExitStatus.HUNG)
 
 
 def write_own(directory: Path, rank: int, *, step: int, what: str, why: str, since: float) -> None:

@@ -29,10 +29,10 @@ from trp_scale.downstream.results import (
     write_json,
 )
 from trp_scale.downstream.task import DownstreamTask, build_task, measure
+from trp_scale.exit_status import ExitStatus
 from trp_scale.recipes.checks import check_engine
 from trp_scale.recipes.loader import to_dict
 from trp_scale.training import rundir
-from trp_scale.training.ending import EXIT_FINISHED
 from trp_scale.training.pretrain import Guard, PassedOver, Run, guarded, trained
 
 
@@ -75,7 +75,7 @@ def finetune(arguments: FinetuneArguments) -> int:
         if world.rank == 0:
             print_results(results, baseline)
             print(run_dir / RESULTS_FILE)
-    return EXIT_FINISHED
+    return ExitStatus.DONE
 
 
 def of_seed(arguments: FinetuneArguments, task: str, number: int, run_dir: Path) -> FinetuneArguments:
@@ -134,7 +134,7 @@ def run_seed(
     engine_name: str,
     guard: Guard,
     earlier: Sequence[SeedResult] = (),
-) -> tuple[int, SeedResult | None]:
+) -> tuple[ExitStatus, SeedResult | None]:
     """Train and measure one run, or read what it has found already; the result is None when it was stopped.
 
     Args:
@@ -147,7 +147,7 @@ def run_seed(
         done = on_rank_zero(world, f"reading {run_dir}", lambda: read_done(run_dir, asked))
         if done is not None:
             check_same_data(run_dir, done.data, earlier)
-            return EXIT_FINISHED, done
+            return ExitStatus.DONE, done
     rundir.create_run_directory(arguments, world)
     found: list[SeedResult] = []
     tasks: list[DownstreamTask] = []

@@ -20,32 +20,13 @@ from typing import Any
 
 from trp_scale.checkpoint.run_directory import checkpoints
 from trp_scale.distributed.stop import OF_A_PERSON
-from trp_scale.distributed.watchdog import EXIT_HUNG
 from trp_scale.documents.json_files import read_object
-from trp_scale.errors import RefusedError
+from trp_scale.errors import RefusedError, as_told
+from trp_scale.exit_status import ExitStatus
 from trp_scale.observe.incidents import Incidents
 from trp_scale.training.best import NO_BETTER
 
 STOP_RECORD = "stop.json"
-
-EXIT_FINISHED = 0
-EXIT_BROKEN = 1
-EXIT_REFUSED = 2
-EXIT_SKIPPED = 3
-"""Too many steps were skipped: the run needs a person before it is started again."""
-EXIT_STORAGE = 5
-"""Too many checkpoints in a row could not be written."""
-
-ADVICE = {
-    EXIT_BROKEN: "read the error; the same command goes on from the newest checkpoint",
-    EXIT_REFUSED: "change what the message says; nothing was trained since the newest checkpoint",
-    EXIT_SKIPPED: "look at the loss and the data before it is started again: --optimizer.lr, --optimizer.clipping, or "
-    "an earlier checkpoint (--resume)",
-    EXIT_STORAGE: "make room on the disk of the run directory, or look whether it can be written to; the same command "
-    "goes on from the newest checkpoint",
-    EXIT_HUNG: "look at hangs/ for the rank that is late, and at its host; the same command goes on from the newest "
-    "checkpoint",
-}
 
 
 @dataclass(kw_only=True)
@@ -79,25 +60,31 @@ class Ending:
             Incidents(self.run_dir).add("restart", self.began_with, attempt=attempt, why=why)
         record.unlink(missing_ok=True)
 
-    def stopped(self, why: str, step: int, status: int) -> None:
+    def stopped(self, why: str, step: int, status: ExitStatus) -> None:
         """All ranks ended the run together."""
         if self.rank != 0:
             return
-        asked = status == EXIT_FINISHED and why != "finished" and not why.startswith(NO_BETTER)
-        again = (asked and not why.startswith(OF_A_PERSON)) or (status == EXIT_STORAGE and self._got_on())
-        advice = "the same command goes on from here" if asked else "all steps are done"
-        self._write(why=why, step=step, status=status, again=again, advice=ADVICE.get(status, advice))
+        finished = status is ExitStatus.DONE and (why == "finished" or why.startswith(NO_BETTER))
+        asked = status is ExitStatus.DONE and not finished
+        again = (asked and not why.startswith(OF_A_PERSON)) or (status is ExitStatus.STORAGE and self._got_on())
+        advice = "all steps are done" if why == "finished" else "nothing is left to do" if finished else status.advice
+        self._write(why=why, step=step, status=status, again=again, advice=advice)
 
     def broke(self, error: BaseException, step: int | None = None) -> None:
         """An error ends this rank, and with it the run. The first rank's record stays."""
-        refused = isinstance(error, RefusedError)
-        status = EXIT_REFUSED if refused else EXIT_BROKEN
+        status, _ = as_told(error)
         why = "".join(traceback.format_exception_only(error)).strip()
-        self._write(why=why, step=step, status=status, again=not refused and self._got_on(), advice=ADVICE[status])
+        self._write(
+            why=why,
+            step=step,
+            status=status,
+            again=status is not ExitStatus.REFUSED and self._got_on(),
+            advice=status.advice,
+        )
 
     def hung(self, step: int, why: str) -> None:
         """The watchdog ends the run."""
-        self._write(why=why, step=step, status=EXIT_HUNG, again=self._got_on(), advice=ADVICE[EXIT_HUNG])
+        self._write(why=why, step=step, status=ExitStatus.HUNG, again=self._got_on(), advice=ExitStatus.HUNG.advice)
 
     def _got_on(self) -> bool:
         return _newest(self.run_dir) > self.began_with

@@ -31,6 +31,7 @@ from trp_scale.distributed.stop import StopRequests, launchers_of
 from trp_scale.distributed.watchdog import HANGS, Watchdog
 from trp_scale.engines import compiled, ds_config
 from trp_scale.engines.build import build_engine, build_second_engine
+from trp_scale.exit_status import ExitStatus
 from trp_scale.models.initialise import without_content
 from trp_scale.observe.incidents import Incidents
 from trp_scale.observe.observer import Observer
@@ -43,7 +44,7 @@ from trp_scale.recipes.loader import to_dict
 from trp_scale.training import micro_size, rundir
 from trp_scale.training.agreement import StepAgreement, require_same_settings
 from trp_scale.training.best import best_of
-from trp_scale.training.ending import EXIT_FINISHED, EXIT_SKIPPED, EXIT_STORAGE, Ending
+from trp_scale.training.ending import Ending
 from trp_scale.training.loop import Trainer, TrainingState, validate
 from trp_scale.training.spikes import SpikeWatch
 from trp_scale.upstreams.base import Upstream, build_upstream
@@ -57,14 +58,12 @@ class Ended(NamedTuple):
     Attributes:
         run_dir: what it left behind.
         reason: "finished", or why it stopped before its last step.
-        status: 0: all steps done, or stopped when asked to, with a checkpoint to go on from. 3: stopped because more
-            steps than `training.max_skipped_steps` were not finite. (4: the watchdog ends the process itself.) 5: its
-            checkpoints could not be written.
+        status: DONE, DIVERGED or STORAGE; other ends are errors, or the watchdog's.
     """
 
     run_dir: Path
     reason: str
-    status: int
+    status: ExitStatus
 
 
 def pretrain(arguments: Arguments) -> Ended:
@@ -290,7 +289,7 @@ class Run:
         self.start_up = StartUp(self.engine.graphs, self.observer.message)
         self.trainer = self._trainer()
 
-    def train(self, then: Callable[[], None] = lambda: None) -> int:
+    def train(self, then: Callable[[], None] = lambda: None) -> ExitStatus:
         """The loop, then the report; returns the exit status.
 
         Args:
@@ -321,8 +320,8 @@ class Run:
             engine.close()
         too_many = len(self.state.skips) > self.config.training.max_skipped_steps
         if too_many or self.state.roll_back_from:
-            return EXIT_SKIPPED
-        return EXIT_STORAGE if self.checkpoints.given_up() else EXIT_FINISHED
+            return ExitStatus.DIVERGED
+        return ExitStatus.STORAGE if self.checkpoints.given_up() else ExitStatus.DONE
 
     @property
     def goes_back(self) -> bool:
@@ -499,7 +498,7 @@ class Run:
 
 def trained(
     make: Callable[[PassedOver | None], Run], then: Callable[[Run], None] = lambda run: None
-) -> tuple[Run, int]:
+) -> tuple[Run, ExitStatus]:
     """Make a run and train it; where it ends to go back to a checkpoint before a spike, make it anew and go on.
 
     Args:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -14,7 +15,9 @@ import pytest
 
 import trp_scale
 from trp_scale import cli
+from trp_scale.commands.refusals import run
 from trp_scale.config import RefusedError
+from trp_scale.exit_status import ExitStatus
 from trp_scale.recipes.loader import dump, load_recipe
 
 ROOT = Path(__file__).parents[3]
@@ -42,6 +45,38 @@ def test_no_command_and_help_list_the_commands(capsys: pytest.CaptureFixture[str
     assert cli.main(["pretrian"]) == 2
     said = capsys.readouterr().err
     assert "'pretrian' is no command of trp-scale; did you mean pretrain?; allowed: shard-text, shard-images" in said
+
+
+def test_help_and_the_document_list_every_exit_status(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--help"]) == 0
+    listed = capsys.readouterr().out
+    for status in ExitStatus:
+        assert re.search(rf"^  {status.value} +{re.escape(status.meaning)}$", listed, flags=re.MULTILINE)
+    table = (ROOT / "docs/reliability.md").read_text().partition("## Exit status")[2].partition("\n## ")[0]
+    assert [int(value) for value in re.findall(r"^\| (\d+) \|", table, re.MULTILINE)] == [*ExitStatus]
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "line"),
+    [
+        (RefusedError("--steps is 0"), 2, "error: --steps is 0\n"),
+        (KeyboardInterrupt(), 130, "error: interrupted by Ctrl-C\n"),
+        (
+            RuntimeError("rank 3: OSError: [Errno 28] No space left on device: '/a'"),
+            5,
+            "No space left on device: '/a'; make",
+        ),
+        (OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), "/a"), 5, "Disk quota exceeded: '/a'; make room there"),
+    ],
+)
+def test_how_an_error_ends_a_command(
+    error: BaseException, status: int, line: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fails() -> int:
+        raise error
+
+    assert run(fails) == status
+    assert line in capsys.readouterr().err
 
 
 def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:

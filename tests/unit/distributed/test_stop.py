@@ -15,7 +15,8 @@ import pytest
 from tests.grids import always
 from tests.ranks import free_port
 from tests.runs import environment
-from trp_scale.distributed.stop import EXIT_CTRL_C, StopRequests
+from trp_scale.distributed.stop import StopRequests
+from trp_scale.exit_status import ExitStatus
 
 
 class Clock:
@@ -115,7 +116,7 @@ def said_by(code: str, *signals: signal.Signals, apart: float = 0.0) -> tuple[in
 EARLY = """
 import sys, time
 import trp_scale.cli as cli
-from trp_scale.distributed.stop import EXIT_CTRL_C, StopRequests
+from trp_scale.distributed.stop import StopRequests
 
 def imports(argv):
     print("ready", flush=True)
@@ -155,7 +156,7 @@ def test_a_request_ends_the_wait_for_other_ranks(rank: int) -> None:
 
 DEAF = """
 import ctypes
-from trp_scale.distributed.stop import EXIT_CTRL_C, StopRequests
+from trp_scale.distributed.stop import StopRequests
 
 with StopRequests():
     lock, library = ctypes.create_string_buffer(64), ctypes.CDLL(None)
@@ -166,4 +167,4 @@ with StopRequests():
 
 
 def test_the_second_ctrl_c_ends_a_process_that_waits_where_no_handler_runs() -> None:
-    assert said_by(DEAF, signal.SIGINT, signal.SIGINT, apart=1.2) == (EXIT_CTRL_C, "")
+    assert said_by(DEAF, signal.SIGINT, signal.SIGINT, apart=1.2) == (ExitStatus.INTERRUPTED, "")

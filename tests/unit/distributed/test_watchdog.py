@@ -14,7 +14,8 @@ import pytest
 
 from tests.runs import environment
 from trp_scale.distributed import watchdog as module
-from trp_scale.distributed.watchdog import EXIT_HUNG, Watchdog, summary
+from trp_scale.distributed.watchdog import Watchdog, summary
+from trp_scale.exit_status import ExitStatus
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +49,7 @@ def test_without_a_sign_of_life_it_writes_what_the_rank_does_and_ends(tmp_path: 
     with watched(tmp_path / "now", ended, limit=0.3, world=2) as watchdog:
         watchdog.step(7)
         assert ended.done.wait(10)
-    assert ended.statuses == [EXIT_HUNG]
+    assert ended.statuses == [ExitStatus.HUNG]
     ((step, why),) = ended.words
     assert step == 7
     assert "rank 1 did not answer" in why
