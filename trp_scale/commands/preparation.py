@@ -204,12 +204,12 @@ class InspectArguments(TakesModules):
 def inspect(argv: Sequence[str]) -> int:
     """`trp-scale inspect`."""
     arguments = read(InspectArguments, argv, prog="trp-scale inspect")
-    from trp_scale.data.index import DataError, read_index
+    from trp_scale.data.index import DataError, index_path, read_index
     from trp_scale.preparation.images.display import is_image_shard
     from trp_scale.preparation.sharding.unfinished import first_shard, refuse_unfinished
 
     shard = arguments.shard
-    if shard.is_dir():
+    if not index_path(shard).is_file():
         shard = first_shard(shard)
     block, blocks = arguments.block or None, read_index(shard).blocks
     of_images = is_image_shard(blocks)
@@ -257,7 +257,7 @@ def _show_images(shard: Path, rows: int, block: str | None, output: Path | None)
 @dataclass(kw_only=True)
 class VerifyArguments(TakesModules):
     """Check every index, size, checksum and array of a data set. The first bad byte range is named, with exit status
-    1."""
+    1; where there is no data set it is 2."""
 
     dataset: tyro.conf.Positional[Path]
     """Directory with dataset.json."""
@@ -267,8 +267,10 @@ def verify(argv: Sequence[str]) -> int:
     """`trp-scale verify`."""
     dataset = read(VerifyArguments, argv, prog="trp-scale verify").dataset
     from trp_scale.data.index import DataError
+    from trp_scale.data.raw_files import require_dataset
     from trp_scale.preparation.verify import verify_dataset
 
+    require_dataset(dataset)
     try:
         found = verify_dataset(dataset)
     except DataError as error:

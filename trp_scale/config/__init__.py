@@ -383,6 +383,11 @@ class Config:
         """Kind of the rows that the encoder reads, as dataset.json has it: text or image."""
         raise NotImplementedError
 
+    def datasets(self) -> dict[str, str]:
+        """The settings that name data sets with dataset.json, each a directory or several with weights; that they are
+        there is seen before what trains is imported."""
+        return {"data.path": self.data.path}
+
     @property
     def separate_test(self) -> bool:
         """Whether the measured rows are a data set of their own, rather than held out of the training rows."""

@@ -98,6 +98,10 @@ class ImageTaskConfig(FinetuneConfig):
     def reads(self) -> str:
         return "image"
 
+    def datasets(self) -> dict[str, str]:
+        test = self.downstream.test_path
+        return super().datasets() | ({"downstream.test_path": test} if test else {})
+
     @property
     def separate_test(self) -> bool:
         return bool(self.downstream.test_path)

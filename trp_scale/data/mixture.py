@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -17,7 +18,10 @@ import numpy as np
 
 from trp_scale.config import RefusedError
 from trp_scale.data.hashing import PLACE_BITS, Integers, mix, stream
+from trp_scale.data.index import DataError
+from trp_scale.data.raw_files import require_dataset
 from trp_scale.data.remote.mirror import local_directory
+from trp_scale.data.remote.transfer import is_url
 
 LONGEST_CYCLE = 1 << 16
 
@@ -39,31 +43,68 @@ def parse_paths(text: str) -> list[MemberPath]:
 
     Raises:
         DataError: there is no data set under a URL.
+        RefusedError: as `parse_members`.
+    """
+    return [MemberPath(name=n, weight=w, path=local_directory(place)) for n, w, place in parse_members(text)]
+
+
+def parse_members(text: str) -> list[tuple[str, Fraction, str]]:
+    """Name, weight and directory or URL of each data set of `data.path`; nothing is looked at.
+
+    Raises:
         RefusedError: empty, a member without name and weight, a weight of 0, or a name used twice.
     """
     if not text.strip():
         raise RefusedError(
             "data.path is empty; give a directory with dataset.json (--data.path DIR), or 'books:0.7=/a,wiki:0.3=/b'"
         )
-    first = text.split(",")[0].strip()
-    if not _MEMBER.fullmatch(first):
-        return [MemberPath(name="", weight=Fraction(1), path=local_directory(text))]
+    parts = [part.strip() for part in text.split(",")]
+    if not _MEMBER.fullmatch(parts[0]):
+        return [("", Fraction(1), text)]
     members = []
-    for part in text.split(","):
-        match = _MEMBER.fullmatch(part.strip())
+    for part in parts:
+        match = _MEMBER.fullmatch(part)
         if match is None:
             raise RefusedError(f"data.path: {part!r} is not 'name:weight=directory' (in {text!r})")
-        directory = local_directory(match["path"])
-        members.append(MemberPath(name=match["name"], weight=Fraction(match["weight"]), path=directory))
-        if members[-1].weight == 0:
+        members.append((match["name"], Fraction(match["weight"]), match["path"]))
+        if members[-1][1] == 0:
             raise RefusedError(
                 f"data.path: weight of {match['name']!r} is 0; leave the member out, or give it a weight"
             )
-    names = [member.name for member in members]
+    names = [name for name, _, _ in members]
     twice = sorted({name for name in names if names.count(name) > 1})
     if twice:
         raise RefusedError(f"data.path: name {twice[0]!r} is used twice; names tell the rows of members apart")
     return members
+
+
+def require_data(settings: Mapping[str, str], made_by: str = "") -> None:
+    """Refuse settings whose data sets are not there. Nothing is imported or fetched for it; data under URLs is not
+    looked for.
+
+    Args:
+        settings: by their names, as `Config.datasets` gives them.
+        made_by: the command that makes the data of data.path; empty: none is known.
+
+    Raises:
+        DataError: says what is there in place of one.
+        RefusedError: as `parse_members`.
+    """
+    for name, text in settings.items():
+        if made_by and name == "data.path" and not Path(text).exists():
+            raise DataError(f"--data.path {text}: not made yet; make it: {made_by}")
+        for _, _, place in parse_members(text):
+            if not is_url(place):
+                require_dataset(Path(place), f"--{name} {place}")
+
+
+def shares_said(paths: Sequence[MemberPath]) -> list[str]:
+    """A line with the shares of a mixture whose weights do not sum to 1 and are no whole numbers."""
+    total = sum((path.weight for path in paths), Fraction(0))
+    if total == 1 or all(path.weight.denominator == 1 for path in paths):
+        return []
+    shares = ", ".join(f"{path.name} {float(path.weight / total):.1%}" for path in paths)
+    return [f"the weights of --data.path sum to {float(total):g} and are divided by that: {shares}"]
 
 
 class Mixture:

@@ -16,6 +16,7 @@ from trp_scale.data.hashing import Integers
 from trp_scale.data.index import read_json
 from trp_scale.data.mixture import MemberPath
 from trp_scale.data.plan import Blocks, Member
+from trp_scale.data.raw_files import require_dataset
 from trp_scale.errors import RefusedError
 
 if TYPE_CHECKING:
@@ -112,6 +113,7 @@ def require_kind(paths: Sequence[MemberPath], wanted: str) -> None:
         RefusedError: it is of another kind.
     """
     for path in paths:
+        require_dataset(path.path)
         found = read_json(path.path / "dataset.json").get("kind")
         if found != wanted and isinstance(found, str) and found in KINDS:
             raise RefusedError(

@@ -13,7 +13,7 @@ from trp_scale.config import Config, PretrainConfig, RefusedError
 from trp_scale.core.batch import Batch
 from trp_scale.data.ahead import StoredTars
 from trp_scale.data.fetch import BatchBuilder, Fetcher, MicroBatches, start_worker_server
-from trp_scale.data.mixture import MemberPath, parse_paths
+from trp_scale.data.mixture import MemberPath, parse_paths, shares_said
 from trp_scale.data.plan import HeldOutPlan, Plan, TrainPlan
 from trp_scale.data.remote.cache import CacheUse
 from trp_scale.data.rows import Chosen, Rows
@@ -124,7 +124,7 @@ class Sources:
         self.train, self.validation, self.downstream = train, validation, downstream
         self.notices: list[str] = []
         if downstream is not None:
-            self.notices = downstream.notices
+            self.notices += downstream.notices
             downstream.train.reports_to = downstream.validation.reports_to = train
         self.opened = rows
         self._told = CacheUse()
@@ -268,7 +268,7 @@ def open_sources(
         blocks_per_group=config.data.blocks_per_group,
     )
     validation = HeldOutPlan(members=rows.members(paths, held)) if fraction > 0.0 else None
-    return Sources(
+    sources = Sources(
         TrainSource(
             train,
             rows.builder,
@@ -284,3 +284,5 @@ def open_sources(
         rows,
         downstream,
     )
+    sources.notices += shares_said(paths)
+    return sources

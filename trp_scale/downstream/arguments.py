@@ -13,9 +13,11 @@ from trp_scale.command_line import ReadsRuns, read
 from trp_scale.config import RefusedError
 from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.config.upstream import AVERAGE, Weights
+from trp_scale.data.mixture import require_data
 from trp_scale.downstream.robustness_sets import parse_sets
 from trp_scale.recipes.arguments import Arguments, parse_run
 from trp_scale.recipes.checks import check
+from trp_scale.recipes.loader import data_command
 
 SCRATCH = "scratch"
 """As --from: no pre-training, the seed's weights in the recipe's sizes."""
@@ -56,6 +58,9 @@ def parse_finetune(argv: Sequence[str]) -> FinetuneArguments:
         raise RefusedError(
             f"--from is missing; allowed: a run directory, an export, a directory of transformers or timm, or {SCRATCH}"
         )
+    tasks = config.tasks(arguments.task)
+    require_data(config.datasets(), data_command(arguments.recipe, config.data.path))
+    config.require_data(tasks)
     if arguments.weights == "average":
         arguments.from_ += AVERAGE
     if arguments.from_ != SCRATCH:
@@ -68,7 +73,6 @@ def parse_finetune(argv: Sequence[str]) -> FinetuneArguments:
         raise RefusedError(
             f"--resume {arguments.resume}: allowed: auto or never; repeat --run_dir to go on with its runs"
         )
-    tasks = config.tasks(arguments.task)
     if arguments.only is not None:
         runs = len(tasks) * arguments.seeds
         if not 0 <= arguments.only < runs:
@@ -78,7 +82,6 @@ def parse_finetune(argv: Sequence[str]) -> FinetuneArguments:
         if arguments.run_dir is None:
             raise RefusedError("--only needs --run_dir, the same for all runs: each would make a directory of its own")
     check(config)
-    config.require_data(tasks)
     return arguments
 
 

@@ -4,6 +4,9 @@ The sections of the two files are merged key by key, however deep they go. A lis
 section of a component that names another `kind` replaces the whole section, since the settings of one kind mean nothing
 to another. A `null` takes away what the extended recipe says there, a value or a section, so that the default holds
 again.
+
+`makes_data: COMMAND` at the top of a recipe says which command of trp-scale makes the data of its data.path: whoever
+starts it without is told.
 """
 
 from __future__ import annotations
@@ -17,6 +20,7 @@ from trp_scale.config import RefusedError
 from trp_scale.errors import quoted
 
 EXTENDS = "extends"
+MAKES_DATA = "makes_data"
 
 
 @dataclass(frozen=True)
@@ -26,9 +30,11 @@ class Inherited:
     chain: list[Path]
     """The files, from the one that extends nothing to the recipe itself."""
     document: dict[str, Any] = field(default_factory=dict)
-    """The merged sections, without `extends`."""
+    """The merged sections, without `extends` and `makes_data`."""
     origin: dict[str, Path] = field(default_factory=dict)
     """The file that each value comes from, by the value's path, such as `optimizer.lr`."""
+    makes_data: str = ""
+    """A command and its flags, but for --output; empty: none is said."""
 
 
 def inherit(
@@ -65,11 +71,16 @@ def inherit(
     merged: dict[str, Any] = {}
     origin: dict[str, Path] = {}
     for file, document in reversed(documents.items()):
-        own = {key: value for key, value in document.items() if key != EXTENDS}
+        own = {key: value for key, value in document.items() if key not in (EXTENDS, MAKES_DATA)}
         for section in of_components:
             _replace_another_kind(merged, own, section, origin)
         _merge(merged, own, file, origin, "")
-    return Inherited(list(reversed(documents)), merged, origin)
+    makes = next((document[MAKES_DATA] for document in documents.values() if MAKES_DATA in document), "")
+    if not isinstance(makes, str):
+        raise RefusedError(
+            f"{path}: {MAKES_DATA} is {quoted(makes)}; allowed: a command, such as shard-text --embedded"
+        )
+    return Inherited(list(reversed(documents)), merged, origin, makes)
 
 
 def _extended(path: Path, document: Mapping[str, Any], find: Callable[[str, Path], Path]) -> Path | None:

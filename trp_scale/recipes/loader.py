@@ -69,6 +69,17 @@ def resolve(path: Path) -> tuple[Config, Inherited]:
     return from_dict(recipe.document, source=str(path)), recipe
 
 
+def data_command(recipe: str, path: str) -> str:
+    """The command that makes the data at `path`, where that is what the recipe names and says how to make; else empty.
+
+    Raises: as `load_recipe`.
+    """
+    config, found = resolve(recipe_path(recipe)) if recipe else (None, None)
+    if config is None or found is None or not found.makes_data or config.data.path != path:
+        return ""
+    return f"trp-scale {found.makes_data} --output {path}"
+
+
 def _inherited(path: Path) -> Inherited:
     roles = (field for _, _, run in runs() for field in dataclasses.fields(run) if "role" in field.metadata)
     return inherit(path, read_document, _extended_path, {"downstream", *(field.name for field in roles)})

@@ -81,7 +81,7 @@ def test_what_says_nothing_of_a_run_is_refused(tmp_path: Path) -> None:
         (images(tmp_path / "renamed", range(30, 40), classes=["ant", "cat", "bee"]), "classes 3 .ant, cat, bee. found"),
         (images(tmp_path / "unnamed", range(30, 40), classes=None), r"classes without names found, .* 3 \(ant, bee"),
         (write_dataset(tmp_path / "text", block_rows=[[5]]), "kind 'text' found, 'image' allowed"),
-        (tmp_path / "nowhere", "not found"),
+        (tmp_path / "nowhere", "--test .*nowhere: no such file"),
     ):
         with pytest.raises(RefusedError, match=message):
             check_test(config, path)

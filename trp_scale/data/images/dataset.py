@@ -40,6 +40,7 @@ from trp_scale.data.images.reader import (
     write_samples,
 )
 from trp_scale.data.index import DataError, read_fields
+from trp_scale.data.raw_files import require_dataset
 from trp_scale.data.remote.tars import StoredPart
 from trp_scale.documents.fields import Fields, Positive
 from trp_scale.errors import quoted
@@ -146,6 +147,7 @@ def open_image_dataset(directory: Path, name: str = "", used: Sequence[str] = ()
         RefusedError: the data set has not all modalities that are used.
     """
     path = directory / "dataset.json"
+    require_dataset(directory)
     fields = read_fields(path, "shard the images again")
     meta, rows_per_block = _read_meta(path, fields)
     maps = required(directory, stored_maps(path, fields.document), used)

@@ -19,6 +19,7 @@ from trp_scale.data.images.dataset import ImageDataset, agree_images, open_image
 from trp_scale.data.images.reader import SampleReader
 from trp_scale.data.index import read_json
 from trp_scale.data.mixture import parse_paths
+from trp_scale.data.raw_files import require_dataset
 from trp_scale.errors import quoted
 
 KEPT_FOR_TESTS = ("test", "val", "dev", "eval")
@@ -116,6 +117,7 @@ def check_test(config: Config, test: Path) -> None:
         DataError: one of the two is missing or damaged.
         RefusedError: it holds no images, no classes or other ones than the run's data, or images of the run's data.
     """
+    require_dataset(test, f"--test {test}")
     kind = read_json(test / "dataset.json").get("kind")
     if kind != "image":
         raise RefusedError(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
+import logging
 import math
 import os
 import random
@@ -28,6 +29,8 @@ from trp_scale.data.index import DataError
 from trp_scale.documents.json_files import LARGEST_INDEX
 from trp_scale.errors import RefusedError
 
+logger = logging.getLogger(__name__)
+
 SECONDS = "TRP_SCALE_REMOTE_SECONDS"
 """Environment variable: how long a file may not get on."""
 
@@ -41,6 +44,9 @@ PIECE = 8 << 20
 
 AT_ONCE = 8
 """Requests at a time."""
+
+TOLD_AFTER = 6
+"""Requests for a file that fail in a row, after which the log says so: within some ten seconds."""
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 15.0
 
@@ -287,8 +293,10 @@ class Remote:
             except Exception as error:  # each file system has exceptions of its own
                 if _unsigned(error):
                     raise self._refused(where, error) from error
+                reason = f"{type(error).__name__}: {error}".rstrip(": ")
+                if asked == TOLD_AFTER:
+                    logger.warning("%s: %s; it is asked for again, for %g s in all", where, reason, self._seconds)
                 if self._once or time.monotonic() + pause > end:
-                    reason = f"{type(error).__name__}: {error}".rstrip(": ")
                     raise RemoteError(
                         f"{where}: not read within {self._seconds:g} s, asked for {asked} times, at last: {reason}; "
                         f"see whether this machine reaches it, or set {SECONDS} to wait longer"

@@ -9,6 +9,7 @@ from typing import Literal
 
 from trp_scale.data.blocks import BlockTable, read_blocks
 from trp_scale.data.index import DataError, read_fields
+from trp_scale.data.raw_files import require_dataset
 from trp_scale.data.remote.tars import StoredPart
 from trp_scale.data.text.groups import GROUPS
 from trp_scale.documents.fields import Fields, Whole
@@ -75,6 +76,7 @@ def open_text_dataset(directory: Path, name: str = "") -> TextDataset:
     Raises:
         DataError: something is missing or of another format, or the tars differ from their indexes.
     """
+    require_dataset(directory)
     fields = read_fields(directory / "dataset.json", "shard the data again")
     return TextDataset(
         name=name,

@@ -103,3 +103,6 @@ class DetectionTaskConfig(ImageTaskConfig):
 
     downstream: DetectionDownstreamConfig = field(default_factory=DetectionDownstreamConfig)
     detection: DetectionConfig = field(default_factory=DetectionConfig)
+
+    def datasets(self) -> dict[str, str]:
+        return {}  # COCO's files, or folders of Pascal VOC

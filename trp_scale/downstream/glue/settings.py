@@ -83,6 +83,9 @@ class GlueTaskConfig(FinetuneConfig):
             raise RefusedError(f"--task {named!r}: a task is given twice; allowed: each once")
         return tasks
 
+    def datasets(self) -> dict[str, str]:
+        return {}  # folders of GLUE's
+
     def require_data(self, tasks: Sequence[str]) -> None:
         from trp_scale.downstream.glue.folders import require_folders  # with all that reads them
 

@@ -23,6 +23,7 @@ from trp_scale.data.images.dataset import ImageDataset, open_image_dataset
 from trp_scale.data.index import read_json
 from trp_scale.data.mixture import MemberPath
 from trp_scale.data.plan import HeldOutPlan, Member
+from trp_scale.data.raw_files import require_dataset
 from trp_scale.downstream.classification.batch import MeasuredImages
 from trp_scale.downstream.classification.settings import ClassificationTaskConfig
 from trp_scale.downstream.probe.encoder import FrozenEncoder
@@ -63,6 +64,7 @@ def choose_images(data: Path, most: int) -> ImageChoice:
         DataError: it is missing or damaged.
         RefusedError: it holds no images.
     """
+    require_dataset(data, f"--data {data}")
     kind = read_json(data / "dataset.json").get("kind")
     if kind != "image":
         raise RefusedError(

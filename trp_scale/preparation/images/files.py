@@ -13,6 +13,7 @@ from pathlib import Path
 from trp_scale.data.images.maps import map_formats, read_names
 from trp_scale.data.images.reader import CLASS, IMAGE, known_suffixes, ordered_suffixes
 from trp_scale.data.index import DataError
+from trp_scale.data.raw_files import IMAGE_SUFFIXES, modality_command, modality_folders
 from trp_scale.data.remote.transfer import is_url
 from trp_scale.modalities import modalities as known_modalities
 from trp_scale.preparation.images.samples import (
@@ -26,9 +27,6 @@ from trp_scale.preparation.images.samples import (
 )
 from trp_scale.preparation.images.tar_members import tar_members
 from trp_scale.preparation.images.tar_places import find_tars
-
-IMAGE_SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
-"""Files of a folder that are taken for images, in capitals too; others are not looked at."""
 
 
 class FileSource:
@@ -66,7 +64,8 @@ def list_folder(folder: Path, modalities: dict[str, Path]) -> Listing:
             modality's files may.
 
     Raises:
-        DataError: no images, images both in the folder and in sub-folders, or two maps of one image.
+        DataError: no images, images both in the folder and in sub-folders, sub-folders that are modalities, or two
+            maps of one image.
     """
     files = sorted(_walk(folder, ""))
     images = [(name, size) for name, size in files if name.lower().endswith(IMAGE_SUFFIXES)]
@@ -77,6 +76,11 @@ def list_folder(folder: Path, modalities: dict[str, Path]) -> Listing:
         raise DataError(
             f"--inputs {folder}: images lie both in it ({flat[0]}) and in sub-folders; sub-folders are classes, "
             f"so move them into one, or give another folder"
+        )
+    if not flat and (folders := modality_folders(folder)):
+        raise DataError(
+            f"--inputs {folder}: its sub-folders {', '.join(folders)} are modalities of the same images, and would "
+            f"become classes; give {modality_command(folders)}"
         )
     classes = None if flat else sorted({name.partition("/")[0] for name, _ in images})
     numbers = {name: number for number, name in enumerate(classes or [])}

@@ -23,6 +23,7 @@ import torch
 from trp_scale.data.images.dataset import FORMAT
 from trp_scale.data.images.maps import OWN_TAR
 from trp_scale.data.index import DataError, read_fields, read_index_document
+from trp_scale.data.raw_files import require_dataset
 from trp_scale.errors import quoted
 from trp_scale.preparation.pseudo_labels.directory import LabelDirectory, complete, turn
 from trp_scale.preparation.pseudo_labels.labeller import Precision
@@ -48,6 +49,7 @@ def pseudo_label(config: PseudoLabelConfig) -> bool:
             many images could not be labelled.
     """
     config.check()
+    require_dataset(config.data, f"--data {config.data}")
     document = _read_dataset(config.data / "dataset.json")
     devices = _devices(config)
     precision = _precision(config, devices)

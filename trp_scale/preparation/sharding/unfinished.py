@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 from trp_scale.data.index import DataError, index_path, read_fields, read_index
+from trp_scale.data.raw_files import require_dataset
 from trp_scale.errors import shortened
 from trp_scale.preparation.sharding.parts import begun_parts
 from trp_scale.preparation.sharding.writing import report_path
@@ -18,6 +19,7 @@ def first_shard(directory: Path) -> Path:
         DataError: its sharding has not come to its end, or there is none.
     """
     refuse_unfinished(directory)
+    require_dataset(directory)
     shards = read_fields(directory / "dataset.json", "give a tar, or the directory of a data set").file_names("shards")
     if not shards:
         raise DataError(f"{directory / 'dataset.json'}: no shards are listed; shard the data again")

@@ -20,12 +20,8 @@ from typing import Literal
 
 from trp_scale.data.dataset_directory import files_fingerprint, is_dataset_directory, load_dataset
 from trp_scale.data.index import DataError
+from trp_scale.data.raw_files import GZIP, JSON_SUFFIXES, PARQUET, TEXT_SUFFIXES
 from trp_scale.errors import said_by
-
-TEXT_SUFFIXES = (".txt", ".text", ".md")
-JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
-PARQUET = ".parquet"
-GZIP = ".gz"
 
 _RATIO = 3
 """Bytes of text in a byte of a gzipped file, about: its end alone would tell, and not above 4 GB."""

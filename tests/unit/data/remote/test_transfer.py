@@ -91,6 +91,20 @@ def test_an_end_to_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         Remote(url).read("tar")  # nobody listens there now
 
 
+def test_a_server_that_does_not_answer_is_told_long_before_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(transfer, "LONGEST_PAUSE", 0.01)
+    monkeypatch.setattr(transfer, "FIRST_PAUSE", 0.01)
+    (tmp_path / "tar").write_bytes(CONTENT)
+    with faulty_server(directory(tmp_path)) as (url, faults):
+        for failures, told in ((5, 0), (20, 1)):
+            faults.of["tar"] = ["503"] * failures
+            caplog.clear()
+            assert Remote(url).read("tar") == CONTENT
+            assert sum("it is asked for again, for " in line for line in caplog.messages) == told
+
+
 def test_a_file_that_is_not_there_is_asked_for_once(tmp_path: Path) -> None:
     with faulty_server(directory(tmp_path)) as (url, faults):
         with pytest.raises(DataError, match="/none: not found"):

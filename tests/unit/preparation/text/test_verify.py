@@ -213,7 +213,7 @@ def test_rows_are_shown_as_text(whole: Path) -> None:
 
 def test_rows_that_are_not_there_are_refused(whole: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["inspect", "nowhere/shards/a.tar"]) == 2
-    assert "nowhere/shards/a.index.json: not found" in capsys.readouterr().err
+    assert "nowhere/shards/a.tar: no such file or directory" in capsys.readouterr().err
     assert cli.main(["inspect", str(whole / "shards" / "text-000000.tar"), "--block", "text-000000-99999"]) == 2
     assert "no block" in capsys.readouterr().err
 

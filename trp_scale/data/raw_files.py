@@ -1,0 +1,124 @@
+"""Files of which `shard-text`, `shard-images` and `index` make data sets, by their names; and what is said where such
+files, or nothing, lie in place of a data set."""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter
+from collections.abc import Mapping
+from itertools import islice
+from pathlib import Path
+
+from trp_scale.config.components import names
+from trp_scale.data.dataset_directory import is_dataset_directory
+from trp_scale.data.index import DataError
+
+TEXT_SUFFIXES = (".txt", ".text", ".md")
+JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
+PARQUET = ".parquet"
+GZIP = ".gz"
+IMAGE_SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
+"""Files of a folder that are taken for images, in capitals too; others are not looked at."""
+
+LOOKED_THROUGH = 1000
+"""Entries of a folder that tell what it holds; it may hold millions."""
+
+_KINDS = {"text": "text that is not sharded", "image": "images that are not sharded", "tar": "tars without an index"}
+
+_RECORD, _NAME_BYTES = 512, 100
+"""Bytes of a tar's records, and of a name at the beginning of a member's first."""
+
+
+def require_dataset(directory: Path, said: str = "") -> None:
+    """Refuse a directory that is no data set.
+
+    Args:
+        said: how it is named in the message; empty: its path.
+
+    Raises:
+        DataError: says what is there, and the command that makes a data set of it.
+    """
+    if not (directory / "dataset.json").is_file():
+        raise DataError(f"{said or directory}: {_in_place_of_one(directory)}")
+
+
+def kind_of(file: Path) -> str:
+    """text, image or tar; of others the suffix, empty where there is none."""
+    name = file.name.lower()
+    if name.removesuffix(GZIP).endswith((*TEXT_SUFFIXES, *JSON_SUFFIXES, PARQUET)):
+        return "text"
+    if name.endswith(IMAGE_SUFFIXES):
+        return "image"
+    return "tar" if name.endswith(".tar") else file.suffix
+
+
+def modality_folders(folder: Path) -> Mapping[str, Path]:
+    """Those sub-folders, by name, that are modalities of the same images and no classes; none but for two at least."""
+    found = {name: folder / name for name in names("modality") if (folder / name).is_dir()}
+    return found if len(found) > 1 else {}
+
+
+def modality_command(folders: Mapping[str, Path]) -> str:
+    """What shards them; with the images first."""
+    images = folders.get("rgb", "IMAGES")
+    maps = [f"--modality {name}={_word(path)}" for name, path in folders.items() if name != "rgb"]
+    return f"trp-scale shard-images --inputs {_word(images)} {' '.join(maps)} --output DIR"
+
+
+def _in_place_of_one(place: Path) -> str:
+    """What lies there, and what to do."""
+    if not place.exists() and "," in str(place):
+        weighted = ",".join(f"{Path(each).name}:1={each}" for each in str(place).split(","))
+        return f"no such directory; several data sets have names and weights: {weighted!r}"
+    if not place.exists():
+        return (
+            "no such file or directory; allowed: a directory that trp-scale shard-text, shard-images or index wrote, "
+            "or the URL of one. Names on a hub are not downloaded"
+        )
+    if whole := next((up for up in (place.parent, place.parent.parent) if (up / "dataset.json").is_file()), None):
+        return f"a part of the data set {whole}, without an index of its own; give that: {_word(whole)}"
+    if place.is_dir():
+        if (place / "progress").is_dir():
+            return "its sharding has not come to its end, and there is no dataset.json; the same command again goes on"
+        if is_dataset_directory(place):
+            return f"no data set, but a directory of datasets.save_to_disk; {_sharded('text', place)}, or shard-images"
+        if within := sorted(path.parent.name for path in islice(place.glob("*/dataset.json"), LOOKED_THROUGH)):
+            return f"no data set, but there are such in it; give one: {', '.join(within[:10])}"
+        if folders := modality_folders(place):
+            return f"no data set, but folders of {', '.join(folders)}; shard them: {modality_command(folders)}"
+    files = [path for path in islice(place.rglob("*"), LOOKED_THROUGH) if path.is_file()] or [place]
+    if files == [place] and place.is_dir():
+        return "an empty directory; allowed: one that trp-scale shard-text, shard-images or index wrote"
+    kind = Counter(map(kind_of, files)).most_common(1)[0][0]
+    first = min(file for file in files if kind_of(file) == kind)
+    example = first.relative_to(place) if place.is_dir() else first.name
+    there = f"no data set, but {_KINDS.get(kind, 'files')} ({example}{', ...' * (len(files) > 1)})"
+    if kind == "tar" and not _holds_images(first):
+        return f"{there}; tars are read if they hold images: unpack these, then {_sharded('text', Path('FOLDER'))}"
+    if kind in ("text", "image"):
+        return f"{there}; {_sharded(kind, place)}"
+    if kind == "tar":
+        output = "" if place.is_dir() else " --output DIR"
+        return f"{there}; tars of images are read where they lie, after: trp-scale index {_word(place)}{output}"
+    return f"{there}; text, JSON lines, parquet and images can be sharded (trp-scale shard-text, shard-images)"
+
+
+def _sharded(kind: str, place: Path) -> str:
+    command = "shard-text" if kind == "text" else "shard-images"
+    return f"make one of it: trp-scale {command} --inputs {_word(place)} --output DIR"
+
+
+def _word(path: Path | str) -> str:
+    return shlex.quote(str(path))
+
+
+def _holds_images(tar: Path) -> bool:
+    """By the name of its first member, which further headers may stand before."""
+    try:
+        with tar.open("rb") as stream:
+            records = [stream.read(_RECORD) for _ in range(4)]
+    except OSError:
+        return True
+    found = [each[:_NAME_BYTES].partition(b"\0")[0].decode("utf-8", "replace") for each in records]
+    kinds = [kind for kind in map(kind_of, map(Path, found)) if kind in _KINDS]
+    return kinds[:1] != ["text"]
