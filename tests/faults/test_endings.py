@@ -15,6 +15,7 @@ from trp_scale.checkpoint.run_directory import checkpoints
 from trp_scale.core.batch import Batch
 from trp_scale.data.index import DataError
 from trp_scale.distributed.groups import Group
+from trp_scale.exit_status import ExitStatus
 from trp_scale.training.agreement import StepAgreement
 
 
@@ -31,6 +32,35 @@ def test_too_many_steps_that_are_not_finite_end_with_status_3(text_dataset: Path
     assert "steps skipped, --training.max_skipped_steps allows 2" in found["why"]
     assert [step for step, _ in checkpoints(tmp_path)] == [found["step"]]
     assert found["step"] < 20
+
+
+def test_a_run_that_diverged_is_not_finished(text_dataset: Path, tmp_path: Path) -> None:
+    """Fewer steps were skipped than are allowed. The same command afterwards, which makes no step, says the same."""
+    changes = {"optimizer__lr": 1e30, "optimizer__warmup_steps": 0, "training__steps": 6}
+    for _ in range(2):
+        assert pretrain_here(flags(text_dataset, tmp_path, **changes)) == ExitStatus.DIVERGED
+        found = record(tmp_path)
+        assert (found["status"], found["again"], found["step"]) == (3, False, 6)
+        assert found["why"] == "diverged: 5 of 6 steps were skipped, and no loss is finite from step 6 on"
+        assert json.loads((tmp_path / "summary.json").read_text())["exit_reason"] == found["why"]
+
+
+def test_a_finished_run_keeps_its_record(
+    text_dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Of the same command nothing but environment.json hears; one with fewer steps is refused."""
+    assert pretrain_here(flags(text_dataset, tmp_path, training__steps=3)) == 0
+    names = ("config.yaml", "metrics.jsonl", "summary.json", "report.txt")
+    before = [(tmp_path / name).read_bytes() for name in names]
+    assert cli.main(["pretrain", *flags(text_dataset, tmp_path, training__steps=2)]) == ExitStatus.REFUSED
+    said = capsys.readouterr().err
+    assert "has been trained for 3 steps, --training.steps is 2; allowed: 3 or more, or another --run_dir" in said
+    assert pretrain_here(flags(text_dataset, tmp_path, training__steps=3)) == 0
+    assert "all 3 steps are done already: nothing is trained" in capsys.readouterr().out
+    assert [(tmp_path / name).read_bytes() for name in names] == before
+    (tmp_path / "summary.json").unlink()  # as where the start before was killed after its last step
+    assert pretrain_here(flags(text_dataset, tmp_path, training__steps=3)) == 0
+    assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 3
 
 
 def test_a_mistake_of_the_user_ends_with_status_2(

@@ -10,9 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trp_scale.checkpoint.agreement import check_shared_directory, on_rank_zero
-from trp_scale.checkpoint.document import read_document
 from trp_scale.checkpoint.resume import check_settings
-from trp_scale.checkpoint.run_directory import newest_complete
 from trp_scale.config import Config, RefusedError
 from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.distributed.environment import Environment
@@ -90,22 +88,14 @@ def of_seed(arguments: FinetuneArguments, task: str, number: int, run_dir: Path)
 
 
 def read_done(run_dir: Path, asked: dict[str, Any]) -> SeedResult | None:
-    """The result of a run that was asked for in these settings; None where there is none, or it is of fewer steps: such
-    a run goes on.
+    """The result of a run that was asked for in these settings; None where there is none, or it is of other steps: such
+    a run goes on, if it can.
 
     Raises:
-        RefusedError: the result is of other settings, another encoder's say, or the run has gone on for more steps.
+        RefusedError: the result is of other settings, another encoder's say.
     """
-    steps, checkpoint = asked["training"]["steps"], newest_complete(run_dir).path
-    if checkpoint is not None and asked["downstream"]["epochs"] == 0:  # else the steps follow from the data
-        trained = read_document(checkpoint).step
-        if trained > steps:
-            raise RefusedError(
-                f"{run_dir} has been trained for {trained} steps, --training.steps is {steps}; allowed: {trained} or "
-                "more, or another --run_dir"
-            )
     done = read_seed(run_dir / RESULT_FILE)
-    if done is None or done.settings.get("training", {}).get("steps") != steps:
+    if done is None or done.settings.get("training", {}).get("steps") != asked["training"]["steps"]:
         return None
     check_settings(done.settings, asked)
     return done

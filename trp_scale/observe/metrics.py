@@ -212,6 +212,11 @@ END_SHARE = 0.1
 of elements and says little. Of steps, not of lines: ten lines are half of a short run that logs each tenth step."""
 
 
+DIVERGED = 10.0
+"""Times its start: a mean loss above that at the end is of a run that diverged. A balancer or an adversary may let
+losses rise, but not by so much."""
+
+
 def end_begins(last_step: int) -> int:
     """The first of the steps that are averaged; the last one is always among them."""
     return last_step - max(1, int(last_step * END_SHARE)) + 1
@@ -266,6 +271,19 @@ class RunHistory:
     validation: Mapping[str, Any] | None = None
     notices: dict[str, str] = field(default_factory=dict)
     lesson: LastLesson | None = None
+
+    @property
+    def diverged(self) -> str:
+        """Why the end of the run is no result: most steps were skipped, and no loss is finite there; or the tasks'
+        losses, as they are without weights, are far above where they began. Empty: it is one."""
+        since = f"from step {end_begins(self.last_step)} on"
+        if self.loss_end is None and 2 * self.skipped_steps > self.last_step:
+            return f"{self.skipped_steps} of {self.last_step} steps were skipped, and no loss is finite {since}"
+        both = [
+            (task.start, task.end) for task in self.tasks.values() if task.start is not None and task.end is not None
+        ]
+        start, end = (statistics.fmean(each) for each in zip(*both, strict=True)) if both else (0.0, 0.0)
+        return f"the tasks' mean loss was {start:.4g}, and is {end:.4g} {since}" if end > DIVERGED * start > 0 else ""
 
     @property
     def data_wait_share(self) -> float | None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from trp_scale.config import Config
+from trp_scale.documents.json_files import read_object
 from trp_scale.observe.metrics import MetricsWriter, finite, read_history, worst
 from trp_scale.observe.progress import Display, open_display
 from trp_scale.observe.records import RunInfo, StepRecord
@@ -57,6 +58,7 @@ class Observer:
         self._held: dict[str, Any] | None = None
         # Not the first step of a resumed run: its lines are those of a run that was never stopped.
         self._first = info.start_step == 0
+        self._made = False
         self._summary: dict[str, Any] | None = None
         self._refused: list[Sink] = []
         if enabled:
@@ -77,6 +79,7 @@ class Observer:
         """
         if not self.enabled:
             return
+        self._made = True
         self._write_held()
         self._seconds.append(record.step_seconds)
         self._waits.append(record.data_wait_seconds)
@@ -101,6 +104,7 @@ class Observer:
         """Losses over the held-out split after `step`: {"loss": total, "tasks": {name: {"loss", "count"}}}."""
         if not self.enabled:
             return
+        self._made = True
         if self._held is not None and self._held["step"] == step:
             self._held["validation"] = dict(losses)
             self._write_held()
@@ -113,6 +117,12 @@ class Observer:
         """Print a line above the live display."""
         if self.enabled:
             self._display.message(text)
+
+    def diverged(self) -> str:
+        """Why the run's end is no result (`RunHistory.diverged`); empty: it is one."""
+        self._write_held()
+        why = read_history(self.run_dir).diverged
+        return why and f"diverged: {why}"
 
     def close(self, reason: str, start: Mapping[str, Any] | None = None) -> dict[str, Any]:
         """End the display, write summary.json and report.txt, print the report. A second call does nothing.
@@ -132,13 +142,19 @@ class Observer:
         self._writer.close()
         self._display.close()
         self._summary = self._summarise(reason, start or {})
-        text = json.dumps(self._summary, indent=2, allow_nan=False) + "\n"
-        self._leave(SUMMARY_FILE, lambda: text)
-        self._leave(REPORT_FILE, lambda: report(self.run_dir))
+        if not self._is_told_already():
+            text = json.dumps(self._summary, indent=2, allow_nan=False) + "\n"
+            self._leave(SUMMARY_FILE, lambda: text)
+            self._leave(REPORT_FILE, lambda: report(self.run_dir))
         for sink in self._sinks:
             self._to_sink(sink, partial(sink.close, self._summary))
         self._display.show(report_table(self.run_dir))
         return self._summary
+
+    def _is_told_already(self) -> bool:
+        """Whether this start has made nothing, and the summary is that of the start that made the last step."""
+        path = self.run_dir / SUMMARY_FILE
+        return not self._made and path.is_file() and read_object(path).get("steps") == self.info.start_step
 
     def _validated(self, step: int) -> bool:
         every = self.config.validation.every

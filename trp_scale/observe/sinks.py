@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from trp_scale.config import Config, RefusedError
 from trp_scale.documents.json_files import read_lines
+from trp_scale.errors import said_by
 from trp_scale.observe.records import RunInfo
 
 WANDB_ID_FILE = "wandb_id.txt"
@@ -45,7 +46,11 @@ def require(package: str, extra: str, flag: str) -> None:
 
 
 class WandbSink:
-    """Weights & Biases. The id is kept in the run directory, so that a resumed run goes on in the same curve."""
+    """Weights & Biases. The id is kept in the run directory, so that a resumed run goes on in the same curve.
+
+    Raises:
+        RefusedError: it is not installed, or refuses: nobody is logged in, say.
+    """
 
     def __init__(self, run_dir: Path, config: Config) -> None:
         require("wandb", "wandb", "--logging.wandb")
@@ -54,14 +59,20 @@ class WandbSink:
         id_file = run_dir / WANDB_ID_FILE
         if not id_file.exists():
             id_file.write_text(secrets.token_hex(4) + "\n", encoding="utf-8")
-        self._run = wandb.init(
-            project=config.logging.wandb_project,
-            name=run_dir.name,
-            id="".join(read_lines(id_file)).strip(),
-            resume="allow",
-            dir=str(run_dir),
-            config=asdict(config),
-        )
+        try:
+            self._run = wandb.init(
+                project=config.logging.wandb_project,
+                name=run_dir.name,
+                id="".join(read_lines(id_file)).strip(),
+                resume="allow",
+                dir=str(run_dir),
+                config=asdict(config),
+            )
+        except wandb.Error as error:
+            raise RefusedError(
+                f"--logging.wandb: W&B cannot be used ({said_by(error)}); run `wandb login`, or set WANDB_MODE=offline "
+                "and send the run later with `wandb sync`"
+            ) from error
         # Our own step as the x axis: W&B's counter refuses to go back, and a resume repeats steps after its checkpoint.
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
@@ -99,7 +110,7 @@ def open_sinks(run_dir: Path, config: Config, info: RunInfo) -> list[Sink]:
     """The sinks that `logging.wandb` and `logging.tensorboard` ask for.
 
     Raises:
-        RefusedError: the package is not installed.
+        RefusedError: the package is not installed, or refuses.
     """
     sinks: list[Sink] = []
     if config.logging.wandb:

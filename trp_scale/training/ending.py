@@ -28,6 +28,9 @@ from trp_scale.training.best import NO_BETTER
 
 STOP_RECORD = "stop.json"
 
+FINISHED = "finished"
+"""Why a run ended that made all its steps."""
+
 
 @dataclass(kw_only=True)
 class Ending:
@@ -64,10 +67,10 @@ class Ending:
         """All ranks ended the run together."""
         if self.rank != 0:
             return
-        finished = status is ExitStatus.DONE and (why == "finished" or why.startswith(NO_BETTER))
+        finished = status is ExitStatus.DONE and (why == FINISHED or why.startswith(NO_BETTER))
         asked = status is ExitStatus.DONE and not finished
         again = (asked and not why.startswith(OF_A_PERSON)) or (status is ExitStatus.STORAGE and self._got_on())
-        advice = "all steps are done" if why == "finished" else "nothing is left to do" if finished else status.advice
+        advice = "all steps are done" if why == FINISHED else "nothing is left to do" if finished else status.advice
         self._write(why=why, step=step, status=status, again=again, advice=advice)
 
     def broke(self, error: BaseException, step: int | None = None) -> None:

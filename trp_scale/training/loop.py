@@ -28,6 +28,7 @@ from trp_scale.observe.observer import Observer
 from trp_scale.observe.records import StepRecord, TaskRecord
 from trp_scale.training.agreement import StepAgreement
 from trp_scale.training.best import Best, of_validation
+from trp_scale.training.ending import FINISHED
 from trp_scale.training.spikes import SpikeWatch
 
 SECONDS_AFTER_AN_ERROR = 5.0
@@ -217,7 +218,7 @@ class Trainer:
         except BaseException:
             self._read_what_has_arrived()
             raise
-        return "finished"
+        return FINISHED
 
     def _validated(self) -> str | None:
         """Validate; returns why that was left, if it was: then it is done first when the run goes on."""
@@ -407,7 +408,7 @@ class Trainer:
             return f"{ROLLED_BACK} of step {self.state.roll_back_from}"
         if asked:
             return self.agreement.reason(self.stop_requested())
-        return "finished" if self.state.step >= self.config.training.steps else None
+        return FINISHED if self.state.step >= self.config.training.steps else None
 
     def _due(self, every: int) -> bool:
         return every > 0 and (self.state.step % every == 0 or self.state.step >= self.config.training.steps)

@@ -22,7 +22,7 @@ from trp_scale.checkpoint.resume import check_settings, select, take_back
 from trp_scale.checkpoint.run_directory import checkpoints
 from trp_scale.checkpoint.writer import CheckpointWriter
 from trp_scale.command_line import phase
-from trp_scale.config import Config
+from trp_scale.config import Config, RefusedError
 from trp_scale.core.hooks import build_hooks
 from trp_scale.core.run import RunContext
 from trp_scale.distributed.environment import Environment
@@ -44,7 +44,7 @@ from trp_scale.recipes.loader import to_dict
 from trp_scale.training import micro_size, rundir
 from trp_scale.training.agreement import StepAgreement, require_same_settings
 from trp_scale.training.best import best_of
-from trp_scale.training.ending import Ending
+from trp_scale.training.ending import FINISHED, Ending
 from trp_scale.training.loop import Trainer, TrainingState, validate
 from trp_scale.training.spikes import SpikeWatch
 from trp_scale.upstreams.base import Upstream, build_upstream
@@ -180,9 +180,10 @@ class Run:
         over: go on from the newest checkpoint with the rows after these; None: as the arguments say.
     Attributes:
         ended: why the loop ended; empty until then.
+        diverged: why a run that made all its steps has no result; empty where it has.
     """
 
-    ended = ""
+    ended = diverged = ""
 
     def __init__(
         self,
@@ -270,6 +271,8 @@ class Run:
         if over is not None:
             self.sources.seek(over.cursors)
         step = self.state.step
+        if step >= config.training.steps:
+            notices.append(f"all {step} steps are done already: nothing is trained; a larger --training.steps goes on")
         notices += on_rank_zero(self.world, f"going back to step {step}", lambda: take_back(run_dir, step))
         self._describe()
         self.observer = self._observer()
@@ -300,6 +303,10 @@ class Run:
             try:
                 try:
                     self.ended = self.trainer.run()
+                    if self.ended == FINISHED:
+                        what = f"reading {self.run_dir}"
+                        self.diverged = on_rank_zero(self.world, what, self.observer.diverged)
+                        self.ended = self.diverged or FINISHED
                 finally:
                     self.profile.close()
             except BaseException as error:
@@ -319,7 +326,7 @@ class Run:
         for engine in (*self.hooks.engines().values(), self.engine):
             engine.close()
         too_many = len(self.state.skips) > self.config.training.max_skipped_steps
-        if too_many or self.state.roll_back_from:
+        if too_many or self.state.roll_back_from or self.diverged:
             return ExitStatus.DIVERGED
         return ExitStatus.STORAGE if self.checkpoints.given_up() else ExitStatus.DONE
 
@@ -370,6 +377,12 @@ class Run:
         """Refuse settings that may not change on resume, before anything is built; returns what does change."""
         if stored is None:
             return []
+        steps = self.config.training.steps
+        if stored.step > steps:
+            raise RefusedError(
+                f"{self.run_dir} has been trained for {stored.step} steps, --training.steps is {steps}; allowed: "
+                f"{stored.step} or more, or another --run_dir"
+            )
         return check_settings(
             stored.config,
             to_dict(self.config),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -216,6 +217,35 @@ def test_a_resumed_run_s_report_starts_at_the_first_step(
     for step in range(6, 21):
         observer.step(record(step))
     assert observer.close("finished")["tasks"]["verb"]["start"] == pytest.approx(3.9)
+
+
+@pytest.mark.parametrize(("factor", "diverged"), [(2.0, False), (9.9, False), (10.1, True)])
+def test_losses_far_above_their_start_are_no_result(
+    start: Callable[..., Observer], tmp_path: Path, factor: float, diverged: bool
+) -> None:
+    observer = start()
+    for step in (1, 2, 3):
+        tasks = {
+            name: replace(task, loss=task.loss * (factor if step == 3 else 1.0))
+            for name, task in record(1).tasks.items()
+            if task.loss is not None
+        }
+        observer.step(record(step, tasks=tasks))
+    why = observer.diverged()
+    assert bool(why) == diverged
+    assert not why or why == "diverged: the tasks' mean loss was 6.267, and is 63.29 from step 3 on"
+    observer.close("finished")
+
+
+def test_one_skipped_step_at_the_end_is_no_divergence(start: Callable[..., Observer]) -> None:
+    observer = start()
+    for step in (1, 2, 3):
+        observer.step(record(step, **({"loss": math.nan, "applied": False} if step == 3 else {})))
+    assert not observer.diverged()
+    observer.step(record(4, loss=math.nan, applied=False))
+    observer.step(record(5, loss=math.inf, applied=False))
+    assert observer.diverged() == "diverged: 3 of 5 steps were skipped, and no loss is finite from step 5 on"
+    observer.close("finished")
 
 
 def test_other_ranks_do_nothing(start: Callable[..., Observer], tmp_path: Path, config: Config) -> None:

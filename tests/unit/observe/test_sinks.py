@@ -61,6 +61,22 @@ def test_wandb_offline_keeps_its_id(
     assert b"weight" in content
 
 
+def test_wandb_without_a_login_is_one_line(
+    start: Callable[..., Observer], config: Config, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wandb = pytest.importorskip("wandb")
+
+    def refuse(**_: object) -> None:
+        raise wandb.errors.UsageError("No API key configured. Use `wandb login` to log in.")
+
+    monkeypatch.setattr(wandb, "init", refuse)
+    config.logging.wandb = True
+    with pytest.raises(RefusedError) as caught:
+        start()
+    assert str(caught.value).startswith("--logging.wandb: W&B cannot be used (No API key configured.")
+    assert "run `wandb login`, or set WANDB_MODE=offline" in str(caught.value)
+
+
 @pytest.mark.parametrize("extra", ["wandb", "tensorboard"])
 def test_a_missing_extra_is_named_with_its_command(
     start: Callable[..., Observer], config: Config, extra: str, monkeypatch: pytest.MonkeyPatch

@@ -22,6 +22,7 @@ from trp_scale.checkpoint.run_directory import checkpoint_path, newest_complete
 from trp_scale.distributed.doctor import Finding
 from trp_scale.distributed.lease import Lease
 from trp_scale.errors import RefusedError
+from trp_scale.exit_status import ExitStatus
 from trp_scale.observe.incidents import Incidents
 from trp_scale.training import examine_run as doctor
 from trp_scale.training.ending import Ending
@@ -170,7 +171,7 @@ def test_steps_behind_the_newest_checkpoint_are_counted(run_dir: Path) -> None:
 def test_an_agreed_end(run_dir: Path, why: str, status: int, state: str) -> None:
     ending = Ending(run_dir=run_dir, rank=0)
     ending.begin()
-    ending.stopped(why, 8, status)
+    ending.stopped(why, 8, ExitStatus(status))
     found = of(run_dir, "stop")
     assert found.state == state and found.found.startswith(f"{why}; step 8, status {status}, again: ")
     assert ("again: yes" in found.found) == why.startswith("SIGTERM")
