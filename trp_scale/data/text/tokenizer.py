@@ -112,7 +112,9 @@ def open_given(directory: Path, *, flag: str) -> Any:
     from transformers import AutoTokenizer
 
     if not directory.is_dir():  # transformers would look for a model of that name among those it has downloaded
-        raise DataError(f"{directory}: no such directory; give {flag} DIR, where a tokenizer lies")
+        raise DataError(
+            f"{directory}: no such directory; give {flag} DIR, where a tokenizer lies. Names on a hub are not loaded"
+        )
     _check_files(directory)
     try:
         # Left to itself, transformers asks on the terminal whether such code is to run, and takes a pipe's "y".

@@ -14,6 +14,7 @@ finished shards and makes the others. Several runs may each make a part (parts.p
 from __future__ import annotations
 
 import logging
+import re
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,7 +39,22 @@ DATASET_FORMAT = 1
 MAX_LISTED = 1000
 """Skipped things that are listed by place, in a shard's report and in dataset.json; all are counted."""
 
+FAILED = "failed"
+"""Field of a part's file: all was made, and too much had to be skipped. The same command goes on; one with other
+settings begins anew."""
+
+MOST_SHOWN = 10
+"""Skipped things that a message shows."""
+
 log = logging.getLogger(__name__)
+
+_DIGEST = re.compile(r"[0-9a-f]{32,}")
+
+_DIGEST_OF = {
+    "input": "other input: files were added, taken away or changed, or what describes maps, such as --semseg.classes",
+    "tokenizer": "another --tokenizer",
+}
+"""Settings that are digests, and what it means that they differ."""
 
 
 @dataclass(kw_only=True)
@@ -200,6 +216,8 @@ class ShardingJob(Generic[ReportT]):
         if path.exists():
             refuse_differences(path, read_fields(path).take("settings", dict), self.identity)
         for part, document in parts.items():
+            if self._may_begin_anew(document):
+                continue
             refuse_differences(part.path(self.output), document["settings"], self.identity)
             if part.count != self.part.count:
                 raise DataError(
@@ -224,6 +242,7 @@ class ShardingJob(Generic[ReportT]):
         """
         self.identity["input"] = fingerprint
         self._refuse_other_content()
+        self._forget_failed()
         (self.output / "shards").mkdir(exist_ok=True)
         if (self.output / "dataset.json").exists():
             self._check_shards()
@@ -245,6 +264,21 @@ class ShardingJob(Generic[ReportT]):
             self.part.path(self.output).unlink(missing_ok=True)
             raise
         return True
+
+    def _may_begin_anew(self, document: Mapping[str, Any]) -> bool:
+        """Whether what is written of a part is of a run of the whole that failed: it left nothing that other settings
+        must not take the place of."""
+        return bool(document.get(FAILED)) and self.part.count == 1
+
+    def _forget_failed(self) -> None:
+        """Take away what a run of other settings has left that failed."""
+        documents = begun_parts(self.output).values()
+        if any(each["settings"] != self.identity for each in documents if self._may_begin_anew(each)):
+            log.info(
+                "%s: what an attempt with other settings or input has left, which failed, is taken away", self.output
+            )
+            for name in ("shards", "tokenizer"):
+                shutil.rmtree(self.output / name, ignore_errors=True)
 
     def _check_shards(self) -> None:
         path = self.output / "dataset.json"
@@ -298,11 +332,16 @@ class ShardingJob(Generic[ReportT]):
         Raises:
             DataError: too much had to be skipped (finished shards stay), or nothing is left.
         """
-        self.part.write(self.output, {**self._document, "description": dict(description)})
+        document = {**self._document, "description": dict(description)}
+        self.part.write(self.output, document)
         if self.part.count > 1:
             log.info("%s is made; when all parts are: trp-scale merge %s", self.part, self.output)
             return None
-        return finish_dataset(self.output, self._kind)
+        try:
+            return finish_dataset(self.output, self._kind)
+        except DataError:
+            self.part.write(self.output, {**document, FAILED: True})
+            raise
 
 
 def finish_dataset(output: Path, kind: DataKind[ReportT], max_skipped: float | None = None) -> Finished[ReportT]:
@@ -443,16 +482,20 @@ def refuse_differences(
 ) -> None:
     """Raise DataError naming each setting of `wanted` that `found`, from the file `path`, has otherwise."""
     differences = [
-        f"{name} {quoted(found.get(name))} there, {quoted(value)} asked for"
-        for name, value in wanted.items()
-        if found.get(name) != value
+        _difference(name, found.get(name), value) for name, value in wanted.items() if found.get(name) != value
     ]
     if differences:
         raise DataError(f"{path}: {holds}: {'; '.join(differences[:MOST_PROBLEMS])}. Ask for the same, {advice}")
 
 
+def _difference(name: str, there: object, asked: object) -> str:
+    if any(isinstance(value, str) and _DIGEST.fullmatch(value) for value in (there, asked)):
+        return _DIGEST_OF.get(name, f"another {name}")
+    return f"{name} {quoted(there)} there, {quoted(asked)} asked for"
+
+
 def check_skipped(items: str, used: int, report: PortionReport, reasons: Mapping[str, str], max_skipped: float) -> None:
-    """Warn of what was skipped.
+    """Refuse what was skipped if it is too much, else warn of it.
 
     Args:
         items: "documents", "images".
@@ -471,11 +514,11 @@ def check_skipped(items: str, used: int, report: PortionReport, reasons: Mapping
         f"{number} {shortened(reason)} ({reasons.get(reason, 'not a reason known here')})"
         for reason, number in sorted(report.skipped.items())
     )
-    if count:
-        log.warning("%d of %d %s were skipped: %s", count, found, items, named)
     if count > max_skipped * found:
-        first = "\n".join(f"  {place} ({why})" for why, place in report.skipped_places[:20])
+        first = "\n".join(f"  {place} ({why})" for why, place in report.skipped_places[:MOST_SHOWN])
         raise DataError(
             f"{count} of {found} {items} were skipped, more than --max_skipped {max_skipped} allows: "
             f"{named}. The first ones:\n{first}"
         )
+    if count:
+        log.warning("%d of %d %s were skipped: %s", count, found, items, named)

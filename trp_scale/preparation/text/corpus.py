@@ -9,9 +9,11 @@ import ast
 import glob
 import hashlib
 import inspect
+import logging
 import os
 import re
 import sysconfig
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
@@ -21,7 +23,7 @@ from typing import Literal
 from trp_scale.data.dataset_directory import files_fingerprint, is_dataset_directory, load_dataset
 from trp_scale.data.index import DataError
 from trp_scale.data.raw_files import GZIP, JSON_SUFFIXES, PARQUET, TEXT_SUFFIXES
-from trp_scale.errors import said_by
+from trp_scale.errors import said_by, shortened
 
 _RATIO = 3
 """Bytes of text in a byte of a gzipped file, about: its end alone would tell, and not above 4 GB."""
@@ -38,6 +40,8 @@ LEFT_OUT = frozenset({"test", "tests", "turtledemo", "site-packages", "dist-pack
 TOPICS = "pydoc_data/topics.py"
 
 _BLANK_LINE = re.compile(rb"\n[ \t\r]*\n\s*")
+
+log = logging.getLogger(__name__)
 
 Kind = Literal["text", "jsonl", "parquet", "dataset"]
 
@@ -119,19 +123,28 @@ def _find(item: str, kind: str) -> Iterator[tuple[Path, Kind]]:
             yield path, "dataset"
             return
         known = (*TEXT_SUFFIXES, *JSON_SUFFIXES, PARQUET) if kind == "auto" else ("",)
-        files = (file for file in path.rglob("*") if not file.is_dir())
-        found = sorted(file for file in files if file.name.removesuffix(GZIP).endswith(known))
+        files = sorted(file for file in path.rglob("*") if not file.is_dir())
+        found = [file for file in files if file.name.removesuffix(GZIP).endswith(known)]
+        others = Counter(file.suffix or file.name for file in files) - Counter(file.suffix for file in found)
+        listed = ", ".join(f"{count} {shortened(suffix)}" for suffix, count in others.most_common(5)) or "nothing"
         if not found:
             raise DataError(
-                f"input {item}: no file in this folder ends in {', '.join(known)}, with {GZIP} behind it or not; set "
-                "--format to take all"
+                f"input {item}: no file in this folder ends in {', '.join(known)}, with {GZIP} behind it or not; "
+                f"found: {listed}. Unpack what is packed; --format text takes all files for text"
+            )
+        if others:
+            log.warning(
+                "input %s: left out, by their suffixes: %s; --format text takes all files for text", item, listed
             )
     elif path.exists() or path.is_symlink():
         found = [path]
     else:
         found = sorted(Path(name) for name in glob.glob(item, recursive=True) if not Path(name).is_dir())  # noqa: PTH207
         if not found:
-            raise DataError(f"input {item}: no such file or folder, and no file matches it as a pattern")
+            raise DataError(
+                f"input {item}: no such file or folder, and no file matches it as a pattern; names on a hub are not "
+                "downloaded"
+            )
     for file in found:
         yield file, _kind(file, kind)
 

@@ -14,7 +14,7 @@ from typing import IO, Any
 
 from trp_scale.data.dataset_directory import check_rows, load_dataset
 from trp_scale.documents.json_files import parse_json
-from trp_scale.errors import RefusedError
+from trp_scale.errors import RefusedError, quoted
 from trp_scale.preparation.text.corpus import LARGEST_SHARD, Portion, Span, open_parquet
 
 SKIP_REASONS = {
@@ -24,9 +24,15 @@ SKIP_REASONS = {
     "empty": "nothing but white space, or no word piece is left of it",
     "long_line": "a line longer than --max_line_bytes",
     "not_json": "a line that is not a JSON object",
-    "no_text": "the text field is missing or is not a string",
+    "no_text": "no string in the field or column that --text_field names",
+    "gzip": "a gzipped file by its content; its name must end in .gz",
+    "parquet": "a parquet file by its content; its name must end in .parquet, or --format parquet",
+    "packed": "a file packed by zip or zstd; unpack it",
 }
 """Why a document is skipped."""
+
+_SIGNATURES = {b"\x1f\x8b": "gzip", b"PAR1": "parquet", b"PK\x03\x04": "packed", b"\x28\xb5\x2f\xfd": "packed"}
+"""First bytes of files that are no text, and no name says so."""
 
 CHUNK = LARGEST_SHARD
 """Bytes of a file that are held together: a gzipped or sparse one of a few bytes may have any number of them."""
@@ -52,10 +58,12 @@ class Document:
 
 @dataclass(frozen=True)
 class Skipped:
-    """A document that cannot be used. `reason` is a key of SKIP_REASONS, `place` is file:line or file:row."""
+    """A document that cannot be used. `reason` is a key of SKIP_REASONS, `place` is file:line or file:row, `found` what
+    was there in its place, if that is known."""
 
     reason: str
     place: str
+    found: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +90,8 @@ def read_portion(portion: Portion, settings: ReadSettings) -> Iterator[Document 
 def _read_dataset(span: Span, settings: ReadSettings) -> Iterator[Document | Skipped]:
     rows = load_dataset(span.path, settings.split)
     if settings.text_field not in rows.column_names:
-        yield from (Skipped("no_text", f"{span.path}:{row}") for row in range(span.start, span.end))
+        found = quoted(rows.column_names)
+        yield from (Skipped("no_text", f"{span.path}:{row}", found) for row in range(span.start, span.end))
         return
     column = rows.select_columns([settings.text_field])
     check_rows(column, span.start, span.end, f"input {span.path}")
@@ -99,7 +108,8 @@ def _read_dataset(span: Span, settings: ReadSettings) -> Iterator[Document | Ski
 def _read_parquet(span: Span, settings: ReadSettings) -> Iterator[Document | Skipped]:
     with open_parquet(span.path) as opened:
         if settings.text_field not in opened.schema_arrow.names:
-            yield from (Skipped("no_text", f"{span.path}:{row}") for row in range(span.start, span.end))
+            found = quoted(opened.schema_arrow.names)
+            yield from (Skipped("no_text", f"{span.path}:{row}", found) for row in range(span.start, span.end))
             return
         first = 0
         for group in range(opened.num_row_groups):
@@ -141,6 +151,11 @@ def _read_file(span: Span, settings: ReadSettings) -> Iterator[Document | Skippe
     passed = 0
     try:
         with gzip.open(span.path, "rb") if span.gzipped else open(span.path, "rb") as stream:  # noqa: PTH123
+            head = stream.read(4)
+            if kind := next((kind for first, kind in _SIGNATURES.items() if head.startswith(first)), ""):
+                yield Skipped(kind, span.path)
+                return
+            stream.seek(0)
             for number, data in enumerate(_pieces(stream, span, settings)):
                 first = number == 0 and span.start == 0
                 yield from _documents(data, _LineNumbers(span, data, before, passed), settings, first=first)
@@ -264,7 +279,11 @@ def _json_document(line: bytes, start: int, lines: _LineNumbers, settings: ReadS
         return Skipped("not_json", lines.place(start))
     if not isinstance(record, dict):
         return Skipped("not_json", lines.place(start))
-    return _document(record.get(settings.text_field), partial(lines.place, start))
+    text = record.get(settings.text_field)
+    if not isinstance(text, str):
+        found = quoted(text) if settings.text_field in record else quoted(list(record))
+        return Skipped("no_text", lines.place(start), found)
+    return _document(text, partial(lines.place, start))
 
 
 def _text_document(data: bytes, start: int, lines: _LineNumbers, settings: ReadSettings) -> Document | Skipped:

@@ -238,7 +238,8 @@ def write_portion(
         reported = characters = 0
         for document in read_portion(portion, read):
             if not isinstance(document, Document):
-                report.skip(document.reason, document.place)
+                found = f"{document.reason}: {document.found} found" if document.found else ""
+                report.skip(document.reason, document.place, found)
                 continue
             writer.add_document(document)
             advance(1, report.words - reported, len(document.text))

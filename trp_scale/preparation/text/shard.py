@@ -22,6 +22,7 @@ from trp_scale.data.text.tokenizer import (
     train_word_piece,
     vocabulary_size,
 )
+from trp_scale.errors import shortened
 from trp_scale.preparation.sharding.job import DataKind, ShardingJob, ShardingSettings, check_ranges
 from trp_scale.preparation.sharding.lock import only_run
 from trp_scale.preparation.sharding.workers import Advance, Progressed
@@ -30,10 +31,13 @@ from trp_scale.preparation.text.annotate import Annotator
 from trp_scale.preparation.text.corpus import Corpus, Portion, embedded_documents, plan_corpus
 from trp_scale.preparation.text.documents import SKIP_REASONS, Document, ReadSettings, read_portion
 from trp_scale.preparation.text.portion import RowSettings, TextReport, write_portion
-from trp_scale.preparation.text.taggers import make_tagger, resolve_tagger
+from trp_scale.preparation.text.taggers import ANOTHER_LANGUAGE, make_tagger, resolve_tagger, unknown_words
 
 SAMPLED_PORTIONS = 64
 """Portions, evenly spread, that a tokenizer is trained on: each is read three times."""
+
+LOOKED_AT, LOOKED_AT_CHARACTERS = 4, 40_000
+"""Portions, and characters of each, whose words tell the language."""
 
 TOKENIZER_PATIENCE = 3600.0
 """Seconds to wait for another part that trains the tokenizer; 256 MB of text take some minutes."""
@@ -132,6 +136,7 @@ def shard_text(config: ShardTextConfig) -> Path:
             one_document_per_file=config.documents == "file",
             max_line_bytes=config.max_line_bytes,
         )
+        _look_for_another_language(corpus, read)
         _make_tokenizer(config, corpus, read)
         rows = _row_settings(config)
         progressed = _progressed(config, job.mine(corpus.portions))
@@ -167,6 +172,20 @@ def _plan(config: ShardTextConfig, path: Path) -> Corpus:
         temporary.replace(path)
         inputs, kind = [str(path)], "jsonl"
     return plan_corpus(inputs, kind, config.split, config.documents == "file", config.shard_bytes)
+
+
+def _look_for_another_language(corpus: Corpus, read: ReadSettings) -> None:
+    """Say so if the text seems to be in a language or a script that the taggers do not know."""
+    spread = corpus.portions[:: -(-len(corpus.portions) // LOOKED_AT)]
+    text = "\n".join(text for portion in spread for text in _sample(portion, read, LOOKED_AT_CHARACTERS))
+    share, examples = unknown_words(text)
+    if share >= ANOTHER_LANGUAGE:
+        log.warning(
+            "the taggers are for English, and the text may not be: %.0f%% of its words are unknown, such as %s; their "
+            "parts of speech will mean little",
+            100 * share,
+            ", ".join(map(shortened, examples)),
+        )
 
 
 def _make_tokenizer(config: ShardTextConfig, corpus: Corpus, read: ReadSettings) -> None:

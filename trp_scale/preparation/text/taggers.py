@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from importlib import import_module
 from importlib.metadata import version
 from typing import Any, Protocol
@@ -33,6 +34,24 @@ def text_library(name: str) -> Any:
         raise TaggerError(
             f"sharding text needs {package}, which cannot be imported ({error}): pip install 'trp-scale[text]'"
         ) from error
+
+
+_WORD = re.compile(r"[^\W\d_]+")
+
+FEWEST_WORDS = 20
+"""Of which the share of unknown ones says something."""
+
+ANOTHER_LANGUAGE = 0.25
+"""Share of unknown words from which text is taken to be in another language than the taggers'. Of English books 2 %
+are unknown, of docstrings 7 %, of Wikipedia 9 %; of a page of French 34 %, of German 67 %, of Chinese all."""
+
+
+def unknown_words(text: str) -> tuple[float, list[str]]:
+    """Share of the words that TextBlob's English lexicon does not have, and some of them; 0 of next to no words."""
+    words = _WORD.findall(text)
+    lexicon = text_library("textblob.en").parser.lexicon
+    unknown = [word for word in words if word not in lexicon and word.lower() not in lexicon]
+    return (len(unknown) / len(words) if len(words) >= FEWEST_WORDS else 0.0), list(dict.fromkeys(unknown))[:5]
 
 
 class Tagger(Protocol):

@@ -239,7 +239,7 @@ def test_a_model_that_gives_no_number_is_seen(tmp_path: Path, models: Models, mo
 def test_labels_of_another_making_need_another_directory(tmp_path: Path, whole: Path, models: Models) -> None:
     data = shutil.copytree(whole, tmp_path / "data")
     other = models._replace(depth=depth_anything(tmp_path / "other", seed=5))
-    with pytest.raises(DataError, match=r"depth/ holds labels of another making: model .*--depth\.directory"):
+    with pytest.raises(DataError, match=r"depth/ holds labels of another making: another model.*--depth\.directory"):
         label(data, other)
     with pytest.raises(DataError, match="precision 'fp32' there, 'bf16' asked for"):
         label(data, models, precision="bf16")
@@ -291,7 +291,7 @@ def test_a_model_that_was_refused_leaves_the_directory_to_another(tmp_path: Path
         label(data, models._replace(depth=bad), semseg={"model": ""})
     with (
         only_run(data / "depth", "image-000001.tar.lock"),
-        pytest.raises(DataError, match="another making: model"),
+        pytest.raises(DataError, match="another making: another model"),
     ):
         label(data, models, semseg={"model": ""})
     assert label(data, models, semseg={"model": ""})
@@ -305,6 +305,6 @@ def test_two_makings_begun_at_once_do_not_mix(tmp_path: Path, models: Models, mo
         run(*given)  # type: ignore[arg-type]
 
     monkeypatch.setattr(labelling, "_run", after_another_began)
-    with pytest.raises(DataError, match="another making: model 'another' there"):
+    with pytest.raises(DataError, match="another making: another model"):
         label(data, models, semseg={"model": ""})
     assert not list((data / "depth").glob("*.tar"))

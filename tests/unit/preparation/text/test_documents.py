@@ -125,8 +125,37 @@ def test_inputs_that_do_not_exist_are_named(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no such file or folder"):
         read(tmp_path / "nothing.txt")
     (tmp_path / "image.png").write_bytes(b"")
-    with pytest.raises(DataError, match=r"ends in \.txt"):
+    with pytest.raises(DataError, match=r"ends in \.txt.*found: 1 \.png"):
         read(tmp_path)
+
+
+def test_what_no_suffix_tells_is_left_out_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name in ("a.txt", "b.rst", "c.rst", "README"):
+        (tmp_path / name).write_text("One.")
+    assert texts(read(tmp_path)) == ["One."]
+    assert "left out, by their suffixes: 2 .rst, 1 README; --format text takes all" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        (gzip.compress(b"One."), "gzip"),
+        (b"PAR1" + bytes(20), "parquet"),
+        (b"PK\x03\x04" + bytes(20), "packed"),
+        (b"\x28\xb5\x2f\xfd" + bytes(20), "packed"),
+    ],
+)
+def test_what_is_packed_and_is_not_called_so_is_told_by_its_content(
+    content: bytes, reason: str, tmp_path: Path
+) -> None:
+    (tmp_path / "a.txt").write_bytes(content)
+    assert skipped(read(tmp_path)) == [(reason, "a.txt")]
+
+
+def test_fields_are_named_where_the_text_is_in_none(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"body": "One.", "id": 1}\n{"text": 5}\n')
+    found = [item.found for item in read(tmp_path) if isinstance(item, Skipped)]
+    assert found == ["['body', 'id']", "5"]
 
 
 def test_a_dataset_directory_is_read(tmp_path: Path) -> None:

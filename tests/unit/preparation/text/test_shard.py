@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -217,6 +218,73 @@ def test_skipped_documents_are_listed_and_too_many_stop_the_run(tmp_path: Path) 
     assert dataset["documents"] == dataset["rows"] == 30
     assert dataset["skipped"] == {"not_json": 1, "empty": 1}
     assert [entry["reason"] for entry in dataset["skipped_places"]] == ["not_json", "empty"]
+
+
+def test_an_attempt_that_failed_does_not_stand_in_the_way_of_another(tmp_path: Path) -> None:
+    """But what was stopped is kept for the same command; and what differs is said as settings."""
+    good, bad = tmp_path / "good.txt", tmp_path / "bad.txt"
+    good.write_text("The cat sat. It purred. " * 20)
+    bad.write_bytes("caf\u00e9".encode("latin-1"))
+    config = ShardTextConfig(
+        inputs=[str(good), str(bad)],
+        output=tmp_path / "out",
+        tagger="textblob",
+        vocab_size=100,
+        length=32,
+        processes=1,
+        progress=False,
+    )
+    with pytest.raises(DataError, match="1 of 2 documents were skipped"):
+        shard_text(config)
+    shard_text(replace(config, inputs=[str(good)], length=16))
+    assert read_json(tmp_path / "out" / "dataset.json")["documents"] == 1
+    good.write_text("The dog sat. It barked. " * 20)
+    with pytest.raises(DataError, match="length 16 there, 32 asked for"):
+        shard_text(replace(config, inputs=[str(good)]))
+    with pytest.raises(DataError, match="other input: files were added, taken away or changed") as raised:
+        shard_text(replace(config, inputs=[str(good)], length=16))
+    assert not re.search("[0-9a-f]{32}", str(raised.value))
+
+
+ENGLISH = (
+    "This is a page of plain English, which is about nothing in particular and says so in a few more common words. "
+)
+GERMAN = (
+    "Die künstliche Intelligenz ist ein Teilgebiet der Informatik. Es umfasst alle Anstrengungen, deren Ziel es ist, "
+    "Maschinen intelligent zu machen. "
+)
+FRENCH = (
+    "L'intelligence artificielle est un ensemble de théories et de techniques visant à réaliser des machines capables "
+    "de simuler l'intelligence humaine. "
+)
+CHINESE = "人工智能是计算机科学的一个分支。它企图了解智能的实质。"
+
+
+@pytest.mark.parametrize(
+    ("text", "another"),
+    [(ENGLISH, False), (GERMAN, True), (FRENCH, True), (CHINESE * 20, True), ("Danke schön!", False)],
+)
+def test_words_tell_another_language(text: str, another: bool) -> None:
+    share, examples = taggers.unknown_words(text)
+    assert (share >= taggers.ANOTHER_LANGUAGE) == another
+    assert len(examples) <= 5 and bool(examples) == (text != ENGLISH)
+
+
+def test_another_language_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for name, text in (("english", ENGLISH), ("german", GERMAN)):
+        (tmp_path / f"{name}.txt").write_text(text * 5)
+        config = ShardTextConfig(
+            inputs=[str(tmp_path / f"{name}.txt")],
+            output=tmp_path / name,
+            tagger="textblob",
+            vocab_size=200,
+            length=32,
+            processes=1,
+            progress=False,
+        )
+        caplog.clear()
+        shard_text(config)
+        assert ("% of its words are unknown, such as künstliche, " in caplog.text) == (name == "german")
 
 
 def test_taggers_say_what_is_missing_and_which_is_used(
