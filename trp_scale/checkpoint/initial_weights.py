@@ -20,6 +20,7 @@ from trp_scale.checkpoint.tensor_file import reading_tensors
 from trp_scale.config import RefusedError
 from trp_scale.errors import said_by, shortened
 from trp_scale.models.initialise import give
+from trp_scale.models.outline import ModelOutline
 
 
 def give_weights(model: Model, path: str, load: Load[Model]) -> None:
@@ -59,6 +60,9 @@ def take_checkpoint(model: nn.Module, checkpoint: Path, state: str) -> None:
     ]
     unexpected = sorted(set(stored) - set(own))
     if missing or other or unexpected:
+        here = ModelOutline.of({name: tuple(parameter.shape) for name, parameter in own.items()})
+        if why := ModelOutline.of(shapes).differs_from(here):
+            raise RefusedError(f"--model.weights {checkpoint}: {why}")
         listed = "; ".join(
             f"{what}: {', '.join(names[:5])}{', ...' if names[5:] else ''}"
             for what, names in (("missing", missing), ("of another shape", other), ("unexpected", unexpected))
@@ -100,14 +104,20 @@ def load_given_weights(model: Model, path: str, load: Load[Model]) -> None:
     file = Path(path) / FILE if Path(path).is_dir() else Path(path)
     if file.suffix != ".safetensors" or not file.is_file():
         raise RefusedError(
-            f"--model.weights {path}: a directory with {FILE} or a .safetensors file expected (nothing is unpickled)"
+            f"--model.weights {path}: a directory with {FILE} or a .safetensors file expected (nothing is unpickled, "
+            "and names on a hub are not downloaded)"
         )
     with reading_tensors(file):
         found = load_file(file)
     try:
         load(model, found)
     except ValueError as error:
-        raise RefusedError(f"--model.weights {file}: {shortened(str(error), 1000)}") from error
+        there, here = (
+            ModelOutline.of({name: tuple(tensor.shape) for name, tensor in tensors})
+            for tensors in (found.items(), model.named_parameters())
+        )
+        why = there.differs_from(here) or shortened(str(error), 1000)
+        raise RefusedError(f"--model.weights {file}: {why}") from error
 
 
 @contextmanager

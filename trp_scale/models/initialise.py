@@ -7,7 +7,7 @@ value is. An engine then fills what this rank holds, one tensor after the other,
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -38,6 +38,9 @@ def xavier_uniform_tensor(seed: int, name: str, shape: tuple[int, ...], *, parts
 Value = Tensor | float
 """Of all elements of a parameter, or of each."""
 
+SHOWN = 4
+"""Names of tensors that a message shows."""
+
 NOTED = "first_value"
 """Attribute of a parameter without content: what makes its first value, and how often it had been written to by then.
 torch writes to a shape without complaint and without effect; it counts, though."""
@@ -62,6 +65,22 @@ def value_of(parameter: Tensor) -> Tensor:
         return parameter.detach()
     value = getattr(parameter, NOTED)[0]()
     return value if isinstance(value, Tensor) else torch.full(parameter.shape, value)
+
+
+def check_names(wanted: Collection[str], given: Collection[str]) -> None:
+    """
+    Raises:
+        ValueError: names that are missing or unexpected.
+    """
+    if missing := sorted({*wanted} - {*given}):
+        raise ValueError(f"weights for {_some(missing)} are missing")
+    if unexpected := sorted({*given} - {*wanted}):
+        raise ValueError(f"weights for {_some(unexpected)} have no place in this model")
+
+
+def _some(names: list[str]) -> str:
+    """The first names, and how many more there are."""
+    return f"{names[:SHOWN]}{f' and {len(names) - SHOWN} more' if len(names) > SHOWN else ''}"
 
 
 def take(

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
-from transformers import BertForPreTraining
+from transformers import BertForPreTraining, GPT2Config, GPT2LMHeadModel
 
 from tests.unit.models.small_images import GRID, PATCH, config
 from tests.unit.models.test_mae_against_transformers import loaded, timm_vit
@@ -86,16 +86,47 @@ def test_an_encoder_starts_from_timm_and_its_decoder_from_the_seed(tmp_path: Pat
     assert all(same for name, same in of_the_seed.items() if not is_encoder(name))
 
 
+BERT_OF_OTHER_SIZE = TextModelConfig(layers=3, hidden_size=16, heads=2, intermediate_size=48, max_positions=16)
+
+
+@pytest.mark.parametrize(
+    ("peer", "message"),
+    [
+        (
+            lambda: BertForPreTraining(bert_config(BERT_OF_OTHER_SIZE, 90)),
+            r"3 layers of 16 \(48 within\) there, 2 layers of 32 \(64 within\) here; give --model\.layers 3 "
+            r"--model\.hidden_size 16 --model\.intermediate_size 48, or other weights",
+        ),
+        (lambda: vitmae(config()), "of a model that reads images, this one reads text; give those of"),
+        (
+            lambda: GPT2LMHeadModel(GPT2Config(vocab_size=90, n_embd=32, n_layer=2, n_head=2, n_inner=64)),
+            r"weights for \['bert.embeddings.LayerNorm.bias', .* and \d+ more are missing$",
+        ),
+    ],
+    ids=["another size", "of images", "another kind of the same size"],
+)
+def test_weights_of_another_model_are_told_by_its_sizes(
+    peer: Callable[[], nn.Module], message: str, tmp_path: Path
+) -> None:
+    peer().save_pretrained(tmp_path)  # type: ignore[operator]
+    model = BertForMaskedPositions(BERT, vocab_size=90, seed=0)
+    with pytest.raises(RefusedError, match=message) as refused:
+        load_given_weights(model, str(tmp_path), BertForMaskedPositions.load_transformers)
+    assert len(str(refused.value)) < 500 + len(str(tmp_path))
+
+
 def test_what_is_no_such_file_is_refused(tmp_path: Path) -> None:
     model = MaskedAutoencoder(config())
     (tmp_path / "weights.bin").write_bytes(b"\x80\x04")
     (tmp_path / "broken.safetensors").write_bytes(b"broken")
+    (tmp_path / "bert-base-uncased").mkdir()
     save_file({"blocks.0.norm1.weight": torch.zeros(3)}, tmp_path / "few.safetensors")
     for name, words in (
         ("absent", "expected"),
         ("weights.bin", "nothing is unpickled"),
         ("broken.safetensors", "broken.safetensors"),
-        ("few.safetensors", "missing"),
+        ("bert-base-uncased", "names on a hub are not downloaded"),
+        ("few.safetensors", "1 layer of 3 there, 2 layers of 24"),
     ):
         with pytest.raises(RefusedError, match=words):
             load_given_weights(model, str(tmp_path / name), load_given)

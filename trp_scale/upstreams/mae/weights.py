@@ -13,7 +13,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from trp_scale.models.initialise import take
+from trp_scale.models.initialise import check_names, take
 from trp_scale.models.positions import PositionOrder, sine_cosine
 from trp_scale.upstreams.mae.model import CHANNELS, MaskedAutoencoder
 
@@ -192,6 +192,8 @@ def take_positions(given: dict[str, Tensor], name: str, order: PositionOrder) ->
     found = order_of(positions[1:])
     if found is not None and found != order:
         raise ValueError(f"{name}: positions in the order {found}; set --vision.position_order {found} for them")
+    if found is None and not positions.any():
+        raise ValueError(f"{name}: all zeros, as of a model that was made and never trained; give trained weights")
     if found is None:
         off = float((positions[1:] - sine_cosine(grid, width, order)).abs().max())
         raise ValueError(
@@ -218,13 +220,3 @@ def fill(
         return value
 
     take(model, {name: tuple(several) for name, several in sources.items()}, given, made)
-
-
-def check_names(wanted: set[str], given: Mapping[str, Tensor]) -> None:
-    """Raises:
-    ValueError: names that are missing or unexpected.
-    """
-    if missing := sorted(wanted - set(given)):
-        raise ValueError(f"weights for {missing} are missing")
-    if unexpected := sorted(set(given) - wanted):
-        raise ValueError(f"weights for {unexpected} have no place in this model")

@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 from trp_scale.checkpoint.export import Export
 from trp_scale.config import RefusedError
-from trp_scale.models.initialise import give, take, value_of
+from trp_scale.models.initialise import check_names, give, take, value_of
 from trp_scale.recipes.loader import from_dict
 from trp_scale.upstreams.mae.export import check_timm, read_weights, write_encoder
-from trp_scale.upstreams.mae.weights import check_names, order_of
+from trp_scale.upstreams.mae.weights import order_of
 from trp_scale.upstreams.mm_mae.model import MultimodalMaskedAutoencoder
 from trp_scale.upstreams.mm_mae.settings import MmMaeConfig
 

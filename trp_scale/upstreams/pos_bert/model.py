@@ -19,7 +19,7 @@ from transformers import BertConfig, BertModel
 from transformers.models.bert.modeling_bert import BertLayer
 
 from trp_scale.config import TextModelConfig
-from trp_scale.models.initialise import give, initialise, take
+from trp_scale.models.initialise import check_names, give, initialise, take
 from trp_scale.models.tensor_plan import WHOLE, Cut, TensorPlan
 
 VOCABULARY_MULTIPLE = 64
@@ -361,10 +361,7 @@ class BertForMaskedPositions(nn.Module):
         own = dict(self.named_parameters())
         ignored = {*TIED_PARAMETERS, "bert.embeddings.position_ids"}
         given = {name: tensor for name, tensor in state.items() if name not in ignored}
-        if missing := sorted(set(own) - set(given)):
-            raise ValueError(f"weights for {missing} are missing")
-        if unexpected := sorted(set(given) - set(own)):
-            raise ValueError(f"weights for {unexpected} have no place in this model")
+        check_names(own, given)
         for name in PADDED_PARAMETERS:
             expected = (self.config.vocab_size, *own[name].shape[1:])
             if tuple(given[name].shape) != expected:

@@ -1,0 +1,61 @@
+"""What a model is, by the names and shapes of its tensors: what it reads, its blocks and their widths. For messages
+about weights that are another model's, whichever library has named them."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+_STACKED = re.compile(r"((?:.*\.)?(?:layer|layers|block|blocks|h|encoder))\.(\d+)\.")
+
+_MARKS = {
+    "text": ("word_embeddings", "embed_tokens", "wte."),
+    "images": ("patch_embed", "input_adapters", "tokenisers"),
+}
+"""Parts of names that tell what a model reads."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOutline:
+    """Attributes: reads: text or images, empty: not known. layers, hidden_size, intermediate_size: of the encoder's
+    blocks, 0 where they cannot be told."""
+
+    reads: str = ""
+    layers: int = 0
+    hidden_size: int = 0
+    intermediate_size: int = 0
+
+    @classmethod
+    def of(cls, shapes: Mapping[str, tuple[int, ...]]) -> ModelOutline:
+        """The outline of a model's tensors, by name."""
+        reads = next((kind for kind, marks in _MARKS.items() if any(mark in n for n in shapes for mark in marks)), "")
+        stacks: dict[str, set[int]] = defaultdict(set)
+        for match in filter(None, map(_STACKED.match, shapes)):
+            stacks[match[1]].add(int(match[2]))
+        if not stacks:
+            return cls(reads=reads)
+        encoder = max(stacks, key=lambda prefix: ("decoder" not in prefix, len(stacks[prefix])))
+        within = [shape for name, shape in shapes.items() if name.startswith(f"{encoder}.")]
+        widths = Counter(shape[0] for shape in within if len(shape) == 1)  # most are of norms and biases
+        width = widths.most_common(1)[0][0] if widths else 0
+        both = {shape for shape in within if len(shape) == 2 and shape[::-1] in within and shape[0] != shape[1]}
+        inner = max((side for shape in both for side in shape if width in shape and side != width), default=0)
+        return cls(reads=reads, layers=len(stacks[encoder]), hidden_size=width, intermediate_size=inner)
+
+    def differs_from(self, here: ModelOutline) -> str:
+        """Why these weights are not for the model `here`, and the settings that are; empty if nothing is known."""
+        if self.reads and here.reads and self.reads != here.reads:
+            return (
+                f"weights of a model that reads {self.reads}, this one reads {here.reads}; give those of another model"
+            )
+        names = ("layers", "hidden_size", "intermediate_size")
+        pairs = {name: (getattr(self, name), getattr(here, name)) for name in names}
+        known = {name: pair for name, pair in pairs.items() if all(pair)}
+        other = [f"--model.{name} {theirs}" for name, (theirs, ours) in known.items() if theirs != ours]
+        return f"{self} there, {here} here; give {' '.join(other)}, or other weights" if other else ""
+
+    def __str__(self) -> str:
+        within = f" ({self.intermediate_size} within)" if self.intermediate_size else ""
+        return f"{self.layers} layer{'s' * (self.layers != 1)} of {self.hidden_size}{within}"
