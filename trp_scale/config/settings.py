@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, get_args, get_origin, get_type_hints
@@ -22,7 +23,7 @@ class Range:
 
     def __contains__(self, value: float) -> bool:
         return (
-            value != float("inf")
+            value != math.inf
             and (self.at_least is None or value >= self.at_least)
             and (self.above is None or value > self.above)
             and (self.at_most is None or value <= self.at_most)
@@ -119,7 +120,9 @@ def range_problems(config: Any) -> Iterator[str]:
             if allowed is None or value is None or isinstance(value, str):  # a word such as auto, in place of a number
                 continue
             if value not in allowed:
-                yield f"--{name}.{each.name.rstrip('_')} is {value}, allowed: {allowed}{_or_words(section, each)}"
+                finite = ", and finite" if value == math.inf else ""
+                words = f"{allowed}{finite}{_or_words(section, each)}"
+                yield f"--{name}.{each.name.rstrip('_')} is {value}, allowed: {words}"
 
 
 def _or_words(section: Any, setting: dataclasses.Field[Any]) -> str:

@@ -93,7 +93,8 @@ def open_encoder(path: str) -> EncoderSource:
     if not description.is_file() or not (place / FILE).is_file():
         raise RefusedError(
             f"--from {path}: allowed: a run directory (with checkpoints/), a checkpoint, a directory with config.json "
-            f"and {FILE} (transformers' BERT or ViTMAE, timm's ViT), or the word {SCRATCH}"
+            f"and {FILE} (transformers' BERT or ViTMAE, timm's ViT), or the word {SCRATCH}; names on a "
+            "hub are not downloaded"
         )
     said = f"--from {path}: config.json"
     found = read_object(description, said=said)

@@ -49,6 +49,7 @@ def finetune(arguments: FinetuneArguments) -> int:
         world = environment.world
         run_dir = rundir.create_run_directory(arguments, world)
         check_shared_directory(run_dir, world)
+        rundir.refuse_runs(run_dir, rundir.CONFIG_FILE, "a run of trp-scale pretrain", world)
         baseline = None if arguments.baseline is None else read_results(arguments.baseline)
         found = []
         tasks = arguments.config.tasks(arguments.task)

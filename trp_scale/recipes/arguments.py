@@ -21,6 +21,7 @@ from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.documents.fields import Fields
 from trp_scale.recipes.checks import check
 from trp_scale.recipes.loader import (
+    TRAINING,
     elsewhere,
     flat,
     from_dict,
@@ -183,9 +184,10 @@ def starting_settings(first: First, modules: list[str], settings: type[Config], 
     nothing: dict[str, Any] = {"downstream": {}} if issubclass(settings, FinetuneConfig) else {}
     config = load_recipe(first.recipe) if first.recipe else from_dict(nothing)
     if not isinstance(config, settings):
+        other = TRAINING["task" if isinstance(config, FinetuneConfig) else "upstream"]
         raise RefusedError(
-            f"--recipe {first.recipe} is not one of {prog}'s; allowed: {', '.join(known_recipes(settings))}, or a path "
-            "to a .yaml file of that kind"
+            f"--recipe {first.recipe} is not one of {prog}'s, it is for {other}; allowed here: "
+            f"{', '.join(known_recipes(settings))}, or a path to a .yaml file of that kind"
         )
     if first.upstream and isinstance(config, PretrainConfig):
         config = of_upstream(config, first.upstream)

@@ -82,6 +82,8 @@ def pretrain(arguments: Arguments) -> Ended:
             environment.data, _ = megatron_groups(ranks, local_world=local_world)
         run_dir = rundir.create_run_directory(arguments, environment.world)
         check_shared_directory(run_dir, environment.world)
+        what = "runs of trp-scale finetune"
+        rundir.refuse_runs(run_dir, f"*/seed_*/{rundir.CONFIG_FILE}", what, environment.world)
         with guarded(run_dir, config, environment) as guard:
 
             def make(over: PassedOver | None) -> Run:

@@ -24,6 +24,7 @@ from typing import Any, Protocol
 import torch
 
 import trp_scale
+from trp_scale.checkpoint.agreement import on_rank_zero
 from trp_scale.config import Config, RefusedError
 from trp_scale.distributed.environment import RankInfo
 from trp_scale.distributed.groups import Group
@@ -72,6 +73,20 @@ def create_run_directory(arguments: NamesDirectory, world: Group) -> Path:
     if problem is not None:
         raise RefusedError(problem)
     return path
+
+
+def refuse_runs(run_dir: Path, pattern: str, what: str, world: Group) -> None:
+    """Refuse a directory that another command has trained into.
+
+    Args:
+        pattern: files that tell so.
+        what: whose runs these are.
+
+    Raises:
+        RefusedError: on every rank.
+    """
+    if on_rank_zero(world, f"looking into {run_dir}", lambda: any(run_dir.glob(pattern))):
+        raise RefusedError(f"--run_dir {run_dir} holds {what}; give another one")
 
 
 def write_config(run_dir: Path, config: Config, world: Group) -> None:

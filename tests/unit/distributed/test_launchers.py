@@ -164,7 +164,7 @@ def test_two_launchers_at_once_are_refused_with_what_to_do(environ: dict[str, st
 @pytest.mark.parametrize(
     ("environ", "expected"),
     [
-        ({"RANK": "0", "WORLD_SIZE": "2"}, "MASTER_ADDR and MASTER_PORT is not set"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "these are not set: MASTER_ADDR, MASTER_PORT"),
         ({"WORLD_SIZE": "2"}, "unset RANK WORLD_SIZE"),
         ({**TORCHRUN, "RANK": "five"}, "RANK is 'five'"),
         ({**TORCHRUN, "RANK": "8"}, "rank 8 of 8 processes"),

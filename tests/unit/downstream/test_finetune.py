@@ -74,7 +74,10 @@ def test_the_encoder_is_the_run_s_in_its_sizes_and_weights(image_dataset: Path, 
         ({"downstream__task": "a/b"}, "--downstream.task is 'a/b', allowed: the name of a directory"),
         ({"optimizer__layer_decay": 1.5}, "--optimizer.layer_decay is 1.5"),
         ({"data__validation_fraction": 0.0}, "nothing is left to measure on"),
-        ({"recipe": "mae_vit_b"}, "--recipe mae_vit_b is not one of trp-scale finetune's"),
+        (
+            {"recipe": "mae_vit_b"},
+            "--recipe mae_vit_b is not one of trp-scale finetune's, it is for trp-scale pretrain; allowed here: class",
+        ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

@@ -41,6 +41,21 @@ def test_more_steps_go_on_and_fewer_are_refused(
     assert steps_of(run) == 5 and (run / ONE / "checkpoints" / "step_00000005").is_dir()
 
 
+def test_runs_of_two_commands_do_not_share_a_directory(
+    command: list[str], text_dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pretrained = flags(text_dataset, tmp_path / "pretrained", training__steps=1)
+    assert pretrain_here(pretrained) == 0
+    before = sorted(path.name for path in (tmp_path / "pretrained").iterdir())
+    assert cli.main([*command, "--run_dir", str(tmp_path / "pretrained")]) == 2
+    assert "/pretrained holds a run of trp-scale pretrain; give another one" in capsys.readouterr().err
+    assert sorted(path.name for path in (tmp_path / "pretrained").iterdir()) == before
+    assert cli.main(command) == 0
+    assert cli.main(["pretrain", *flags(text_dataset, tmp_path / "run", training__steps=1)]) == 2
+    assert "/run holds runs of trp-scale finetune; give another one" in capsys.readouterr().err
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
 def test_what_is_started_anew_takes_no_earlier_figure(command: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([*command, "--resume", "never"]) == 0
     assert cli.main([*command, "--resume", "never"]) == 2

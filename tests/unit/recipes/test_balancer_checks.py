@@ -24,6 +24,7 @@ def config(kind: str = "minimax", **balancer: Any) -> Config:
     ("settings", "expected"),
     [
         ({"scale": "reference"}, "--balancer.reference is empty"),
+        ({"alpha": float("inf")}, "--balancer.alpha is inf, allowed: 0 or more, and finite"),
         ({"alpha": -1.0}, "--balancer.alpha is -1.0, allowed: 0 or more"),
         ({"min_count": -1}, "--balancer.min_count is -1, allowed: 0 or more"),
         ({"loss_ema": 1.0}, "--balancer.loss_ema is 1.0, allowed: from 0 to below 1"),
@@ -31,7 +32,7 @@ def config(kind: str = "minimax", **balancer: Any) -> Config:
         ({"kind": "group_dro", "rate": 0.0}, "--balancer.rate is 0.0, allowed: more than 0"),
         ({"kind": "group_dro", "adjustment": -0.1}, "--balancer.adjustment is -0.1, allowed: 0 or more"),
         ({"kind": "uncertainty", "lr": float("nan")}, "--balancer.lr is nan, allowed: more than 0"),
-        ({"kind": "gradnorm", "lr": float("inf")}, "--balancer.lr is inf, allowed: more than 0"),
+        ({"kind": "gradnorm", "lr": float("inf")}, "--balancer.lr is inf, allowed: more than 0, and finite"),
         ({"kind": "gradnorm", "alpha": -1.5}, "--balancer.alpha is -1.5, allowed: 0 or more"),
         ({"kind": "dwa", "temperature": 0.0}, "--balancer.temperature is 0.0, allowed: more than 0"),
         ({"kind": "dwa", "interval_steps": -1}, "--balancer.interval_steps is -1, allowed: 0 or more"),

@@ -93,6 +93,12 @@ def agree(datasets: list[TextDataset]) -> TextMeta:
     """
     first = datasets[0]
     for other in datasets[1:]:
+        if first.meta.tokenizer_digest != other.meta.tokenizer_digest:
+            raise DataError(
+                f"data.path: members of a mixture must have one tokenizer, and {first.name} and {other.name} have each "
+                f"its own; shard one of them again, with --tokenizer {first.meta.tokenizer_directories[0]} or "
+                f"{other.meta.tokenizer_directories[0]}"
+            )
         for field in (
             "length",
             "row_length",
@@ -101,7 +107,6 @@ def agree(datasets: list[TextDataset]) -> TextMeta:
             "special_tokens",
             "special_token_ids",
             "groups",
-            "tokenizer_digest",
         ):
             ours, theirs = getattr(first.meta, field), getattr(other.meta, field)
             if ours != theirs:
