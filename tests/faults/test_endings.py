@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from trp_scale.checkpoint.run_directory import checkpoints
 from trp_scale.core.batch import Batch
 from trp_scale.data.index import DataError
 from trp_scale.distributed.groups import Group
+from trp_scale.distributed.lease import Lease
 from trp_scale.exit_status import ExitStatus
 from trp_scale.training.agreement import StepAgreement
 
@@ -61,6 +63,20 @@ def test_a_finished_run_keeps_its_record(
     (tmp_path / "summary.json").unlink()  # as where the start before was killed after its last step
     assert pretrain_here(flags(text_dataset, tmp_path, training__steps=3)) == 0
     assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 3
+
+
+def test_two_runs_at_once_in_one_directory(
+    text_dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second command is refused with the first one's name, and changes nothing."""
+    command = ["pretrain", *flags(text_dataset, tmp_path, training__steps=1)]
+    with Lease(tmp_path, renewed_each=0.1):
+        assert cli.main(command) == ExitStatus.REFUSED
+        said = capsys.readouterr().err
+        assert f"another run trains into this directory: process {os.getpid()} on " in said
+        assert "allowed: stop it (touch" in said
+        assert [path.name for path in tmp_path.iterdir()] == ["lease.json"]
+    assert cli.main(command) == ExitStatus.DONE
 
 
 def test_a_mistake_of_the_user_ends_with_status_2(

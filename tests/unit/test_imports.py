@@ -15,7 +15,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "trp_scale"
 
 LAYERS: tuple[tuple[str, ...], ...] = (
-    ("exit_status",),
+    ("exit_status", "outlet"),
     ("errors",),
     ("documents",),
     ("config",),

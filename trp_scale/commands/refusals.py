@@ -10,6 +10,7 @@ from collections.abc import Callable
 from trp_scale.command_line import speaks
 from trp_scale.distributed.launchers import FIRST_WORD_SECONDS
 from trp_scale.errors import as_told
+from trp_scale.exit_status import ExitStatus
 
 
 def run(command: Callable[[], int]) -> int:
@@ -17,13 +18,15 @@ def run(command: Callable[[], int]) -> int:
     try:
         return command()
     except SystemExit as error:  # a wrong flag, which the parser has told on rank 0
+        if isinstance(error.__context__, BrokenPipeError):  # as below, by rich
+            return ExitStatus.DONE
         if error.code:
             _let_rank_0_speak_first()
         raise
     except BrokenPipeError:  # `trp-scale recipes NAME | head`: nobody reads the rest
         if _is_read():
             raise
-        return 0
+        return ExitStatus.DONE
     except BaseException as error:
         status, line = as_told(error)
         if not line:

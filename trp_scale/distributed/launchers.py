@@ -128,8 +128,8 @@ def _launched_by_variables(environ: Mapping[str, str]) -> RankInfo | None:
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in environ]
     if missing:
         raise RefusedError(
-            f"of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT these are not set: {', '.join(missing)}; allowed: all four "
-            "(torchrun and deepspeed set them), or none for a single process (unset RANK WORLD_SIZE)"
+            f"of RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT these are not set: {', '.join(missing)}; allowed: all "
+            "four (torchrun and deepspeed set them), or none for a single process (unset RANK WORLD_SIZE)"
         )
     rank, world = _number(environ, "RANK"), _number(environ, "WORLD_SIZE")
     local_rank = _number(environ, "LOCAL_RANK") if "LOCAL_RANK" in environ else 0

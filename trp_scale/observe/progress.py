@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import atexit
-import logging
 import os
 import sys
 import time
 from collections.abc import Callable, Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, Protocol
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -23,6 +22,7 @@ from trp_scale.config import Config, RefusedError
 from trp_scale.observe.metrics import METRICS_FILE
 from trp_scale.observe.records import RunInfo, StepRecord
 from trp_scale.observe.standing import Standing
+from trp_scale.outlet import Outlet
 
 PROGRESS_VARIABLE = "TRP_SCALE_PROGRESS"
 """live, plain or off: overrides the choice by terminal, for launchers that pass the output through a pipe."""
@@ -32,48 +32,6 @@ PLAIN_SECONDS = 10.0
 
 SMOOTHING_SECONDS = 30.0
 """Steps of this long ago still count in the remaining time of the live display."""
-
-
-logger = logging.getLogger(__name__)
-
-
-class Outlet:
-    """Standard output for as long as it can be written to; then silence.
-
-    Its reader (head, tee, a terminal) may go, or its disk fill up, in the middle of a run. The run goes on: nobody has
-    asked it to stop, and all that it would say is in its directory. (rich would end the process.)
-
-    Args:
-        stream: standard output; its file descriptor leads to nothing from then on, so that no line of a library ends
-            the run either.
-        run_dir: for the notice.
-    """
-
-    def __init__(self, stream: TextIO, run_dir: Path) -> None:
-        self._stream, self._run_dir = stream, run_dir
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)  # what rich asks of a file: isatty, encoding, fileno
-
-    def write(self, text: str) -> int:
-        try:
-            self._stream.write(text)
-        except OSError as error:
-            self._fall_silent(error)
-        return len(text)
-
-    def flush(self) -> None:
-        try:
-            self._stream.flush()
-        except OSError as error:
-            self._fall_silent(error)
-
-    def _fall_silent(self, error: OSError) -> None:
-        nothing = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nothing, self._stream.fileno())
-        os.close(nothing)
-        path = self._run_dir / METRICS_FILE
-        logger.warning("standard output cannot be written to (%s); the run goes on: see %s", error.strerror, path)
 
 
 class Display(Protocol):
@@ -229,7 +187,7 @@ def open_display(config: Config, info: RunInfo, run_dir: Path) -> Display:
         raise RefusedError(
             f"{PROGRESS_VARIABLE} is {wish!r}; allowed: live, plain, off, or unset to choose by the terminal"
         )
-    outlet: Any = Outlet(sys.stdout, run_dir)
+    outlet: Any = Outlet(sys.stdout, f"the run goes on: see {run_dir / METRICS_FILE}")
     console = Console(file=outlet, force_terminal=True if wish == "live" else None)
     shown = config.logging.progress and wish != "off"
     steps = config.training.steps

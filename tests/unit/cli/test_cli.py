@@ -79,6 +79,25 @@ def test_how_an_error_ends_a_command(
     assert line in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("command", ["shard-text", "inspect"])
+def test_a_reader_that_goes_ends_nothing_that_is_made(command: str, text_dataset: Path, tmp_path: Path) -> None:
+    """As of `trp-scale shard-text ... | head -1`; the end of what is only printed is no error."""
+    source = tmp_path / "a.txt"
+    source.write_text("The cat sat. It purred. " * 20)
+    made = ["--inputs", str(source), "--output", str(tmp_path / "out"), "--tagger", "textblob", "--length", "32"]
+    argv = [*made, "--processes", "1"] if command == "shard-text" else [str(text_dataset), "--rows", "500"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "trp_scale", command, *argv], cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    )
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    said = process.stderr.read().decode()
+    process.stderr.close()
+    assert process.wait(timeout=60) == ExitStatus.DONE
+    assert "Traceback" not in said
+    assert command == "inspect" or (tmp_path / "out" / "dataset.json").is_file()
+
+
 def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["--version"]) == 0
     assert capsys.readouterr().out == f"trp-scale {trp_scale.__version__}\n"

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -21,10 +22,12 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
+from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from trp_scale.config.components import load_module, own_modules
 from trp_scale.data.index import DataError
+from trp_scale.outlet import Outlet
 
 log = logging.getLogger(__name__)
 
@@ -284,7 +287,8 @@ class _Display:
             TimeElapsedColumn(),
             TimeRemainingColumn(),
         )
-        self._progress = Progress(*columns, disable=not progressed.shown)
+        outlet: Any = Outlet(sys.stdout, "the work goes on")
+        self._progress = Progress(*columns, console=Console(file=outlet), disable=not progressed.shown)
         self._task = self._progress.add_task("", total=max(1, progressed.total), rate="")
         self._text = progressed.text
         self._counters = counters
