@@ -277,9 +277,10 @@ def test_an_error_of_ours_is_not_hidden() -> None:
 
 @pytest.mark.parametrize("command", ["pretrain", "finetune"])
 def test_printed_settings_are_a_recipe_of_the_very_run(
-    command: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: str, image_dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    recipe = {"pretrain": ["pos_bert_tiny"], "finetune": ["classification_tiny", "--from", "scratch"]}[command]
+    recipe = {"pretrain": ["mae_vit_b"], "finetune": ["classification_tiny", "--from", "scratch"]}[command]
+    recipe += ["--data.path", str(image_dataset)]
     words = ["--recipe", *recipe, "--optimizer.lr", "0.00123", "--run_dir", str(tmp_path / "run")]
     assert cli.main([command, *words, "--print_config"]) == 0
     printed = capsys.readouterr().out
