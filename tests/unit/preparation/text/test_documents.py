@@ -139,7 +139,7 @@ def test_what_no_suffix_tells_is_left_out_and_said(tmp_path: Path, caplog: pytes
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        (gzip.compress(b"One."), "gzip"),
+        (gzip.compress(b"One.", mtime=0), "gzip"),
         (b"PAR1" + bytes(20), "parquet"),
         (b"PK\x03\x04" + bytes(20), "packed"),
         (b"\x28\xb5\x2f\xfd" + bytes(20), "packed"),
