@@ -8,62 +8,29 @@ function that the script or the console command calls.
 
 from __future__ import annotations
 
-import contextlib
-import io
 import json
 import os
 import re
 import subprocess
 import sys
-import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 from PIL import Image
 
+from tests.commands import PRETRAIN, ROOT, Command, script_place
 from tests.ranks import Ranks, free_port
-from tests.readme import COMMANDS, PRETRAIN, README, ROOT, Command, script_place
-from tests.runs import SMALL, environment
+from tests.readme import COMMANDS, README
+from tests.runs import environment
+from tests.small_commands import LONGER, STEPS, made_small, run_here
 from tests.unit.downstream.glue.standard_files import write_glue
 from tests.unit.preparation.pseudo_labels.tiny_models import dpt_depth, mask2former
-from trp_scale import cli
 from trp_scale.preparation.text.corpus import embedded_documents
-from trp_scale.recipes.loader import flat, load_recipe, to_dict
 
-SMALL_IMAGES = {"samples_per_shard": 16, "rows_per_block": 8, "processes": 1}
-SMALL_SCENES = {**SMALL_IMAGES, "count": 48, "size": 48}
-SMALL_DECODER = {"vision.decoder_layers": 2, "vision.decoder_hidden_size": 32, "vision.decoder_heads": 2}
-SMALL_TEXT = {"length": 64, "vocab_size": 1000, "rows_per_block": 16, "processes": 1, "tagger": "textblob"}
-STEPS = 3
-LONGER = 2
-"""Steps that the command with --resume adds."""
 PATCHED = {"TRP_SCALE_PROGRESS": "plain", "COLUMNS": "400", "WANDB_SILENT": "true"}
 """Plain lines, no path broken across them."""
-
-
-def as_flags(values: Mapping[str, object]) -> list[str]:
-    return [word for name, value in values.items() for word in (f"--{name}", str(value))]
-
-
-def small_training(words: list[str], steps: int) -> list[str]:
-    """Flags that shrink a recipe, those of its own settings. What a resume may not change is the same in all
-    commands."""
-    own = {"training.steps": steps, "training.precision": "fp32", "optimizer.schedule": "constant"}
-    known = flat(to_dict(load_recipe(words[words.index("--recipe") + 1])))
-    return as_flags({name: value for name, value in {**SMALL, **SMALL_DECODER, **own}.items() if name in known})
-
-
-def small_tuning(words: list[str]) -> list[str]:
-    """Flags that shrink fine-tuning; the encoder has its own sizes."""
-    own = {"downstream.epochs": 0, "training.steps": STEPS, "batch.global_size": 8, "batch.micro_size": 4}
-    small: dict[str, object] = {**own, "data.workers": 0, "training.precision": "fp32", "logging.every": 1}
-    if "--seeds" in words:
-        small["seeds"] = 2
-    if "--task" in words:
-        small |= {"task": "cola,rte", "downstream.max_length": 32}
-    return as_flags(small)
 
 
 def why_not_run(command: Command) -> str | None:
@@ -97,19 +64,6 @@ def started_as_a_process(words: list[str]) -> tuple[int, str]:
     return done.returncode, done.stdout + done.stderr
 
 
-def run_here(words: list[str]) -> tuple[int, str]:
-    """A command in this process; returns its exit status and what it printed."""
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
-        try:
-            own = words[1:] if words[0] == "trp-scale" else [Path(words[1]).stem, *words[2:]]
-            status = cli.main(own)
-        except Exception:  # as a process would end; the test that asks for this command shows it
-            status = 1
-            traceback.print_exc()
-    return status, printed.getvalue()
-
-
 def run_on_rank(directory: str, variables: dict[str, str], words: list[str]) -> tuple[int, str]:
     """`run_here`, from a directory and with variables, on a rank that tests share."""
     before, place = dict(os.environ), Path.cwd()
@@ -123,29 +77,13 @@ def run_on_rank(directory: str, variables: dict[str, str], words: list[str]) -> 
         os.environ.update(before)
 
 
-def made_small(command: Command, books: Path) -> list[str]:
-    """The command's words with its absolute paths in the test's directory, and small."""
-    words = [word.replace("/data/", f"{books.parent}/") for word in command.words]
-    if "shard-text" in words:
-        return [*words, *as_flags(SMALL_TEXT)]
-    if "shard-images" in words:
-        return [*words, *as_flags(SMALL_SCENES if "--embedded" in words else SMALL_IMAGES)]
-    if "pseudo-label" in words:
-        return [*words, *as_flags({"processes": 1, "batch": 4})]
-    if "pretrain" in words or PRETRAIN in words:
-        return [*words, *small_training(words, STEPS + LONGER if "--resume" in words else STEPS)]
-    if "finetune" in words or "launch/finetune.py" in words:
-        return [*words, *small_tuning(words)]
-    return words
-
-
 def is_launched(command: Command) -> bool:
     """Whether the command is started as it stands; one is enough."""
     return command == next(one for one in RUN if one.words[0] == "torchrun")
 
 
 def run(command: Command, books: Path, two_ranks: Ranks) -> tuple[int, str]:
-    words = made_small(command, books)
+    words = made_small([word.replace("/data/", f"{books.parent}/") for word in command.words])
     with pytest.MonkeyPatch.context() as patch:
         for name, value in command.variables:
             patch.setenv(name, value)
