@@ -3,6 +3,7 @@
 # make test-exhaustive   what make test leaves out: pairs of grids, and slow tests near to others
 # make test-cluster   under a SLURM of its own, and on namespaces as hosts: as root; it says which packages are missing
 # make test-faults   100,000 damaged files for every reader (TRP_SCALE_FUZZ=N: so many), 20 kills, 10 stops
+# make docs       build the site of docs/ into build/site; a broken link or anchor is an error
 # make setup | lint | types | wheel-test | clean
 #
 # PYTHON=python3.12 chooses the interpreter, RANKS=4 the ranks of `make pretrain`, DEVICE=cpu leaves out CUDA's libraries.
@@ -10,7 +11,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help setup pretrain test test-exhaustive test-cluster test-faults lint types wheel-test clean
+.PHONY: help setup pretrain test test-exhaustive test-cluster test-faults docs lint types wheel-test clean
 
 PYTHON ?= python3
 RANKS ?= 2
@@ -19,7 +20,7 @@ BIN := $(CURDIR)/$(VENV)/bin
 # The stamp exists only when the whole installation went through; .installing marks one that began and did not end.
 INSTALLED := $(VENV)/.installed
 INSTALLING := $(VENV)/.installing
-EXTRAS ?= wandb,tensorboard,datasets,text,pictures,evaluation,remote,ray,megatron,test
+EXTRAS ?= wandb,tensorboard,datasets,text,pictures,evaluation,remote,ray,megatron,docs,test
 CORPUS := data/embedded/dataset.json
 DEVICE ?= cuda
 TORCH_CPU ?= https://download.pytorch.org/whl/cpu
@@ -31,7 +32,7 @@ CORES := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 THREADS := $(shell echo $$(( $(CORES) > $(RANKS) ? $(CORES) / $(RANKS) : 1 )))
 
 help:
-	@sed -n 's/^# //p' Makefile | head -n 7
+	@sed -n 's/^# //p' Makefile | head -n 8
 
 setup: $(INSTALLED)
 
@@ -63,6 +64,10 @@ test-cluster: $(INSTALLED)
 
 test-faults: $(INSTALLED)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(CORES) -m faults tests/faults
+
+# Strict: what mkdocs.yml says under `validation` fails the build. The variable leaves out an advertisement.
+docs: $(INSTALLED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet
 
 lint: $(INSTALLED)
 	$(BIN)/ruff check .

@@ -12,7 +12,7 @@ from trp_scale.config import components
 from trp_scale.recipes.registered import registered_recipes
 
 DOCUMENTS = [Path(__file__).parents[1] / name for name in ("docs/extending.md", "docs/api.md")]
-FILE = re.compile(r"^```python (\S+\.py)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+FILE = re.compile(r'^```python title="(\S+\.py)"\n(.*?)^```$', re.MULTILINE | re.DOTALL)
 
 
 def files() -> dict[str, str]:

@@ -1,0 +1,116 @@
+"""The tables of docs/recipes.md: every recipe, its model and data, and what a run of it takes on 8 GPUs, as predicted.
+
+    python benchmarks/recipe_tables.py [--gpu h100] [--write]
+
+`trp-scale plan --recipe R --gpus 8 --gpu h100` prints the same of one recipe, with all that is assumed. --write puts the
+tables into the document.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from trp_scale.config import PretrainConfig
+from trp_scale.errors import RefusedError
+from trp_scale.planning.clusters import GPUS
+from trp_scale.planning.command import best_on
+from trp_scale.planning.counting import Counted
+from trp_scale.planning.tables import GIB, table
+from trp_scale.recipes.listing import summary
+from trp_scale.recipes.loader import known_recipes, load_recipe
+from trp_scale.upstreams.base import DataFacts
+
+DOCUMENT = Path(__file__).resolve().parent.parent / "docs/recipes.md"
+BEGIN, END = "<!-- python benchmarks/recipe_tables.py --write -->", "<!-- end of the tables -->"
+RANKS = 8
+HEAD = ("recipe", "what it is", "model", "a step", "steps", "layout", "GiB a GPU", "hours", "GPU-hours")
+FINE_TUNING = ("recipe", "what it is", "a step", "length")
+KINDS = {
+    "PoS-BERT and BERT: text": lambda config: config.upstream == "pos_bert",
+    "MAE, MAE+ and AdPE: images": lambda config: config.upstream == "mae" and not learns_masks(config),
+    "MLO-MAE and U-MAE: images with classes": lambda config: config.upstream == "mae" and learns_masks(config),
+    "MM-MAE: images, depth and segmentation": lambda config: config.upstream == "mm_mae",
+}
+
+
+@dataclass(kw_only=True)
+class Options:
+    """What to plan."""
+
+    gpu: str = "h100"
+    """As of trp-scale plan."""
+    write: bool = False
+    """Put the tables into docs/recipes.md."""
+
+
+def learns_masks(config: Any) -> bool:
+    """Whether the recipe belongs to the tables of MLO-MAE: its masks are learned, or it is a baseline there."""
+    return config.multilevel.kind != "none" or config.objective.uniformity > 0
+
+
+def is_tiny(name: str) -> bool:
+    """Recipes for trying things out, which are not planned."""
+    return name.endswith("_tiny")
+
+
+def planned_row(name: str, gpu: str) -> list[str]:
+    """A recipe of pre-training with the fastest layout that fits."""
+    config = load_recipe(name)
+    config.data.path = "(none)"
+    counted = Counted(config, DataFacts())
+    found = best_on(counted, GPUS[gpu], (RANKS,))[RANKS]
+    row = [
+        f"`{name}`",
+        summary(name),
+        f"{counted.parameters / 1e6:,.0f} M parameters",
+        f"{config.batch.global_size:,} rows of {counted.outline.positions:,} positions",
+        f"{config.training.steps:,}",
+    ]
+    if isinstance(found, RefusedError):
+        return [*row, str(found).partition(":")[0], "", "", ""]
+    hours = [f"{each:,.0f}" if each >= 10 else f"{each:,.1f}" for each in (found.gpu_hours / RANKS, found.gpu_hours)]
+    return [*row, found.layout.name, f"{found.memory.device / GIB:.1f}", *hours]
+
+
+def fine_tuning_row(name: str) -> list[str]:
+    """A recipe of fine-tuning; its encoder is given by --from, so that it is not planned."""
+    config = load_recipe(name)
+    epochs = config.downstream.epochs
+    length = f"{epochs:g} epochs" if epochs else f"{config.training.steps:,} steps"
+    return [f"`{name}`", summary(name), f"{config.batch.global_size:,} rows", length]
+
+
+def tables(gpu: str) -> Iterator[str]:
+    """The lines of all tables."""
+    pre_training = known_recipes(PretrainConfig)
+    for heading, belongs in KINDS.items():
+        names = [name for name in pre_training if not is_tiny(name) and belongs(load_recipe(name))]
+        yield from (f"### {heading}", "", *table(HEAD, [planned_row(name, gpu) for name in names]), "")
+    tuned = [name for name in known_recipes() if name not in pre_training]
+    yield from ("### Fine-tuning", "", *table(FINE_TUNING, [fine_tuning_row(name) for name in tuned]), "")
+    tiny = [[f"`{name}`", summary(name)] for name in pre_training if is_tiny(name)]
+    yield from ("### For trying things out", "", *table(("recipe", "what it is"), tiny), "")
+
+
+def main(options: Options) -> None:
+    """Print the tables, or put them into the document."""
+    lines = []
+    for line in tables(options.gpu):
+        lines.append(line)
+        print(line, flush=True)
+    if options.write:
+        before, _, rest = DOCUMENT.read_text(encoding="utf-8").partition(BEGIN)
+        after = rest.partition(END)[2]
+        DOCUMENT.write_text(before + "\n".join([BEGIN, "", *lines]) + END + after, encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main(tyro.cli(Options, description=__doc__, use_underscores=True))

@@ -1,0 +1,79 @@
+"""The pages of docs/ and their code blocks, with what a page says of a block that is not run."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.commands import ROOT, Command, commands_of
+
+DOCS = ROOT / "docs"
+WALKTHROUGHS = ("quickstart.md", "own_text.md", "own_images.md", "own_modalities.md")
+"""Pages whose blocks are run in order, in a folder of their own."""
+RUN_ELSEWHERE = {
+    "extending.md": "tests/distributed/test_extending.py takes the files and runs them",
+    "api.md": "tests/unit/test_api.py runs the file",
+}
+"""Pages whose files other tests run; their commands are checked here like all others."""
+
+FENCE = re.compile(r"^```(\w*)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+REASON = re.compile(r"<!-- not run: (.+?) -->\n\Z", re.DOTALL)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Block:
+    """A code block.
+
+    Attributes:
+        page: its path under docs/.
+        line: of its first fence.
+        language: what stands behind the fence; empty if nothing does.
+        why_not: from the comment above it, why it is not run; empty if there is none.
+    """
+
+    page: str
+    line: int
+    language: str
+    text: str
+    why_not: str
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}"
+
+    @property
+    def commands(self) -> list[Command]:
+        """Of a bash block."""
+        return commands_of(self.text)
+
+
+def pages() -> list[str]:
+    """All pages, relative to docs/; not the reports that `trp-scale study` wrote."""
+    names = [path.relative_to(DOCS) for path in DOCS.rglob("*.md")]
+    return sorted(str(name) for name in names if name.parts[0] != "studies")
+
+
+def read(page: str) -> str:
+    return (DOCS / page).read_text(encoding="utf-8")
+
+
+def blocks(page: str, text: str | None = None) -> Iterator[Block]:
+    """The code blocks of a page, in order."""
+    text = read(page) if text is None else text
+    for found in FENCE.finditer(text):
+        before = text[: found.start()]
+        reason = REASON.search(before)
+        yield Block(
+            page=page,
+            line=before.count("\n") + 1,
+            language=found[1],
+            text=found[3],
+            why_not=" ".join(reason[1].split()) if reason else "",
+        )
+
+
+def files_of(page: str) -> list[Path]:
+    """Files of the tree that a page links to."""
+    links = re.findall(r"\]\(([^)#\s]+)", read(page))
+    return [DOCS / Path(page).parent / link for link in links if "://" not in link]
