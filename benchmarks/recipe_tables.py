@@ -2,8 +2,8 @@
 
     python benchmarks/recipe_tables.py [--gpu h100] [--write]
 
-`trp-scale plan --recipe R --gpus 8 --gpu h100` prints the same of one recipe, with all that is assumed. --write puts the
-tables into the document.
+`trp-scale plan --recipe R --gpus 8 --gpu h100` prints the same of one recipe, with all that is assumed. --write puts
+the tables into the document.
 """
 
 from __future__ import annotations

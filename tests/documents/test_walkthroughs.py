@@ -1,4 +1,4 @@
-"""The walk-throughs of docs/, run: block by block in a folder of their own, with less data, smaller models, fewer steps.
+"""The walk-throughs of docs/, run block by block in folders of their own, with less data, smaller models, fewer steps.
 
 A block that is not run says why in a comment above it, `<!-- not run: needs SLURM -->`. Commands run in this process.
 """
