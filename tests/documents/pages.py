@@ -5,19 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from tests.commands import ROOT, Command, commands_of
 
 DOCS = ROOT / "docs"
-WALKTHROUGHS = ("quickstart.md", "own_text.md", "own_images.md", "own_modalities.md")
+WALKTHROUGHS = ("quickstart.md", "own_text.md", "own_images.md", "own_modalities.md", "coming_from.md")
 """Pages whose blocks are run in order, in a folder of their own."""
-RUN_ELSEWHERE = {
-    "extending.md": "tests/distributed/test_extending.py takes the files and runs them",
-    "api.md": "tests/unit/test_api.py runs the file",
-}
-"""Pages whose files other tests run; their commands are checked here like all others."""
-
 FENCE = re.compile(r"^```(\w*)([^\n]*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 REASON = re.compile(r"<!-- not run: (.+?) -->\n\Z", re.DOTALL)
 
@@ -71,9 +64,3 @@ def blocks(page: str, text: str | None = None) -> Iterator[Block]:
             text=found[3],
             why_not=" ".join(reason[1].split()) if reason else "",
         )
-
-
-def files_of(page: str) -> list[Path]:
-    """Files of the tree that a page links to."""
-    links = re.findall(r"\]\(([^)#\s]+)", read(page))
-    return [DOCS / Path(page).parent / link for link in links if "://" not in link]

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.documents.pages import read
+from tests.documents.pages import blocks, read
 from tests.runs import flags, image_flags, lines, pretrain_here
 from trp_scale import cli
 from trp_scale.config.components import names as registered_names
@@ -128,3 +128,14 @@ def test_a_name_that_is_in_no_table_is_seen() -> None:
     assert set(names({"adversary": {"nothing": 1.0}})) - known
     assert not in_a_table(Path("checkpoints/step_00000004/weights.pickle").relative_to("checkpoints"), known)
     assert in_a_table(Path("checkpoints/step_00000004/checkpoint.json"), known)
+
+
+def test_the_page_reads_metrics_as_it_says(
+    runs: tuple[list[Path], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (script,) = (block.text for block in blocks(PAGE) if block.language == "python")
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs" / "tiny").symlink_to(runs[0][0])
+    monkeypatch.chdir(tmp_path)
+    exec(compile(script, PAGE, "exec"), {})
+    assert capsys.readouterr().out.startswith("1 ")

