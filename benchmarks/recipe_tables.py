@@ -9,7 +9,7 @@ the tables into the document.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ import tyro
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from trp_scale.config import PretrainConfig
+from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.errors import RefusedError
 from trp_scale.planning.clusters import GPUS
 from trp_scale.planning.command import best_on
@@ -31,9 +32,9 @@ from trp_scale.upstreams.base import DataFacts
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs/recipes.md"
 BEGIN, END = "<!-- python benchmarks/recipe_tables.py --write -->", "<!-- end of the tables -->"
 RANKS = 8
-HEAD = ("recipe", "what it is", "model", "a step", "steps", "layout", "GiB a GPU", "hours", "GPU-hours")
-FINE_TUNING = ("recipe", "what it is", "a step", "length")
-KINDS = {
+HEAD = ("recipe", "what it is", "parameters", "rows x positions", "steps", "layout", "GiB a GPU", "hours")
+FINE_TUNING = ("recipe", "what it is", "rows", "length")
+KINDS: dict[str, Callable[[Any], bool]] = {
     "PoS-BERT and BERT: text": lambda config: config.upstream == "pos_bert",
     "MAE, MAE+ and AdPE: images": lambda config: config.upstream == "mae" and not learns_masks(config),
     "MLO-MAE and U-MAE: images with classes": lambda config: config.upstream == "mae" and learns_masks(config),
@@ -53,7 +54,7 @@ class Options:
 
 def learns_masks(config: Any) -> bool:
     """Whether the recipe belongs to the tables of MLO-MAE: its masks are learned, or it is a baseline there."""
-    return config.multilevel.kind != "none" or config.objective.uniformity > 0
+    return bool(config.multilevel.kind != "none" or config.objective.uniformity > 0)
 
 
 def is_tiny(name: str) -> bool:
@@ -70,22 +71,23 @@ def planned_row(name: str, gpu: str) -> list[str]:
     row = [
         f"`{name}`",
         summary(name),
-        f"{counted.parameters / 1e6:,.0f} M parameters",
-        f"{config.batch.global_size:,} rows of {counted.outline.positions:,} positions",
+        f"{counted.parameters / 1e6:,.0f} M",
+        f"{config.batch.global_size:,} x {counted.outline.positions:,}",
         f"{config.training.steps:,}",
     ]
     if isinstance(found, RefusedError):
-        return [*row, str(found).partition(":")[0], "", "", ""]
-    hours = [f"{each:,.0f}" if each >= 10 else f"{each:,.1f}" for each in (found.gpu_hours / RANKS, found.gpu_hours)]
-    return [*row, found.layout.name, f"{found.memory.device / GIB:.1f}", *hours]
+        return [*row, str(found).partition(":")[0], "", ""]
+    hours = found.gpu_hours / RANKS
+    return [*row, found.layout.name, f"{found.memory.device / GIB:.1f}", f"{hours:,.{0 if hours >= 10 else 1}f}"]
 
 
 def fine_tuning_row(name: str) -> list[str]:
     """A recipe of fine-tuning; its encoder is given by --from, so that it is not planned."""
     config = load_recipe(name)
+    assert isinstance(config, FinetuneConfig), "not of pre-training"
     epochs = config.downstream.epochs
     length = f"{epochs:g} epochs" if epochs else f"{config.training.steps:,} steps"
-    return [f"`{name}`", summary(name), f"{config.batch.global_size:,} rows", length]
+    return [f"`{name}`", summary(name), f"{config.batch.global_size:,}", length]
 
 
 def tables(gpu: str) -> Iterator[str]:

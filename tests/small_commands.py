@@ -54,6 +54,8 @@ def made_small(words: list[str]) -> list[str]:
         return [*words, *as_flags(SMALL_TEXT)]
     if "shard-images" in words:
         return [*words, *as_flags(SMALL_SCENES if "--embedded" in words else SMALL_IMAGES)]
+    if "probe" in words:
+        return [*words, *as_flags({"workers": 0})]
     if "pseudo-label" in words:
         return [*words, *as_flags({"processes": 1, "batch": 4})]
     if "pretrain" in words or PRETRAIN in words:

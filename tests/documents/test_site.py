@@ -72,6 +72,7 @@ def test_the_reference_has_every_stable_name() -> None:
 
 def test_a_page_loads_nothing_from_elsewhere() -> None:
     assert settings()["theme"]["font"] is False
+    assert "offline" not in settings()["plugins"], "it has each page load a script for search from the disk"
     for page in pages():
         assert not re.search(r"!\[[^]]*\]\(https?:|<(?:script|link|img|iframe)[^>]+https?:", read(page)), page
 

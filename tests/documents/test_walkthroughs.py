@@ -102,13 +102,22 @@ def run(block: Block) -> Iterator[tuple[str, int, str]]:
         yield (str(command), *run_command(command))
 
 
-@pytest.fixture(scope="module", params=WALKTHROUGHS)
-def walked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
-    """What went wrong on a page, each with its place."""
-    directory, before = tmp_path_factory.mktemp("walk"), Path.cwd()
+@pytest.fixture(scope="module")
+def inputs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a reader has."""
+    directory = tmp_path_factory.mktemp("inputs")
     write_inputs(directory)
     for name in ("launch", "ds_configs"):
         (directory / name).symlink_to(ROOT / name)
+    return directory
+
+
+@pytest.fixture(scope="module", params=WALKTHROUGHS)
+def walked(request: pytest.FixtureRequest, inputs: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """What went wrong on a page, each with its place. Each page is walked in a folder of its own."""
+    directory, before = tmp_path_factory.mktemp("walk"), Path.cwd()
+    for path in inputs.iterdir():
+        (directory / path.name).symlink_to(path)
     wrong = []
     with pytest.MonkeyPatch.context() as patch:
         for name, value in PLAIN.items():
@@ -121,7 +130,7 @@ def walked(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
                     wrong += [f"{block}: {what}\n{said[-3000:]}" for what, status, said in results if status]
         finally:
             os.chdir(before)
-    yield wrong
+    return wrong
 
 
 def test_every_block_of_a_walkthrough_ends_well(walked: list[str]) -> None:
