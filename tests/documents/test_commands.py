@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import re
+import sys
+
 import pytest
 
-from tests.commands import Command, check
-from tests.documents.pages import blocks, pages
+from tests.commands import Command, check, check_flags, parse_line
+from tests.documents.pages import blocks, pages, read
+from trp_scale.cli import COMMANDS
 
 WITH_MODULES = ("extending.md", "own_modalities.md")
 """Pages whose commands give --module a file that the page shows: tests/distributed/test_extending.py runs them."""
@@ -30,6 +34,23 @@ def commands() -> dict[str, Command]:
 @pytest.mark.parametrize("command", commands().values(), ids=str)
 def test_a_command_of_a_page_exists(command: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     check(command.words, monkeypatch)
+
+
+def named_in_sentences() -> list[str]:
+    """Commands in backquotes, with their flags; what stands for a name or a number is in capitals."""
+    found = [" ".join(text.split()) for page in pages() for text in re.findall(r"`(trp-scale [a-z][^`]*)`", read(page))]
+    return list(dict.fromkeys(text for text in found if "|" not in text))
+
+
+@pytest.mark.parametrize("text", named_in_sentences())
+def test_a_command_that_a_sentence_names_exists(text: str) -> None:
+    name, *words = parse_line(text).words[1:]
+    assert name in {command for group in COMMANDS.values() for command in group}
+    program = [sys.executable, "-m", "trp_scale", name, *(words[:1] if name == "study" else ())]
+    flags = [word for word in words if word.startswith("--") and word != "--recipe"]
+    recipe = words[words.index("--recipe") :][:2] if "--recipe" in words else []
+    if "--module" not in flags:
+        check_flags([*(recipe if "".join(recipe[1:]).islower() else []), *flags], *program)
 
 
 def test_commands_of_all_kinds_are_checked() -> None:
