@@ -64,7 +64,7 @@ def text_runs(dataset: Path, directory: Path) -> Iterator[Path]:
 def image_runs(dataset: Path, directory: Path) -> Iterator[Path]:
     """MAE+ with adversaries, learned masks of each kind, MM-MAE."""
     kinds: dict[str, tuple[str, dict[str, Any]]] = {
-        "relative": ("adpe_tiny", {}),
+        "relative": ("adpe_tiny", {"hooks": "probes"}),
         "pixels": ("adpe_tiny", {"adversary__kind": "pixels", "adversary__eps": 0.01}),
         "modalities": ("mm_mae_tiny", {"modalities__visible_tokens": 10}),
     }
