@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import math
-import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import tyro
-from rich.console import Console
+from rich.console import Console, RenderableType
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
@@ -78,6 +77,7 @@ def frames_of(run: Path, count: int) -> Iterator[list[list[tuple[str, str]]]]:
     )
     now = [0.0]
     hidden = Console(file=io.StringIO(), force_terminal=True, width=WIDTH)
+    shown = Console(file=io.StringIO(), force_terminal=True, width=WIDTH, color_system="standard")
     display = LiveDisplay(steps, info, hidden, clock=lambda: now[0])
     wanted = {1 + round((len(lines) - 1) * number / (count - 1)) for number in range(count)}
     try:
@@ -88,11 +88,7 @@ def frames_of(run: Path, count: int) -> Iterator[list[list[tuple[str, str]]]]:
             display.update(record, line["tokens_per_second"], worst(losses, info.outside_tasks))
             display.line(line)
             if number in wanted:
-                shown = Console(
-                    file=io.StringIO(), width=WIDTH, record=True, force_terminal=True, color_system="standard"
-                )
-                shown.print(display.drawn())
-                yield rows_of(shown)
+                yield rows_of(shown, display.drawn())
     finally:
         display.close()
 
@@ -113,16 +109,9 @@ def record_of(line: Mapping[str, Any]) -> StepRecord:
     )
 
 
-def rows_of(console: Console) -> list[list[tuple[str, str]]]:
-    """What was printed: for each line, texts with what the SVG fills them with."""
-    rows: list[list[tuple[str, str]]] = [[]]
-    for text, style, _ in console._record_buffer:  # rich gives no other way to its segments
-        for part in re.split(r"(\n)", text):
-            if part == "\n":
-                rows.append([])
-            elif part:
-                rows[-1].append((part, fill_of(style)))
-    return [row for row in rows if row]
+def rows_of(console: Console, shown: RenderableType) -> list[list[tuple[str, str]]]:
+    """For each line, texts with what the SVG fills them with."""
+    return [[(part.text, fill_of(part.style)) for part in line] for line in console.render_lines(shown, pad=False)]
 
 
 def fill_of(style: Any) -> str:

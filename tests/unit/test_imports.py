@@ -250,3 +250,25 @@ def test_extras_and_deepspeed_are_imported_only_when_asked() -> None:
     )
     result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stderr[-3000:]
+
+
+def test_text_goes_without_the_libraries_of_images() -> None:
+    modules = (
+        "preparation.text.shard",
+        "training.pretrain",
+        "upstreams.pos_bert.upstream",
+        "upstreams.pos_bert.export",
+        "downstream.finetune",
+        "downstream.glue.task",
+        "downstream.probe.command",
+        "downstream.probe.sentences",
+        "downstream.online.labelled_sentences",
+        "downstream.evaluate",
+        "planning.command",
+    )
+    imports = "; ".join(f"import trp_scale.{module}" for module in modules)
+    code = f"import sys; sys.modules['timm'] = sys.modules['torchvision'] = None; {imports}"
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]

@@ -216,7 +216,9 @@ def test_data_that_was_moved_is_asked_for_and_other_data_refused(
         with pytest.raises(RefusedError, match=found) as caught:
             load_trained_images(run, str(other)).images(2)
         assert set(re.findall(r"--[\w.]+", str(caught.value))) == {"--data"}, "report has no other flag of these"
-    with pytest.raises(RefusedError, match=r"data\.path .*no such file or directory; .*say where it is now with --data DIR"):
+    with pytest.raises(
+        RefusedError, match=r"data\.path .*no such file or directory; .*say where it is now with --data DIR"
+    ):
         draw_pictures(run, tmp_path / "pictures")
     assert (
         cli.main(

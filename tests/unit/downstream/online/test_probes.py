@@ -22,7 +22,7 @@ from trp_scale.downstream.online.labelled_rows import require_two_classes
 from trp_scale.downstream.online.probes import OnlineProbes, rank_me
 from trp_scale.downstream.probe.encoder import show
 from trp_scale.downstream.probe.features import LabelledFeatures
-from trp_scale.downstream.probe.images import open_probed
+from trp_scale.downstream.probe.images import ProbedImages, open_probed
 from trp_scale.downstream.results import read_results
 
 SMALL = {"crops__size": 16, "vision__patch_size": 4, "training__steps": 4, "data__validation_fraction": 0.25}
@@ -161,7 +161,21 @@ def test_what_cannot_be_probed_is_refused(
         pretrain_here(flags(text_dataset, tmp_path / "run", hooks="probes", **changes))
 
 
-def test_rows_of_one_class_are_refused() -> None:
+def test_the_best_of_their_figures_is_kept(stripes: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    more = {"checkpoint__best": "probes.rank_me", "probes__every": 1}
+    assert pretrain_here(image_flags("mae_vit_b", stripes, run, **{**SMALL, **PROBED, **more})) == 0
+    figures = found_in(run)
+    best = max(figures, key=lambda each: each["rank_me"])
+    assert {each["rows"] + each["measured"] for each in figures} == {64}, "no row is on both sides"
+    assert f"best probes.rank_me {best['rank_me']:.4f} at step {best['step']}:" in (run / "report.txt").read_text()
+    assert (run / "checkpoints" / f"step_{best['step']:08d}").is_dir()
+
+
+def test_rows_of_one_class_are_refused(stripes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ProbedImages, "labels", lambda self, chosen: np.zeros(9))
+    with pytest.raises(RefusedError, match="all of one class"):
+        pretrain_here(image_flags("mae_vit_b", stripes, tmp_path / "run", **SMALL, **PROBED))
     with pytest.raises(RefusedError, match=r"the 5 rows of data/birds .* all of one class"):
         require_two_classes(np.zeros(5), "data/birds")
     require_two_classes(np.arange(2), "data/birds")
