@@ -12,7 +12,12 @@ import pytest
 from tests.documents.pages import blocks, read
 from tests.runs import flags, image_flags, lines, pretrain_here
 from trp_scale import cli
+from trp_scale.adversary.pixels import PixelAdversary
+from trp_scale.adversary.positions import PositionAdversary
 from trp_scale.config.components import names as registered_names
+from trp_scale.downstream.online.probes import OnlineProbes
+from trp_scale.masks.hook import LearnedMasks
+from trp_scale.monitoring.gradient_noise_scale import GradientNoiseScale
 
 PAGE = "run_directory.md"
 TEXT = {"validation__every": 2, "training__steps": 4, "optimizer__warmup_steps": 1}
@@ -139,3 +144,11 @@ def test_the_page_reads_metrics_as_it_says(
     monkeypatch.chdir(tmp_path)
     exec(compile(script, PAGE, "exec"), {})
     assert capsys.readouterr().out.startswith("1 ")
+
+
+def test_what_the_display_shows_of_hooks_are_metrics() -> None:
+    tables = read(PAGE)
+    for hook in (PositionAdversary, PixelAdversary, LearnedMasks, GradientNoiseScale, OnlineProbes):
+        assert hook.shown
+        for name in hook.shown:
+            assert f"`{hook.name}.{name}`" in tables, f"{hook.name}.{name}"
