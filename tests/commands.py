@@ -101,6 +101,8 @@ def check(words: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
     if program == "make":
         (phony,) = re.findall(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE)
         assert {word for word in rest if "=" not in word} <= set(phony.split()), rest
+    elif program == "source":
+        assert rest == [".venv/bin/activate"], rest
     elif program == "sbatch":
         script = next(number for number, word in enumerate(rest) if word.endswith(".sbatch"))
         assert (ROOT / rest[script]).is_file(), rest[script]

@@ -1,4 +1,4 @@
-"""Every command of the README exists: script, flags, values, make target. (tests/distributed runs them.)"""
+"""The README is short, and every command of it and of the tour exists. (tests/distributed runs them.)"""
 
 from __future__ import annotations
 
@@ -7,11 +7,29 @@ import re
 import pytest
 
 from tests.commands import ROOT, Command, check, parse_line
-from tests.readme import COMMANDS, README
+from tests.readme import COMMANDS, OF_THE_README, README
 
 
 def test_the_two_commands_are_there() -> None:
-    assert COMMANDS[:2] == [Command(words=("make", "pretrain")), Command(words=("make", "test"))]
+    first, activate, second = OF_THE_README[:3]
+    assert (first.words, activate.words) == (("make", "pretrain"), ("source", ".venv/bin/activate"))
+    assert second == Command(words=("trp-scale", "report"))
+
+
+def test_it_is_read_in_a_minute() -> None:
+    """150 lines, the first result within the first screen of them, and each paper by its link."""
+    text = README.read_text(encoding="utf-8")
+    assert len(text.splitlines()) <= 150
+    assert text.index("make pretrain") < len("".join(text.splitlines(keepends=True)[:40]))
+    assert all(f"https://arxiv.org/abs/{number}" in text for number in ("2306.12070", "2303.07598", "2402.18128"))
+
+
+def test_links_of_the_readme_lead_somewhere() -> None:
+    links = re.findall(r"\]\(([^)#]+)(#[^)]*)?\)", README.read_text(encoding="utf-8"))
+    names = {name for name, _ in links if not name.startswith("https://")}
+    assert len(names) > 15
+    missing = [name for name in names if not (ROOT / name).exists()]
+    assert not missing, missing
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=str)

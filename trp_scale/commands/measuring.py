@@ -21,8 +21,8 @@ class ReportArguments(ReadsRuns):
     it write RUN/report.html, one file that opens without a network (needs the extra `pictures`): curves of losses,
     weights, adversary, masks and speed, incidents, settings, and what to do next."""
 
-    run: Annotated[Path, tyro.conf.arg(metavar="DIR")]
-    """Run directory, with metrics.jsonl in it."""
+    run: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
+    """Run directory, with metrics.jsonl in it; left out: of those in runs/, the one that got on last."""
     pictures: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
     """For an image run with a checkpoint: draw reconstructions, and positions before and after the adversary's
     perturbation, as PNG files into this directory (needs the extra `pictures`), which the page shows, too."""
@@ -41,20 +41,22 @@ def report(argv: Sequence[str]) -> int:
             f"--images {arguments.images[0]}: they are drawn into the directory of --pictures, which is not given; "
             "give --pictures DIR"
         )
+    from trp_scale.observe.metrics import newest_run
     from trp_scale.observe.report import report as table
     from trp_scale.pages.picture_files import pictures_of
     from trp_scale.pages.record import read_run
     from trp_scale.pages.run import write_page
 
-    run = read_run(arguments.run)
-    print(table(arguments.run, run.history), end="")
+    run_dir = arguments.run or newest_run(Path("runs"))
+    run = read_run(run_dir)
+    print(table(run_dir, run.history), end="")
     if arguments.pictures is not None:
         from trp_scale.checkpoint.export import while_training
         from trp_scale.downstream.pictures import draw_pictures
 
         pictures = arguments.pictures
         drawn = while_training(
-            lambda: draw_pictures(arguments.run, pictures, data=arguments.data, images=arguments.images)
+            lambda: draw_pictures(run_dir, pictures, data=arguments.data, images=arguments.images)
         )
         print("\n".join(drawn))
     print(write_page(run, [] if arguments.pictures is None else pictures_of(arguments.pictures)))

@@ -207,6 +207,18 @@ def read_metrics(run_dir: Path) -> Iterator[dict[str, Any]]:
         yield line
 
 
+def newest_run(parent: Path) -> Path:
+    """Of the run directories in `parent`, the one whose metrics.jsonl was written to last.
+
+    Raises:
+        RefusedError: there is none.
+    """
+    found = sorted(Path(parent).glob(f"*/{METRICS_FILE}"), key=lambda path: (path.stat().st_mtime, path))
+    if not found:
+        raise RefusedError(f"there is no run in {Path(parent).absolute()}; say which one with --run DIR")
+    return found[-1].parent
+
+
 END_SHARE = 0.1
 """Share of a run's steps, at its end, over which losses and weights are averaged: one step of a rare task is a handful
 of elements and says little. Of steps, not of lines: ten lines are half of a short run that logs each tenth step."""
@@ -247,12 +259,14 @@ class TaskHistory:
 class RunHistory:
     """What a run's metrics say in all. Times are medians over logged steps, but for training_seconds and
     data_wait_seconds, sums over all steps; memory, waiting and use of the cache are rank 0's. outside_tasks: those
-    whose weights the balancer does not decide. end_lines: logged steps from `end_begins` on; loss_end: their mean.
-    notices: what hooks had to say in the last line, by their names. lesson: of learned masks, in the last line."""
+    whose weights the balancer does not decide. worst_task: at the end; first_worst_task: of the same tasks, at the
+    start. end_lines: logged steps from `end_begins` on; loss_end: their mean. notices: what hooks had to say in the
+    last line, by their names. lesson: of learned masks, in the last line."""
 
     tasks: dict[str, TaskHistory] = field(default_factory=dict)
     outside_tasks: set[str] = field(default_factory=set)
     worst_task: str | None = None
+    first_worst_task: str | None = None
     first_step: int = 0
     last_step: int = 0
     loss_start: float | None = None
@@ -363,6 +377,7 @@ def read_history(run_dir: Path, also: Callable[[Mapping[str, Any]], None] = lamb
     unweighted = {name for name, task in history.tasks.items() if task.weight == 0.0}
     left_out = history.outside_tasks | unweighted
     history.worst_task = worst({name: task.end for name, task in history.tasks.items()}, left_out)
+    history.first_worst_task = worst(starts, left_out)
     for name, values in columns.items():
         setattr(history, name, statistics.median(values) if values else None)
     return history

@@ -115,7 +115,9 @@ def report_lines(run_dir: Path, history: RunHistory, summary: Mapping[str, Any])
         lines.append(f"best {best['figure']} {number(best['value'])} at step {best['step']}: {place}")
     if history.worst_task is not None and len(history.tasks) > 1:
         task = history.tasks[history.worst_task]
-        lines.append(f"worst task {history.worst_task}: loss {number(task.end)}, weight {number(task.weight)}")
+        first = history.first_worst_task
+        before = f"; at the start {first}: {number(history.tasks[first].start)}" if first is not None else ""
+        lines.append(f"worst task {history.worst_task}: loss {number(task.end)}, weight {number(task.weight)}{before}")
     lines += changes_in_words(history)
     if history.tokens_per_second is not None:
         speed = f"{history.tokens_per_second:,.0f} tokens/s over all ranks (median; padding included)"
@@ -157,8 +159,9 @@ def changes_in_words(history: RunHistory) -> list[str]:
     lines = [f"better: {len(better)} of {len(known)} tasks{_named(better, 3)}"]
     if worse:
         even = 1.0 / len(known)
-        light = all((task.weight or 0.0) < even for task in worse.values())
-        why = "; their weights are below an even share: the balancer spends them on harder tasks" if light else ""
+        light = sum((task.weight or 0.0) < even for task in worse.values())
+        which = "they have" if light == len(worse) > 1 else "it has" if light == len(worse) else f"{light} of them have"
+        why = f"; {which} less than an even share of the weight, which goes to harder tasks" if light else ""
         lines.append(f"worse: {len(worse)}{_named(worse, 3)}{why}")
     return lines
 

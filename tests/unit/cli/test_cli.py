@@ -187,6 +187,24 @@ def test_report_prints_the_table_of_a_run_that_goes_on(tmp_path: Path, capsys: p
     assert "still running, or killed" in printed
 
 
+def test_report_without_a_run_is_of_the_one_that_got_on_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["report"]) == 2
+    assert f"there is no run in {tmp_path}/runs; say which one with --run DIR" in capsys.readouterr().err
+    for name, written, loss in (("a", 200, 4.5), ("b", 100, 3.5)):
+        task = {"loss": loss, "weight": 1.0, "count": 3}
+        line = {"step": 1, "loss": loss, "applied": True, "peak_memory_bytes": 1, "tasks": {"verb": task}}
+        path = tmp_path / "runs" / name / "metrics.jsonl"
+        path.parent.mkdir(parents=True)
+        path.write_text(json.dumps(line) + "\n", encoding="utf-8")
+        os.utime(path, (written, written))
+    assert cli.main(["report"]) == 0
+    assert "4.5000" in (printed := capsys.readouterr().out) and "3.5000" not in printed
+    assert (tmp_path / "runs" / "a" / "report.html").is_file()
+
+
 def test_report_of_a_directory_without_metrics_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["report", "--run", str(tmp_path)]) == 2
     assert f"{tmp_path}/metrics.jsonl does not exist" in capsys.readouterr().err

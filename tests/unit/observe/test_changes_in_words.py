@@ -19,13 +19,17 @@ def test_better_and_worse_by_the_size_of_the_change() -> None:
     found = history(("a", 9.0, 8.0, 0.7, 100), ("b", 5.0, 7.0, 0.0, 100), ("c", 5.0, 4.5, 0.3, 100))
     assert changes_in_words(found) == [
         "better: 2 of 3 tasks: a -1.0000, c -0.5000",
-        "worse: 1: b +2.0000; their weights are below an even share: the balancer spends them on harder tasks",
+        "worse: 1: b +2.0000; it has less than an even share of the weight, which goes to harder tasks",
     ]
 
 
 def test_a_heavy_task_that_got_worse_is_not_explained_away() -> None:
     found = history(("a", 9.0, 9.5, 0.7, 100), ("b", 5.0, 4.0, 0.3, 100))
     assert changes_in_words(found)[1] == "worse: 1: a +0.5000"
+    found = history(*((name, 5.0, 6.0, weight, 50) for name, weight in (("a", 0.8), ("b", 0.1), ("c", 0.1))))
+    assert changes_in_words(found)[1].endswith(
+        "; 2 of them have less than an even share of the weight, which goes to harder tasks"
+    )
 
 
 def test_few_elements_outside_tasks_and_single_ones_are_no_news() -> None:

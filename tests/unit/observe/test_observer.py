@@ -143,7 +143,7 @@ def test_summary_and_report(start: Callable[..., Observer], tmp_path: Path, caps
     observer = start()
     for step in range(1, 101):
         noun = TaskRecord(loss=6.0 if step <= 95 else 2.0, weight=0.75, count=10 if step <= 95 else 70)
-        verb = TaskRecord(loss=3.0 - 0.01 * step, weight=0.25, count=40)
+        verb = TaskRecord(loss=7.5 if step == 1 else 3.0 - 0.01 * step, weight=0.25, count=40)
         tasks = dict(record(step).tasks) | {"noun": noun, "verb": verb}
         observer.step(record(step, tasks=tasks, step_seconds=0.5 if step < 100 else 50.0))
     summary = observer.close("finished")
@@ -157,6 +157,7 @@ def test_summary_and_report(start: Callable[..., Observer], tmp_path: Path, caps
     assert summary["tokens_per_second"] == pytest.approx(2000), "one slow step does not change a median"
     text = (tmp_path / "run" / "report.txt").read_text(encoding="utf-8")
     assert text == report(tmp_path / "run")
+    assert "worst task noun: loss 2.5000, weight 0.7500; at the start verb: 7.5000" in text
     printed = capsys.readouterr().out
     for part in ("noun", "6.0000", "2.5000", "-3.5000", "worst", "2,000 tokens/s", str(tmp_path / "run")):
         assert part in text.replace("\n", "")
