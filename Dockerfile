@@ -7,7 +7,7 @@
 FROM python:3.12-slim-bookworm
 
 ARG DEVICE=cuda
-ARG EXTRAS=wandb,tensorboard,datasets,text,pictures,evaluation,remote
+ARG EXTRAS=deepspeed,vision,wandb,tensorboard,datasets,text,pictures,evaluation,remote
 
 # hadolint ignore=DL3008
 RUN apt-get update \

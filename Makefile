@@ -3,6 +3,7 @@
 # make test-exhaustive   what make test leaves out: pairs of grids, and slow tests near to others
 # make test-cluster   under a SLURM of its own, and on namespaces as hosts: as root; it says which packages are missing
 # make test-faults   100,000 damaged files for every reader (TRP_SCALE_FUZZ=N: so many), 20 kills, 10 stops
+# make matrix     setup, unit tests and `make pretrain` under each of PYTHONS, in environments under build/matrix
 # make docs       build the site of docs/ into build/site; a broken link or anchor is an error
 # make setup | lint | types | wheel-test | clean
 #
@@ -11,16 +12,17 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help setup pretrain test test-exhaustive test-cluster test-faults docs lint types wheel-test clean
+.PHONY: help setup pretrain test unit test-exhaustive test-cluster test-faults matrix docs lint types wheel-test clean
 
 PYTHON ?= python3
+PYTHONS ?= python3.10 python3.11 python3.12 python3.13
 RANKS ?= 2
 VENV := .venv
 BIN := $(CURDIR)/$(VENV)/bin
 # The stamp exists only when the whole installation went through; .installing marks one that began and did not end.
 INSTALLED := $(VENV)/.installed
 INSTALLING := $(VENV)/.installing
-EXTRAS ?= wandb,tensorboard,datasets,text,pictures,evaluation,remote,ray,megatron,docs,test
+EXTRAS ?= deepspeed,vision,wandb,tensorboard,datasets,text,pictures,evaluation,remote,ray,megatron,docs,test
 CORPUS := data/embedded/dataset.json
 DEVICE ?= cuda
 TORCH_CPU ?= https://download.pytorch.org/whl/cpu
@@ -32,7 +34,7 @@ CORES := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
 THREADS := $(shell echo $$(( $(CORES) > $(RANKS) ? $(CORES) / $(RANKS) : 1 )))
 
 help:
-	@sed -n 's/^# //p' Makefile | head -n 8
+	@sed -n 's/^# //p' Makefile | head -n 9
 
 setup: $(INSTALLED)
 
@@ -55,6 +57,12 @@ pretrain: $(INSTALLED) $(CORPUS)
 
 test: $(INSTALLED)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n $(CORES) --dist loadfile --no-loadscope-reorder
+
+unit: $(INSTALLED)
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n $(CORES) --dist loadfile --no-loadscope-reorder tests/unit
+
+matrix:
+	tests/matrix.sh $(PYTHONS)
 
 test-exhaustive: $(INSTALLED)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n $(CORES) --dist loadfile --no-loadscope-reorder -m exhaustive

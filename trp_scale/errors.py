@@ -34,6 +34,9 @@ MOST_PROBLEMS = 40
 NO_ROOM = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
 """What every library says of a full disk, and another rank's message too."""
 
+EXTRA_OF = {"deepspeed": "deepspeed", "timm": "vision", "torchvision": "vision"}
+"""The extra that installs a package which whole modules are built on: of which no place asks whether it is there."""
+
 _QUOTE = reprlib.Repr()
 _QUOTE.maxlevel = 4
 _QUOTE.maxlist = _QUOTE.maxtuple = _QUOTE.maxset = _QUOTE.maxfrozenset = _QUOTE.maxdict = 16
@@ -63,6 +66,9 @@ def as_told(error: BaseException) -> tuple[ExitStatus, str]:
         return ExitStatus.STORAGE, f"{said_by(error)}; make room there, the same command goes on"
     if isinstance(error, RefusedError):
         return error.status, str(error)
+    package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
+    if (extra := EXTRA_OF.get(package)) is not None:
+        return ExitStatus.REFUSED, f"this needs {package}, which is not installed: pip install 'trp-scale[{extra}]'"
     if isinstance(error, KeyboardInterrupt):
         return ExitStatus.INTERRUPTED, "interrupted by Ctrl-C"
     return ExitStatus.FAILED, ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import os
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
@@ -267,8 +268,38 @@ def test_text_goes_without_the_libraries_of_images() -> None:
         "planning.command",
     )
     imports = "; ".join(f"import trp_scale.{module}" for module in modules)
-    code = f"import sys; sys.modules['timm'] = sys.modules['torchvision'] = None; {imports}"
+    absent = "".join(f"sys.modules[{name!r}] = None; " for name in ("timm", "torchvision", "deepspeed"))
+    code = f"import sys; {absent}{imports}"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.returncode == 0, done.stderr[-2000:]
+
+
+@pytest.mark.parametrize(
+    ("package", "extra", "command"),
+    [
+        ("torchvision", "vision", "shard-images --embedded --count 8 --processes 1 --output scenes"),
+        ("timm", "vision", "pretrain --recipe adpe_tiny --data.path scenes"),
+        ("deepspeed", "deepspeed", f"pretrain --recipe pos_bert_tiny --ds_config {ROOT}/ds_configs/zero2.json"),
+    ],
+)
+def test_a_package_of_an_extra_that_is_missing_is_named(
+    package: str, extra: str, command: str, text_dataset: Path, image_dataset: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "data").mkdir()
+    (tmp_path / "data" / "embedded").symlink_to(text_dataset)
+    if "pretrain" in command:
+        (tmp_path / "scenes").symlink_to(image_dataset)
+    code = f"import sys; sys.modules[{package!r}] = None; from trp_scale.cli import main; sys.exit(main(sys.argv[1:]))"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *command.split()],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    said = f"error: this needs {package}, which is not installed: pip install 'trp-scale[{extra}]'"
+    assert (done.returncode, done.stderr.splitlines()[-1:]) == (2, [said])
