@@ -70,7 +70,7 @@ def image_runs(dataset: Path, directory: Path) -> Iterator[Path]:
     """MAE+ with adversaries, learned masks of each kind, MM-MAE."""
     kinds: dict[str, tuple[str, dict[str, Any]]] = {
         "relative": ("adpe_tiny", {"hooks": "probes"}),
-        "pixels": ("adpe_tiny", {"adversary__kind": "pixels", "adversary__eps": 0.01}),
+        "pixels": ("adpe_tiny", {"adversary__kind": "pixels", "adversary__eps": 0.01, "hooks": "pictures"}),
         "modalities": ("mm_mae_tiny", {"modalities__visible_tokens": 10}),
     }
     for kind in registered_names("multilevel"):

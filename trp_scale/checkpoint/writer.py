@@ -133,6 +133,7 @@ class CheckpointWriter:
         settings: of checkpoints.
         beat: takes a sign of life while something is waited for.
         tell: takes a line for the log.
+        whole: told of each checkpoint that has become whole, on all ranks.
         no_copy: why weights and moments are not copied in host memory; empty: they are.
         failures: checkpoints in a row that storage has refused.
         problem: what it said last.
@@ -144,6 +145,7 @@ class CheckpointWriter:
     settings: CheckpointConfig
     beat: Callable[[], None] = lambda: None
     tell: Callable[[str], None] = lambda line: None
+    whole: Callable[[Path], None] = lambda path: None
     no_copy: str = ""
     failures: int = 0
     problem: str = ""
@@ -226,6 +228,7 @@ class CheckpointWriter:
         self.failures, self.problem, self.newest = 0, "", under_way.step
         if self._keeper is not None:
             self._keeper.written(under_way.final, under_way.kept)
+        self.whole(under_way.final)
 
     def given_up(self) -> str | None:
         """Why the run stops, once storage has failed too often."""

@@ -42,8 +42,8 @@ def report(argv: Sequence[str]) -> int:
             "give --pictures DIR"
         )
     from trp_scale.observe.metrics import newest_run
+    from trp_scale.observe.picture_files import pictures_of
     from trp_scale.observe.report import report as table
-    from trp_scale.pages.picture_files import pictures_of
     from trp_scale.pages.record import read_run
     from trp_scale.pages.run import write_page
 
@@ -55,9 +55,7 @@ def report(argv: Sequence[str]) -> int:
         from trp_scale.downstream.pictures import draw_pictures
 
         pictures = arguments.pictures
-        drawn = while_training(
-            lambda: draw_pictures(run_dir, pictures, data=arguments.data, images=arguments.images)
-        )
+        drawn = while_training(lambda: draw_pictures(run_dir, pictures, data=arguments.data, images=arguments.images))
         print("\n".join(drawn))
     print(write_page(run, [] if arguments.pictures is None else pictures_of(arguments.pictures)))
     return 0

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -208,6 +209,10 @@ class Hook:
     def after_step(self, ctx: StepContext) -> None:
         """After the update or the skip; commit the hook's own state only where ctx.applied: see ctx.commit."""
 
+    def after_checkpoint(self, path: Path) -> None:
+        """A checkpoint of this run has become whole, on all ranks alike and between two steps; it is written behind the
+        steps, so that it may be of an earlier one."""
+
     def engines(self) -> Mapping[str, Engine]:
         """Engines that the hook trains beside the run's own, by name; the checkpoint holds them too."""
         return {}
@@ -320,6 +325,10 @@ class Hooks:
     def after_step(self, ctx: StepContext) -> None:
         for hook in self.all:
             hook.after_step(ctx)
+
+    def after_checkpoint(self, path: Path) -> None:
+        for hook in self.all:
+            hook.after_checkpoint(path)
 
     def engines(self) -> dict[str, Engine]:
         return {name: engine for hook in self.all for name, engine in hook.engines().items()}

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import html
 import secrets
+import textwrap
 from collections.abc import Mapping
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Protocol
 
+import numpy as np
+from PIL import Image
+
 from trp_scale.config import Config, RefusedError
 from trp_scale.documents.json_files import read_lines
 from trp_scale.errors import said_by
+from trp_scale.observe.picture_files import NewPictures
 from trp_scale.observe.records import RunInfo
+from trp_scale.observe.report import REPORT_FILE
 
 WANDB_ID_FILE = "wandb_id.txt"
 
@@ -56,6 +63,7 @@ class WandbSink:
         require("wandb", "wandb", "--logging.wandb")
         import wandb
 
+        self._wandb, self._run_dir, self._pictures = wandb, run_dir, NewPictures(run_dir)
         id_file = run_dir / WANDB_ID_FILE
         if not id_file.exists():
             id_file.write_text(secrets.token_hex(4) + "\n", encoding="utf-8")
@@ -79,8 +87,16 @@ class WandbSink:
 
     def write(self, line: Mapping[str, Any]) -> None:
         self._run.log(flatten(line))
+        self._send_pictures()
+
+    def _send_pictures(self) -> None:
+        for name, step, path in self._pictures.take():
+            self._run.log({name: self._wandb.Image(str(path)), "step": step})
 
     def close(self, summary: Mapping[str, Any]) -> None:
+        self._send_pictures()
+        if report := report_of(self._run_dir):
+            self._run.log({"report": self._wandb.Html(f"<pre>{html.escape(report)}</pre>")})
         self._run.summary.update(flatten(summary, "summary/"))
         self._run.finish()
 
@@ -93,6 +109,7 @@ class TensorBoardSink:
         from torch.utils.tensorboard.writer import SummaryWriter
 
         # purge_step hides what a killed run wrote after the checkpoint that this one starts from.
+        self._run_dir, self._pictures = run_dir, NewPictures(run_dir)
         self._writer: Any = SummaryWriter(  # type: ignore[no-untyped-call]
             log_dir=str(run_dir / "tensorboard"), purge_step=start_step + 1 if start_step else None
         )
@@ -101,9 +118,25 @@ class TensorBoardSink:
         for name, value in flatten(line).items():
             if name != "step":
                 self._writer.add_scalar(name, value, global_step=line["step"])
+        self._send_pictures()
+
+    def _send_pictures(self) -> None:
+        for name, step, path in self._pictures.take():
+            with Image.open(path) as picture:
+                pixels = np.asarray(picture.convert("RGB"))
+            self._writer.add_image(name, pixels, global_step=step, dataformats="HWC")
 
     def close(self, summary: Mapping[str, Any]) -> None:
+        self._send_pictures()
+        if report := report_of(self._run_dir):
+            self._writer.add_text("report", textwrap.indent(report, "    "), global_step=summary.get("steps"))
         self._writer.close()
+
+
+def report_of(run_dir: Path) -> str:
+    """The table at the end of a run; empty where it was not written."""
+    path = run_dir / REPORT_FILE
+    return "\n".join(read_lines(path)) if path.is_file() else ""
 
 
 def open_sinks(run_dir: Path, config: Config, info: RunInfo) -> list[Sink]:

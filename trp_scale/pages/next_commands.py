@@ -7,8 +7,8 @@ import shlex
 from collections.abc import Iterator
 
 from trp_scale.errors import shortened
+from trp_scale.observe.picture_files import PICTURES
 from trp_scale.pages.document import Block, Cell, Commands, Section, Sentences, Table
-from trp_scale.pages.picture_files import PICTURES
 from trp_scale.pages.record import RunRecord
 
 

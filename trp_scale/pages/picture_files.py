@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 
+from trp_scale.observe.picture_files import PICTURES, pictures_of
 from trp_scale.pages.document import Pictures, Section
 from trp_scale.pages.record import RunRecord
-
-PICTURES = "pictures"
-"""Folder of a run directory whose PNG files are shown."""
 
 MOST_PICTURES = 12
 LARGEST_PICTURE = 4 << 20
@@ -31,18 +28,6 @@ def pictures_section(run: RunRecord, drawn: Sequence[Path] = ()) -> Section:
     look_for = "What is predicted and what is hidden, oldest first: whether masks follow the image, and what changes."
     return Section(
         name="pictures", title="Pictures", look_for=look_for, blocks=[Pictures(pictures=pictures)] if pictures else []
-    )
-
-
-def pictures_of(folder: Path) -> list[Path]:
-    """The PNG files in a folder and the folders in it, in the order of the numbers in their names."""
-    found = [path for pattern in ("*.png", "*/*.png") for path in folder.glob(pattern) if path.is_file()]
-    return sorted(
-        found,
-        key=lambda path: (
-            [int(number) for number in re.findall(r"\d+", str(path.relative_to(folder)))][-1:],
-            str(path),
-        ),
     )
 
 

@@ -288,6 +288,7 @@ class Run:
             settings=config.checkpoint,
             beat=lambda: guard.watchdog.beat("a checkpoint"),
             tell=self.observer.message,
+            whole=self.hooks.after_checkpoint,
             no_copy="weights and moments lie in files" if self._in_files(engine_name) else "",
         )
         self.profile = StepProfile(run_dir, config.logging, environment.device, self.observer.message)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from PIL import Image
 
 from tests.unit.observe.small_run import record
 from trp_scale.config import Config, RefusedError
@@ -59,6 +61,53 @@ def test_wandb_offline_keeps_its_id(
     content = b"".join(path.read_bytes() for path in stored)
     assert b"noun" in content
     assert b"weight" in content
+
+
+def draw(run_dir: Path, step: int, value: int) -> None:
+    folder = run_dir / "pictures" / f"step_{step:08d}"
+    folder.mkdir(parents=True)
+    Image.new("RGB", (12, 8), (value, 0, 0)).save(folder / "masks.png")
+
+
+def test_tensorboard_has_new_pictures_and_the_report(
+    start: Callable[..., Observer], config: Config, tmp_path: Path
+) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    config.logging.tensorboard = True
+    draw(tmp_path / "run", 1, 10)  # of an earlier start, which has sent it
+    observer = start()
+    draw(tmp_path / "run", 2, 20)
+    observer.step(record(3))
+    draw(tmp_path / "run", 4, 40)  # of the last checkpoint, after the last line
+    observer.close("finished")
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    events.Reload()
+    images = events.Images("pictures/masks")
+    assert [(event.step, event.width, event.height) for event in images] == [(2, 12, 8), (4, 12, 8)]
+    with Image.open(io.BytesIO(images[1].encoded_image_string)) as picture:
+        assert picture.convert("RGB").getpixel((3, 3)) == (40, 0, 0)
+    (text,) = events.Tensors("report/text_summary")
+    assert b"worst task noun" in text.tensor_proto.string_val[0]
+
+
+def test_wandb_has_new_pictures_and_the_report(
+    start: Callable[..., Observer], config: Config, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("wandb")
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_SILENT", "true")
+    config.logging.wandb = True
+    observer = start()
+    draw(tmp_path / "run", 2, 20)
+    observer.step(record(3))
+    observer.close("finished")
+    (media,) = (tmp_path / "run" / "wandb").glob("offline-run-*/files/media")
+    (picture,) = (media / "images").rglob("*.png")
+    assert picture.read_bytes() == (tmp_path / "run" / "pictures" / "step_00000002" / "masks.png").read_bytes()
+    (page,) = (media / "html").rglob("*.html")
+    assert "worst task noun" in page.read_text(encoding="utf-8")
 
 
 def test_wandb_without_a_login_is_one_line(

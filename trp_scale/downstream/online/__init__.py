@@ -1,5 +1,5 @@
-"""What the encoder is worth, measured while it trains, as a hook. The settings stand here, where `--help` reads them
-without torch."""
+"""What the encoder is worth, measured while it trains, and pictures of what it predicts, as hooks. The settings stand
+here, where `--help` reads them without torch."""
 
 from __future__ import annotations
 
@@ -48,6 +48,23 @@ class ProbesSettings(Settings):
             yield f"--probes.test is {self.test}, allowed for an encoder of text: empty, GLUE has development sets"
         if self.task not in (allowed := ("cola", "sst2", "mrpc", "qqp", "mnli", "qnli", "rte", "wnli")):
             yield f"--probes.task is {self.task!r}, allowed: {', '.join(allowed)}"
+
+
+@component("hook", "pictures", "trp_scale.downstream.online.pictures:OnlinePictures")
+@dataclass(kw_only=True)
+class PicturesSettings(Settings):
+    """Draw reconstructions, positions and masks of a run on images from its checkpoints, into RUN/pictures."""
+
+    every: int = setting(1, at_least=1)
+    """Each Nth checkpoint of a start is drawn, on one core of rank 0, while the others wait at the next step."""
+    rows: int = setting(6, at_least=1)
+    """Held-out images that are drawn."""
+
+    def problems(self, config: Any) -> Iterator[str]:
+        if config.reads == "text":
+            yield "--hooks has pictures, which are of images; this run learns from text: leave it out"
+        elif hasattr(config, "downstream"):
+            yield "--hooks has pictures, which are of pre-training; this run fine-tunes: leave it out"
 
 
 describe_metrics(
