@@ -10,6 +10,7 @@ import dataclasses
 import inspect
 import os
 import re
+import sys
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from itertools import pairwise
@@ -156,7 +157,49 @@ def _parsed(
         argv = ["--help"]
     elif any(word in HELP for word in argv):
         _help(kind, prog, first, settings)
-    return tyro.cli(kind, prog=prog, args=list(argv), **settings)
+    try:
+        return tyro.cli(kind, prog=prog, args=list(argv), **settings)
+    except SystemExit as error:
+        if error.code and settings["console_outputs"] and hasattr(settings.get("default"), "config"):
+            print("".join(f"{line}\n" for line in _of_other_trainers(argv)), end="", file=sys.stderr)
+        raise
+
+
+OTHER_NAMES = {
+    "batch_size": "--batch.global_size, of all ranks together",
+    "bf16": "--training.precision bf16",
+    "data_dir": "--data.path",
+    "dataloader_num_workers": "--data.workers",
+    "deepspeed": "--ds_config FILE",
+    "epochs": "--training.steps (--downstream.epochs when fine-tuning)",
+    "eval_steps": "--validation.every",
+    "fp16": "--training.precision fp16",
+    "gradient_accumulation_steps": "no flag: it follows from --batch.global_size, --batch.micro_size and the ranks",
+    "learning_rate": "--optimizer.lr",
+    "logging_steps": "--logging.every",
+    "lr_scheduler_type": "--optimizer.schedule",
+    "mask_ratio": "--masking.ratio",
+    "max_grad_norm": "--optimizer.clipping",
+    "max_steps": "--training.steps",
+    "model_name_or_path": "--model.weights",
+    "num_epochs": "--training.steps (--downstream.epochs when fine-tuning)",
+    "num_train_epochs": "--training.steps (--downstream.epochs when fine-tuning)",
+    "num_workers": "--data.workers",
+    "output_dir": "--run_dir",
+    "per_device_train_batch_size": "--batch.micro_size; of all ranks together: --batch.global_size",
+    "save_steps": "--checkpoint.every",
+    "save_total_limit": "--checkpoint.keep",
+    "warmup_steps": "--optimizer.warmup_steps",
+}
+"""Flags of transformers' Trainer and of MAE's scripts, and what stands here in their place."""
+
+
+def _of_other_trainers(argv: Sequence[str]) -> Iterator[str]:
+    """A line for each flag that another trainer has."""
+    for word in argv:
+        name = word.partition("=")[0]
+        if name.startswith("--") and (here := OTHER_NAMES.get(name[2:].replace("-", "_"))):
+            yield f"{name} of other trainers is here {here}"
 
 
 def _help(kind: type[Any], prog: str, first: Collection[str], settings: dict[str, Any]) -> None:

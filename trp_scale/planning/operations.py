@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry
 
+from trp_scale.core.flops import flop_registry
 from trp_scale.training.micro_size import storage
 
 STAND_ALONE = (

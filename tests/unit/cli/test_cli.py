@@ -15,6 +15,7 @@ import pytest
 
 import trp_scale
 from trp_scale import cli
+from trp_scale.command_line import OTHER_NAMES
 from trp_scale.commands.refusals import run
 from trp_scale.config import RefusedError
 from trp_scale.exit_status import ExitStatus
@@ -157,6 +158,27 @@ def test_the_first_screen_lists_what_a_run_names(capsys: pytest.CaptureFixture[s
     assert "--upstream mm_mae; known: mae, mm_mae, pos_bert" in first
     assert re.search(r"^--hooks \(none\); known, .*\n  gradient_noise_scale +Measure the", first, flags=re.MULTILINE)
     assert re.search(r"^  semseg +The class of every pixel$", first, flags=re.MULTILINE)  # no kind chooses it
+
+
+def test_flags_of_other_trainers_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["pretrain", "--recipe", "pos_bert_tiny", "--learning-rate", "1e-3", "--output_dir=runs/x"])
+    said = capsys.readouterr().err.splitlines()[-2:]
+    assert said == [
+        "--learning-rate of other trainers is here --optimizer.lr",
+        "--output_dir of other trainers is here --run_dir",
+    ]
+    with pytest.raises(SystemExit):
+        cli.main(["verify", "--learning-rate", "1e-3"])
+    assert "other trainers" not in capsys.readouterr().err
+
+
+def test_what_stands_in_place_of_other_flags_is_a_flag(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["finetune", "--recipe", "classification_tiny", "--help-all"])
+    known = set(re.findall(r"--[a-z_.]+", capsys.readouterr().out)) | {"--masking.ratio"}
+    named = {flag for here in OTHER_NAMES.values() for flag in re.findall(r"--[a-z_.]+", here)}
+    assert len(named) > 12 and named <= known
 
 
 def test_nothing_heavy_is_imported_for_help() -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import BertConfig, BertForPreTraining
 
@@ -48,7 +49,7 @@ def test_forward_agrees_with_what_torch_counts() -> None:
             attn_implementation="eager",
         )
     ).eval()
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+    with torch.no_grad(), FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         peer(torch.ones(3, 48, dtype=torch.long))
     ours = bert_step_flops(model, rows=3, length=48, predicted=48, vocabulary=320)
     assert ours / 3 == pytest.approx(counter.get_total_flops(), rel=1e-3)
@@ -70,7 +71,7 @@ def forward_flops(model: TextModelConfig, batch: Batch) -> int:
     """Counted by torch while it computes."""
     module = BertForMaskedPositions(model, vocab_size=320, seed=0).eval()
     objective = PosMaskedLanguageModelling(PosBertObjectiveConfig(), GROUPS, 64)
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+    with torch.no_grad(), FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         objective(module, batch)
     return int(counter.get_total_flops())
 
