@@ -49,14 +49,15 @@ def report(argv: Sequence[str]) -> int:
 
     run_dir = arguments.run or newest_run(Path("runs"))
     run = read_run(run_dir)
-    print(table(run_dir, run.history), end="")
+    drawn: list[str] = []
     if arguments.pictures is not None:
         from trp_scale.checkpoint.export import while_training
         from trp_scale.downstream.pictures import draw_pictures
 
         pictures = arguments.pictures
         drawn = while_training(lambda: draw_pictures(run_dir, pictures, data=arguments.data, images=arguments.images))
-        print("\n".join(drawn))
+    print(table(run_dir, run.history), end="")
+    print("".join(f"{line}\n" for line in drawn), end="")
     print(write_page(run, [] if arguments.pictures is None else pictures_of(arguments.pictures)))
     return 0
 

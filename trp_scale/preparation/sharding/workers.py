@@ -13,12 +13,14 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import os
+import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -251,8 +253,10 @@ def _run(
 ) -> bool:
     """Make portions, and add their reports; False: a process was lost before all were made."""
     given = (*initial, context.Value("i", 0), own_modules(), place, lethal)
+    others = multiprocessing.active_children()
     with ProcessPoolExecutor(processes, context, initializer=_start, initargs=given) as pool:
-        futures = {portion.number: pool.submit(_work, portion) for portion in portions}
+        with _deaf_to_interrupts():
+            futures = {portion.number: pool.submit(_work, portion) for portion in portions}
         ended = False
         try:
             while wait(futures.values(), timeout=0.5, return_when="FIRST_EXCEPTION").not_done:
@@ -263,9 +267,29 @@ def _run(
                     reports[number] = future.result()
             ended = all(future.done() for future in futures.values())  # of a broken pool, too: nobody writes any more
             return ended and all(future.exception() is None for future in futures.values())
+        except KeyboardInterrupt:
+            for process in multiprocessing.active_children():
+                if process not in others:
+                    process.kill()
+            ended = True  # once the pool has seen that
+            raise
         finally:
             # A process that has only just been started when all is done would miss what it is started with.
             pool.shutdown(wait=ended, cancel_futures=True)
+
+
+@contextmanager
+def _deaf_to_interrupts() -> Iterator[None]:
+    """Processes that are started within do not hear Ctrl-C, which a terminal sends to all: this one does, and ends
+    them, without the traceback of each."""
+    if threading.current_thread() is not threading.main_thread():  # which alone may set handlers
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def process_died(title: str) -> DataError:

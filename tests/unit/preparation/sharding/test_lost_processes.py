@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -118,3 +119,28 @@ def test_images_are_sharded_without_those_that_end_what_decodes_them(tmp_path: P
         assert f"images/{number}.jpg is left out: it ends the process that reads it" in made.stdout
     document = json.loads((tmp_path / "made" / "dataset.json").read_text())
     assert (document["rows"], document["skipped"]) == (10, {"damaged": 2})
+
+
+@pytest.mark.parametrize("seconds", [4.0, 9.0], ids=["while processes start", "while they work"])
+def test_ctrl_c_is_one_line_and_leaves_no_process(seconds: float, tmp_path: Path) -> None:
+    """A terminal sends it to all processes."""
+    words = ["shard-images", "--embedded", "--count", "200000", "--size", "64", "--processes", "2", "--output"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "trp_scale", *words, str(tmp_path / "scenes")],
+        env=environment(),
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.communicate(timeout=seconds)
+    os.killpg(process.pid, signal.SIGINT)
+    _, said = process.communicate(timeout=30)
+    assert (process.returncode, said.splitlines()[-1:]) == (130, ["error: interrupted by Ctrl-C"])
+    assert "Traceback" not in said
+    with pytest.raises(ProcessLookupError):
+        for _ in range(100):  # the standard library's tracker of semaphores ends a moment later
+            os.killpg(process.pid, 0)
+            time.sleep(0.1)
