@@ -45,6 +45,16 @@ def navigation(entries: list[Any]) -> list[str]:
     return found
 
 
+def test_every_extra_is_explained() -> None:
+    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    extras = re.findall(
+        r"^([a-z]+) = \[", text.partition("[project.optional-dependencies]")[2].partition("\n[")[0], re.M
+    )
+    assert {"vision", "deepspeed", "test"} <= set(extras)
+    table = read("install.md")
+    assert [name for name in extras if f"`{name}`" not in table] == []
+
+
 def test_every_page_is_in_the_navigation_once() -> None:
     listed = navigation(settings()["nav"])
     reports = [str(path.relative_to(DOCS)) for path in sorted(DOCS.glob("studies/*/README.md"))]
