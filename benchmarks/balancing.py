@@ -1,68 +1,106 @@
-"""Every balancer beside uniform weights: what a step costs, and what the held-out loss of each task becomes.
+"""What a step costs with each balancer: time in alternating rounds, and the matrix products that torch counts in one,
+for MM-MAE ViT-Ti (three tasks) and PoS-BERT (ten). Beside them what TRP's Table 3 states, T being a step without
+balancing. What each makes of the tasks: `trp-scale study run trp_groups`.
 
-    python benchmarks/balancing.py --part cost [--rounds 15] [--rows 16] [--threads 1]
-    python benchmarks/balancing.py --part outcome [--seeds 3] [--steps 0] [--processes 2]
-
-cost: whole training steps in alternating rounds, and the matrix products that torch counts in one, for MM-MAE ViT-Ti
-(three tasks) and PoS-BERT (ten). Beside them what TRP's Table 3 states, T being a step without balancing.
-outcome: `mm_mae_tiny` and `pos_bert_tiny` with each balancer and several seeds, equal steps; a run that is finished is
-not repeated. The recipes' data must be there (README).
+    python benchmarks/balancing.py [--rounds 15] [--rows 16] [--threads 1]
 """
 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Literal
 
+import torch
 import tyro
+from rich.console import Console
+from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks.balancing_cost import print_cost
-from benchmarks.balancing_outcome import print_outcome
-from benchmarks.steps import Precision, StepOptions
+from benchmarks.image_steps import MM_MAE, image_recipe, mm_mae_workload
+from benchmarks.rounds import Measured, alternate, pair_ratio
+from benchmarks.steps import Precision, StepOptions, Workload, counted_flops, endless, whole_step
+from benchmarks.text_steps import LENGTH, small_bert, text_workload
 from trp_scale.config import RefusedError
+from trp_scale.config.components import settings_of
+from trp_scale.config.settings import Settings
+from trp_scale.upstreams.mm_mae.settings import MmMaeConfig
+from trp_scale.upstreams.pos_bert.settings import PosBertConfig, PosBertObjectiveConfig
+
+BALANCING: dict[str, tuple[Settings, str]] = {
+    "uniform": (settings_of("balancer", "uniform"), "T"),
+    "minimax": (settings_of("balancer", "minimax"), "2T"),
+    "uncertainty": (settings_of("balancer", "uncertainty"), "2T"),
+    "dwa": (settings_of("balancer", "dwa", interval_steps=2), "3T"),
+    "gradnorm": (settings_of("balancer", "gradnorm"), "4T"),
+    "gradnorm, representation": (settings_of("balancer", "gradnorm", at="representation"), ""),
+    "group_dro": (settings_of("balancer", "group_dro"), ""),
+}
+"""Settings, and the FLOPs that TRP's Table 3 states."""
 
 
 @dataclass(kw_only=True)
 class Options(StepOptions):
     """What to measure."""
 
-    part: Literal["cost", "outcome"] = "cost"
-    """Steps and FLOPs, or what is learned."""
     rows: int = 16
-    """cost: images of a step; twice as many sequences."""
+    """Images of a step; twice as many sequences."""
     rounds: int = 15
-    """cost: measured steps of each."""
+    """Measured steps of each."""
     threads: int = 0
-    """cost: threads of torch; 0 = as torch chooses."""
+    """Threads of torch; 0 = as torch chooses."""
     precision: Precision = "bf16"
-    """cost: of forward and backward."""
-    recipes: tuple[str, ...] = ("mm_mae_tiny", "pos_bert_tiny")
-    """outcome: what is trained."""
-    seeds: int = 3
-    """outcome: seeds 0, 1, ... of each."""
-    steps: int = 0
-    """outcome: of each run; 0 = the recipe's."""
-    processes: int = 2
-    """outcome: runs at a time, one thread each."""
-    run_dir: Path = Path("runs/balancing")
-    """outcome: directory of the runs."""
+    """Of forward and backward."""
 
 
 def main(options: Options) -> None:
-    if options.part == "outcome":
-        print_outcome(
-            options.recipes,
-            options.run_dir,
-            seeds=options.seeds,
-            steps=options.steps,
-            processes=options.processes,
+    """One table for each model."""
+    device = options.device()
+    for title, build in (
+        (f"MM-MAE ViT-Ti, 3 tasks, {options.rows} images of 224 px", modalities),
+        (f"PoS-BERT 4 x 256, 10 tasks, {2 * options.rows} x {LENGTH} tokens", text),
+    ):
+        steps = {name: whole_step(build(options, balancing), device) for name, (balancing, _) in BALANCING.items()}
+        flops = {name: counted_flops(step) for name, step in steps.items()}
+        measured = alternate(steps, rounds=options.rounds)
+        where = f"{options.precision}, {device.type}, {torch.get_num_threads()} threads"
+        Console(width=120).print(table_of(f"{title}, {where}, {options.rounds} rounds", measured, flops))
+
+
+def table_of(title: str, measured: dict[str, Measured], flops: dict[str, int]) -> Table:
+    """A row for each balancer."""
+    table = Table(title=title, caption="interval: 95 % of the median ratio, by processor time; stated: TRP, Table 3")
+    for name in ("balancer", "ms", "over uniform", "by processor time", "interval", "FLOPs over uniform", "stated"):
+        table.add_column(name, justify="left" if name == "balancer" else "right")
+    base = measured["uniform"]
+    for name, one in measured.items():
+        clock, processor = pair_ratio(one.walls, base.walls), pair_ratio(one.cpus, base.cpus)
+        table.add_row(
+            name,
+            f"{one.wall * 1e3:.0f}",
+            f"{clock.median:.4f}",
+            f"{processor.median:.4f}",
+            f"{processor.lower:.3f} to {processor.upper:.3f}",
+            f"{flops[name] / flops['uniform']:.4f}",
+            BALANCING[name][1],
         )
-        return
-    print_cost(options)
+    return table
+
+
+def text(options: StepOptions, balancing: Settings) -> Workload:
+    """PoS-BERT with `other` as a tenth task."""
+    config = PosBertConfig(
+        model=small_bert(), objective=PosBertObjectiveConfig(other="task"), balancer=replace(balancing)
+    )
+    return text_workload(endless(config, 2 * options.rows, precision=options.precision))
+
+
+def modalities(options: StepOptions, balancing: Settings) -> Workload:
+    """MM-MAE with an encoder of ViT-Ti."""
+    config = image_recipe(MM_MAE, MmMaeConfig, "tiny")
+    config.balancer = replace(balancing)
+    return mm_mae_workload(endless(config, options.rows, precision=options.precision))
 
 
 if __name__ == "__main__":

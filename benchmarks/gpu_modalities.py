@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
-from benchmarks.balancing_cost import BALANCING
+from benchmarks.balancing import BALANCING
 from benchmarks.gpu_images import COMPARED
 from benchmarks.gpu_items import Figures, Item
 from benchmarks.gpu_parity import Comparison, waited

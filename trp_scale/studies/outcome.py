@@ -190,18 +190,27 @@ def _said(found: str, cell: Cell, baseline: str) -> str:
 
 
 def _ground(graph: Graph, outcome: Outcome, titles: Mapping[str, str]) -> list[str]:
-    """Whether the baseline beats the untrained encoder."""
+    """Whether the baseline beats the untrained encoder in the outcome's row; if not, whether it does on average."""
     study, place = graph.study, outcome.outcome
-    cell = outcome.cells[place].get(study.ground) if study.ground else None
-    if cell is None or cell.difference is None or cell.difference.test is None:
+    gained = _gained(outcome, place, study.ground)
+    if gained is None:
         return []
-    gain = -cell.difference.mean * outcome.metrics[place].sign
-    p = cell.difference.test.p
+    gain, p = gained
     pays = gain > 0 and p < GROUND_LEVEL
     words = "pays here" if pays else "is not seen to pay here, so what follows says little"
-    return [
-        f"Pre-training {words}: {titles[study.baseline]} over {titles[study.ground]} {gain:+.4f} (p {p:.3g}, paired)."
-    ]
+    said = f"Pre-training {words}: {titles[study.baseline]} over {titles[study.ground]} {gain:+.4f} (p {p:.3g}, paired)"
+    mean = _gained(outcome, Place(place.judge, AVERAGE), study.ground)
+    if not pays and mean is not None and mean[0] > 0 and mean[1] < GROUND_LEVEL:
+        said += f"; it does in the average of the tasks: {mean[0]:+.4f} (p {mean[1]:.3g})"
+    return [f"{said}."]
+
+
+def _gained(outcome: Outcome, place: Place, ground: str) -> tuple[float, float] | None:
+    """How much better the baseline is than the untrained encoder, and p; None where that is not known."""
+    cell = outcome.cells.get(place, {}).get(ground)
+    if cell is None or cell.difference is None or cell.difference.test is None:
+        return None
+    return -cell.difference.mean * outcome.metrics[place].sign, cell.difference.test.p
 
 
 def title_of(graph: Graph, name: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -71,6 +72,23 @@ def test_the_report_states_the_outcome_and_has_every_table(tmp_path: Path) -> No
     assert (tmp_path / "report" / "outcome.png").read_bytes().startswith(b"\x89PNG")
     figures = json.loads((tmp_path / "report" / "figures.json").read_text())
     assert {entry["row"] for entry in figures["figures"]} == {"easy", "hard", "average", "worst"}
+
+
+def test_a_ground_that_is_seen_on_average_alone_is_said_so(tmp_path: Path) -> None:
+    graph, outcome = run(tmp_path)
+    outcome.outcome = Place("glue", "hard")  # type: ignore[attr-defined]
+    cells, ground = outcome.cells, graph.study.ground  # type: ignore[attr-defined]
+    found = {}
+    for name, p in (("hard", 0.3), ("average", 0.004)):
+        difference = Paired(mean=-0.05, half=0.1, test=PairedTest(seeds=5, p=p, test="t"), visible=0.2)
+        found[name] = replace(cells[Place("glue", name)][ground], difference=difference)
+        cells[Place("glue", name)][ground] = found[name]
+    said = "\n".join(sentences(graph, outcome))  # type: ignore[arg-type]
+    assert "not seen to pay here" in said and "it does in the average of the tasks: +0.0500 (p 0.004)." in said
+    test = PairedTest(seeds=5, p=0.02, test="t")
+    weak = replace(found["average"], difference=Paired(mean=-0.05, half=0.1, test=test, visible=0.2))
+    cells[Place("glue", "average")][ground] = weak
+    assert "in the average" not in "\n".join(sentences(graph, outcome))  # type: ignore[arg-type]
 
 
 def test_equal_figures_make_no_difference(tmp_path: Path) -> None:
