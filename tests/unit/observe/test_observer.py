@@ -166,6 +166,22 @@ def test_summary_and_report(start: Callable[..., Observer], tmp_path: Path, caps
     assert marked.split()[0] == "noun"
 
 
+def test_held_out_accuracies_have_a_column(tmp_path: Path) -> None:
+    tasks = {name: {"loss": 4.5, "weight": 0.5, "count": 3} for name in ("noun", "verb")}
+    held_out = {"loss": 5.0, "tasks": {"noun": {"loss": 5.25, "count": 7, "accuracy": 0.125}, "verb": {"loss": 4.75}}}
+    line = {"step": 1, "loss": 4.5, "peak_memory_bytes": 1, "tasks": tasks, "validation": held_out}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n", encoding="utf-8")
+    head, noun, verb = (
+        next(line for line in report(tmp_path).splitlines() if word in line) for word in ("task  ", "noun ", "verb ")
+    )
+    assert head.split()[-2:] == ["validation", "accuracy"]
+    assert noun.split()[6:8] == ["5.2500", "0.1250"]
+    assert verb.split()[6:8] == ["4.7500", "-"]
+    del held_out["tasks"]["noun"]["accuracy"]  # type: ignore[index]
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n", encoding="utf-8")
+    assert "accuracy" not in report(tmp_path)
+
+
 def test_the_end_is_of_steps_not_of_lines(start: Callable[..., Observer], config: Config, tmp_path: Path) -> None:
     """Forty lines of 400 steps: the last tenth has four of them. Of a run of three steps it is the last one."""
     config.logging.every, config.training.steps = 10, 400
