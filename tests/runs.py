@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -44,6 +45,11 @@ SMALL_IMAGES = {
     "validation.every": 0,
     "logging.every": 1,
 }
+
+
+def hear_ctrl_c() -> None:
+    """For preexec_fn: a process hears SIGINT also where the tests run in the background of a shell, which ignores it."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def image_flags(recipe: str, dataset: Path, run_dir: Path, **changes: Any) -> list[str]:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.runs import hear_ctrl_c
 from tests.unit.pages.small_runs import FINISHED, text_lines, write
 from trp_scale import cli
 from trp_scale.errors import RefusedError
@@ -116,7 +117,8 @@ def test_a_directory_that_is_not_there_is_refused(tmp_path: Path, capsys: pytest
 
 def test_ctrl_c_ends_it_well(run: Path) -> None:
     command = [sys.executable, "-m", "trp_scale", "watch", str(run), "--port", "0"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes, text=True, preexec_fn=hear_ctrl_c) as process:
         assert process.stdout is not None and process.stderr is not None
         address = process.stdout.readline().split()[0]
         with urllib.request.urlopen(address, timeout=30) as answer:

@@ -15,6 +15,12 @@ from trp_scale.recipes.arguments import parse
 TINY = ["--recipe", "pos_bert_tiny", "--batch.global_size", "1024", "--batch.micro_size", "auto"]
 
 
+@pytest.fixture(autouse=True)
+def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no recipe's data is: a checkout may have it."""
+    monkeypatch.chdir(tmp_path)
+
+
 def test_a_plan_is_printed_with_its_curve_and_assumptions(capsys: pytest.CaptureFixture[str]) -> None:
     flags = "--gpus 8 --gpu h100 --predict 8,100 --vocabulary 2000 --length 64 --engine ddp --data.path none"
     words = ["plan", *TINY, *flags.split()]

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from tests.runs import ROOT, environment
+from tests.runs import ROOT, environment, hear_ctrl_c
 from trp_scale.data.index import DataError
 from trp_scale.preparation.sharding.workers import Advance, Progressed, begun, run_portions
 
@@ -133,6 +133,7 @@ def test_ctrl_c_is_one_line_and_leaves_no_process(seconds: float, tmp_path: Path
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        preexec_fn=hear_ctrl_c,
     )
     with pytest.raises(subprocess.TimeoutExpired):
         process.communicate(timeout=seconds)
