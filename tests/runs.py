@@ -48,7 +48,7 @@ SMALL_IMAGES = {
 
 
 def hear_ctrl_c() -> None:
-    """For preexec_fn: a process hears SIGINT also where the tests run in the background of a shell, which ignores it."""
+    """For preexec_fn: a process hears SIGINT, also where the tests run in the background of a shell that ignores it."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
