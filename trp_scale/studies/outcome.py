@@ -206,9 +206,12 @@ def _ground(graph: Graph, outcome: Outcome, titles: Mapping[str, str]) -> list[s
 
 
 def _gained(outcome: Outcome, place: Place, ground: str) -> tuple[float, float] | None:
-    """How much better the baseline is than the untrained encoder, and p; None where that is not known."""
+    """How much better the baseline is than the untrained encoder, and p; None where that is not known, or has nothing
+    to do with training: with each seed both have the same figure, as random masks have."""
     cell = outcome.cells.get(place, {}).get(ground)
     if cell is None or cell.difference is None or cell.difference.test is None:
+        return None
+    if cell.difference.mean == cell.difference.half == 0.0:
         return None
     return -cell.difference.mean * outcome.metrics[place].sign, cell.difference.test.p
 

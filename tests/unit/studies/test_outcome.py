@@ -89,6 +89,9 @@ def test_a_ground_that_is_seen_on_average_alone_is_said_so(tmp_path: Path) -> No
     weak = replace(found["average"], difference=Paired(mean=-0.05, half=0.1, test=test, visible=0.2))
     cells[Place("glue", "average")][ground] = weak
     assert "in the average" not in "\n".join(sentences(graph, outcome))  # type: ignore[arg-type]
+    same = Paired(mean=0.0, half=0.0, test=PairedTest(seeds=5, p=1.0, test="t"), visible=0.0)
+    cells[Place("glue", "hard")][ground] = replace(found["hard"], difference=same)
+    assert "Pre-training" not in "\n".join(sentences(graph, outcome))  # type: ignore[arg-type]
 
 
 def test_equal_figures_make_no_difference(tmp_path: Path) -> None:
