@@ -8,12 +8,12 @@ from typing import Literal, TypeVar
 
 import torch
 from torch import nn
-from torch.utils.flop_counter import FlopCounterMode
 
 from trp_scale.config import BatchConfig, Config, PretrainConfig
 from trp_scale.config.images import ImagePretrainConfig
 from trp_scale.core.batch import Batch, WindowSource
 from trp_scale.core.engine import Engine
+from trp_scale.core.flops import FlopCounterMode
 from trp_scale.core.hooks import Hook, build_hooks, built
 from trp_scale.core.objective import Objective
 from trp_scale.core.run import RunContext

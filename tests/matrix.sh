@@ -9,7 +9,11 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 failed=0
 lines=()
 for python in "$@"; do
-    version=$("$python" -c 'import sys; print(".".join(map(str, sys.version_info[:3])))') || exit 1
+    version=$("$python" -c 'import sys; print(".".join(map(str, sys.version_info[:3])))') || {
+        failed=1
+        lines+=("$(printf '%-8s not there' "$python")")
+        continue
+    }
     environment=build/matrix/$version
     for part in setup unit pretrain; do
         began=$SECONDS

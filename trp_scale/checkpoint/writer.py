@@ -267,6 +267,7 @@ class CheckpointWriter:
             if self._under_way.thread is not None:
                 self._under_way.thread.join(timeout=30.0)
         elif self._under_way is not None:
+            self.whole = lambda path: None  # no hook looks at it any more
             with contextlib.suppress(RankError):  # the error under way says more
                 self.settle()
         if self._keeper is not None:

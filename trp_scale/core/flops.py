@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch.utils.flop_counter import flop_registry
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 ALIKE = {
     "_scaled_dot_product_flash_attention_for_cpu": "_scaled_dot_product_efficient_attention",
@@ -14,4 +14,4 @@ ALIKE = {
 for _name, _other in ALIKE.items():
     flop_registry.setdefault(getattr(torch.ops.aten, _name), flop_registry[getattr(torch.ops.aten, _other)])
 
-__all__ = ["flop_registry"]
+__all__ = ["FlopCounterMode", "flop_registry"]

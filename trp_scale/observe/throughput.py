@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
-from torch.utils.flop_counter import FlopCounterMode
 
 from trp_scale.config import ModelConfig, split_patches
 from trp_scale.config.finetuning import ImageTaskConfig
 from trp_scale.config.images import MaskedAutoencoderConfig, OnImages
 from trp_scale.core.engine import CompiledGraphs
+from trp_scale.core.flops import FlopCounterMode
 
 TRAINING_OVER_FORWARD = 3
 """The backward pass does twice the forward's arithmetic. Recomputation is not counted: these are model FLOPs."""

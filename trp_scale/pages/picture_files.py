@@ -16,15 +16,17 @@ LARGEST_PICTURE = 4 << 20
 
 def pictures_section(run: RunRecord, drawn: Sequence[Path] = ()) -> Section:
     """PNG files of RUN/pictures, by the steps in their names, and those that were drawn just now."""
-    found = [*pictures_of(run.run_dir / PICTURES), *drawn]
-    pictures = []
-    for path in dict.fromkeys(path.resolve() for path in found):
+    folders: dict[Path, list[tuple[str, bytes]]] = {}  # of a step each, or of files without one
+    for path in dict.fromkeys(path.resolve() for path in [*pictures_of(run.run_dir / PICTURES), *drawn]):
         content = path.read_bytes()
         if content.startswith(b"\x89PNG") and len(content) <= LARGEST_PICTURE:
-            pictures.append((_caption(path), content))
-    if len(pictures) > MOST_PICTURES:  # evenly over time, the first and the last among them
-        places = [round(place * (len(pictures) - 1) / (MOST_PICTURES - 1)) for place in range(MOST_PICTURES)]
-        pictures = [pictures[place] for place in places]
+            own = path.parent if path.parent.parent.name == PICTURES else path
+            folders.setdefault(own, []).append((_caption(path), content))
+    steps = list(folders.values())
+    most = max(2, MOST_PICTURES // max(map(len, steps), default=1))
+    if len(steps) > most:  # evenly over time, the first and the last among them
+        steps = [steps[round(place * (len(steps) - 1) / (most - 1))] for place in range(most)]
+    pictures = [picture for step in steps for picture in step]
     look_for = "What is predicted and what is hidden, oldest first: whether masks follow the image, and what changes."
     return Section(
         name="pictures", title="Pictures", look_for=look_for, blocks=[Pictures(pictures=pictures)] if pictures else []

@@ -56,7 +56,7 @@ class PicturesSettings(Settings):
     """Draw reconstructions, positions and masks of a run on images from its checkpoints, into RUN/pictures."""
 
     every: int = setting(1, at_least=1)
-    """Each Nth checkpoint of a start is drawn, on one core of rank 0, while the others wait at the next step."""
+    """Each Nth checkpoint of a start is drawn, by rank 0 on its CPU, while the others wait at the next step."""
     rows: int = setting(6, at_least=1)
     """Held-out images that are drawn."""
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 
-from trp_scale.config import RefusedError
 from trp_scale.core.hooks import Hook
 from trp_scale.core.run import RunContext
 from trp_scale.downstream.online import PicturesSettings
 from trp_scale.downstream.pictures import draw_pictures, figure_class
+from trp_scale.errors import said_by
 from trp_scale.observe.picture_files import PICTURES
 
 
@@ -50,15 +50,15 @@ class OnlinePictures(Hook):
         began, folder = time.monotonic(), checkpoint.parent.parent / PICTURES / checkpoint.name
         self.latest = {"step": int(checkpoint.name.rpartition("_")[2])}
         try:
-            with torch.random.fork_rng():
+            with torch.random.fork_rng(devices=[]):
                 drawn = draw_pictures(checkpoint, folder, rows=self.settings.rows)
             self.latest["files"] = len(drawn)
-        except (RefusedError, OSError) as error:
-            self.latest["notice"] = f"no pictures of {checkpoint.name}: {error}"
+        except Exception as error:  # whatever it is, the other ranks wait at the next step
+            self.latest["notice"] = f"no pictures of {checkpoint.name}: {said_by(error)}"
         self.latest["seconds"] = time.monotonic() - began
 
     def metrics(self) -> Mapping[str, Any]:
-        """In the first line after a drawing. step: of the checkpoint; files: that were drawn; seconds: it took; notice:
-        why there are none."""
+        """In the first line after a drawing: of the newest, where lines are rarer. step: of the checkpoint; files:
+        that were drawn; seconds: it took; notice: why there are none."""
         latest, self.latest = self.latest, {}
         return latest

@@ -267,7 +267,7 @@ def _run(
                     reports[number] = future.result()
             ended = all(future.done() for future in futures.values())  # of a broken pool, too: nobody writes any more
             return ended and all(future.exception() is None for future in futures.values())
-        except KeyboardInterrupt:
+        except BaseException:  # nobody waits for what the others make, and they do not hear Ctrl-C
             for process in multiprocessing.active_children():
                 if process not in others:
                     process.kill()

@@ -61,9 +61,12 @@ def test_some_checkpoints_are_left_out(scenes: Path, tmp_path: Path) -> None:
     assert sorted(path.name for path in (tmp_path / "run" / "pictures").iterdir()) == ["step_00000002", "step_00000006"]
 
 
-def test_what_cannot_be_drawn_ends_nothing(scenes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [RefusedError("the data is gone"), RuntimeError("the data is gone")], ids=repr)
+def test_what_cannot_be_drawn_ends_nothing(
+    error: Exception, scenes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: object, **__: object) -> list[str]:
-        raise RefusedError("the data is gone")
+        raise error
 
     monkeypatch.setattr(pictures, "draw_pictures", refuse)
     assert train(scenes, tmp_path / "run", "--hooks", "pictures") == 0
