@@ -305,3 +305,16 @@ def test_the_memory_for_a_copy_is_what_machine_and_control_groups_leave(
     assert host_copy.available_memory() == 1000 - 300 + 50 < machine
     monkeypatch.setattr(host_copy, "control_groups", lambda: iter([inner, tmp_path / "none"]))
     assert host_copy.available_memory() > 1000, "that of the machine, which others use meanwhile"
+
+
+def test_who_is_told_of_whole_checkpoints_is_not_told_of_one_that_a_breaking_run_ends(tmp_path: Path) -> None:
+    writer, _ = made(tmp_path)
+    told: list[str] = []
+    writer.whole = lambda path: told.append(path.name)
+    writer.save(content(1, of_rank(ALONE)))
+    writer.settle()
+    writer.save(content(2, of_rank(ALONE)), wait=True)
+    writer.save(content(3, of_rank(ALONE)))
+    writer.abandon()
+    assert told == ["step_00000001", "step_00000002"]
+    assert steps(tmp_path) == [1, 2, 3]

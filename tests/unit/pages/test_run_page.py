@@ -29,6 +29,7 @@ from trp_scale.errors import RefusedError
 from trp_scale.pages import document
 from trp_scale.pages.document import page_text
 from trp_scale.pages.figures import data_of
+from trp_scale.pages.picture_files import pictures_section
 from trp_scale.pages.record import read_run
 from trp_scale.pages.run import run_page
 
@@ -119,6 +120,22 @@ def test_a_run_on_images(tmp_path: Path) -> None:
     accuracy = figures_of(text)[titles.index("Accuracy")]
     assert data_of(accuracy)[0]["x"] == [5, 11, 17]  # the steps that the probes name
     assert "images / s" in read.words and "trp-scale probe --from" in read.words
+
+
+def test_of_many_steps_some_are_shown_whole_the_first_and_the_last_among_them(tmp_path: Path) -> None:
+    run = write(tmp_path / "masks", mask_lines())
+    for step in range(100, 1300, 100):
+        for what in ("masks", "reconstructions"):
+            path = run / "pictures" / f"step_{step:08d}" / f"{what}.png"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(PNG)
+    (block,) = pictures_section(read_run(run)).blocks
+    assert isinstance(block, document.Pictures)
+    captions = [caption for caption, _ in block.pictures]
+    shown = [tuple(caption.split(" / ")) for caption in captions]
+    steps = list(dict.fromkeys(step for step, _ in shown))
+    assert len(captions) == 12 and (steps[0], steps[-1]) == ("step_00000100", "step_00001200")
+    assert all({what for each, what in shown if each == step} == {"masks", "reconstructions"} for step in steps)
 
 
 def test_a_run_with_learned_masks_and_a_hook_that_nobody_describes(tmp_path: Path) -> None:
