@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 PICTURES = "pictures"
 """Folder of a run directory whose PNG files are shown on its page, and go to Weights & Biases and TensorBoard."""
 
+LARGEST_PICTURE = 4 << 20
+"""Bytes of one that is taken."""
+
 
 class NewPictures:
-    """The PNG files of RUN/pictures that were not there before."""
+    """The PNG files of RUN/pictures that were not there before, or were drawn again."""
 
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / PICTURES
-        self._known = set(pictures_of(self._folder))
+        self._known = {self._drawn(path) for path in pictures_of(self._folder)}
 
-    def take(self) -> list[tuple[str, int, Path]]:
-        """(what it shows, step, file) of each that has come since the last call."""
-        new = [path for path in pictures_of(self._folder) if path not in self._known]
-        self._known.update(new)
-        return [(f"{PICTURES}/{re.sub('_?[0-9]+$', '', path.stem)}", _step(self._folder, path), path) for path in new]
+    def take(self) -> Iterator[tuple[str, int, Path]]:
+        """(what it shows, step, file) of each that has come since the last call; one whose turn ends in an error comes
+        again."""
+        for path in pictures_of(self._folder):
+            if (drawn := self._drawn(path)) not in self._known and path.stat().st_size <= LARGEST_PICTURE:
+                yield f"{PICTURES}/{re.sub('_?[0-9]+$', '', path.stem)}", _step(self._folder, path), path
+                self._known.add(drawn)
+
+    def _drawn(self, path: Path) -> tuple[Path, int]:
+        return path, path.stat().st_mtime_ns
 
 
 def pictures_of(folder: Path) -> list[Path]:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from trp_scale.observe.picture_files import PICTURES, pictures_of
+from trp_scale.observe.picture_files import LARGEST_PICTURE, PICTURES, pictures_of
 from trp_scale.pages.document import Pictures, Section
 from trp_scale.pages.record import RunRecord
 
 MOST_PICTURES = 12
-LARGEST_PICTURE = 4 << 20
-"""Pictures on a page, and bytes of one: the page is one file."""
+"""Pictures on a page, which is one file."""
 
 
 def pictures_section(run: RunRecord, drawn: Sequence[Path] = ()) -> Section:
