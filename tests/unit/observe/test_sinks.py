@@ -6,6 +6,7 @@ import io
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from PIL import Image
@@ -22,12 +23,19 @@ def test_nested_lines_become_paths() -> None:
     assert flatten(line) == {"step": 3.0, "applied": 1.0, "tasks/verb/weight": 0.5}
 
 
+def events_of(run_dir: Path) -> Any:
+    """What TensorBoard reads of a run."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run_dir / "tensorboard"))
+    events.Reload()
+    return events
+
+
 def test_tensorboard_has_every_step_once_after_a_resume(
     start: Callable[..., Observer], config: Config, info: RunInfo, tmp_path: Path
 ) -> None:
     pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     config.logging.tensorboard = True
     observer = start()
     for step in (1, 2, 3):
@@ -38,8 +46,7 @@ def test_tensorboard_has_every_step_once_after_a_resume(
     for step in (3, 4):
         observer.step(record(step))
     observer.close("finished")
-    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
-    events.Reload()
+    events = events_of(tmp_path / "run")
     assert [event.step for event in events.Scalars("tasks/noun/loss")] == [1, 2, 3, 4]
     assert events.Scalars("loss")[-1].value == pytest.approx(4.6)
 
@@ -89,8 +96,6 @@ def test_tensorboard_has_new_pictures_and_the_report(
     start: Callable[..., Observer], config: Config, tmp_path: Path
 ) -> None:
     pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
     config.logging.tensorboard = True
     draw(tmp_path / "run", 1, 10)  # of an earlier start, which has sent it
     observer = start()
@@ -98,8 +103,7 @@ def test_tensorboard_has_new_pictures_and_the_report(
     observer.step(record(3))
     draw(tmp_path / "run", 4, 40)  # of the last checkpoint, after the last line
     observer.close("finished")
-    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
-    events.Reload()
+    events = events_of(tmp_path / "run")
     images = events.Images("pictures/masks")
     assert [(event.step, event.width, event.height) for event in images] == [(2, 12, 8), (4, 12, 8)]
     with Image.open(io.BytesIO(images[1].encoded_image_string)) as picture:

@@ -6,6 +6,7 @@ The run's model takes no part, and no other rank: a checkpoint has all that is d
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,6 +20,8 @@ from trp_scale.downstream.online import PicturesSettings
 from trp_scale.downstream.pictures import draw_pictures, figure_class
 from trp_scale.errors import said_by
 from trp_scale.observe.picture_files import PICTURES
+
+log = logging.getLogger(__name__)
 
 
 class OnlinePictures(Hook):
@@ -55,6 +58,7 @@ class OnlinePictures(Hook):
             self.latest["files"] = len(drawn)
         except Exception as error:  # whatever it is, the other ranks wait at the next step
             self.latest["notice"] = f"no pictures of {checkpoint.name}: {said_by(error)}"
+            log.warning("%s", self.latest["notice"])  # a line of metrics may not come
         self.latest["seconds"] = time.monotonic() - began
 
     def metrics(self) -> Mapping[str, Any]:

@@ -63,7 +63,11 @@ def test_some_checkpoints_are_left_out(scenes: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("error", [RefusedError("the data is gone"), RuntimeError("the data is gone")], ids=repr)
 def test_what_cannot_be_drawn_ends_nothing(
-    error: Exception, scenes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    error: Exception,
+    scenes: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     def refuse(*_: object, **__: object) -> list[str]:
         raise error
@@ -72,6 +76,7 @@ def test_what_cannot_be_drawn_ends_nothing(
     assert train(scenes, tmp_path / "run", "--hooks", "pictures") == 0
     (first, *_) = [line["pictures"] for line in lines(tmp_path / "run") if "pictures" in line]
     assert first["notice"] == "no pictures of step_00000002: the data is gone"
+    assert [f"no pictures of step_0000000{step}: the data is gone" in caplog.text for step in (2, 4, 6)] == [True] * 3
 
 
 def test_text_has_none(text_dataset: Path, tmp_path: Path) -> None:
