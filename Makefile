@@ -12,18 +12,23 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DELETE_ON_ERROR:
-.PHONY: help setup pretrain test unit test-exhaustive test-cluster test-faults matrix docs lint types wheel-test clean
+.PHONY: help setup absent-extras pretrain test unit test-exhaustive test-cluster test-faults matrix docs lint types wheel-test clean
 
 PYTHON ?= python3
 PYTHONS ?= python3.10 python3.11 python3.12 python3.13
 RANKS ?= 2
 VENV := .venv
 BIN := $(CURDIR)/$(VENV)/bin
-# The stamp exists only when the whole installation went through; .installing marks one that began and did not end.
+# The stamp exists only when the whole installation went through, and holds its extras; .installing marks one that began
+# and did not end.
 INSTALLED := $(VENV)/.installed
 INSTALLING := $(VENV)/.installing
 EXTRAS ?= deepspeed,vision,wandb,tensorboard,datasets,text,pictures,evaluation,remote,ray,megatron,docs,test
 CORPUS := data/embedded/dataset.json
+comma := ,
+HAS := $(shell cat $(INSTALLED) 2>/dev/null)
+# Extras that are asked for and not there: they are added to an environment that is.
+ABSENT := $(if $(filter-out file,$(origin EXTRAS)),$(filter-out $(HAS),$(subst $(comma), ,$(EXTRAS))))
 DEVICE ?= cuda
 TORCH_CPU ?= https://download.pytorch.org/whl/cpu
 PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLAGS)
@@ -38,7 +43,7 @@ help:
 
 setup: $(INSTALLED)
 
-$(INSTALLED): pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml constraints.txt $(if $(ABSENT),absent-extras)
 	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit(sys.version_info < (3, 10) and f"$(PYTHON) is Python {v}; trp-scale needs 3.10 or newer: make PYTHON=python3.12 setup")'
 	@if [ -e $(INSTALLING) ]; then echo "the last installation did not finish: starting again in an empty $(VENV)"; rm -rf $(VENV); fi
 	@mkdir -p $(VENV) && rm -f $(INSTALLED) && touch $(INSTALLING)
@@ -46,7 +51,9 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(VENV) || { echo "no virtual environment could be made; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
 	$(if $(filter cpu,$(DEVICE)),$(PIP) -c constraints.txt --index-url $(TORCH_CPU) torch torchvision)
 	$(PIP) -c constraints.txt -e '.[$(EXTRAS)]'
-	@rm -f $(INSTALLING) && touch $(INSTALLED)
+	@rm -f $(INSTALLING) && echo $(sort $(HAS) $(subst $(comma), ,$(EXTRAS))) > $(INSTALLED)
+
+absent-extras:
 
 # Order-only: a newer installation does not make the corpus old.
 $(CORPUS): | $(INSTALLED)

@@ -19,6 +19,7 @@ from tests.unit.data.images.foreign_tars import encoded, three_tars
 from tests.unit.data.images.source_images import class_map, depth_map, jpeg, pixels, png
 from tests.unit.downstream.detection.small_sets import coco_document, write_coco, write_voc
 from trp_scale.checkpoint.initial_weights import give_weights
+from trp_scale.config import ModelConfig
 from trp_scale.data.index import DataError
 from trp_scale.data.text.tokenizer import load_for_sharding, save_trained, special_tokens, train_word_piece
 from trp_scale.distributed import hostfile
@@ -304,7 +305,7 @@ def given_weights(directory: Path) -> Case:
     save_file({"weight": torch.zeros(3, 4)}, path)
     targets = [Target(path=path, kind="bytes")]
     targets.append(Target(path=path, kind="json", within=_tensor_header, joined=_with_tensor_header))
-    return Case(targets=targets, read=lambda: give_weights(_Linear(), str(directory), _take))
+    return Case(targets=targets, read=lambda: give_weights(_Linear(), ModelConfig(weights=str(directory)), _take))
 
 
 def hosts(directory: Path) -> Case:

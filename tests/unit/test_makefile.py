@@ -17,7 +17,7 @@ STAND_IN = """#!/bin/sh
 case "$1 $2" in
     -c*) exec "$REAL_PYTHON" "$@" ;;
     "-m venv") echo venv >> calls; mkdir -p "$3/bin"; cp "$0" "$3/bin/python" ;;
-    "-m pip") echo pip >> calls; touch .venv/half_a_package; if [ -e broken ]; then exit 1; fi ;;
+    "-m pip") echo pip >> calls; shift 2; echo "$*" > last_pip; touch .venv/half_a_package; if [ -e broken ]; then exit 1; fi ;;
 esac
 """
 
@@ -32,9 +32,9 @@ def project(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def setup(project: Path) -> subprocess.CompletedProcess[str]:
+def setup(project: Path, *given: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        ["make", "setup", f"PYTHON={project / 'python'}"],
+        ["make", "setup", f"PYTHON={project / 'python'}", *given],
         cwd=project,
         env={"PATH": os.environ["PATH"], "REAL_PYTHON": sys.executable},
         capture_output=True,
@@ -87,6 +87,17 @@ def test_new_pins_are_installed(project: Path, changed: str) -> None:
     stamp = (project / ".venv" / ".installed").stat().st_mtime
     os.utime(project / changed, (stamp + 10, stamp + 10))
     assert setup(project).returncode == 0
+    assert calls(project) == ["venv", "pip"] * 2
+
+
+def test_extras_that_are_not_there_are_added(project: Path) -> None:
+    assert setup(project, "EXTRAS=vision,pictures").returncode == 0
+    for given in ([], ["EXTRAS=pictures"], ["EXTRAS=pictures,vision"]):
+        assert setup(project, *given).returncode == 0
+        assert calls(project) == ["venv", "pip"], given
+    assert setup(project, "EXTRAS=vision,text").returncode == 0
+    assert calls(project) == ["venv", "pip"] * 2 and "-e .[vision,text]" in (project / "last_pip").read_text()
+    assert setup(project, "EXTRAS=text,pictures").returncode == 0
     assert calls(project) == ["venv", "pip"] * 2
 
 

@@ -18,12 +18,13 @@ from trp_scale.checkpoint.export import find_checkpoint
 from trp_scale.checkpoint.format import named_weights, read_tensor, stored_names
 from trp_scale.checkpoint.tensor_file import reading_tensors
 from trp_scale.config import RefusedError
+from trp_scale.config.upstream import ModelConfig
 from trp_scale.errors import said_by, shortened
-from trp_scale.models.initialise import give
+from trp_scale.models.initialise import OtherTensorsError, check_names, check_shapes, give
 from trp_scale.models.outline import ModelOutline
 
 
-def give_weights(model: Model, path: str, load: Load[Model]) -> None:
+def give_weights(model: Model, settings: ModelConfig, load: Load[Model]) -> None:
     """Fill a model with the weights at `model.weights`; empty: it stays as the seed made it.
 
     A run directory of ours, or a checkpoint in one, gives its weights and nothing else: no moments, no cursor, no step;
@@ -32,19 +33,37 @@ def give_weights(model: Model, path: str, load: Load[Model]) -> None:
 
     Args:
         model: takes them.
-        path: of the weights.
+        settings: `weights` has their path.
         load: takes those of another library.
 
     Raises:
-        RefusedError: nothing to read there, or its tensors are not this model's; names what is missing, unexpected or
-            of another shape.
+        RefusedError: nothing to read there, or its tensors are not this model's: says how their sizes differ, or names
+            those that are missing, unexpected or of another shape; with `weights_names` each of them.
     """
+    path = settings.weights
     named, state = named_weights(path)
     place = Path(named)
-    if path and ((place / "checkpoints").is_dir() or (place / DOCUMENT_NAME).is_file()):
-        take_checkpoint(model, find_checkpoint(place), state)
-    else:
-        load_given_weights(model, path, load)
+    with naming_tensors(settings):
+        if path and ((place / "checkpoints").is_dir() or (place / DOCUMENT_NAME).is_file()):
+            take_checkpoint(model, find_checkpoint(place), state)
+        else:
+            load_given_weights(model, path, load)
+
+
+@contextmanager
+def naming_tensors(settings: ModelConfig) -> Iterator[None]:
+    """While weights are taken. A refusal of another model's tensors ends with every one of them where the settings ask
+    for it (`weights_names`), or with the flag that does."""
+    try:
+        yield
+    except RefusedError as error:
+        if not isinstance(cause := error.__cause__, OtherTensorsError):
+            raise
+        if settings.weights_names:
+            raise RefusedError(f"{error}\n{cause.in_full()}") from cause
+        if str(cause) in str(error) and not cause.are_shortened:
+            raise
+        raise RefusedError(f"{error}; --model.weights_names names every tensor") from cause
 
 
 def take_checkpoint(model: nn.Module, checkpoint: Path, state: str) -> None:
@@ -52,26 +71,15 @@ def take_checkpoint(model: nn.Module, checkpoint: Path, state: str) -> None:
     document, stored = stored_names(checkpoint, state)
     own = dict(model.named_parameters())
     shapes = {name: tuple(document.tensors[each].shape) for name, each in stored.items()}
-    missing = sorted(set(own) - set(stored))
-    other = [
-        f"{name} {shapes[name]}, here {tuple(parameter.shape)}"
-        for name, parameter in own.items()
-        if name in stored and shapes[name] != tuple(parameter.shape)
-    ]
-    unexpected = sorted(set(stored) - set(own))
-    if missing or other or unexpected:
+    try:
+        check_names(own, stored)
+        check_shapes(own, shapes)
+    except OtherTensorsError as error:
         here = ModelOutline.of({name: tuple(parameter.shape) for name, parameter in own.items()})
-        if why := ModelOutline.of(shapes).differs_from(here):
-            raise RefusedError(f"--model.weights {checkpoint}: {why}")
-        listed = "; ".join(
-            f"{what}: {', '.join(names[:5])}{', ...' if names[5:] else ''}"
-            for what, names in (("missing", missing), ("of another shape", other), ("unexpected", unexpected))
-            if names
+        why = ModelOutline.of(shapes).differs_from(here) or (
+            f"not the weights of this model ({error}); give the same --model and --vision settings as that run's"
         )
-        raise RefusedError(
-            f"--model.weights {checkpoint}: not the weights of this model ({listed}); give the same --model and "
-            "--vision settings as that run's"
-        )
+        raise RefusedError(f"--model.weights {checkpoint}: {why}") from error
     for name, parameter in own.items():
         give(parameter, partial(read_tensor, checkpoint, document, state, stored[name]))
 
@@ -116,7 +124,8 @@ def load_given_weights(model: Model, path: str, load: Load[Model]) -> None:
             ModelOutline.of({name: tuple(tensor.shape) for name, tensor in tensors})
             for tensors in (found.items(), model.named_parameters())
         )
-        why = there.differs_from(here) or shortened(str(error), 1000)
+        why = f"not the weights of this model ({error})" if isinstance(error, OtherTensorsError) else str(error)
+        why = there.differs_from(here) or shortened(why, 1000)
         raise RefusedError(f"--model.weights {file}: {why}") from error
 
 

@@ -16,7 +16,7 @@ from typing import Any
 from trp_scale.checkpoint.agreement import on_rank_zero, together
 from trp_scale.checkpoint.document import DOCUMENT_NAME, read_document
 from trp_scale.checkpoint.durable import sync_directory
-from trp_scale.checkpoint.run_directory import Found, checkpoints, remove_leftovers, set_aside_later
+from trp_scale.checkpoint.run_directory import CHECKPOINTS, Found, checkpoints, remove_leftovers, set_aside_later
 from trp_scale.checkpoint.tensor_file import CheckpointError, check_sound
 from trp_scale.config import WITHOUT_END, RefusedError
 from trp_scale.distributed.groups import Group
@@ -24,6 +24,7 @@ from trp_scale.distributed.lease import LEASE
 from trp_scale.documents.json_files import json_lines, parse_json
 from trp_scale.errors import listed_problems, quoted, shortened
 from trp_scale.observe.metrics import METRICS_FILE
+from trp_scale.observe.picture_files import PICTURES
 from trp_scale.recipes.loader import flat, from_dict, to_dict
 
 
@@ -148,13 +149,15 @@ def _is_checkpoint(path: Path, run_dir: Path) -> bool:
 def take_back(run_dir: Path, step: int) -> list[str]:
     """Bring a run directory to `step`, from which the run goes on (0 = a fresh start); on one rank.
 
-    Later checkpoints are set aside, so that `--resume auto` never returns to what this start left behind, and
-    metrics.jsonl is cut back.
+    Later checkpoints are set aside, so that `--resume auto` never returns to what this start left behind, and later
+    pictures; metrics.jsonl is cut back.
 
     Returns:
         sentences for the log.
     """
-    notices = [f"a checkpoint of a later step was set aside as {path}" for path in set_aside_later(run_dir, step)]
+    aside = set_aside_later(run_dir / CHECKPOINTS, step)
+    notices = [f"a checkpoint of a later step was set aside as {path}" for path in aside]
+    set_aside_later(run_dir / PICTURES, step)
     cut = cut_metrics(run_dir / METRICS_FILE, step)
     if cut.later:
         notices.append(f"{METRICS_FILE}: records after step {step} were cut off: {cut.later}")
@@ -212,6 +215,7 @@ def _step_of(line: bytes) -> int | None:
 
 MAY_CHANGE = (
     "modules",
+    "model.weights_names",
     "batch.micro_size",
     "training.steps",
     "training.max_hours",

@@ -12,6 +12,7 @@ from trp_scale.checkpoint.document import read_document
 from trp_scale.checkpoint.durable import sync_directory
 from trp_scale.checkpoint.tensor_file import CheckpointError, wrong_size
 from trp_scale.distributed.groups import Group
+from trp_scale.observe.metrics import SET_ASIDE
 
 CHECKPOINTS = "checkpoints"
 TOKENIZER = "tokenizer"
@@ -40,7 +41,10 @@ def temporary_path(run_dir: Path, step: int) -> Path:
 
 def checkpoints(run_dir: Path) -> list[tuple[int, Path]]:
     """(step, directory) of all checkpoints under their final names, complete or not, oldest first."""
-    directory = run_dir / CHECKPOINTS
+    return _of_steps(run_dir / CHECKPOINTS)
+
+
+def _of_steps(directory: Path) -> list[tuple[int, Path]]:
     if not directory.is_dir():
         return []
     named = ((match, path) for path in directory.iterdir() if (match := _FINAL.match(path.name)) and path.is_dir())
@@ -152,20 +156,24 @@ def retain(
     return removed
 
 
-def set_aside_later(run_dir: Path, step: int) -> list[Path]:
-    """Rename checkpoints later than `step`, from which a run goes on, to set_aside_step_...: `auto` must not take them.
+def set_aside_later(directory: Path, step: int) -> list[Path]:
+    """Rename what a directory has of steps later than `step`, from which a run goes on, to set_aside_step_...: `auto`
+    must not take such checkpoints, and no page shows such pictures.
+
+    Args:
+        directory: RUN/checkpoints, or another whose folders are named like its own.
 
     Returns:
         the new names.
     """
     moved: list[Path] = []
-    for later, path in checkpoints(run_dir):
+    for later, path in _of_steps(directory):
         if later > step:
-            target = path.with_name(f"set_aside_{path.name}")
+            target = path.with_name(f"{SET_ASIDE}{path.name}")
             number = 1
             while target.exists():
                 number += 1
-                target = path.with_name(f"set_aside_{path.name}_{number}")
+                target = path.with_name(f"{SET_ASIDE}{path.name}_{number}")
             path.rename(target)
             moved.append(target)
     return moved

@@ -38,6 +38,8 @@ class ModelConfig(Section):
     """Start from another library's weights: a safetensors file, or a directory with model.safetensors. Allowed:
     transformers' BertForPreTraining or ViTMAEForPreTraining, timm's ViT (its encoder), MultiMAE. A run directory of
     trp-scale pretrain gives its last weights, with @average behind it their average. Empty = from the seed."""
+    weights_names: bool = False
+    """Where those weights are another model's: name every tensor that is missing, unexpected or of another shape."""
 
     @property
     def block_parameters(self) -> int:

@@ -14,6 +14,7 @@ import numpy.typing as npt
 import torch
 from torch import nn
 
+from trp_scale.checkpoint.initial_weights import naming_tensors
 from trp_scale.config import RefusedError
 from trp_scale.config.components import find
 from trp_scale.config.finetuning import FinetuneConfig, ImageTaskConfig
@@ -32,6 +33,7 @@ from trp_scale.downstream.arguments import SCRATCH
 from trp_scale.downstream.encoder_source import open_encoder
 from trp_scale.downstream.few_rows import few_rows
 from trp_scale.downstream.predictions import Predictions
+from trp_scale.models.initialise import OtherTensorsError, check_names, check_shapes
 from trp_scale.upstreams.base import Upstream
 
 if TYPE_CHECKING:
@@ -189,7 +191,8 @@ class ImageTask(TaskParts[ImageRun]):
     def take_encoder(self, model: OnImageEncoder) -> None:
         """Give a model the encoder of --from, if there is one."""
         if (path := self.config.model.weights) and path != SCRATCH:
-            take_encoder(model.encoder, open_encoder(path).image_weights(model.encoder.grid), path)
+            with naming_tensors(self.config.model):
+                take_encoder(model.encoder, open_encoder(path).image_weights(model.encoder.grid), path)
 
 
 def trained_on_is_there(config: ImageTaskConfig) -> bool:
@@ -296,13 +299,11 @@ def take_encoder(encoder: nn.Module, weights: dict[str, torch.Tensor], path: str
         RefusedError: names that are missing, left over, or of another shape.
     """
     own = dict(encoder.named_parameters())
-    missing, unexpected = sorted(own.keys() - weights.keys()), sorted(weights.keys() - own.keys())
-    other = [name for name in own.keys() & weights.keys() if own[name].shape != weights[name].shape]
-    if missing or unexpected or other:
-        raise RefusedError(
-            f"--from {path}: not the weights of this encoder (missing: {missing[:5]}; unexpected: {unexpected[:5]}; of "
-            f"another shape: {other[:5]})"
-        )
+    try:
+        check_names(own, weights)
+        check_shapes(own, {name: tuple(tensor.shape) for name, tensor in weights.items()})
+    except OtherTensorsError as error:
+        raise RefusedError(f"--from {path}: not the weights of this encoder ({error})") from error
     for name, parameter in own.items():
         parameter.copy_(weights[name])
 

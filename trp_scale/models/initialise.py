@@ -67,20 +67,55 @@ def value_of(parameter: Tensor) -> Tensor:
     return value if isinstance(value, Tensor) else torch.full(parameter.shape, value)
 
 
+class OtherTensorsError(ValueError):
+    """Tensors that are not those of a model; its text names the first SHOWN of each kind.
+
+    Args:
+        tensors: by what is wrong with them ("missing", say), their names, and shapes where these differ.
+    """
+
+    def __init__(self, tensors: Mapping[str, Sequence[str]]) -> None:
+        self.tensors = {what: names for what, names in tensors.items() if names}
+        super().__init__("; ".join(f"{what}: {_some(names)}" for what, names in self.tensors.items()))
+
+    def in_full(self) -> str:
+        """Each name, in a line of its own."""
+        lines = ([f"{what}, {len(names)}:", *(f"  {name}" for name in names)] for what, names in self.tensors.items())
+        return "\n".join(line for several in lines for line in several)
+
+    @property
+    def are_shortened(self) -> bool:
+        """Whether the text lacks names."""
+        return any(len(names) > SHOWN for names in self.tensors.values())
+
+
 def check_names(wanted: Collection[str], given: Collection[str]) -> None:
     """
     Raises:
-        ValueError: names that are missing or unexpected.
+        OtherTensorsError: names that are missing or unexpected.
     """
-    if missing := sorted({*wanted} - {*given}):
-        raise ValueError(f"weights for {_some(missing)} are missing")
-    if unexpected := sorted({*given} - {*wanted}):
-        raise ValueError(f"weights for {_some(unexpected)} have no place in this model")
+    missing, unexpected = sorted({*wanted} - {*given}), sorted({*given} - {*wanted})
+    if missing or unexpected:
+        raise OtherTensorsError({"missing": missing, "unexpected": unexpected})
 
 
-def _some(names: list[str]) -> str:
+def check_shapes(own: Mapping[str, Tensor], given: Mapping[str, tuple[int, ...]]) -> None:
+    """
+    Args:
+        own: a model's parameters, by name.
+        given: shapes of what they are to be.
+
+    Raises:
+        OtherTensorsError: those of another shape.
+    """
+    pairs = {name: (tuple(shape), tuple(own[name].shape)) for name, shape in given.items()}
+    if other := [f"{name} {theirs}, here {ours}" for name, (theirs, ours) in pairs.items() if theirs != ours]:
+        raise OtherTensorsError({"of another shape": other})
+
+
+def _some(names: Sequence[str]) -> str:
     """The first names, and how many more there are."""
-    return f"{names[:SHOWN]}{f' and {len(names) - SHOWN} more' if len(names) > SHOWN else ''}"
+    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if len(names) > SHOWN else "")
 
 
 def take(
@@ -97,13 +132,12 @@ def take(
         ours: makes a parameter's value of its sources, or its shape of theirs, which are then on the meta device.
 
     Raises:
-        ValueError: a value of another shape; then nothing has been given.
+        OtherTensorsError: values of another shape; then nothing has been given.
     """
     own = dict(module.named_parameters())
-    for name, names in sources.items():
-        shape = ours(name, [given[each].to("meta") for each in names]).shape
-        if own[name].shape != shape:
-            raise ValueError(f"{name}: shape {tuple(shape)} given, {tuple(own[name].shape)} expected")
+    check_shapes(
+        own, {name: ours(name, [given[each].to("meta") for each in several]).shape for name, several in sources.items()}
+    )
 
     def value(name: str) -> Tensor:
         return ours(name, [given[each] for each in sources[name]])

@@ -22,6 +22,9 @@ from trp_scale.documents.json_files import json_lines, parse_json
 
 METRICS_FILE = "metrics.jsonl"
 
+SET_ASIDE = "set_aside_"
+"""Before the names of what a run that went on from an earlier step had left of later ones: checkpoints, pictures."""
+
 LONGEST_LINE = 1 << 24
 """Bytes at the end of the file that are searched for the last newline."""
 

@@ -6,6 +6,8 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from trp_scale.observe.metrics import SET_ASIDE
+
 PICTURES = "pictures"
 """Folder of a run directory whose PNG files are shown on its page, and go to Weights & Biases and TensorBoard."""
 
@@ -33,8 +35,10 @@ class NewPictures:
 
 
 def pictures_of(folder: Path) -> list[Path]:
-    """The PNG files in a folder and the folders in it, in the order of the last numbers in their names."""
+    """The PNG files in a folder and the folders in it, in the order of the last numbers in their names; not those of
+    steps that the run went back behind."""
     found = [path for pattern in ("*.png", "*/*.png") for path in folder.glob(pattern) if path.is_file()]
+    found = [path for path in found if not path.parent.name.startswith(SET_ASIDE)]
     return sorted(found, key=lambda path: (_step(folder, path), str(path)))
 
 

@@ -29,7 +29,7 @@ from trp_scale.distributed.watchdog import HANGS, TIMES_THE_MEDIAN
 from trp_scale.documents.json_files import parse_json, read_content, read_object
 from trp_scale.errors import RefusedError
 from trp_scale.observe.incidents import INCIDENTS_FILE, read_incidents
-from trp_scale.observe.metrics import METRICS_FILE
+from trp_scale.observe.metrics import METRICS_FILE, SET_ASIDE
 from trp_scale.training.ending import STOP_RECORD
 from trp_scale.training.rundir import CONFIG_FILE, ENVIRONMENT_FILE
 
@@ -323,7 +323,7 @@ def _resumed(stored: list[_Stored], reached: int) -> Finding:
 
 
 def _set_aside(run_dir: Path) -> Iterator[Finding]:
-    paths = [path for path in _entries(run_dir / CHECKPOINTS) if path.name.startswith("set_aside_")]
+    paths = [path for path in _entries(run_dir / CHECKPOINTS) if path.name.startswith(SET_ASIDE)]
     if paths:
         size = _size(sum(map(_bytes_in, paths)))
         found = f"{len(paths)} checkpoint(s) of later steps, {size}: no start takes them, and none removes them"

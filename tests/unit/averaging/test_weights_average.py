@@ -21,7 +21,7 @@ from trp_scale.checkpoint.format import read_full_state
 from trp_scale.checkpoint.initial_weights import give_weights
 from trp_scale.checkpoint.tensor_file import CheckpointError
 from trp_scale.cli import main
-from trp_scale.config import RefusedError
+from trp_scale.config import ModelConfig, RefusedError
 from trp_scale.core.pieces import WEIGHT_AVERAGE
 from trp_scale.downstream.encoder_source import open_encoder
 from trp_scale.downstream.probe.arguments import parse_probe
@@ -87,7 +87,7 @@ def test_a_run_starts_from_the_average(tmp_path: Path) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(torch.nan)
-    give_weights(model, f"{both}@average", BertForMaskedPositions.load_transformers)
+    give_weights(model, ModelConfig(weights=f"{both}@average"), BertForMaskedPositions.load_transformers)
     assert all(torch.equal(parameter, expected[name]) for name, parameter in model.named_parameters())
 
 

@@ -23,11 +23,13 @@ from trp_scale.checkpoint.run_directory import checkpoints
 from trp_scale.config import RefusedError
 from trp_scale.config.components import registered
 from trp_scale.distributed.groups import ALONE, Group
+from trp_scale.observe.picture_files import pictures_of
 from trp_scale.recipes.loader import to_dict
 from trp_scale.upstreams.pos_bert.settings import PosBertConfig
 
 PRESENT = to_dict(PosBertConfig())
 ALLOWED = {
+    "model.weights_names",
     "batch.micro_size",
     "training.steps",
     "training.max_hours",
@@ -304,7 +306,14 @@ def test_a_run_taken_back_never_returns_to_what_it_left(tmp_path: Path) -> None:
         save_step(tmp_path, step)
     (tmp_path / "checkpoints" / "step_00000003" / "checkpoint.json").unlink()
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"st')
+    drawn = [tmp_path / "pictures" / f"step_0000000{step}" / "masks.png" for step in (1, 2)]
+    for picture in drawn:
+        picture.parent.mkdir(parents=True)
+        picture.touch()
+    assert pictures_of(tmp_path / "pictures") == drawn
     notices = take_back(tmp_path, 1)
+    assert pictures_of(tmp_path / "pictures") == drawn[:1]
+    assert (tmp_path / "pictures" / "set_aside_step_00000002" / "masks.png").exists()
     assert len(notices) == 4
     assert "set_aside_step_00000002" in notices[0]
     assert "set_aside_step_00000003" in notices[1]

@@ -187,13 +187,13 @@ def test_an_incomplete_newer_one_is_passed_over_by_name(tmp_path: Path, spoil: A
 def test_going_back_sets_later_ones_aside(tmp_path: Path) -> None:
     for step in (1, 2, 3):
         save_step(tmp_path, step, seed=step)
-    assert [path.name for path in set_aside_later(tmp_path, 1)] == [
+    assert [path.name for path in set_aside_later(tmp_path / "checkpoints", 1)] == [
         "set_aside_step_00000002",
         "set_aside_step_00000003",
     ]
     assert visible(tmp_path) == [1]
     save_step(tmp_path, 2, seed=5, keep=2)
-    assert [path.name for path in set_aside_later(tmp_path, 1)] == ["set_aside_step_00000002_2"]
+    assert [path.name for path in set_aside_later(tmp_path / "checkpoints", 1)] == ["set_aside_step_00000002_2"]
     assert weights_are_of(tmp_path / "checkpoints" / "set_aside_step_00000002", 2)
 
 

@@ -305,7 +305,7 @@ def test_weights_that_this_encoder_does_not_have_are_refused(tmp_path: Path) -> 
         {name: tensor for name, tensor in weights.items() if name != "blocks.1.norm2.bias"},
         tmp_path / "model.safetensors",
     )
-    with pytest.raises(RefusedError, match=r"missing: \['blocks.1.norm2.bias'\]"):
+    with pytest.raises(RefusedError, match=r"missing: blocks.1.norm2.bias\)"):
         taken(tmp_path)
 
 

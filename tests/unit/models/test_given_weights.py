@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 from transformers import BertForPreTraining, GPT2Config, GPT2LMHeadModel
 
+from tests.unit.checkpoint.test_export_images import MAE, write_run
 from tests.unit.models.small_images import GRID, PATCH, config
 from tests.unit.models.test_mae_against_transformers import loaded, timm_vit
 from tests.unit.models.vitmae_peer import vitmae
-from trp_scale.checkpoint.initial_weights import Load, load_given_weights
-from trp_scale.config import RefusedError, TextModelConfig
+from trp_scale.checkpoint.initial_weights import Load, give_weights, load_given_weights
+from trp_scale.config import ModelConfig, RefusedError, TextModelConfig
 from trp_scale.models.initialise import filled, without_content
 from trp_scale.upstreams.mae.model import MaskedAutoencoder
 from trp_scale.upstreams.mae.weights import is_encoder, load_given, load_timm, stored_positions
-from trp_scale.upstreams.pos_bert.model import BertForMaskedPositions, bert_config
+from trp_scale.upstreams.pos_bert.model import TIED_PARAMETERS, BertForMaskedPositions, bert_config
 
 BERT = TextModelConfig(layers=2, hidden_size=32, heads=2, intermediate_size=64, max_positions=16)
 
@@ -100,7 +103,8 @@ BERT_OF_OTHER_SIZE = TextModelConfig(layers=3, hidden_size=16, heads=2, intermed
         (lambda: vitmae(config()), "of a model that reads images, this one reads text; give those of"),
         (
             lambda: GPT2LMHeadModel(GPT2Config(vocab_size=90, n_embd=32, n_layer=2, n_head=2, n_inner=64)),
-            r"weights for \['bert.embeddings.LayerNorm.bias', .* and \d+ more are missing$",
+            r"not the weights of this model \(missing: bert.embeddings.LayerNorm.bias, .* and \d+ more; unexpected: .* "
+            r"and \d+ more\); --model.weights_names names every tensor$",
         ),
     ],
     ids=["another size", "of images", "another kind of the same size"],
@@ -111,8 +115,34 @@ def test_weights_of_another_model_are_told_by_its_sizes(
     peer().save_pretrained(tmp_path)  # type: ignore[operator]
     model = BertForMaskedPositions(BERT, vocab_size=90, seed=0)
     with pytest.raises(RefusedError, match=message) as refused:
-        load_given_weights(model, str(tmp_path), BertForMaskedPositions.load_transformers)
+        give_weights(model, TextModelConfig(weights=str(tmp_path)), BertForMaskedPositions.load_transformers)
     assert len(str(refused.value)) < 500 + len(str(tmp_path))
+    assert "--model.weights_names" in str(refused.value)
+    every = TextModelConfig(weights=str(tmp_path), weights_names=True)
+    with pytest.raises(RefusedError) as refused:
+        give_weights(model, every, BertForMaskedPositions.load_transformers)
+    lines = str(refused.value).splitlines()
+    named = {line.split()[0] for line in lines if line.startswith("  ")}
+    with safe_open(tmp_path / "model.safetensors", "pt") as file:
+        theirs = set(file.keys())
+    own = {name for name, _ in model.named_parameters()}
+    assert named == own ^ (theirs - set(TIED_PARAMETERS))
+
+
+@pytest.mark.parametrize("every", [True, False])
+def test_a_checkpoint_of_another_model_is_told_the_same_way(every: bool, tmp_path: Path) -> None:
+    deeper = replace(MAE, model=replace(MAE.model, layers=3))
+    relative = replace(deeper, vision=replace(deeper.vision, positions="relative"))
+    write_run(tmp_path, relative)
+    with pytest.raises(RefusedError, match=r"not the weights of this model \(unexpected: blocks.0.rel") as refused:
+        give_weights(MaskedAutoencoder(deeper), ModelConfig(weights=str(tmp_path), weights_names=every), load_given)
+    first, *others = str(refused.value).splitlines()
+    tables = {f"  {name}" for name, _ in MaskedAutoencoder(relative).named_parameters() if name.endswith(".table")}
+    assert " and 1 more)" in first and len(tables) == 5
+    if every:
+        assert others[0] == "unexpected, 5:" and set(others[1:]) == tables
+    else:
+        assert first.endswith("; --model.weights_names names every tensor") and not others
 
 
 def test_what_is_no_such_file_is_refused(tmp_path: Path) -> None:

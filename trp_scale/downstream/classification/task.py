@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from trp_scale.checkpoint.agreement import on_rank_zero
+from trp_scale.checkpoint.initial_weights import naming_tensors
 from trp_scale.config import RefusedError
 from trp_scale.core.batch import Batch
 from trp_scale.data.fetch import BatchBuilder
@@ -79,7 +80,8 @@ class ClassificationTask(ImageTask[ClassificationTaskConfig]):
             weights = open_encoder(path).image_weights(model.encoder.grid)
             if model.fc_norm is not None:
                 weights = {name: tensor for name, tensor in weights.items() if not name.startswith("norm.")}
-            take_encoder(model.encoder, weights, path)
+            with naming_tensors(self.config.model):
+                take_encoder(model.encoder, weights, path)
         return model
 
     def predict(self, forward: Callable[..., Tensor], batch: Batch) -> Tensor:

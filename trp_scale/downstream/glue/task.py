@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor, nn
 
+from trp_scale.checkpoint.initial_weights import naming_tensors
 from trp_scale.checkpoint.run_directory import TOKENIZER
 from trp_scale.config import RefusedError
 from trp_scale.core.batch import Batch
@@ -97,7 +98,8 @@ class GlueTask(TaskParts[GlueTaskConfig]):
         model = BertClassifier(self.config, vocabulary=rows)
         if not any(name.startswith("pooler.") for name in weights):
             weights |= {f"pooler.{name}": value.detach() for name, value in model.bert.pooler.named_parameters()}
-        take_encoder(model.bert, weights, self._encoder.path)
+        with naming_tensors(self.config.model):
+            take_encoder(model.bert, weights, self._encoder.path)
         return model
 
     def leave(self, run_dir: Path, world: Group) -> None:

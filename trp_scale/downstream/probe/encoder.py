@@ -25,7 +25,7 @@ from trp_scale.recipes.loader import load_recipe
 BATCH = 64
 """Images of one forward pass."""
 
-NOT_OF_THE_WEIGHTS = ("weights", "dropout", "initializer_range")
+NOT_OF_THE_WEIGHTS = ("weights", "weights_names", "dropout", "initializer_range")
 """Fields of `model` that say where an encoder came from or how it learns, not what it computes."""
 
 

@@ -104,7 +104,7 @@ class ImageUpstream(UpstreamParts):
 
     def model(self) -> nn.Module:
         model = MaskedAutoencoder(self.config)
-        give_weights(model, self.config.model.weights, load_given)
+        give_weights(model, self.config.model, load_given)
         return model
 
     def hooks(self, run: RunContext) -> list[Hook]:

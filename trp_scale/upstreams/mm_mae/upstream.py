@@ -97,7 +97,7 @@ class MultimodalUpstream(UpstreamParts):
 
     def model(self) -> nn.Module:
         model = MultimodalMaskedAutoencoder(self.config, self.classes)
-        give_weights(model, self.config.model.weights, load_multimae)
+        give_weights(model, self.config.model, load_multimae)
         return model
 
     def hooks(self, run: RunContext) -> list[Hook]:

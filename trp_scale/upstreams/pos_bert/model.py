@@ -19,7 +19,7 @@ from transformers import BertConfig, BertModel
 from transformers.models.bert.modeling_bert import BertLayer
 
 from trp_scale.config import TextModelConfig
-from trp_scale.models.initialise import check_names, give, initialise, take
+from trp_scale.models.initialise import check_names, check_shapes, give, initialise, take
 from trp_scale.models.tensor_plan import WHOLE, Cut, TensorPlan
 
 VOCABULARY_MULTIPLE = 64
@@ -362,10 +362,8 @@ class BertForMaskedPositions(nn.Module):
         ignored = {*TIED_PARAMETERS, "bert.embeddings.position_ids"}
         given = {name: tensor for name, tensor in state.items() if name not in ignored}
         check_names(own, given)
-        for name in PADDED_PARAMETERS:
-            expected = (self.config.vocab_size, *own[name].shape[1:])
-            if tuple(given[name].shape) != expected:
-                raise ValueError(f"{name}: shape {tuple(given[name].shape)} given, {expected} expected")
+        unpadded = {name: own[name][: self.config.vocab_size] for name in PADDED_PARAMETERS}
+        check_shapes(unpadded, {name: tuple(given[name].shape) for name in PADDED_PARAMETERS})
         for copy, name in TIED_PARAMETERS.items():
             if copy in state and not torch.equal(state[copy], given[name]):
                 raise ValueError(

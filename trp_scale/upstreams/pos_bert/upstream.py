@@ -137,7 +137,7 @@ class TextUpstream(UpstreamParts):
         model = BertForMaskedPositions(settings, vocab_size=vocab_size, seed=self.config.training.seed)
         if self.config.objective.output_bias == "frequency":
             model.set_output_bias(self._log_frequencies())
-        give_weights(model, settings.weights, BertForMaskedPositions.load_transformers)
+        give_weights(model, settings, BertForMaskedPositions.load_transformers)
         return model
 
     def _log_frequencies(self) -> Tensor:
