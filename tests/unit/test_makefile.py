@@ -17,7 +17,7 @@ STAND_IN = """#!/bin/sh
 case "$1 $2" in
     -c*) exec "$REAL_PYTHON" "$@" ;;
     "-m venv") echo venv >> calls; mkdir -p "$3/bin"; cp "$0" "$3/bin/python" ;;
-    "-m pip") echo pip >> calls; shift 2; echo "$*" > last_pip; touch .venv/half_a_package; if [ -e broken ]; then exit 1; fi ;;
+    "-m pip") echo pip >> calls; echo "$*" > last_pip; touch .venv/half_a_package; if [ -e broken ]; then exit 1; fi ;;
 esac
 """
 

@@ -21,6 +21,7 @@ from rich.text import Text
 from trp_scale.config import Config, RefusedError
 from trp_scale.observe.metrics import METRICS_FILE
 from trp_scale.observe.records import RunInfo, StepRecord
+from trp_scale.observe.report import REPORT_WIDTH
 from trp_scale.observe.standing import Standing
 from trp_scale.outlet import Outlet
 
@@ -82,7 +83,7 @@ class PlainDisplay:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def show(self, content: RenderableType) -> None:
-        self._console.print(content)
+        self._console.print(content, width=max(REPORT_WIDTH, self._console.width))  # nothing cut in a log
 
     def close(self) -> None:
         """Nothing to end."""

@@ -84,19 +84,19 @@ def task_table(history: RunHistory) -> Table:
         "task was there (losses weighted by counts); elements: in those steps"
     )
     validation = (history.validation or {}).get("tasks", {})
-    held_out = ["validation"] if validation else []
-    held_out += ["accuracy"] if any("accuracy" in task for task in validation.values()) else []
+    held_out = {"held out": "loss"} if validation else {}
+    held_out |= {"right": "accuracy"} if any("accuracy" in task for task in validation.values()) else {}
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, caption=caption, caption_justify="left")
     table.add_column("task", no_wrap=True)
     for name in ("start", "end", "change", "weight", "elements", *held_out):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("")
+    table.add_column("", no_wrap=True, min_width=5)
     for name, task in history.tasks.items():
         is_worst = name == history.worst_task and len(history.tasks) > 1
         cells = [name, number(task.start), number(task.end), number(task.change, sign=True)]
         cells += [number(task.weight), f"{task.count:,}"]
         measured = validation.get(name, {})
-        cells += [number(measured.get({"validation": "loss"}.get(each, each))) for each in held_out]
+        cells += [number(measured.get(figure)) for figure in held_out.values()]
         table.add_row(*cells, "worst" if is_worst else "", style="bold red" if is_worst else None)
     return table
 

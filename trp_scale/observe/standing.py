@@ -86,6 +86,7 @@ class Standing:
         self._speed = 0.0
         self._line: Mapping[str, Any] = {}
         self._validation: tuple[int, float] | None = None
+        self._right: dict[str, float] = {}
         self._hooks: dict[str, str] = {}
 
     def update(self, record: StepRecord, positions_per_second: float, worst_task: str | None) -> None:
@@ -99,9 +100,11 @@ class Standing:
     def line(self, line: Mapping[str, Any]) -> None:
         """A line of metrics was written."""
         self._line = {**self._line, **line}
-        loss = (line.get("validation") or {}).get("loss")
-        if loss is not None:
+        validation = line.get("validation") or {}
+        if (loss := validation.get("loss")) is not None:
             self._validation = line["step"], loss
+            right = {name: figures.get("accuracy") for name, figures in validation.get("tasks", {}).items()}
+            self._right = {name: share for name, share in right.items() if share is not None}
         for hook, names in self.info.shown.items():
             values = line.get(hook) or {}
             found = [f"{name.replace('_', ' ')} {values[name]:.4g}" for name in names if values.get(name) is not None]
@@ -129,6 +132,8 @@ class Standing:
             parts.append(f"waits for data {share:.0%}")
         if parts:
             yield "  ".join(parts)
+        if self._right:
+            yield "right of those held out: " + "  ".join(f"{name} {share:.1%}" for name, share in self._right.items())
         yield from self._hooks.values()
 
 

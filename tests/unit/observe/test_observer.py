@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 from collections.abc import Callable
@@ -10,10 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from tests.unit.observe.small_run import TASKS, record
 from trp_scale.config import Config, RefusedError
 from trp_scale.observe import Observer, RunInfo, TaskRecord, report
+from trp_scale.observe.report import report_table
 
 
 def lines_of(run_dir: Path) -> list[dict[str, Any]]:
@@ -174,12 +177,23 @@ def test_held_out_accuracies_have_a_column(tmp_path: Path) -> None:
     head, noun, verb = (
         next(line for line in report(tmp_path).splitlines() if word in line) for word in ("task  ", "noun ", "verb ")
     )
-    assert head.split()[-2:] == ["validation", "accuracy"]
+    assert head.split()[-3:] == ["held", "out", "right"]
     assert noun.split()[6:8] == ["5.2500", "0.1250"]
     assert verb.split()[6:8] == ["4.7500", "-"]
     del held_out["tasks"]["noun"]["accuracy"]  # type: ignore[index]
     (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n", encoding="utf-8")
-    assert "accuracy" not in report(tmp_path)
+    assert "right" not in report(tmp_path)
+
+
+def test_a_narrow_terminal_shows_which_task_is_the_worst(tmp_path: Path) -> None:
+    tasks = {name: {"loss": loss, "weight": 0.5, "count": 3} for name, loss in (("noun", 4.5), ("next_sentence", 0.7))}
+    held_out = {"loss": 5.0, "tasks": {"noun": {"loss": 11.25, "accuracy": 0.125}}}
+    line = {"step": 1, "loss": 4.5, "peak_memory_bytes": 1, "tasks": tasks, "validation": held_out}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n", encoding="utf-8")
+    console = Console(file=io.StringIO(), width=80, force_terminal=False)
+    with console.capture() as capture:
+        console.print(report_table(tmp_path))
+    assert "noun" in capture.get() and [line for line in capture.get().splitlines() if line.rstrip().endswith(" worst")]
 
 
 def test_the_end_is_of_steps_not_of_lines(start: Callable[..., Observer], config: Config, tmp_path: Path) -> None:

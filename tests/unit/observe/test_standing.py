@@ -51,6 +51,15 @@ def test_it_tells_what_lines_of_metrics_say() -> None:
     assert len(list(standing.more())) == 2, "what was known stays"
 
 
+def test_it_tells_the_accuracy_of_each_task_that_has_one() -> None:
+    standing = Standing(RunInfo(positions_per_step=1000))
+    tasks = {"noun": {"loss": 5.0, "accuracy": 0.061}, "verb": {"loss": 4.0, "accuracy": None}, "next": {"loss": 0.7}}
+    standing.line({"step": 4, "validation": {"loss": 5.25, "tasks": tasks | {"adverb": {"accuracy": 0.5}}}})
+    assert list(standing.more()) == ["held out 5.2500 at step 4", "right of those held out: noun 6.1%  adverb 50.0%"]
+    standing.line({"step": 8, "validation": {"loss": 5.0, "tasks": {"noun": {"loss": 5.0, "accuracy": 0.07}}}})
+    assert list(standing.more())[1] == "right of those held out: noun 7.0%"
+
+
 def test_the_worst_task_has_its_change_and_images_are_images() -> None:
     standing = Standing(RunInfo(positions_per_step=1000, images_per_step=10))
     for step in range(1, 4):
