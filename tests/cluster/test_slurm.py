@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,9 +15,11 @@ import pytest
 
 from tests.cluster.slurm import Slurm, cluster, lacking
 from tests.cluster.waiting import wait_until
-from tests.runs import ROOT, environment, essence, flags, lines
+from tests.runs import ROOT, SMALL, environment, essence, flags, lines
 from tests.unit.downstream.glue.small_data import finetune_here, glue_flags, write_cola, write_stsb
 from tests.unit.preparation.sharding.test_parts import content, text_command
+from trp_scale.documents.json_files import read_object
+from trp_scale.documents.yaml_files import write_yaml
 
 pytestmark = [pytest.mark.cluster, pytest.mark.skipif(bool(lacking()), reason=lacking())]
 
@@ -106,6 +109,54 @@ def test_an_array_fine_tunes_each_task_with_each_seed_and_a_last_job_joins_them(
     assert finetune_here(here) == 0
     one, other = (json.loads((tmp_path / name / "results.json").read_text()) for name in ("here", "there"))
     assert one["tasks"] == other["tasks"] and len(one["tasks"]) == 2
+
+
+def test_arrays_run_a_study_and_go_on_with_it(slurm: Slurm, text_dataset: Path, tmp_path: Path) -> None:
+    """An array for what needs nothing, and one for what judges it; a run that fails holds up only what judges that."""
+    missing = tmp_path / "later"
+    variants: dict[str, Any] = {
+        "there": {"title": "there"},
+        "not_there": {"title": "not there yet", "settings": {"data.path": str(missing)}},
+    }
+    scale = {
+        "recipe": "pos_bert_tiny",
+        "settings": {**SMALL, "data.path": "{text}", "data.validation_fraction": 0.2, "training.steps": 2},
+        "judges": {"held_out": {"command": "evaluate", "flags": {}}},
+        "seeds": 1,
+    }
+    study = {
+        "title": "A study",
+        "question": "Does it run?",
+        "inputs": {"text": "a data set"},
+        "baseline": "there",
+        "source": {"paper": "none", "arxiv": "-", "place": "-"},
+        "outcome": {"judges": ["held_out"], "row": "worst"},
+        "variants": variants,
+        "scales": {"cpu": scale},
+    }
+    (tmp_path / "study.yaml").write_text(write_yaml(study))
+    run_dir = tmp_path / "study"
+    words = [sys.executable, "-m", "trp_scale", "study", "run", tmp_path / "study.yaml", "--run_dir", run_dir]
+    words += ["--input", f"text={text_dataset}", "--executor", "slurm-array"]
+    words += [f"--sbatch=--partition=low --cpus-per-task=1 --time=10 --output={tmp_path}/%A_%a.log"]
+
+    def submitted() -> dict[str, str]:
+        """Of each command that has begun, how it ended; after all jobs have."""
+        said = slurm.call(*words, **environment())
+        last = said.splitlines()[0].rpartition(" ")[2]
+        wait_until(lambda: not slurm.call("squeue", "--noheader", f"--jobs={last}"), f"{said}, see {tmp_path}", 240)
+        states = [read_object(path) for path in (run_dir / "state").iterdir()]
+        return {state["node"]: state["status"] for state in states}
+
+    first = {"runs/there/seed_0": "finished", "judged/held_out/runs/there/seed_0": "finished"}
+    assert submitted() == {**first, "runs/not_there/seed_0": "failed"}
+    missing.symlink_to(text_dataset)
+    finished = run_dir / "runs" / "there" / "seed_0" / "metrics.jsonl"
+    written = finished.stat().st_mtime_ns
+    others = {"runs/not_there/seed_0": "finished", "judged/held_out/runs/not_there/seed_0": "finished"}
+    assert submitted() == first | others
+    assert finished.stat().st_mtime_ns == written
+    assert "none: all has finished" in slurm.call(*words, **environment())
 
 
 @pytest.mark.exhaustive
