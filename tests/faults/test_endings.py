@@ -53,10 +53,17 @@ def test_a_finished_run_keeps_its_record(
     """Of the same command nothing but environment.json hears; one with fewer steps is refused."""
     assert pretrain_here(flags(text_dataset, tmp_path, training__steps=3)) == 0
     names = ("config.yaml", "metrics.jsonl", "summary.json", "report.txt")
+    ended = (tmp_path / "stop.json").read_bytes()
     before = [(tmp_path / name).read_bytes() for name in names]
     assert cli.main(["pretrain", *flags(text_dataset, tmp_path, training__steps=2)]) == ExitStatus.REFUSED
     said = capsys.readouterr().err
     assert "has been trained for 3 steps, --training.steps is 2; allowed: 3 or more, or another --run_dir" in said
+    other = flags(text_dataset, tmp_path, training__steps=4, optimizer__lr=0.5)
+    assert cli.main(["pretrain", *other]) == ExitStatus.REFUSED
+    assert "optimizer.lr" in capsys.readouterr().err
+    assert (tmp_path / "stop.json").read_bytes() == ended, "the run is still one that has finished"
+    assert cli.main(["doctor", str(tmp_path)]) == 0
+    capsys.readouterr()
     assert pretrain_here(flags(text_dataset, tmp_path, training__steps=3)) == 0
     assert "all 3 steps are done already: nothing is trained" in capsys.readouterr().out
     assert [(tmp_path / name).read_bytes() for name in names] == before
@@ -83,6 +90,7 @@ def test_a_mistake_of_the_user_ends_with_status_2(
     text_dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert pretrain_here(flags(text_dataset, tmp_path, training__steps=1)) == 0
+    (tmp_path / "stop.json").unlink()  # as of a run that was killed
     changed = flags(text_dataset, tmp_path, training__steps=2, optimizer__lr=0.5)
     assert cli.main(["pretrain", *changed]) == 2
     assert "error: the checkpoint was made with other settings" in capsys.readouterr().err

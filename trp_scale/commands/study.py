@@ -195,7 +195,9 @@ class ReportArguments:
     directory: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
     """The --run_dir of a study."""
     output: Annotated[Path | None, tyro.conf.arg(metavar="DIR")] = None
-    """Where the files go; None = DIR/report."""
+    """Where the files go; None = DIR/report, or DIR/report_against_BASELINE."""
+    baseline: str = ""
+    """Take differences from this variant, at equal steps, in place of the one that the study names."""
 
 
 def report(argv: Sequence[str]) -> int:
@@ -208,10 +210,16 @@ def report(argv: Sequence[str]) -> int:
 
     begun = read_claim(arguments.directory)
     found = load_study(begun.study)
+    named = found.baseline
+    if arguments.baseline:
+        found = found.against(arguments.baseline, begun.scale)
     graph = Graph(found, found.scale(begun.scale), arguments.directory.resolve(), begun.inputs)
-    output = arguments.output or arguments.directory / "report"
+    against = f"_against_{arguments.baseline}" if arguments.baseline else ""
+    output = arguments.output or arguments.directory / f"report{against}"
     inputs = "".join(f" --input {name}=PATH" for name in graph.inputs)
     command = f"trp-scale study run {begun.study} --scale {begun.scale} --run_dir DIR{inputs}"
+    if found.baseline != named:
+        command += f"; differences: trp-scale study report DIR --baseline {found.baseline} (the study's: {named})"
     print(write_report(graph, output, command), end="")
     print(output / "README.md", file=sys.stderr)
     return 0

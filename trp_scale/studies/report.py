@@ -103,7 +103,7 @@ def _figures_table(graph: Graph, outcome: Outcome, judge: str, places: Sequence[
         *_parts(outcome, places),
     ]
     if judge in graph.scale.judges and (left_out := graph.scale.judges[judge].left_out):
-        notes.append(f"average and worst leave out {', '.join(left_out)}: too few of them are measured")
+        notes.append(f"average and worst leave out {', '.join(left_out)}")
     title = judge if judge != ALL else "all judges of the outcome"
     return Table(title=f"Figures: {title}", rows=rows, notes=notes)
 
@@ -197,7 +197,10 @@ def _cost_table(graph: Graph, outcome: Outcome) -> Table:
                 cell(str(len(histories))),
             ]
         )
-    notes = ["a step: the median over logged steps of a run, then over runs; minutes: of a run's steps, their mean"]
+    notes = [
+        "a step: the median over logged steps of a run, then over runs; minutes: of a run's steps, their mean",
+        "taken while other commands ran beside it, whose load differs: what a method costs is measured by benchmarks/",
+    ]
     if "time" in graph.scale.budgets:
         notes.append(
             f"equal time: as many steps as take the baseline's time by that ratio; within {SAME_STEPS:.0%} of it equal "
@@ -239,7 +242,9 @@ def _how(graph: Graph, found: Mapping[str, State | None], command: str) -> Table
 def _tuned(graph: Graph) -> Iterator[tuple[str, str]]:
     """Which values were tried and chosen."""
     tuning = graph.scale.tuning
-    if tuning is not None:
+    if tuning is None:
+        yield "tuning of runs", "none: their rates are those above, for all seeds"
+    else:
         under = {name: f"judged/{tuning.judge}/tuning/{name}" for name in graph.timed()}
         yield (
             f"{tuning.setting} of runs",

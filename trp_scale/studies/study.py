@@ -9,7 +9,7 @@ outcome     the one row that the study's sentence is about, named before anythin
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
@@ -89,7 +89,7 @@ class Judge:
         flags: of the command.
         of: a finetune among the judges. evaluate measures its runs on other data; a finetune starts from the encoder
             that it leaves, of its first seed, where that has been fine-tuned for another task before.
-        left_out: tasks that average and worst leave out, since they have too few rows to be measured by.
+        left_out: tasks that average and worst leave out: too few rows measure them, or not all variants have them.
         seeds: of the judging, on each run.
         tuning: of one of its flags, on the run of the first seed; its `flags` must measure other rows than the test's.
         validation: flags that measure rows apart from the test's, for the tuning of runs.
@@ -189,6 +189,18 @@ class Study:
         if name not in self.scales:
             raise RefusedError(f"--scale {name}: not in this study; allowed: {', '.join(self.scales)}")
         return self.scales[name]
+
+    def against(self, baseline: str, scale: str) -> Study:
+        """The same with another baseline, at equal steps alone: runs of equal time have that of the study's own.
+
+        Raises:
+            RefusedError: no variant of that name is trained at this scale.
+        """
+        here = self.scale(scale)
+        allowed = [name for name, each in self.variants_at(here).items() if each.trained]
+        if baseline not in allowed:
+            raise RefusedError(f"--baseline {baseline}: allowed: {', '.join(allowed)}")
+        return replace(self, baseline=baseline, scales={**self.scales, scale: replace(here, budgets=["steps"])})
 
     def variants_at(self, scale: Scale) -> dict[str, Variant]:
         """Those that take part, in the order of the file."""

@@ -13,6 +13,7 @@ import json
 import os
 import socket
 import traceback
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -40,11 +41,13 @@ class Ending:
         run_dir: of the run.
         rank: this process's.
         began_with: step of the newest checkpoint when the run was started, -1 without one.
+        finished_before: rank 0's record of a start that made all steps, which a refused command does not change.
     """
 
     run_dir: Path
     rank: int
     began_with: int = -1
+    finished_before: bytes = b""
 
     def begin(self, attempt: int = 0) -> None:
         """Take away the record of the start before, on rank 0, once the other ranks wait.
@@ -61,6 +64,10 @@ class Ending:
             with contextlib.suppress(RefusedError):
                 why = str(read_object(record).get("why"))
             Incidents(self.run_dir).add("restart", self.began_with, attempt=attempt, why=why)
+        if record.is_file():
+            with contextlib.suppress(RefusedError):
+                if read_object(record).get("why") == FINISHED:
+                    self.finished_before = record.read_bytes()
         record.unlink(missing_ok=True)
 
     def stopped(self, why: str, step: int, status: ExitStatus) -> None:
@@ -76,6 +83,9 @@ class Ending:
     def broke(self, error: BaseException, step: int | None = None) -> None:
         """An error ends this rank, and with it the run. The first rank's record stays."""
         status, _ = as_told(error)
+        if status is ExitStatus.REFUSED and self.finished_before and not self._got_on():
+            self._leave(self.finished_before, os.replace)
+            return
         why = "".join(traceback.format_exception_only(error)).strip()
         self._write(
             why=why,
@@ -97,15 +107,16 @@ class Ending:
         place = {"rank": self.rank, "host": socket.gethostname()}
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
         document = {**fields, "why": str(fields["why"])[:2000], **place, "at": now}
+        self._leave((json.dumps(document, indent=1) + "\n").encode(), os.link)
+
+    def _leave(self, record: bytes, put: Callable[[Path, Path], None]) -> None:
+        """Put a record under its name: by os.link not over another rank's."""
         own = self.run_dir / f".{STOP_RECORD}.{self.rank}"
         with contextlib.suppress(OSError):  # a full disk must not hide the error that is under way
-            own.write_text(json.dumps(document, indent=1) + "\n", encoding="utf-8")
-            try:
-                os.link(own, self.run_dir / STOP_RECORD)
-            except FileExistsError:
-                pass
-            finally:
-                own.unlink(missing_ok=True)
+            own.write_bytes(record)
+            put(own, self.run_dir / STOP_RECORD)
+        with contextlib.suppress(OSError):
+            own.unlink(missing_ok=True)
 
 
 def _newest(run_dir: Path) -> int:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 from tests.unit.studies.study_files import document, graph_of, write_program
+from trp_scale.checkpoint.durable import write_json
+from trp_scale.cli import main
 from trp_scale.downstream.comparison import PairedTest
-from trp_scale.studies.execute import Executor
+from trp_scale.studies.execute import STUDY_FILE, Claim, Executor
 from trp_scale.studies.outcome import Cell, Place, read_outcome, sentences, verdict
 from trp_scale.studies.report import write_report
 from trp_scale.studies.rows import Row
@@ -65,6 +67,7 @@ def test_the_report_states_the_outcome_and_has_every_table(tmp_path: Path) -> No
     text = write_report(graph, tmp_path / "report", "trp-scale study run x")  # type: ignore[arg-type]
     assert "slow: better than plain by +0." in text
     assert "Pre-training pays here: plain over untrained +0.1" in text
+    assert "tuning of runs | none" in text
     for title in ("Figures: glue", "Differences to the baseline", "What the paper prints", "Cost", "How it was run"):
         assert f"## {title}" in text
         assert f"<h2>{title}" in (tmp_path / "report" / "report.html").read_text()
@@ -72,6 +75,24 @@ def test_the_report_states_the_outcome_and_has_every_table(tmp_path: Path) -> No
     assert (tmp_path / "report" / "outcome.png").read_bytes().startswith(b"\x89PNG")
     figures = json.loads((tmp_path / "report" / "figures.json").read_text())
     assert {entry["row"] for entry in figures["figures"]} == {"easy", "hard", "average", "worst"}
+
+
+def test_differences_may_be_taken_from_another_variant_at_equal_steps(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = {"slow": {"optimizer.lr": 0.002, "masking.ratio": 2}}
+    graph, _ = run(tmp_path, variant_settings=own, budgets=["steps", "time"])
+    claim = Claim(study=str(tmp_path / "study.yaml"), scale="cpu", inputs={"text": str(tmp_path)})
+    write_json(graph.directory / STUDY_FILE, asdict(claim))  # type: ignore[attr-defined]
+    words = ["study", "report", str(tmp_path / "study")]
+    assert main(words) == 0 and "slow, equal time" in capsys.readouterr().out
+    assert main([*words, "--baseline", "slow"]) == 0
+    said = capsys.readouterr().out
+    assert "plain: worse than slow by -0." in said and "equal time" not in said
+    assert "--baseline slow (the study's: plain)" in said
+    assert (tmp_path / "study" / "report_against_slow" / "README.md").is_file()
+    assert main([*words, "--baseline", "scratch"]) == 2
+    assert "--baseline scratch: allowed: plain, slow" in capsys.readouterr().err
 
 
 def test_a_ground_that_is_seen_on_average_alone_is_said_so(tmp_path: Path) -> None:
