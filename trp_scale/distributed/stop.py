@@ -32,6 +32,20 @@ OF_A_PERSON = ("Ctrl-C", "the file ")
 
 _early: list[signal.Signals] = []
 
+_first_at: float | None = None
+"""When the first signal came, by time.monotonic()."""
+
+
+def signal_came_at() -> float | None:
+    """When this process was first sent a signal to stop, by time.monotonic(); None: it was not. For what waits where no
+    step can end."""
+    return _first_at
+
+
+def _note_time() -> None:
+    global _first_at
+    _first_at = time.monotonic() if _first_at is None else _first_at
+
 
 def listen_early() -> None:
     """Note requests from now on, for the `StopRequests` that come later: first thing of a command that trains."""
@@ -42,6 +56,7 @@ def listen_early() -> None:
 
 def note_early(number: signal.Signals) -> None:
     """A request that came before there is a run."""
+    _note_time()
     _early.append(number)
 
 
@@ -133,6 +148,7 @@ class StopRequests:
         return self._gone
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
+        _note_time()
         name = signal.Signals(number).name
         if number == signal.SIGINT:
             first = self._interrupted == float("-inf")

@@ -21,6 +21,7 @@ from trp_scale.observe.progress import Display, open_display
 from trp_scale.observe.records import RunInfo, StepRecord
 from trp_scale.observe.report import REPORT_FILE, SUMMARY_FILE, report, report_table
 from trp_scale.observe.sinks import Sink, open_sinks
+from trp_scale.observe.standing import hook_lines
 from trp_scale.observe.throughput import peak_flops, peak_memory_bytes
 
 
@@ -61,6 +62,7 @@ class Observer:
         self._made = False
         self._summary: dict[str, Any] | None = None
         self._refused: list[Sink] = []
+        self._hook_lines: dict[str, str] = {}
         if enabled:
             self._writer = MetricsWriter(self.run_dir, self.message)
             self._sinks: list[Sink] = open_sinks(self.run_dir, config, info)
@@ -202,6 +204,7 @@ class Observer:
     def _write(self, line: Mapping[str, Any]) -> None:
         self._writer.write(line)
         self._display.line(line)
+        self._hook_lines |= hook_lines(self.info, line)
         for sink in self._sinks:
             self._to_sink(sink, partial(sink.write, line))
 
@@ -253,6 +256,7 @@ class Observer:
             "validation": history.validation,
             "rows": dict(self.info.rows),
             "description": self.info.description,
+            "hooks": list(self._hook_lines.values()),
             **start,
         }
         cleaned: dict[str, Any] = finite(summary)

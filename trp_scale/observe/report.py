@@ -107,7 +107,7 @@ def report_lines(run_dir: Path, history: RunHistory, summary: Mapping[str, Any])
     lines = [f"steps {history.last_step} ({ended})"]
     if rows := summary.get("rows"):
         lines.append(f"rows: {', '.join(f'{name} {count:,}' for name, count in rows.items())}")
-    lines.append(f"loss {number(history.loss_start)} -> {number(history.loss_end)}")
+    lines.append(f"loss {number(history.loss_start)} -> {number(history.loss_end)}{_in_per_cent(history)}")
     if history.validation is not None:
         lines.append(f"validation loss {number(history.validation.get('loss'))} at step {history.validation_step}")
     if (best := summary.get("best")) and best["step"]:
@@ -136,6 +136,7 @@ def report_lines(run_dir: Path, history: RunHistory, summary: Mapping[str, Any])
         lines.append(f"skipped steps (loss or gradient not finite): {history.skipped_steps}")
     if (lesson := history.lesson) is not None:
         lines.append(lesson_line(lesson))
+    lines += [str(line) for line in summary.get("hooks", [])]
     lines += [f"note: {notice}" for notice in history.notices.values()]
     lines.append(f"run directory: {run_dir}")
     return lines
@@ -156,7 +157,10 @@ def changes_in_words(history: RunHistory) -> list[str]:
         return []
     better = {name: task for name, task in known.items() if task.change < 0}  # type: ignore[operator]
     worse = {name: task for name, task in known.items() if name not in better}
-    lines = [f"better: {len(better)} of {len(known)} tasks{_named(better, 3)}"]
+    inside = [name for name, task in history.tasks.items() if task.change is not None]
+    all_of = sum(name not in history.outside_tasks for name in inside)
+    enough = f" with {FEWEST} elements or more" if all_of > len(known) else ""
+    lines = [f"better: {len(better)} of {len(known)} tasks{enough}{_named(better, 3)}"]
     if worse:
         even = 1.0 / len(known)
         light = sum((task.weight or 0.0) < even for task in worse.values())
@@ -164,6 +168,14 @@ def changes_in_words(history: RunHistory) -> list[str]:
         why = f"; {which} less than an even share of the weight, which goes to harder tasks" if light else ""
         lines.append(f"worse: {len(worse)}{_named(worse, 3)}{why}")
     return lines
+
+
+def _in_per_cent(history: RunHistory) -> str:
+    """How far the loss has moved, where there is one task: of several, tasks are told one by one."""
+    start, end = history.loss_start, history.loss_end
+    if len(history.tasks) != 1 or not start or end is None or end == start:
+        return ""
+    return f": {'better' if end < start else 'worse'} by {abs(end - start) / abs(start):.0%}"
 
 
 def _named(tasks: Mapping[str, TaskHistory], most: int) -> str:

@@ -105,11 +105,7 @@ class Standing:
             self._validation = line["step"], loss
             right = {name: figures.get("accuracy") for name, figures in validation.get("tasks", {}).items()}
             self._right = {name: share for name, share in right.items() if share is not None}
-        for hook, names in self.info.shown.items():
-            values = line.get(hook) or {}
-            found = [f"{name.replace('_', ' ')} {values[name]:.4g}" for name in names if values.get(name) is not None]
-            if found:
-                self._hooks[hook] = f"{hook}: {'  '.join(found)}"
+        self._hooks |= hook_lines(self.info, line)
 
     def steps(self) -> str:
         """Loss, worst task and speed, in one line."""
@@ -135,6 +131,17 @@ class Standing:
         if self._right:
             yield "right of those held out: " + "  ".join(f"{name} {share:.1%}" for name, share in self._right.items())
         yield from self._hooks.values()
+
+
+def hook_lines(info: RunInfo, line: Mapping[str, Any]) -> dict[str, str]:
+    """Of each hook that a line of metrics has, what of it is for the display: "adversary: norm 0.12  effect 0.004"."""
+    lines = {}
+    for hook, names in info.shown.items():
+        values = line.get(hook) or {}
+        found = [f"{name.replace('_', ' ')} {values[name]:.4g}" for name in names if values.get(name) is not None]
+        if found:
+            lines[hook] = f"{hook}: {'  '.join(found)}"
+    return lines
 
 
 def speed(info: RunInfo, positions_per_second: float) -> str:

@@ -69,6 +69,9 @@ def _blocks(run: RunRecord, hook: str, tree: Tree, description: MetricsDescripti
     facts = [(words(name), text) for name, text in run.curves.words.get(hook, {}).items() if name != NOTICE]
     constants = [name for name, own in tree.items() if name != OWN_STEP and not any(one.varies for one in leaves(own))]
     taken = {name for plot in described for name in plot.names} | {OWN_STEP, *constants}
+    # Beside a line that moves, one that does not says something.
+    drawn = {name for plot in described if not set(plot.names) & tree.keys() <= {*constants} for name in plot.names}
+    constants = [name for name in constants if name not in drawn]
     facts += [
         (words(name), _constant(tree[name])) for name in constants if isinstance(tree[name], Curve) and len(tree[name])
     ]

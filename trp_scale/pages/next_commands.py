@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Iterator
+from typing import Literal
 
+from trp_scale.config import Config
 from trp_scale.errors import shortened
 from trp_scale.observe.picture_files import PICTURES
 from trp_scale.pages.document import Block, Cell, Commands, Section, Sentences, Table
@@ -62,10 +64,18 @@ def next_commands(run: RunRecord) -> Iterator[tuple[str, str]]:
     if run.config is not None:
         judged = of_text if run.config.reads == "text" else of_images
         yield from ((what, f"{command}{modules}") for what, command in judged(path))
-        export = f"trp-scale export --run {path} --to hf --output EXPORTED{modules}"
-        yield "Take the model away, as transformers reads it:", export
+        to = exported_to(run.config)
+        what = "the model, as transformers reads it" if to == "hf" else "the encoder, for timm or torch alone"
+        yield f"Take away {what}:", f"trp-scale export --run {path} --to {to} --output EXPORTED{modules}"
     other = f"trp-scale compare {path} OTHER_RUN --html compared.html{modules}"
     yield "Put it beside another run, results and curves:", other
+
+
+def exported_to(config: Config) -> Literal["hf", "timm"]:
+    """Where a model fits as it is: transformers has BERT, and the MAE whose encoder sees visible patches alone."""
+    vision = getattr(config, "vision", None)
+    is_mae = getattr(vision, "tokens", "") == "visible" and getattr(vision, "positions", "") == "absolute"
+    return "hf" if vision is None or (is_mae and getattr(vision, "decoder", "") == "transformer") else "timm"
 
 
 def of_text(path: str) -> Iterator[tuple[str, str]]:

@@ -185,9 +185,9 @@ def _held_out(curve: Curve) -> str:
     """Where it began and is, and its lowest value where that is earlier."""
     last, first = curve.values[-1], curve.values[0]
     if len(curve) == 1:
-        return f"On held-out rows it is {figure_text(last)}, after step {curve.steps[-1]:,.0f}."
+        return f"On held-out rows the loss is {figure_text(last)}, after step {curve.steps[-1]:,.0f}."
     best = min(range(len(curve)), key=lambda place: curve.values[place])
-    found = f"On held-out rows it {_moved(first, last)} from step {curve.steps[0]:,.0f} to {curve.steps[-1]:,.0f}"
+    found = f"On held-out rows the loss {_moved(first, last)} from step {curve.steps[0]:,.0f} to {curve.steps[-1]:,.0f}"
     if curve.values[best] < last - 0.005 * abs(last):
         found += f", and was lowest, {figure_text(curve.values[best])}, at step {curve.steps[best]:,.0f}"
     return f"{found}."

@@ -39,5 +39,7 @@ def test_few_elements_outside_tasks_and_single_ones_are_no_news() -> None:
         ("a", 9.0, 8.0, 0.5, 100), ("c", 2.0, 1.0, 0.5, 100), ("other", 3.0, 4.0, 0.2, 100), outside={"other"}
     )
     assert changes_in_words(found) == ["better: 2 of 2 tasks: a -1.0000, c -1.0000"]
+    rare = history(("a", 9.0, 8.0, 0.5, 100), ("c", 2.0, 1.0, 0.5, 100), few)
+    assert changes_in_words(rare) == ["better: 2 of 2 tasks with 30 elements or more: a -1.0000, c -1.0000"]
     many = history(*((name, 2.0, 1.0, 0.2, 50) for name in "abcde"))
     assert changes_in_words(many) == ["better: 5 of 5 tasks: a -1.0000, b -1.0000, c -1.0000, ..."]

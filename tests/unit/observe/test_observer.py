@@ -169,6 +169,19 @@ def test_summary_and_report(start: Callable[..., Observer], tmp_path: Path, caps
     assert marked.split()[0] == "noun"
 
 
+def test_the_end_has_what_a_hook_last_said_and_a_single_task_in_words(
+    config: Config, info: RunInfo, tmp_path: Path
+) -> None:
+    observer = Observer(tmp_path, config, ("noun",), replace(info, shown={"adversary": ("norm", "effect")}))
+    for step, norm in ((1, 0.1), (2, 0.25)):
+        tasks = {"noun": TaskRecord(loss=4.0 / step, weight=1.0, count=40)}
+        hooks = {"adversary": {"norm": norm, "effect": None, "kind": "pixels"}}
+        observer.step(record(step, loss=4.0 / step, tasks=tasks, hooks=hooks))
+    assert observer.close("finished")["hooks"] == ["adversary: norm 0.25"]
+    lines = report(tmp_path).splitlines()
+    assert "adversary: norm 0.25" in lines and "loss 4.0000 -> 2.0000: better by 50%" in lines
+
+
 def test_held_out_accuracies_have_a_column(tmp_path: Path) -> None:
     tasks = {name: {"loss": 4.5, "weight": 0.5, "count": 3} for name in ("noun", "verb")}
     held_out = {"loss": 5.0, "tasks": {"noun": {"loss": 5.25, "count": 7, "accuracy": 0.125}, "verb": {"loss": 4.75}}}

@@ -29,9 +29,11 @@ from trp_scale.errors import RefusedError
 from trp_scale.pages import document
 from trp_scale.pages.document import page_text
 from trp_scale.pages.figures import data_of
+from trp_scale.pages.next_commands import exported_to
 from trp_scale.pages.picture_files import pictures_section
 from trp_scale.pages.record import read_run
 from trp_scale.pages.run import run_page
+from trp_scale.recipes.loader import load_recipe
 
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(20)
 
@@ -119,7 +121,22 @@ def test_a_run_on_images(tmp_path: Path) -> None:
     assert "eps 1" in read.words and "worst" not in read.words.replace("worst task ends lowest", "")
     accuracy = figures_of(text)[titles.index("Accuracy")]
     assert data_of(accuracy)[0]["x"] == [5, 11, 17]  # the steps that the probes name
+    assert "--to timm --output EXPORTED" in read.words, "its positions are relative, which transformers' MAE has not"
     assert "images / s" in read.words and "trp-scale probe --from" in read.words
+
+
+@pytest.mark.parametrize(("recipe", "to"), [("mae_tiny", "hf"), ("mm_mae_tiny", "timm"), ("pos_bert_tiny", "hf")])
+def test_the_command_takes_a_model_where_it_fits(recipe: str, to: str) -> None:
+    assert exported_to(load_recipe(recipe)) == to
+
+
+def test_a_line_that_does_not_move_stays_beside_one_that_does(tmp_path: Path) -> None:
+    lines = [
+        line | {"probes": {"step": line["step"], "knn": 0.5, "linear": 0.1 * line["step"]}} for line in image_lines()
+    ]
+    text = page_of(write(tmp_path / "images", iter(lines), recipe="adpe_tiny", stop=FINISHED))
+    accuracy = figures_of(text)[titles_of(text).index("Accuracy")]
+    assert {trace["name"] for trace in data_of(accuracy)} == {"knn", "linear"}
 
 
 def test_of_many_steps_some_are_shown_whole_the_first_and_the_last_among_them(tmp_path: Path) -> None:

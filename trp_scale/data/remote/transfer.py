@@ -26,6 +26,7 @@ from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
 
 from trp_scale.data.index import DataError
+from trp_scale.distributed.stop import signal_came_at
 from trp_scale.documents.json_files import LARGEST_INDEX
 from trp_scale.errors import RefusedError
 
@@ -47,6 +48,9 @@ AT_ONCE = 8
 
 TOLD_AFTER = 6
 """Requests for a file that fail in a row, after which the log says so: within some ten seconds."""
+
+SECONDS_TO_STOP = 5.0
+"""How long a file may not get on once the process was asked to stop."""
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 15.0
 
@@ -281,12 +285,18 @@ class Remote:
     def _repeated(self, name: str, ask: Callable[[float], Answer]) -> Answer:
         """The answer, asked for again after failures, with longer and longer pauses."""
         where = f"{self.url}/{name}" if name else self.url
-        end = time.monotonic() + self._seconds
+        began = time.monotonic()
         pause, asked = FIRST_PAUSE, 0
+
+        def left() -> float:
+            signal = signal_came_at()
+            most = self._seconds if signal is None else min(self._seconds, max(0.0, signal - began) + SECONDS_TO_STOP)
+            return began + most - time.monotonic()
+
         while True:
             asked += 1
             try:
-                return ask(max(0.1, min(REQUEST_SECONDS, end - time.monotonic())))
+                return ask(max(0.1, min(REQUEST_SECONDS, left())))
             except FileNotFoundError as error:
                 advice = f"; a private one is hidden: {_SIGN_IN['hf']}" if self._protocol == "hf" else ""
                 raise NotThereError(f"{where}: not found{advice}") from error
@@ -296,12 +306,17 @@ class Remote:
                 reason = f"{type(error).__name__}: {error}".rstrip(": ")
                 if asked == TOLD_AFTER:
                     logger.warning("%s: %s; it is asked for again, for %g s in all", where, reason, self._seconds)
-                if self._once or time.monotonic() + pause > end:
+                if self._once or pause > left():
+                    ended = f"not read within {self._seconds:g} s"
+                    if signal_came_at() is not None:
+                        ended = "not read before this process was asked to stop"
                     raise RemoteError(
-                        f"{where}: not read within {self._seconds:g} s, asked for {asked} times, at last: {reason}; "
-                        f"see whether this machine reaches it, or set {SECONDS} to wait longer"
+                        f"{where}: {ended}, asked for {asked} times, at last: {reason}; see whether this machine "
+                        f"reaches it, or set {SECONDS} to wait longer"
                     ) from error
-            time.sleep(pause * random.uniform(0.5, 1.0))
+            again = time.monotonic() + pause * random.uniform(0.5, 1.0)
+            while (rest := again - time.monotonic()) > 0 and left() > 0:  # in pieces: a signal does not end a sleep
+                time.sleep(min(rest, 0.5))
             pause = min(2 * pause, LONGEST_PAUSE)
 
     def _refused(self, where: str, error: Exception) -> RemoteError:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import gzip
 import os
 import random
+import signal
 import sys
+import threading
 import time
 import tracemalloc
 from pathlib import Path
@@ -16,6 +18,7 @@ from tests.faulty_server import Answer, directory, faulty_server
 from trp_scale.data.index import DataError
 from trp_scale.data.remote import transfer
 from trp_scale.data.remote.transfer import Remote, RemoteError, is_url
+from trp_scale.distributed import stop
 from trp_scale.errors import RefusedError
 
 CONTENT = bytes(range(256)) * 40  # 10,240 bytes
@@ -89,6 +92,23 @@ def test_an_end_to_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         assert "TRP_SCALE_REMOTE_SECONDS" in str(error.value)
     with pytest.raises(RemoteError, match=r"not read within 0.5 s"):
         Remote(url).read("tar")  # nobody listens there now
+
+
+def test_a_signal_to_stop_ends_the_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A library's request, and a pause that is longer than what is left."""
+    monkeypatch.setattr(transfer, "SECONDS_TO_STOP", 0.5)
+    monkeypatch.setattr(transfer, "FIRST_PAUSE", 15.0)
+    monkeypatch.setattr(stop, "_first_at", None)
+    asked = threading.Timer(0.5, lambda: stop.note_early(signal.SIGTERM))
+    monkeypatch.setattr(stop, "_early", [])
+    (tmp_path / "tar").write_bytes(CONTENT)
+    with faulty_server(directory(tmp_path)) as (url, faults):
+        faults.of["tar"] = ["503"] * 1000
+        began = time.monotonic()
+        asked.start()
+        with pytest.raises(RemoteError, match=r"not read before this process was asked to stop, asked for 2 times"):
+            Remote(url).read("tar")
+        assert time.monotonic() - began < 10
 
 
 def test_a_server_that_does_not_answer_is_told_long_before_the_end(
