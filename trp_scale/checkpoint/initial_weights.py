@@ -19,6 +19,7 @@ from trp_scale.checkpoint.format import named_weights, read_tensor, stored_names
 from trp_scale.checkpoint.tensor_file import reading_tensors
 from trp_scale.config import RefusedError
 from trp_scale.config.upstream import ModelConfig
+from trp_scale.documents.json_files import read_object
 from trp_scale.errors import said_by, shortened
 from trp_scale.models.initialise import OtherTensorsError, check_names, check_shapes, give
 from trp_scale.models.outline import ModelOutline
@@ -45,9 +46,9 @@ def give_weights(model: Model, settings: ModelConfig, load: Load[Model]) -> None
     place = Path(named)
     with naming_tensors(settings):
         if path and ((place / "checkpoints").is_dir() or (place / DOCUMENT_NAME).is_file()):
-            take_checkpoint(model, find_checkpoint(place), state)
+            take_checkpoint(model, find_checkpoint(place), state, settings.heads)
         else:
-            load_given_weights(model, path, load)
+            load_given_weights(model, path, load, settings.heads)
 
 
 @contextmanager
@@ -66,23 +67,37 @@ def naming_tensors(settings: ModelConfig) -> Iterator[None]:
         raise RefusedError(f"{error}; --model.weights_names names every tensor") from cause
 
 
-def take_checkpoint(model: nn.Module, checkpoint: Path, state: str) -> None:
-    """Give a model a checkpoint's weights, or what stands in for them, by name; each is read when it is needed."""
+def take_checkpoint(model: nn.Module, checkpoint: Path, state: str, heads: int) -> None:
+    """Give a model a checkpoint's weights, or what stands in for them, by name; each is read when it is needed.
+
+    Args:
+        heads: the model's, which no tensor tells.
+
+    Raises:
+        RefusedError: they are another model's.
+    """
     document, stored = stored_names(checkpoint, state)
     own = dict(model.named_parameters())
     shapes = {name: tuple(document.tensors[each].shape) for name, each in stored.items()}
+    theirs = document.config.get("model", {}).get("heads", 0)
+    there = ModelOutline.of(shapes, theirs if isinstance(theirs, int) else 0)
+    here = ModelOutline.of({name: tuple(parameter.shape) for name, parameter in own.items()}, heads)
     try:
         check_names(own, stored)
         check_shapes(own, shapes)
     except OtherTensorsError as error:
-        here = ModelOutline.of({name: tuple(parameter.shape) for name, parameter in own.items()})
-        why = ModelOutline.of(shapes).differs_from(here) or (
+        why = there.differs_from(here) or (
             f"not the weights of this model ({error}); give the same --model and --vision settings as that run's"
         )
         raise RefusedError(f"--model.weights {checkpoint}: {why}") from error
+    if why := there.differs_from(here):
+        raise RefusedError(f"--model.weights {checkpoint}: {why}")
     for name, parameter in own.items():
         give(parameter, partial(read_tensor, checkpoint, document, state, stored[name]))
 
+
+KINDS = ("bert", "vit_mae")
+"""Of transformers' models, those that are read."""
 
 FILE = "model.safetensors"
 """What transformers' save_pretrained and timm's hub directories call it."""
@@ -95,17 +110,18 @@ Load = Callable[[Model, dict[str, Tensor]], None]
 model's; names what is missing, unexpected or of another shape."""
 
 
-def load_given_weights(model: Model, path: str, load: Load[Model]) -> None:
+def load_given_weights(model: Model, path: str, load: Load[Model], heads: int = 0) -> None:
     """Take the weights at `path` where it is given.
 
     Args:
         model: takes them.
         path: a directory with model.safetensors, or a .safetensors file; empty: the model stays as the seed made it.
         load: knows the other library's names.
+        heads: the model's, which no tensor tells; 0: whatever the file's are, they are not compared.
 
     Raises:
-        RefusedError: no such file, or its tensors are not this model's; names what is missing, unexpected or of
-            another shape.
+        RefusedError: no such file, or its tensors are not this model's: says how kinds or sizes differ, or names those
+            that are missing, unexpected or of another shape.
     """
     if not path:
         return
@@ -117,16 +133,34 @@ def load_given_weights(model: Model, path: str, load: Load[Model]) -> None:
         )
     with reading_tensors(file):
         found = load_file(file)
+    kind, theirs = _said_beside(file)
+    there, here = (
+        ModelOutline.of({name: tuple(tensor.shape) for name, tensor in tensors}, own)
+        for tensors, own in ((found.items(), theirs), (model.named_parameters(), heads))
+    )
     try:
         load(model, found)
     except ValueError as error:
-        there, here = (
-            ModelOutline.of({name: tuple(tensor.shape) for name, tensor in tensors})
-            for tensors in (found.items(), model.named_parameters())
-        )
-        why = f"not the weights of this model ({error})" if isinstance(error, OtherTensorsError) else str(error)
-        why = there.differs_from(here) or shortened(why, 1000)
-        raise RefusedError(f"--model.weights {file}: {why}") from error
+        why = there.differs_from(here)
+        if isinstance(error, OtherTensorsError) and kind and kind not in KINDS:
+            why = (
+                f"weights of a model of the kind {kind!r}; allowed: {', '.join(KINDS)}, timm's ViT, MultiMAE, our runs"
+            )
+        elif isinstance(error, OtherTensorsError) and not why:
+            why = f"not the weights of this model ({error})"
+        raise RefusedError(f"--model.weights {file}: {why or shortened(str(error), 1000)}") from error
+    if why := there.differs_from(here):
+        raise RefusedError(f"--model.weights {file}: {why}")
+
+
+def _said_beside(file: Path) -> tuple[str, int]:
+    """Kind and heads of a model, as transformers' config.json beside its weights has them; empty and 0 without."""
+    beside = file.with_name("config.json")
+    if not beside.is_file():
+        return "", 0
+    said = read_object(beside)
+    kind, heads = said.get("model_type"), said.get("num_attention_heads")
+    return kind if isinstance(kind, str) else "", heads if isinstance(heads, int) else 0
 
 
 @contextmanager

@@ -87,7 +87,7 @@ def test_a_run_starts_from_the_average(tmp_path: Path) -> None:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.fill_(torch.nan)
-    give_weights(model, ModelConfig(weights=f"{both}@average"), BertForMaskedPositions.load_transformers)
+    give_weights(model, ModelConfig(weights=f"{both}@average", heads=2), BertForMaskedPositions.load_transformers)
     assert all(torch.equal(parameter, expected[name]) for name, parameter in model.named_parameters())
 
 

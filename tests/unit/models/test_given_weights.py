@@ -19,7 +19,7 @@ from tests.unit.models.small_images import GRID, PATCH, config
 from tests.unit.models.test_mae_against_transformers import loaded, timm_vit
 from tests.unit.models.vitmae_peer import vitmae
 from trp_scale.checkpoint.initial_weights import Load, give_weights, load_given_weights
-from trp_scale.config import ModelConfig, RefusedError, TextModelConfig
+from trp_scale.config import RefusedError, TextModelConfig
 from trp_scale.models.initialise import filled, without_content
 from trp_scale.upstreams.mae.model import MaskedAutoencoder
 from trp_scale.upstreams.mae.weights import is_encoder, load_given, load_timm, stored_positions
@@ -89,7 +89,7 @@ def test_an_encoder_starts_from_timm_and_its_decoder_from_the_seed(tmp_path: Pat
     assert all(same for name, same in of_the_seed.items() if not is_encoder(name))
 
 
-BERT_OF_OTHER_SIZE = TextModelConfig(layers=3, hidden_size=16, heads=2, intermediate_size=48, max_positions=16)
+BERT_OF_OTHER_SIZE = TextModelConfig(layers=3, hidden_size=16, heads=4, intermediate_size=48, max_positions=32)
 
 
 @pytest.mark.parametrize(
@@ -97,17 +97,21 @@ BERT_OF_OTHER_SIZE = TextModelConfig(layers=3, hidden_size=16, heads=2, intermed
     [
         (
             lambda: BertForPreTraining(bert_config(BERT_OF_OTHER_SIZE, 90)),
-            r"3 layers of 16 \(48 within\) there, 2 layers of 32 \(64 within\) here; give --model\.layers 3 "
-            r"--model\.hidden_size 16 --model\.intermediate_size 48, or other weights",
+            r"3 layers of 16 \(48 within\) there, 2 layers of 32 \(64 within\) here; 32 positions "
+            r"there, 16 here; 4 heads there, 2 here; give --model\.layers 3 --model\.hidden_size 16 "
+            r"--model\.intermediate_size 48 --model\.max_positions 32 --model\.heads 4, or other weights",
+        ),
+        (
+            lambda: BertForPreTraining(bert_config(replace(BERT, heads=4), 90)),
+            r"safetensors: 4 heads there, 2 here; give --model\.heads 4, or other weights$",
         ),
         (lambda: vitmae(config()), "of a model that reads images, this one reads text; give those of"),
         (
             lambda: GPT2LMHeadModel(GPT2Config(vocab_size=90, n_embd=32, n_layer=2, n_head=2, n_inner=64)),
-            r"not the weights of this model \(missing: bert.embeddings.LayerNorm.bias, .* and \d+ more; unexpected: .* "
-            r"and \d+ more\); --model.weights_names names every tensor$",
+            r"of the kind 'gpt2'; allowed: bert, vit_mae, .*; --model.weights_names names every tensor$",
         ),
     ],
-    ids=["another size", "of images", "another kind of the same size"],
+    ids=["another size", "other heads", "of images", "another kind"],
 )
 def test_weights_of_another_model_are_told_by_its_sizes(
     peer: Callable[[], nn.Module], message: str, tmp_path: Path
@@ -115,10 +119,12 @@ def test_weights_of_another_model_are_told_by_its_sizes(
     peer().save_pretrained(tmp_path)  # type: ignore[operator]
     model = BertForMaskedPositions(BERT, vocab_size=90, seed=0)
     with pytest.raises(RefusedError, match=message) as refused:
-        give_weights(model, TextModelConfig(weights=str(tmp_path)), BertForMaskedPositions.load_transformers)
+        give_weights(model, replace(BERT, weights=str(tmp_path)), BertForMaskedPositions.load_transformers)
     assert len(str(refused.value)) < 500 + len(str(tmp_path))
+    if "heads there, 2 here; give --model.heads 4," in str(refused.value):
+        return  # the tensors are this model's
     assert "--model.weights_names" in str(refused.value)
-    every = TextModelConfig(weights=str(tmp_path), weights_names=True)
+    every = replace(BERT, weights=str(tmp_path), weights_names=True)
     with pytest.raises(RefusedError) as refused:
         give_weights(model, every, BertForMaskedPositions.load_transformers)
     lines = str(refused.value).splitlines()
@@ -135,7 +141,8 @@ def test_a_checkpoint_of_another_model_is_told_the_same_way(every: bool, tmp_pat
     relative = replace(deeper, vision=replace(deeper.vision, positions="relative"))
     write_run(tmp_path, relative)
     with pytest.raises(RefusedError, match=r"not the weights of this model \(unexpected: blocks.0.rel") as refused:
-        give_weights(MaskedAutoencoder(deeper), ModelConfig(weights=str(tmp_path), weights_names=every), load_given)
+        asked = replace(deeper.model, weights=str(tmp_path), weights_names=every)
+        give_weights(MaskedAutoencoder(deeper), asked, load_given)
     first, *others = str(refused.value).splitlines()
     tables = {f"  {name}" for name, _ in MaskedAutoencoder(relative).named_parameters() if name.endswith(".table")}
     assert " and 1 more)" in first and len(tables) == 5
