@@ -101,6 +101,11 @@ def check(words: Sequence[str], monkeypatch: pytest.MonkeyPatch) -> None:
     if program == "make":
         (phony,) = re.findall(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.MULTILINE)
         assert {word for word in rest if "=" not in word} <= set(phony.split()), rest
+    elif program == "pip":  # of this package
+        project = (ROOT / "pyproject.toml").read_text(encoding="utf-8").partition("[project.optional-dependencies]")[2]
+        extras = re.findall(r"^([\w-]+) = \[", project, flags=re.MULTILINE)
+        (asked,) = re.findall(r"\[(.*?)\]", rest[-1])
+        assert rest[:1] == ["install"] and set(asked.split(",")) <= set(extras), rest
     elif program == "source":
         assert rest == [".venv/bin/activate"], rest
     elif program == "sbatch":

@@ -29,14 +29,15 @@ def plan(argv: Sequence[str]) -> int:
 
 def pretrain(argv: Sequence[str]) -> int:
     """`trp-scale pretrain`."""
-    from trp_scale.data.mixture import require_data
+    from trp_scale.data.mixture import require_data, require_made
     from trp_scale.recipes.arguments import parse
     from trp_scale.recipes.loader import data_command
 
     arguments = parse(argv)
     if arguments.print_config:
         return _print_config(arguments)
-    require_data(arguments.config.datasets(), data_command(arguments.recipe, arguments.config.data.path))
+    require_made(arguments.config.data.path, data_command(arguments.recipe, arguments.config.data.path))
+    require_data(arguments.config.datasets())
     if arguments.dry_run:
         from trp_scale.planning.command import print_dry_run
 

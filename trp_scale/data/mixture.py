@@ -78,21 +78,32 @@ def parse_members(text: str) -> list[tuple[str, Fraction, str]]:
     return members
 
 
-def require_data(settings: Mapping[str, str], made_by: str = "") -> None:
+def require_made(path: str, made_by: str) -> None:
+    """Refuse data that a recipe names and that has not been made yet.
+
+    Args:
+        path: of data.path.
+        made_by: the command that makes it (recipes.loader.data_command); empty: none is known.
+
+    Raises:
+        DataError: it is not there; has the command.
+    """
+    if made_by and not Path(path).exists():
+        raise DataError(f"--data.path {path}: not made yet; make it: {made_by}")
+
+
+def require_data(settings: Mapping[str, str]) -> None:
     """Refuse settings whose data sets are not there. Nothing is imported or fetched for it; data under URLs is not
     looked for.
 
     Args:
         settings: by their names, as `Config.datasets` gives them.
-        made_by: the command that makes the data of data.path; empty: none is known.
 
     Raises:
         DataError: says what is there in place of one.
         RefusedError: as `parse_members`.
     """
     for name, text in settings.items():
-        if made_by and name == "data.path" and not Path(text).exists():
-            raise DataError(f"--data.path {text}: not made yet; make it: {made_by}")
         for _, _, place in parse_members(text):
             if not is_url(place):
                 require_dataset(Path(place), f"--{name} {place}")

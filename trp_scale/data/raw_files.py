@@ -68,8 +68,9 @@ def modality_command(folders: Mapping[str, Path]) -> str:
 def _in_place_of_one(place: Path) -> str:
     """What lies there, and what to do."""
     if not place.exists() and "," in str(place):
-        weighted = ",".join(f"{Path(each).name}:1={each}" for each in str(place).split(","))
-        return f"no such directory; several data sets have names and weights: {weighted!r}"
+        named = [each.rpartition("=") for each in str(place).split(",")]
+        weighted = ",".join(f"{name.partition(':')[0] or Path(path).name}:1={path}" for name, _, path in named)
+        return f"no such directory; several data sets have names and weights above 0: {weighted!r}"
     if not place.exists():
         return (
             "no such file or directory; allowed: a directory that trp-scale shard-text, shard-images or index wrote, "

@@ -13,7 +13,7 @@ from trp_scale.command_line import ReadsRuns, read
 from trp_scale.config import RefusedError
 from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.config.upstream import AVERAGE, Weights
-from trp_scale.data.mixture import require_data
+from trp_scale.data.mixture import require_data, require_made
 from trp_scale.downstream.robustness_sets import parse_sets
 from trp_scale.recipes.arguments import Arguments, parse_run
 from trp_scale.recipes.checks import check
@@ -59,7 +59,8 @@ def parse_finetune(argv: Sequence[str]) -> FinetuneArguments:
             f"--from is missing; allowed: a run directory, an export, a directory of transformers or timm, or {SCRATCH}"
         )
     tasks = config.tasks(arguments.task)
-    require_data(config.datasets(), data_command(arguments.recipe, config.data.path))
+    require_made(config.data.path, data_command(arguments.recipe, config.data.path))
+    require_data(config.datasets())
     config.require_data(tasks)
     if arguments.weights == "average":
         arguments.from_ += AVERAGE

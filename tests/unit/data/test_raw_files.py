@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from trp_scale.data.index import DataError
-from trp_scale.data.mixture import parse_paths, require_data, shares_said
+from trp_scale.data.mixture import parse_paths, require_data, require_made, shares_said
 from trp_scale.data.raw_files import require_dataset
 from trp_scale.preparation.images.settings import ShardImagesConfig
 from trp_scale.preparation.images.shard import shard_images
@@ -74,12 +74,17 @@ def test_every_setting_that_names_data_is_looked_at(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"--downstream\.test_path \S*/none: no such file or directory"):
         require_data({"data.path": str(there), "downstream.test_path": str(tmp_path / "none")})
     with pytest.raises(DataError, match=r"--data\.path \S*/none: not made yet; make it: trp-scale shard-text -x"):
-        require_data({"data.path": str(tmp_path / "none")}, "trp-scale shard-text -x")
+        require_made(str(tmp_path / "none"), "trp-scale shard-text -x")
+    require_made(str(tmp_path / "none"), "")
+    require_made(str(there), "trp-scale shard-text -x")
 
 
 def test_several_directories_need_weights_and_shares_are_told(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="several data sets have names and weights: 'b:1=/b,c:1=/c'"):
+    with pytest.raises(DataError, match="several data sets have names and weights above 0: 'b:1=/b,c:1=/c'"):
         require_data({"data.path": "/b,/c"})
+    for wrong in ("a=/b,c=/d", "a:inf=/b,c:1=/d"):
+        with pytest.raises(DataError, match="have names and weights above 0: 'a:1=/b,c:1=/d'"):
+            require_data({"data.path": wrong})
     with_comma = laid_out(tmp_path / "a,b", "dataset.json")
     assert [path.path for path in parse_paths(str(with_comma))] == [with_comma]
     assert shares_said(parse_paths("a:0.5=/b,c:0.9=/c")) == [

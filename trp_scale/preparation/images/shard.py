@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from trp_scale.data.images.reader import CLASS, IMAGE
+from trp_scale.errors import shortened
 from trp_scale.preparation.images.inputs import list_input
 from trp_scale.preparation.images.reencode import Encoded, EncodeSettings, encode_sample
 from trp_scale.preparation.images.samples import (
@@ -67,8 +68,30 @@ def shard_images(config: ShardImagesConfig) -> Path:
         finished = job.finish(_description(config, listing))
     if finished is not None:
         total, shards = finished.total, len(finished.shards)
-        log.info("%s: %d images, %d stored unchanged, %d shards", config.output, total.images, total.unchanged, shards)
+        classes = _listed_classes(listing.classes)
+        log.info(
+            "%s: %d images, %d stored unchanged, %d shards%s",
+            *(config.output, total.images, total.unchanged, shards, classes),
+        )
     return config.output
+
+
+PARTS = {"train", "training", "val", "valid", "validation", "dev", "test", "testing"}
+"""Names that folders of parts of a data set have, and hardly any class."""
+
+
+def _listed_classes(classes: Sequence[str] | None) -> str:
+    """How many there are, and the first; with a warning where they look like parts of a data set."""
+    if not classes:
+        return ""
+    if len(classes) > 1 and {name.lower() for name in classes} <= PARTS:
+        log.warning(
+            "the classes are %s: sub-folders of --inputs are classes; if these are parts of a data set, shard each: "
+            "--inputs .../%s",
+            *(", ".join(classes), classes[0]),
+        )
+    first = ", ".join(map(shortened, classes[:4]))
+    return f", {len(classes)} classes: {first}{', ...' if len(classes) > 4 else ''}"
 
 
 def _encode_settings(config: ShardImagesConfig, listing: Listing) -> EncodeSettings:

@@ -115,6 +115,10 @@ def plan_corpus(inputs: Sequence[str], kind: str, split: str, one_document_per_f
     return Corpus(portions=portions, files=len(sources), size=sum(sizes), fingerprint=digest.hexdigest())
 
 
+TABLES = (".csv", ".tsv")
+AS_JSON_LINES = "JSON lines and parquet have a column of text (--text_field)"
+
+
 def _find(item: str, kind: str) -> Iterator[tuple[Path, Kind]]:
     """The files behind one input, sorted."""
     path = Path(item)
@@ -140,12 +144,16 @@ def _find(item: str, kind: str) -> Iterator[tuple[Path, Kind]]:
         found = [path]
     else:
         found = sorted(Path(name) for name in glob.glob(item, recursive=True) if not Path(name).is_dir())  # noqa: PTH207
+        if not found and "://" in item:
+            raise DataError(f"input {item}: a URL; text is sharded from files of this machine: copy it here first")
         if not found:
             raise DataError(
                 f"input {item}: no such file or folder, and no file matches it as a pattern; names on a hub are not "
                 "downloaded"
             )
     for file in found:
+        if kind == "auto" and file.suffix.lower() in TABLES:
+            log.warning("input %s: a table, taken for plain text with all its columns; %s", file, AS_JSON_LINES)
         yield file, _kind(file, kind)
 
 

@@ -61,6 +61,21 @@ def content(directory: Path) -> dict[str, bytes]:
     return {str(path.relative_to(directory)): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
 
 
+def test_the_classes_are_told_and_parts_of_a_data_set_are_no_classes(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO")
+    for names in (("cat", "dog"), ("train", "val")):
+        for name in names:
+            (tmp_path / names[0] / name).mkdir(parents=True)
+            (tmp_path / names[0] / name / "a.png").write_bytes(png(np.full((16, 16, 3), 9, np.uint8)))
+        shard_images(folder_config(tmp_path / names[0], tmp_path / f"out_{names[0]}"))
+    told = [line for line in caplog.messages if "shards, " in line]
+    assert [line.rpartition("shards, ")[2] for line in told] == ["2 classes: cat, dog", "2 classes: train, val"]
+    warned = [line for line in caplog.messages if "parts of a data set" in line]
+    assert len(warned) == 1 and warned[0].startswith("the classes are train, val") and "/train" in warned[0]
+
+
 @pytest.mark.exhaustive  # two processes: test_processes_agree_on_files_too
 @pytest.mark.parametrize("processes", [3])
 def test_more_processes_write_the_same_bytes(made: Path, tmp_path: Path, processes: int) -> None:

@@ -127,6 +127,14 @@ def test_inputs_that_do_not_exist_are_named(tmp_path: Path) -> None:
     (tmp_path / "image.png").write_bytes(b"")
     with pytest.raises(DataError, match=r"ends in \.txt.*found: 1 \.png"):
         read(tmp_path)
+    with pytest.raises(DataError, match=r"s3://bucket/texts: a URL; .*: copy it here first"):
+        plan_corpus(["s3://bucket/texts"], "auto", "train", True, 1000)
+
+
+def test_a_table_is_told_to_be_read_with_all_its_columns(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "a.csv").write_text("id,text\n1,This is text.\n")
+    assert len(texts(read(tmp_path / "a.csv"))) == 1
+    assert "a.csv: a table, taken for plain text with all its columns; JSON lines and parquet" in caplog.text
 
 
 def test_what_no_suffix_tells_is_left_out_and_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
