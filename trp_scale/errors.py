@@ -63,7 +63,9 @@ def said_by(error: BaseException) -> str:
 def as_told(error: BaseException) -> tuple[ExitStatus, str]:
     """The status that an error ends a command with, and the line that says all of it; empty: its traceback does."""
     if any(words in str(error) for words in NO_ROOM):
-        return ExitStatus.STORAGE, f"{said_by(error)}; make room there, the same command goes on"
+        said = said_by(error)
+        where = "there" if said.endswith("'") else "where the command writes"  # a path in quotes, or none
+        return ExitStatus.STORAGE, f"{said}; make room {where}, the same command goes on"
     if isinstance(error, RefusedError):
         return error.status, str(error)
     package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""

@@ -123,7 +123,7 @@ class Plot:
     def _curve(self, line: Line, place: int) -> dict[str, Any]:
         points = line.points
         few = len(points.steps) <= FEW_POINTS
-        form = ".2%" if self.unit == "share" else ".4~g"
+        form = ".4~g" if self.unit != "share" else ".2e" if self._per_cent().endswith("e") else ".2%"
         return {
             "type": "scatter",
             "mode": "lines+markers" if few else "lines",
@@ -171,7 +171,7 @@ class Plot:
         """So many digits that ticks differ."""
         values = [value for line in self.lines for value in line.points.values]
         spread = max([0.0, *values]) - min([0.0, *values])
-        return ".0%" if spread > 0.05 else ".1%" if spread > 0.01 else ".2%"
+        return ".0%" if spread > 0.05 else ".1%" if spread > 0.01 else ".2%" if spread > 0.0005 else ".1e"
 
 
 def as_text(words: str) -> str:

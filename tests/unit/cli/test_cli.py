@@ -68,6 +68,7 @@ def test_help_and_the_document_list_every_exit_status(capsys: pytest.CaptureFixt
             "No space left on device: '/a'; make",
         ),
         (OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), "/a"), 5, "Disk quota exceeded: '/a'; make room there"),
+        (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), 5, "left on device; make room where the command writes"),
     ],
 )
 def test_how_an_error_ends_a_command(

@@ -100,3 +100,9 @@ def lab(colour: str, seen: tuple[tuple[float, ...], ...]) -> tuple[float, float,
     )
     x, y, z = (part ** (1 / 3) if part > 0.008856 else 7.787 * part + 16 / 116 for part in xyz)
     return 116 * y - 16, 500 * (x - y), 200 * (y - z)
+
+
+@pytest.mark.parametrize(("largest", "form"), [(0.5, ".0%"), (0.02, ".1%"), (0.004, ".2%"), (2e-7, ".1e")])
+def test_ticks_of_shares_differ(largest: float, form: str) -> None:
+    plot = plot_of("effect", points=Points(steps=[1.0, 2.0], values=[0.0, largest]), unit="share")
+    assert plot.figure()["layout"]["yaxis"]["tickformat"] == form
