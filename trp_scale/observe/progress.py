@@ -83,7 +83,10 @@ class PlainDisplay:
         self._console.print(text, markup=False, highlight=False, soft_wrap=True)
 
     def show(self, content: RenderableType) -> None:
-        self._console.print(content, width=max(REPORT_WIDTH, self._console.width))  # nothing cut in a log
+        console = self._console
+        if not console.is_terminal:  # a log has no width: nothing is cut at the 80 columns that rich takes
+            console = Console(file=console.file, width=max(REPORT_WIDTH, console.width))
+        console.print(content)
 
     def close(self) -> None:
         """Nothing to end."""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from rich.console import Console
+from rich.text import Text
 
 from tests.unit.observe.small_run import record
 from trp_scale.config import Config, RefusedError
@@ -101,6 +102,12 @@ def test_output_that_cannot_be_written_to_is_given_up_with_one_notice(
         monkeypatch.undo()
     (notice,) = caplog.messages
     assert "the run goes on: see run/metrics.jsonl" in notice
+
+
+def test_a_table_in_a_log_is_not_cut(config: Config, info: RunInfo, capsys: pytest.CaptureFixture[str]) -> None:
+    display = open_display(config, info, Path("run"))
+    display.show(Text("x" * 99))
+    assert "x" * 99 in capsys.readouterr().out.splitlines()
 
 
 def test_logging_progress_false_leaves_messages(
