@@ -131,7 +131,7 @@ def _arguments(graph: Graph, variant: str, own: Flags) -> PlanArguments:
     flags = {**graph.settings(variant), **own}
     recipe = flags.pop("recipe", graph.scale.recipe)
     if not (Path(str(flags.get("data.path", ""))) / "dataset.json").is_file():
-        flags.pop("data.path", None)
+        flags["data.path"] = NO_DATA  # not the recipe's own, which may lie where the command is given
     length = flags.get("model.max_positions", 0)
     made = [data.flags["vocab_size"] for data in graph.scale.data.values() if "vocab_size" in data.flags]
     known: Flags = {**({"length": length} if length else {}), **({"vocabulary": made[0]} if made else {})}

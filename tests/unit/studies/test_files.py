@@ -17,6 +17,7 @@ from trp_scale.preparation.images.settings import ShardImagesConfig
 from trp_scale.preparation.text.shard import ShardTextConfig
 from trp_scale.recipes.arguments import parse, parse_run
 from trp_scale.recipes.checks import check
+from trp_scale.recipes.loader import load_recipe
 from trp_scale.studies.graph import TIME, Graph
 from trp_scale.studies.plan import planned_hours
 from trp_scale.studies.study import Scale, Study, known_studies, load_study, needed_inputs
@@ -131,6 +132,17 @@ def test_hours_are_planned(name: str) -> None:
     for scale in study.scales.values():
         lines = list(planned_hours(study, scale, price=1.0))
         assert any(line.startswith("pre-training: ") for line in lines)
+
+
+def test_hours_are_planned_whatever_lies_at_the_recipe_s_own_data(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study = load_study("trp_table_1")
+    monkeypatch.chdir(tmp_path)
+    own = Path(load_recipe(study.scale("cpu").recipe).data.path)
+    own.mkdir(parents=True)
+    (own / "dataset.json").write_text("{}")  # of another shape, say
+    assert any(line.startswith("pre-training: ") for line in planned_hours(study, study.scale("cpu"), price=0.0))
 
 
 @pytest.mark.exhaustive
