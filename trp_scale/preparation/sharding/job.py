@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 _DIGEST = re.compile(r"[0-9a-f]{32,}")
 
 _DIGEST_OF = {
-    "input": "other input: files were added, taken away or changed; or, of images, how maps are described (--semseg.classes)",
+    "input": "other input: files were added, taken away or changed; of images also --semseg.classes and the like",
     "tokenizer": "another --tokenizer",
 }
 """Settings that are digests, and what it means that they differ."""
