@@ -186,7 +186,7 @@ class Trainer:
         """Train up to `training.steps`; returns why the loop ended. The last step always has a checkpoint."""
         self.engine.train(True)
         try:
-            with garbage_collected_between_steps(self.observer.message) as collect:
+            with garbage_collected_between_steps() as collect:
                 if self._too_many_skipped():  # when it stopped: nothing was changed since
                     return str(self._reason_to_stop(asked=False))
                 stop = self._validated() if self.state.unvalidated else None
@@ -415,15 +415,12 @@ class Trainer:
 
 
 @contextmanager
-def garbage_collected_between_steps(tell: Callable[[str], None]) -> Iterator[Callable[[int], None]]:
+def garbage_collected_between_steps() -> Iterator[Callable[[int], None]]:
     """Python's collector of reference cycles runs when it is asked to, at the same steps on all ranks. By itself it
     would run in the middle of a step, on each rank in another one, and all ranks wait for the slowest.
 
     What there is when training begins, and after the first step, which compiles and makes the optimizer's state, is set
     aside until the end: the collector does not look through it again.
-
-    Args:
-        tell: takes one line for the log.
 
     Yields:
         what is called after each step, with its number from 1.
@@ -440,10 +437,6 @@ def garbage_collected_between_steps(tell: Callable[[str], None]) -> Iterator[Cal
         if not begun:
             begun = True
             set_aside()
-            tell(
-                f"Python's garbage collector runs after each {COLLECT_EVERY}th step only; "
-                f"{gc.get_freeze_count():,} objects are set aside"
-            )
         elif step % COLLECT_EVERY == 0:
             gc.collect()
 

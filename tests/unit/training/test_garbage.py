@@ -90,7 +90,7 @@ def test_it_runs_between_steps_only_and_frees_what_they_left(watched: Watched) -
     times = zip(watched.between, watched.alive, strict=True)
     assert [(step, alive) for step, alive in times if 0 < step < STEPS] == [(1, 0), (3, 0), (6, 0)]
     assert gc.isenabled() and gc.get_freeze_count() == 0
-    assert [text for text in watched.told.messages if "after each 3th step only" in text] == watched.told.messages
+    assert not watched.told.messages, "a reader of the log has nothing to do about it"
 
 
 def test_after_an_error_it_is_as_before(watched: Watched, monkeypatch: pytest.MonkeyPatch) -> None:
