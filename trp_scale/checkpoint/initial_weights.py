@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -79,7 +79,8 @@ def take_checkpoint(model: nn.Module, checkpoint: Path, state: str, heads: int) 
     document, stored = stored_names(checkpoint, state)
     own = dict(model.named_parameters())
     shapes = {name: tuple(document.tensors[each].shape) for name, each in stored.items()}
-    theirs = document.config.get("model", {}).get("heads", 0)
+    model_settings = document.config.get("model")
+    theirs = model_settings.get("heads") if isinstance(model_settings, Mapping) else 0
     there = ModelOutline.of(shapes, theirs if isinstance(theirs, int) else 0)
     here = ModelOutline.of({name: tuple(parameter.shape) for name, parameter in own.items()}, heads)
     try:
@@ -87,7 +88,8 @@ def take_checkpoint(model: nn.Module, checkpoint: Path, state: str, heads: int) 
         check_shapes(own, shapes)
     except OtherTensorsError as error:
         why = there.differs_from(here) or (
-            f"not the weights of this model ({error}); give the same --model and --vision settings as that run's"
+            f"not the weights of this model ({shortened(str(error), 1000)}); give the same --model and --vision "
+            "settings as that run's"
         )
         raise RefusedError(f"--model.weights {checkpoint}: {why}") from error
     if why := there.differs_from(here):
@@ -148,8 +150,8 @@ def load_given_weights(model: Model, path: str, load: Load[Model], heads: int = 
             )
         elif isinstance(error, OtherTensorsError) and not why:
             why = f"not the weights of this model ({error})"
-        raise RefusedError(f"--model.weights {file}: {why or shortened(str(error), 1000)}") from error
-    if why := there.differs_from(here):
+        raise RefusedError(f"--model.weights {file}: {shortened(why or str(error), 1000)}") from error
+    if why := ModelOutline(heads=theirs).differs_from(ModelOutline(heads=heads)):  # all else has found its place
         raise RefusedError(f"--model.weights {file}: {why}")
 
 

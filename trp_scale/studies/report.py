@@ -199,7 +199,7 @@ def _cost_table(graph: Graph, outcome: Outcome) -> Table:
         )
     notes = [
         "a step: the median over logged steps of a run, then over runs; minutes: of a run's steps, their mean",
-        "taken while other commands ran beside it, whose load differs: what a method costs is measured by benchmarks/",
+        "other commands may have run beside it, and the load differ: what a method costs is measured by benchmarks/",
     ]
     if "time" in graph.scale.budgets:
         notes.append(

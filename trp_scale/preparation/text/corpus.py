@@ -116,7 +116,7 @@ def plan_corpus(inputs: Sequence[str], kind: str, split: str, one_document_per_f
 
 
 TABLES = (".csv", ".tsv")
-AS_JSON_LINES = "JSON lines and parquet have a column of text (--text_field)"
+"""Suffixes of files whose columns are not told apart."""
 
 
 def _find(item: str, kind: str) -> Iterator[tuple[Path, Kind]]:
@@ -153,7 +153,11 @@ def _find(item: str, kind: str) -> Iterator[tuple[Path, Kind]]:
             )
     for file in found:
         if kind == "auto" and file.suffix.lower() in TABLES:
-            log.warning("input %s: a table, taken for plain text with all its columns; %s", file, AS_JSON_LINES)
+            log.warning(
+                "input %s: a table, taken for plain text with all its columns; JSON lines and parquet have a column of "
+                "text (--text_field)",
+                file,
+            )
         yield file, _kind(file, kind)
 
 
