@@ -185,6 +185,7 @@ class _Line(PartOf):
     outside_tasks: list[str] = field(default_factory=list)
     peak_memory_bytes: Whole = 0
     step_seconds: float | None = None
+    processor_seconds: float | None = None
     data_wait_seconds: float | None = None
     tokens_per_second: float | None = None
     images_per_second: float | None = None
@@ -279,6 +280,7 @@ class RunHistory:
     training_seconds: float = 0.0
     data_wait_seconds: float = 0.0
     step_seconds: float | None = None
+    processor_seconds: float | None = None
     tokens_per_second: float | None = None
     images_per_second: float | None = None
     model_flops_utilisation: float | None = None
@@ -288,6 +290,12 @@ class RunHistory:
     validation: Mapping[str, Any] | None = None
     notices: dict[str, str] = field(default_factory=dict)
     lesson: LastLesson | None = None
+
+    @property
+    def seconds_of_step(self) -> float | None:
+        """What a step costs: of processors on a CPU, so that what ran beside it does not count, and of time on a GPU;
+        None: no step was logged."""
+        return self.step_seconds if self.processor_seconds is None else self.processor_seconds
 
     @property
     def diverged(self) -> str:
@@ -331,7 +339,7 @@ def notices_of(line: Mapping[str, Any]) -> dict[str, str]:
     return {name: notice for name, notice in found.items() if isinstance(notice, str) and notice}
 
 
-MEDIANS = ("step_seconds", "tokens_per_second", "images_per_second", "model_flops_utilisation")
+MEDIANS = ("step_seconds", "processor_seconds", "tokens_per_second", "images_per_second", "model_flops_utilisation")
 """Fields of a line of which a run's history has the median."""
 
 

@@ -55,6 +55,7 @@ class Observer:
         self.peak_flops = peak_flops(info.device_name, config.training.precision)
         self._began = time.monotonic()
         self._seconds: list[float] = []
+        self._used: list[float] = []
         self._waits: list[float] = []
         self._held: dict[str, Any] | None = None
         # Not the first step of a resumed run: its lines are those of a run that was never stopped.
@@ -84,6 +85,7 @@ class Observer:
         self._made = True
         self._write_held()
         self._seconds.append(record.step_seconds)
+        self._used.append(record.processor_seconds)
         self._waits.append(record.data_wait_seconds)
         logged = self.wants(record.step) or not record.applied
         self._first = False
@@ -98,7 +100,7 @@ class Observer:
             )
         if logged:
             self._held = self._line(record, speed)
-            self._seconds, self._waits = [], []
+            self._seconds, self._used, self._waits = [], [], []
             if not self._validated(record.step):
                 self._write_held()
 
@@ -168,7 +170,7 @@ class Observer:
             raise ValueError(
                 f"step {record.step}: tasks {missing} are not listed; absent ones come with count 0, loss None"
             )
-        seconds = statistics.fmean(self._seconds)
+        seconds, on_gpu = statistics.fmean(self._seconds), self.info.device_name != "cpu"
         utilisation = None
         if self.peak_flops and self.info.flops_per_step:
             utilisation = self.info.flops_per_step / (max(seconds, 1e-9) * self.peak_flops * self.info.devices)
@@ -180,13 +182,14 @@ class Observer:
             "tasks": {name: asdict(record.tasks[name]) for name in self.tasks},
             "outside_tasks": list(self.info.outside_tasks),
             "step_seconds": seconds,
+            "processor_seconds": None if on_gpu else statistics.fmean(self._used),
             "data_wait_seconds": statistics.fmean(self._waits),
             "data_wait_share": statistics.fmean(self._waits) / max(seconds, 1e-9),
             "tokens_per_second": speed,
             **({"images_per_second": self.info.images_of(speed)} if self.info.images_per_step else {}),
             "model_flops": self.info.flops_per_step or None,
             "model_flops_utilisation": utilisation,
-            "peak_memory_bytes": peak_memory_bytes(on_gpu=self.info.device_name != "cpu"),
+            "peak_memory_bytes": peak_memory_bytes(on_gpu=on_gpu),
             "applied": record.applied,
         }
         if use := self.cache_use():

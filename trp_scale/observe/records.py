@@ -33,7 +33,8 @@ class StepRecord:
         grad_norm: norm of the gradient before clipping.
         tasks: every task of the objective, absent ones with loss None and count 0.
         step_seconds: time of the whole step, waiting for data included.
-        data_wait_seconds: the part of it that rank 0 spent waiting for the loader, in the loop and in hooks.
+        processor_seconds: that rank 0's process used in it, its threads together.
+        data_wait_seconds: of step_seconds, what rank 0 spent waiting for the loader, in the loop and in hooks.
         applied: False when the step was skipped because its loss or gradient was not finite.
         hooks: one object per hook under the hook's name; may be empty on steps that `Observer.wants` does not ask for.
     """
@@ -44,6 +45,7 @@ class StepRecord:
     grad_norm: float
     tasks: Mapping[str, TaskRecord]
     step_seconds: float
+    processor_seconds: float = 0.0
     data_wait_seconds: float = 0.0
     applied: bool = True
     hooks: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)

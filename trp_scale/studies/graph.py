@@ -234,8 +234,9 @@ class Graph:
         return max(1, round(history.last_step / ratio))
 
     def seconds_of_step(self, variant: str, seed: int) -> float:
-        """Median over the logged steps of an equal-steps run."""
-        history = read_history(self.path(f"runs/{variant}/seed_{seed}"))
-        if history.step_seconds is None:
-            raise RefusedError(f"{self.path(f'runs/{variant}/seed_{seed}')}: no step was logged")
-        return history.step_seconds
+        """Of an equal-steps run, as in RunHistory. Raises: RefusedError: no step was logged."""
+        path = self.path(f"runs/{variant}/seed_{seed}")
+        seconds = read_history(path).seconds_of_step
+        if seconds is None:
+            raise RefusedError(f"{path}: no step was logged")
+        return seconds

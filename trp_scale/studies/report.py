@@ -180,7 +180,7 @@ def _cost_table(graph: Graph, outcome: Outcome) -> Table:
             path = graph.path(f"runs/{name}/seed_{seed}")
             if (path / "metrics.jsonl").is_file():
                 histories.append(read_history(path))
-        timed = [history.step_seconds for history in histories if history.step_seconds is not None]
+        timed = [history.seconds_of_step for history in histories if history.seconds_of_step is not None]
         trained = graph.variants[name.removesuffix(TIME)].trained
         if not timed or not trained:
             continue
@@ -198,8 +198,9 @@ def _cost_table(graph: Graph, outcome: Outcome) -> Table:
             ]
         )
     notes = [
-        "a step: the median over logged steps of a run, then over runs; minutes: of a run's steps, their mean",
-        "other commands may have run beside it, and the load differ: what a method costs is measured by benchmarks/",
+        "ms: of processors on a CPU, so that what ran beside it does not count, and of time on a GPU; the median over "
+        "logged steps of a run, then over runs",
+        "minutes: of time, of a run's steps, their mean",
     ]
     if "time" in graph.scale.budgets:
         notes.append(

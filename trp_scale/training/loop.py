@@ -93,7 +93,7 @@ class UnreadStep:
         late: its numbers, on their way to the host.
         keys: [R] of this rank's rows, a copy; empty where spikes are not looked for.
         searched: a loss scaler's ordinary search left it out; it does not count as skipped.
-        step_seconds, data_wait_seconds, hooks: as in StepRecord.
+        step_seconds, processor_seconds, data_wait_seconds, hooks: as in StepRecord.
     """
 
     step: int
@@ -101,6 +101,7 @@ class UnreadStep:
     keys: Tensor
     searched: bool
     step_seconds: float
+    processor_seconds: float
     data_wait_seconds: float
     hooks: Mapping[str, Any]
 
@@ -250,7 +251,7 @@ class Trainer:
         queued; those of this step at once where something needs them.
         """
         self.watch(self.state.step + 1)
-        started, waited = time.perf_counter(), self.waited_seconds()
+        started, used, waited = time.perf_counter(), time.process_time(), self.waited_seconds()
         go_back = self.mark()
         window = self._next_window()
         counts = [self.objective.count(micro) for micro in window] or [self._no_counts()]
@@ -281,6 +282,7 @@ class Trainer:
             keys=torch.empty(0) if self.spikes is None else torch.cat([micro.keys for micro in window]),
             searched=searched,
             step_seconds=time.perf_counter() - started,
+            processor_seconds=time.process_time() - used,
             data_wait_seconds=self.waited_seconds() - waited,
             hooks=self.hooks.metrics() if self.observer.enabled and self.observer.wants(self.state.step) else {},
         )
@@ -391,6 +393,7 @@ class Trainer:
                 for task, loss, weight, count in columns
             },
             step_seconds=unread.step_seconds,
+            processor_seconds=unread.processor_seconds,
             data_wait_seconds=unread.data_wait_seconds,
             applied=stats.applied,
             hooks=unread.hooks,

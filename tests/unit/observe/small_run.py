@@ -22,6 +22,7 @@ def record(step: int, **changes: Any) -> StepRecord:
             "other": TaskRecord(loss=9.0, weight=0.1, count=5),
         },
         "step_seconds": 0.5,
+        "processor_seconds": 0.75,
         "data_wait_seconds": 0.1,
     }
     return StepRecord(**(values | changes))

@@ -16,6 +16,7 @@ from rich.console import Console
 from tests.unit.observe.small_run import TASKS, record
 from trp_scale.config import Config, RefusedError
 from trp_scale.observe import Observer, RunInfo, TaskRecord, report
+from trp_scale.observe.metrics import read_history
 from trp_scale.observe.report import report_table
 
 
@@ -36,6 +37,7 @@ def test_a_line_has_every_field_and_is_there_at_once(start: Callable[..., Observ
     assert (line["lr"], line["grad_norm"], line["applied"]) == (1e-3, 1.0, True)
     assert line["tasks"]["verb"] == {"loss": pytest.approx(3.9), "weight": 0.25, "count": 10}
     assert (line["step_seconds"], line["data_wait_seconds"], line["data_wait_share"]) == (0.5, 0.1, 0.2)
+    assert line["processor_seconds"] == 0.75
     assert line["tokens_per_second"] == pytest.approx(2000)
     assert line["model_flops"] == 2e9
     assert line["model_flops_utilisation"] is None
@@ -78,9 +80,21 @@ def test_times_are_means_over_the_steps_of_a_line(
     observer = start()
     for step in range(1, 9):
         assert observer.wants(step) is (step in (1, 4, 8))
-        observer.step(record(step, step_seconds=float(step)))
+        observer.step(record(step, step_seconds=float(step), processor_seconds=2.0 * step))
     assert [line["step"] for line in lines_of(tmp_path / "run")] == [1, 4, 8]
     assert [line["step_seconds"] for line in lines_of(tmp_path / "run")] == [1.0, 3.0, 6.5]
+    assert [line["processor_seconds"] for line in lines_of(tmp_path / "run")] == [2.0, 6.0, 13.0]
+
+
+def test_processors_are_not_what_a_step_costs_on_a_gpu(
+    start: Callable[..., Observer], config: Config, info: RunInfo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start().step(record(1))
+    assert read_history(tmp_path / "run").seconds_of_step == 0.75
+    monkeypatch.setattr("trp_scale.observe.observer.peak_memory_bytes", lambda on_gpu: 0)
+    Observer(tmp_path / "gpu", config, TASKS, replace(info, device_name="NVIDIA H100 PCIe")).step(record(1))
+    assert read_history(tmp_path / "gpu").processor_seconds is None
+    assert read_history(tmp_path / "gpu").seconds_of_step == 0.5
 
 
 def test_the_share_of_waiting_is_of_all_steps_logged_or_not(
