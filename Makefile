@@ -47,9 +47,9 @@ $(INSTALLED): pyproject.toml constraints.txt $(if $(ABSENT),absent-extras)
 	@$(PYTHON) -c 'import sys; v = sys.version.split()[0]; sys.exit(sys.version_info < (3, 10) and f"$(PYTHON) is Python {v}; trp-scale needs 3.10 or newer: make PYTHON=python3.12 setup")'
 	@if [ -e $(INSTALLING) ]; then echo "the last installation did not finish: starting again in an empty $(VENV)"; rm -rf $(VENV); fi
 	@mkdir -p $(VENV) && rm -f $(INSTALLED) && touch $(INSTALLING)
-	@echo "installing into $(VENV) for $(DEVICE): some minutes, and 6 GB with CUDA's libraries"
+	@echo "installing into $(VENV) for $(DEVICE): some minutes, and $(if $(filter cpu,$(DEVICE)),1.5 GB or more,6 GB with CUDA's libraries)"
 	@$(PYTHON) -m venv $(VENV) || { echo "no virtual environment could be made; on Debian and Ubuntu: apt install python3-venv" >&2; exit 1; }
-	$(if $(filter cpu,$(DEVICE)),$(PIP) -c constraints.txt --index-url $(TORCH_CPU) torch torchvision)
+	$(if $(filter cpu,$(DEVICE)),$(PIP) -c constraints.txt --index-url $(TORCH_CPU) torch $(if $(filter vision,$(subst $(comma), ,$(EXTRAS))),torchvision))
 	$(PIP) -c constraints.txt -e '.[$(EXTRAS)]'
 	@rm -f $(INSTALLING) && echo $(sort $(HAS) $(subst $(comma), ,$(EXTRAS))) > $(INSTALLED)
 

@@ -66,7 +66,12 @@ def test_an_unfinished_one_starts_again_from_nothing(project: Path) -> None:
     assert calls(project) == ["venv", "pip"] * 2
 
 
-def test_without_a_gpu_torch_comes_from_where_it_has_no_cuda(project: Path) -> None:
+@pytest.mark.parametrize(
+    ("given", "wanted"), [((), "torch torchvision"), (("EXTRAS=text,pictures",), "torch")], ids=["all", "text"]
+)
+def test_without_a_gpu_torch_comes_from_where_it_has_no_cuda(
+    project: Path, given: tuple[str, ...], wanted: str
+) -> None:
     command = [
         "make",
         "--dry-run",
@@ -74,10 +79,11 @@ def test_without_a_gpu_torch_comes_from_where_it_has_no_cuda(project: Path) -> N
         f"PYTHON={project / 'python'}",
         "DEVICE=cpu",
         "TORCH_CPU=https://an.index/cpu",
+        *given,
     ]
     shown = subprocess.run(command, cwd=project, capture_output=True, text=True, timeout=60, check=True).stdout
     first, second = (line for line in shown.splitlines() if " -m pip install " in line)
-    assert first.endswith(" -c constraints.txt --index-url https://an.index/cpu torch torchvision")
+    assert first.strip().endswith(f" -c constraints.txt --index-url https://an.index/cpu {wanted}")
     assert "--index-url" not in second and " -e '.[" in second
 
 
