@@ -75,6 +75,8 @@ def show(argv: Sequence[str]) -> int:
         print(f"scale {name}: recipe {scale.recipe}, {scale.seeds} seeds, budgets {', '.join(scale.budgets)}; {judges}")
         if scale.outcome is not None:
             print(f"  outcome here: {scale.outcome.row} of {', '.join(scale.outcome.judges)}")
+        if (tuning := scale.tuning) is not None:
+            print(f"  each variant by itself has the best {tuning.setting} of {tuning.tried}, by {tuning.judge}")
         for each in needed_inputs(found, scale):
             print(f"  --input {each}=PATH  {found.inputs[each]}")
     return 0

@@ -249,7 +249,7 @@ def _tuned(graph: Graph) -> Iterator[tuple[str, str]]:
         under = {name: f"judged/{tuning.judge}/tuning/{name}" for name in graph.timed()}
         yield (
             f"{tuning.setting} of runs",
-            f"of {_tried(tuning)} by {tuning.row} of {tuning.judge} on rows held out for it, seed {TUNING_SEED}, with "
+            f"of {tuning.tried} by {tuning.row} of {tuning.judge} on rows held out for it, seed {TUNING_SEED}, with "
             f"{_flags(tuning.flags)}: {_chosen(graph, tuning, under)}",
         )
     for name, judge in graph.scale.judges.items():
@@ -257,13 +257,9 @@ def _tuned(graph: Graph) -> Iterator[tuple[str, str]]:
             under = {variant: f"judge_tuning/{name}/{variant}" for variant in graph.variants}
             yield (
                 f"{judge.tuning.setting} of {name}",
-                f"of {_tried(judge.tuning)} on the run of seed 0, with {_flags(judge.tuning.flags)}: "
+                f"of {judge.tuning.tried} on the run of seed 0, with {_flags(judge.tuning.flags)}: "
                 f"{_chosen(graph, judge.tuning, under)}",
             )
-
-
-def _tried(tuning: Tuning) -> str:
-    return ", ".join(f"{value:g}" for value in tuning.values)
 
 
 def _chosen(graph: Graph, tuning: Tuning, under: Mapping[str, str]) -> str:

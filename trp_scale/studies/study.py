@@ -78,6 +78,11 @@ class Tuning:
     judge: str = ""
     row: str = AVERAGE
 
+    @property
+    def tried(self) -> str:
+        """As a list for people."""
+        return ", ".join(f"{value:g}" for value in self.values)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Judge:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from trp_scale.command_line import read
+from trp_scale.commands.study import show
 from trp_scale.config import Config, TextModelConfig
 from trp_scale.config.finetuning import FinetuneConfig, ImageTaskConfig
 from trp_scale.config.images import ImagePretrainConfig
@@ -120,6 +121,11 @@ def test_every_command_is_one_that_is_there(name: str, tmp_path: Path) -> None:
         graph, runs = graph_of(study, scale, tmp_path / scale_name), dict[str, Config]()
         for _, words in commands(graph):
             read_command(graph, words, runs)
+
+
+def test_a_rate_that_is_chosen_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    show(["adpe_mae_plus"])
+    assert "the best optimizer.lr of 0.0005, 0.001, 0.002, by fine_tuning" in capsys.readouterr().out
 
 
 PLANNED = ("adpe_mae_plus",)
