@@ -31,6 +31,9 @@ from trp_scale.training.spikes import SpikeWatch
 READS = ("item", "tolist", "cpu", "numpy", "nonzero", "unique", "__bool__", "__float__", "__int__", "__index__")
 """Methods of a tensor that wait on a GPU until it is computed."""
 
+NUMBER = "number put into a tensor"
+"""`tensor[index] = number`: on a GPU a tensor of it is made on the host, and its copy is waited for."""
+
 OPERATIONS = ("_local_scalar_dense", "nonzero", "masked_select", "equal", "unique", "_unique2", "is_nonzero")
 """Operations that do, by whatever name they are called."""
 
@@ -83,6 +86,11 @@ METHODS: dict[str, tuple[Callable[..., RecordingTrainer], dict[str, Any]]] = {
     "MAE, minimax and adversary": (images, {**balancer("minimax"), "adversary": ADVERSARY}),
     "MAE, adversary in sequence": (images, {"adversary": {**ADVERSARY, "update": "sequential"}}),
     "MAE, adversary on pixels": (images, {"adversary": {"kind": "pixels", "norm": "linf", "eps": 0.1}}),
+    "MAE, adversary on relative positions": (
+        images,
+        {"adversary": {"kind": "relative_coordinate"}, "vision": {"index": "relaxed"}},
+    ),
+    "U-MAE": (images, {"objective": {"uniformity": 0.01}}),
     "MM-MAE, minimax": (modalities, balancer("minimax", estimate="exact")),
 }
 
@@ -126,6 +134,14 @@ def waits_counted() -> Iterator[list[str]]:
     with pytest.MonkeyPatch.context() as patch, Watch():
         for name in READS:
             patch.setattr(Tensor, name, watched(name, getattr(Tensor, name)))
+        put = Tensor.__setitem__
+
+        def watched_put(self: Tensor, index: Any, value: Any) -> None:
+            if depth == 0 and not isinstance(value, Tensor):
+                found.append(f"{place()}: {NUMBER}")
+            put(self, index, value)
+
+        patch.setattr(Tensor, "__setitem__", watched_put)
         yield found
 
 
@@ -160,7 +176,10 @@ def test_a_wait_would_be_seen() -> None:
         assert value.sum() > 2
         assert float(value[0]) == value.tolist()[0] == 1.0
         value[value > 0].nonzero()
-    assert [each.split(": ")[-1] for each in found] == ["__bool__", "__float__", "tolist", "nonzero"]
+        value[1] = 2.0
+        value[0] = value[1]
+        value[2].fill_(3.0)
+    assert [each.split(": ")[-1] for each in found] == ["__bool__", "__float__", "tolist", "nonzero", NUMBER]
 
 
 class Noting:

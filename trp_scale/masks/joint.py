@@ -72,7 +72,7 @@ class JointObjective:
         """gamma, shared equally by what would be balanced of the reconstruction's tasks, and 1."""
         weights = with_last(self.reconstruction.outside_weights(counts[:-1]), 1.0)
         for place in self.reconstruction.balanced:
-            weights[place] = self.gamma / len(self.reconstruction.balanced)
+            weights[place].fill_(self.gamma / len(self.reconstruction.balanced))
         return weights
 
     def __call__(self, forward: Callable[..., Any], batch: Batch) -> TaskLosses:

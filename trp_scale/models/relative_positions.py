@@ -137,7 +137,7 @@ def grid_offsets(grid: int, index: IndexKind, shift: Tensor, head_size: int) -> 
     weights = weights.flatten(-4, -3).flatten(-2)  # [..., P^2, 49]
     weights = F.pad(weights, (0, 1, 0, (count**2 + 2 + 7) // 8 * 8 - count**2))  # [..., R, 50]
     own = torch.zeros(weights.shape[-2:], dtype=shift.dtype, device=shift.device)
-    own[count**2, -1] = head_size**-0.5
+    own[count**2, -1].fill_(head_size**-0.5)
     return Offsets(weights + own, torch.cat([numbers, others], dim=-1))
 
 

@@ -52,7 +52,7 @@ class UniformPatchReconstruction(MaskedPatchReconstruction):
     def outside_weights(self, counts: Tensor) -> Tensor:
         """objective.uniformity for the second task."""
         weights = torch.zeros_like(counts)
-        weights[self.tasks.index(UNIFORMITY)] = self.weight
+        weights[self.tasks.index(UNIFORMITY)].fill_(self.weight)
         return weights
 
     def __call__(self, forward: Callable[..., Any], batch: Batch) -> TaskLosses:

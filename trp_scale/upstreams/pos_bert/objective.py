@@ -69,7 +69,7 @@ class PosMaskedLanguageModelling:
             words = counts[: self.next_sentence].sum()
             weights[self.other] = counts[self.other] / words.clamp(min=1)
         if self.config.next_sentence == "outside":
-            weights[self.next_sentence] = self.config.next_sentence_weight
+            weights[self.next_sentence].fill_(self.config.next_sentence_weight)
         return weights
 
     def __call__(self, forward: Callable[..., BertOutput], batch: Batch) -> TaskLosses:
