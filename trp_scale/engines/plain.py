@@ -58,15 +58,21 @@ def take_gradients(pairs: Iterable[tuple[Tensor, Tensor]]) -> None:
     """Add each first parameter's gradient to the second one's, in the second's precision, and let go of it."""
     sums: list[Tensor] = []
     more: list[Tensor] = []
+    first: list[Tensor] = []
+    given: list[Tensor] = []
     for read, own in pairs:
         if read.grad is None:
             continue
         if own.grad is None:
-            own.grad = read.grad.to(own.dtype)
+            own.grad = torch.empty_like(read.grad, dtype=own.dtype)
+            first.append(own.grad)
+            given.append(read.grad)
         else:
             sums.append(own.grad)
             more.append(read.grad)
         read.grad = None
+    if first:  # in few kernels, where one for each parameter takes longer to be started than to run
+        torch._foreach_copy_(first, given)
     if sums:
         torch._foreach_add_(sums, more)
 
