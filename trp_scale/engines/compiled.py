@@ -183,12 +183,17 @@ def mark_varying(module: nn.Module, *arguments: Any, **named: Any) -> None:
     """Tell torch which arguments of a module change their first dimension from call to call, where the module has a
     method `varying` that names them. One graph then serves all lengths; else the second length would need another.
 
+    The graph is made for the length that `varying` gives beside them, and not for the one that happens to come first:
+    Inductor cuts its sums by it, so that a run that is resumed would round otherwise than one that never stopped.
+
     The mark is an attribute of a tensor, which does not pass on to what is made of it: FSDP2 gives a block its inputs
     as views. So it is made where the graph begins.
     """
     varying = getattr(module, "varying", None)
-    for each in varying(*arguments, **named) if varying is not None else ():
+    tensors, length = varying(*arguments, **named) if varying is not None else ((), 0)
+    for each in tensors:
         torch._dynamo.maybe_mark_dynamic(each, 0)
+        each._dynamo_hint_overrides = {0: length}  # mark_dynamic's hint_override, which maybe_mark_dynamic lacks
 
 
 class Compiled:

@@ -69,6 +69,32 @@ def engine_of(how: str) -> tuple[PlainEngine, Graphs]:
     return engine, engine.graphs
 
 
+class Listed(Blocks):
+    """Its inputs are lists, mostly of nine."""
+
+    def varying(self, inputs: Tensor) -> tuple[tuple[Tensor, ...], int]:
+        return (inputs,), 9
+
+
+@pytest.mark.parametrize("first", [5, 7])
+def test_a_graph_is_made_for_the_usual_length_whichever_came_first(monkeypatch: pytest.MonkeyPatch, first: int) -> None:
+    """Inductor chooses how it sums by the length a graph is made for: a resumed run begins with another than the run
+    that was not stopped, and must sum alike."""
+    hints: list[int] = []
+
+    def noting(graph: Any, inputs: list[Any]) -> Any:
+        hints.extend(each.node.hint for each in inputs if isinstance(each, torch.SymInt))
+        return graph
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile.func, backend=noting))  # type: ignore[attr-defined]
+    module = Listed()
+    compile_model(module, "whole")
+    for length in (first, 12, 3):
+        inputs = torch.randn(length, 4)
+        assert torch.allclose(module(inputs), Blocks.forward(module, inputs))
+    assert hints == [9], "one graph"
+
+
 @pytest.mark.parametrize(("how", "forms"), [("whole", 1), ("blocks", 2)])
 def test_each_mode_has_its_graphs_and_none_is_surplus(how: str, forms: int) -> None:
     engine, graphs = engine_of(how)

@@ -89,6 +89,12 @@ class Places(NamedTuple):
         return cls(kept, numbers.view_as(rows))
 
 
+def usual_length(rows: Tensor) -> int:
+    """Of a list of kept places of rows [R, L]: three quarters, and so not as long as the rows, to which a graph would
+    take it for equal."""
+    return max(2, rows.numel() * 3 // 4)
+
+
 class FromList(torch.autograd.Function):
     """A list in rows, where it has nothing with what nobody reads: no gradient may come from there. One copy forward,
     one backward; torch's own backward pass would add up what is zero but for one place."""
@@ -168,9 +174,10 @@ class Layer(BertLayer):  # type: ignore[misc]
             )  # [R, H, S, D / H]
         return context.transpose(1, 2).flatten(2)
 
-    def varying(self, hidden: Tensor, *others: Any, places: Places | None = None) -> tuple[Tensor, ...]:
-        """Arguments of `forward` whose first dimension changes from call to call (engines/compiled.py)."""
-        return () if places is None else (hidden, places.kept)
+    def varying(self, hidden: Tensor, *others: Any, places: Places | None = None) -> tuple[tuple[Tensor, ...], int]:
+        """Arguments of `forward` whose first dimension changes from call to call, and a length that is usual
+        (engines/compiled.py)."""
+        return ((), 0) if places is None else ((hidden, places.kept), usual_length(places.numbers))
 
 
 class LastLayer(Layer):
@@ -343,9 +350,12 @@ class BertForMaskedPositions(nn.Module):
         )  # [1, K, D]
         return listed.squeeze(0)  # type: ignore[no-any-return]
 
-    def varying(self, *others: Any, kept: Tensor | None = None, **named: Any) -> tuple[Tensor, ...]:
-        """Arguments of `forward` whose first dimension changes from call to call (engines/compiled.py)."""
-        return () if kept is None else (kept,)
+    def varying(
+        self, tokens: Tensor, *others: Any, kept: Tensor | None = None, **named: Any
+    ) -> tuple[tuple[Tensor, ...], int]:
+        """Arguments of `forward` whose first dimension changes from call to call, and a length that is usual
+        (engines/compiled.py)."""
+        return ((), 0) if kept is None else ((kept,), usual_length(tokens))
 
     def set_output_bias(self, values: Tensor) -> None:
         """Start the word prediction at these logits, [V]; padding stays at 0."""
