@@ -1,12 +1,20 @@
 """Everything that wants a GPU, in one command of less than 8 minutes on one H200: agreement, speed, memory, waits.
 
-    python benchmarks/gpu.py --output gpu.json [--sections parity throughput] [--seconds 450] [--small]
+    python benchmarks/gpu.py --output gpu.json [--sections parity throughput] [--items checks] [--seconds 450] [--small]
 
 Prints a line for each item and writes all of them to --output after every one, so that a run that is cut off keeps
 what it has. What cannot be measured (no GPU, no deepspeed, no time left) is null with its reason, never a guess.
 Exit status: 0, or 1 when an item that should have been measured failed.
 
-Status: not run on a GPU yet; see docs/experiments.md.
+All of it takes longer on one H200; what does not fit into --seconds is left out, last sections first. Checks, which may
+run side by side, and then timings by themselves, fit in:
+
+    for each in "parity" "waits memory" "images modalities ways"; do
+        python benchmarks/gpu.py --items checks --sections $each --output "${each%% *}.json" &
+    done; wait
+    python benchmarks/gpu.py --items timings --output timings.json
+
+Figures of 2026-11-26 are in docs/experiments.md; the section runs was not run to its end on a GPU.
 """
 
 from __future__ import annotations
@@ -21,7 +29,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import tyro
@@ -30,9 +38,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks.gpu_images import images
 from benchmarks.gpu_items import Item, Outcome, each
+from benchmarks.gpu_kernels import kernels
 from benchmarks.gpu_memory import memory
 from benchmarks.gpu_modalities import modalities
 from benchmarks.gpu_parity import parity, waits
+from benchmarks.gpu_runs import runs
 from benchmarks.gpu_setting import Setting
 from benchmarks.gpu_speed import minimax, throughput
 from benchmarks.gpu_ways import masks, ways
@@ -48,7 +58,9 @@ SECTIONS: dict[str, Callable[[Setting], Iterator[Item]]] = {
     "modalities": modalities,
     "masks": masks,
     "ways": ways,
+    "kernels": kernels,
     "throughput": throughput,
+    "runs": runs,
 }
 """In the order they are measured: what takes longest, compiling, comes last and is the first to be skipped.
 A new section is a function that yields items, and one entry here."""
@@ -61,7 +73,11 @@ class Options:
     """What to measure."""
 
     sections: tuple[str, ...] = (ALL,)
-    """parity, waits, memory, minimax, images, modalities, masks, ways, throughput, or all."""
+    """parity, waits, memory, minimax, images, modalities, masks, ways, kernels, throughput, runs, or all."""
+    items: Literal["all", "checks", "timings"] = "all"
+    """Of these sections: checks (agreement, waits, memory) may run as several processes at once, timings run alone."""
+    named: tuple[str, ...] = ()
+    """Only items with one of these texts in their names; default: all."""
     seconds: float = 450.0
     """Time for all of it; an item that does not fit into what is left is skipped, and says so."""
     small: bool = False
@@ -81,6 +97,12 @@ def chosen(sections: tuple[str, ...]) -> list[str]:
             known = (ALL, *SECTIONS)
             raise RefusedError(f"--sections {name}: not a section{nearest(name, known)}; allowed: {', '.join(known)}")
     return [name for name in SECTIONS if name in sections or ALL in sections]
+
+
+def wanted(item: Item, options: Options) -> bool:
+    """Whether it is among the `--items`, and those `--named`."""
+    named = not options.named or any(text in item.name for text in options.named)
+    return named and (options.items == "all" or item.timed == (options.items == "timings"))
 
 
 def version_of(library: str) -> str | None:
@@ -127,7 +149,7 @@ def main(options: Options) -> int:
         document = describe(setting)
         print(", ".join(f"{name}: {value}" for name, value in document.items()), flush=True)
         for name in names:
-            items = SECTIONS[name](setting)
+            items = (item for item in SECTIONS[name](setting) if wanted(item, options))
             for outcome in each(items, name, lambda: options.seconds - (time.perf_counter() - began)):
                 outcomes.append(outcome)
                 print(outcome.line(), flush=True)

@@ -35,12 +35,14 @@ class Item:
         measure: returns the figures by name, units in the names.
         seconds: how long it is expected to take on one H200; an item that does not fit into what is left is skipped.
         lacking: why it cannot be measured here ("deepspeed is not installed"); empty when it can.
+        timed: its figures are times, which anything beside it on the GPU would change.
     """
 
     name: str
     measure: Callable[[], Figures]
     seconds: float
     lacking: str = ""
+    timed: bool = False
 
 
 @dataclass(kw_only=True)

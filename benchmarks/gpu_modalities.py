@@ -57,7 +57,7 @@ def speed(setting: Setting) -> Figures:
 
 def overheads(setting: Setting) -> Figures:
     """Each balancer's step over uniform's, ViT-B, median of ratios within a round."""
-    rows = 2 if setting.small else 64
+    rows = 2 if setting.small else 256
     steps = {}
     for balancer in BALANCING:
         config = modality_config(setting, size="base", rows=rows, balancer=balancer)
@@ -87,5 +87,5 @@ def modalities(setting: Setting) -> Iterator[Item]:
             seconds=5,
             lacking=setting.no_gpu,
         )
-    yield Item(name="balancers over uniform", measure=partial(overheads, setting), seconds=30)
-    yield Item(name="MM-MAE ViT-B/16", measure=partial(speed, setting), seconds=15)
+    yield Item(name="balancers over uniform", measure=partial(overheads, setting), seconds=30, timed=True)
+    yield Item(name="MM-MAE ViT-B/16", measure=partial(speed, setting), seconds=15, timed=True)

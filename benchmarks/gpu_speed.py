@@ -132,16 +132,25 @@ def throughput(setting: Setting) -> Iterator[Item]:
         # Without a search (it failed, or was skipped) a size that surely fits.
         return beside_transformers(setting, length, best.get(length, rows_tried(setting, length)[0]), compiled=compiled)
 
-    yield Item(name="bf16 matrix product", measure=partial(matrix_product, setting), seconds=3, lacking=setting.no_gpu)
+    yield Item(
+        name="bf16 matrix product",
+        measure=partial(matrix_product, setting),
+        seconds=3,
+        lacking=setting.no_gpu,
+        timed=True,
+    )
     for length in setting.lengths:
-        yield Item(name=f"{length} tokens, our loop, rows searched", measure=partial(find, length), seconds=25)
+        yield Item(
+            name=f"{length} tokens, our loop, rows searched", measure=partial(find, length), seconds=25, timed=True
+        )
         name = f"{length} tokens, beside transformers"
-        yield Item(name=name, measure=partial(compare, length, False), seconds=25)
+        yield Item(name=name, measure=partial(compare, length, False), seconds=25, timed=True)
     for length in setting.lengths:
         yield Item(
             name=f"{length} tokens, beside transformers, both compiled",
             measure=partial(compare, length, True),
             seconds=75,
+            timed=True,
             lacking=setting.no_gpu and f"torch.compile is measured on a GPU only: {setting.no_gpu}",
         )
 
@@ -150,7 +159,7 @@ def minimax(setting: Setting) -> Iterator[Item]:
     """The whole loop on BERT-base with uniform, lagged and exact weights, in turn, accumulation 1; at most 1.01."""
 
     def measure(length: int) -> Figures:
-        rows = rows_tried(setting, length)[1]
+        rows = rows_tried(setting, length)[1 if setting.small else 3]
         steps = {}
         for name, balancer in BALANCING.items():
             work = text(setting, setting.base, length, rows=rows, balancer=balancer)
@@ -164,4 +173,4 @@ def minimax(setting: Setting) -> Iterator[Item]:
         return figures
 
     for length in setting.lengths:
-        yield Item(name=f"{length} tokens", measure=partial(measure, length), seconds=25)
+        yield Item(name=f"{length} tokens", measure=partial(measure, length), seconds=25, timed=True)

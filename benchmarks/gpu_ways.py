@@ -138,7 +138,7 @@ def unpadded(setting: Setting) -> Figures:
 
 def ways(setting: Setting) -> Iterator[Item]:
     """BERT-base and MAE ViT-B in each way; what compiling takes comes last."""
-    yield Item(name=f"{TEXT}, padding left out", measure=partial(unpadded, setting), seconds=10)
+    yield Item(name=f"{TEXT}, padding left out", measure=partial(unpadded, setting), seconds=10, timed=True)
     for name, (layout, way) in COMPARED.items():
         yield Item(name=f"{name}, from fp32", measure=partial(from_fp32, setting, layout, way), seconds=10)
     for name, way in WAYS.items():
@@ -147,7 +147,8 @@ def ways(setting: Setting) -> Iterator[Item]:
             yield Item(
                 name=f"{model}, {name}",
                 measure=partial(speed, setting, model, way),
-                seconds=40 if compiled else 10,
+                seconds=25 if compiled else 8,
+                timed=True,
                 lacking=setting.no_gpu and f"torch.compile is measured on a GPU only: {setting.no_gpu}"
                 if compiled
                 else "",
@@ -189,4 +190,4 @@ def masks_over_plain(setting: Setting) -> Figures:
 
 def masks(setting: Setting) -> Iterator[Item]:
     """Learned masks, ViT-B/16."""
-    yield Item(name="learned masks over plain MAE", measure=partial(masks_over_plain, setting), seconds=40)
+    yield Item(name="learned masks over plain MAE", measure=partial(masks_over_plain, setting), seconds=40, timed=True)

@@ -1,0 +1,87 @@
+"""Section of benchmarks/gpu.py on where a step's time goes: kernels by share, and how long the GPU is idle."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from functools import partial
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks.gpu_images import image_config
+from benchmarks.gpu_items import Figures, Item, release_memory
+from benchmarks.gpu_modalities import modality_config
+from benchmarks.gpu_setting import Setting, training
+from benchmarks.gpu_ways import TEXT, WAYS, Way, set_way, workload
+from benchmarks.image_steps import mae_workload, mm_mae_workload
+from benchmarks.steps import Workload
+
+STEPS, SHOWN, NAME = 3, 12, 70
+MODELS = (TEXT, "MAE ViT-B/16", "AdPE ViT-B/16, relative positions", "MM-MAE ViT-B/16")
+COMPUTED = {
+    "bf16 weights": WAYS["bf16 weights"],
+    "bf16 weights, compiled blocks": WAYS["bf16 weights, compiled blocks"],
+}
+
+
+def work_of(setting: Setting, model: str, way: Way) -> Workload:
+    """What is trained, computed so."""
+    rows = 2 if setting.small else 64
+    if model.startswith("AdPE"):
+        config = image_config(setting, "mae_plus_vit_b", size="base", rows=rows, kind="relative_coordinate")
+        return set_way(mae_workload(config), way)
+    if model.startswith("MM-MAE"):
+        return set_way(mm_mae_workload(modality_config(setting, size="base", rows=rows)), way)
+    return workload(setting, model, way)[0]
+
+
+def costliest(setting: Setting, model: str, way: Way) -> Figures:
+    """Kernels of STEPS steps by their share of the time in kernels; `busy` is that time over the steps' own.
+
+    Without a GPU: operations by processor time.
+    """
+    if way.compile != "none":
+        torch._dynamo.reset()
+    release_memory()
+    kind = DeviceType.CUDA if setting.on_gpu else DeviceType.CPU
+    with training(setting, "plain", work_of(setting, model, way)) as trainer:
+        for _ in range(3):
+            trainer.train_step()
+        activities = [ProfilerActivity.CPU, ProfilerActivity.CUDA] if setting.on_gpu else [ProfilerActivity.CPU]
+        if setting.on_gpu:
+            torch.cuda.synchronize(setting.device)
+        began = time.perf_counter()
+        with profile(activities=activities, acc_events=True) as profiler:
+            for _ in range(STEPS):
+                trainer.train_step()
+            if setting.on_gpu:
+                torch.cuda.synchronize(setting.device)
+            seconds = time.perf_counter() - began
+    times = {
+        event.key: (event.self_device_time_total if setting.on_gpu else event.self_cpu_time_total, event.count)
+        for event in profiler.key_averages()
+        if event.device_type == kind and not getattr(event, "is_user_annotation", False)
+    }
+    total = sum(taken for taken, _ in times.values())
+    ordered = sorted(times.items(), key=lambda item: -item[1][0])[:SHOWN]
+    return {
+        "step_ms": seconds / STEPS * 1e3,
+        "busy": total / 1e6 / seconds,
+        "kernels_a_step": sum(count for _, count in times.values()) / STEPS,
+        "kernels": [f"{taken / total:.3f} {count / STEPS:.0f}x {key[:NAME]}" for key, (taken, count) in ordered],
+    }
+
+
+def kernels(setting: Setting) -> Iterator[Item]:
+    """Each model, as PyTorch runs it and compiled."""
+    for name, way in COMPUTED.items():
+        for model in MODELS:
+            yield Item(
+                name=f"{model}, {name}",
+                measure=partial(costliest, setting, model, way),
+                seconds=40 if way.compile != "none" else 10,
+                timed=True,
+                lacking=setting.no_gpu if way.compile != "none" else "",
+            )
