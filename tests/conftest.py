@@ -25,20 +25,30 @@ hypothesis.settings.load_profile("untimed")
 look_through_young_objects()
 
 
+RANKS = {"two_ranks": Ranks(2), "four_ranks": Ranks(4)}
+"""By the fixture's name."""
+
+
 @pytest.fixture(scope="session")
 def two_ranks() -> Iterator[Ranks]:
     """Two gloo ranks, started at the first use."""
-    ranks = Ranks(2)
-    yield ranks
-    ranks.close()
+    yield RANKS["two_ranks"]
+    RANKS["two_ranks"].close()
 
 
 @pytest.fixture(scope="session")
 def four_ranks() -> Iterator[Ranks]:
     """Four of them, which take some seconds to start."""
-    ranks = Ranks(4)
-    yield ranks
-    ranks.close()
+    yield RANKS["four_ranks"]
+    RANKS["four_ranks"].close()
+
+
+def pytest_runtest_teardown(item: pytest.Function, nextitem: pytest.Function | None) -> None:
+    """Ranks end before a file that does not ask for them: idle ones would take a part of a core from it."""
+    if nextitem is not None and nextitem.path != item.path:
+        for name, ranks in RANKS.items():
+            if name not in nextitem.fixturenames:
+                ranks.close()
 
 
 @pytest.fixture(scope="session")

@@ -69,7 +69,10 @@ def megatron_groups(tensor_parallel: int, *, local_world: int) -> tuple[Group, G
             )
     made = parallel_state.model_parallel_is_initialized()
     if made and parallel_state.get_tensor_model_parallel_world_size() != tensor_parallel:
-        parallel_state.destroy_model_parallel()
+        groups = parallel_state._global_process_group_list or []
+        parallel_state.destroy_model_parallel()  # forgets them, and leaves what each has of threads and connections
+        for group in filter(None, groups):
+            dist.destroy_process_group(group)
         made = False
     if not made:
         parallel_state.initialize_model_parallel(tensor_parallel, create_gloo_process_groups=False)
