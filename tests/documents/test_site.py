@@ -73,6 +73,9 @@ def test_every_block_of_code_is_run_or_checked_or_says_why_not(page: str) -> Non
     code = [block for block in blocks(page) if block.language in ("bash", "python", "sh", "shell", "console")]
     assert [str(block) for block in code if not accounted(block)] == []
     assert [str(block) for block in blocks(page) if not block.language] == [], "a fence without a language"
+    commands = re.compile(r"^(?:trp-scale|make|deepspeed|torchrun|python) ", re.MULTILINE)
+    hidden = [block for block in blocks(page) if block.language == "text" and commands.search(block.text)]
+    assert [str(block) for block in hidden if not accounted(block)] == [], "commands that no test looks at"
 
 
 def test_the_reference_has_every_stable_name() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 from trp_scale.checkpoint.agreement import check_shared_directory, on_rank_zero
 from trp_scale.checkpoint.resume import check_settings
+from trp_scale.command_line import phase
 from trp_scale.config import Config, RefusedError
 from trp_scale.config.finetuning import FinetuneConfig
 from trp_scale.distributed.environment import Environment
@@ -150,7 +151,10 @@ def run_seed(
         return tasks[-1]
 
     def make(over: PassedOver | None) -> Run:
-        return Run(arguments, environment, run_dir, engine_name, guard, build, over)
+        phase(f"{arguments.config.downstream.task}, seed {arguments.config.training.seed}: opening")
+        run = Run(arguments, environment, run_dir, engine_name, guard, build, over)
+        phase("making the first step")
+        return run
 
     def measured(run: Run) -> None:
         task = tasks[-1]  # the first ones only told of the sizes

@@ -3,14 +3,19 @@ no scrolling sideways on a phone."""
 
 from __future__ import annotations
 
+import io
 import shutil
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
 from tests.unit.pages.small_runs import FAILED, FINISHED, HOSTILE, image_lines, mask_lines, text_lines, write
+from trp_scale import cli
+from trp_scale.pages import watch
 from trp_scale.pages.document import page_text
 from trp_scale.pages.record import read_run
 from trp_scale.pages.run import run_page
@@ -49,7 +54,7 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 class Opened:
     """A page in a window, with what went wrong and what was asked for."""
 
-    def __init__(self, browser: Any, path: Path, **context: Any) -> None:
+    def __init__(self, browser: Any, page: Path | str, **context: Any) -> None:
         self.context = browser.new_context(**context)
         self.page = self.context.new_page()
         self.wrong: list[str] = []
@@ -57,7 +62,7 @@ class Opened:
         self.page.on("console", lambda message: self.wrong.append(message.text) if message.type != "log" else None)
         self.page.on("pageerror", lambda error: self.wrong.append(str(error)))
         self.page.on("request", lambda request: self.asked.append(request.url))
-        self.address = path.as_uri()
+        self.address = page if isinstance(page, str) else page.as_uri()
         self.page.goto(self.address)
 
     def __enter__(self) -> Opened:
@@ -75,6 +80,11 @@ class Opened:
     def colour(self, selector: str, name: str) -> str:
         return str(self.page.eval_on_selector(selector, f"one => getComputedStyle(one).{name}"))
 
+    def colours(self) -> int:
+        """Different ones in a picture of the window: a page that shows nothing has one."""
+        picture = Image.open(io.BytesIO(self.page.screenshot())).convert("RGB")
+        return len(picture.getcolors(maxcolors=picture.width * picture.height) or ())
+
 
 @pytest.mark.parametrize("number", range(4))
 def test_it_loads_alone_and_draws_every_plot(browser: Any, pages: list[Path], number: int) -> None:
@@ -83,6 +93,39 @@ def test_it_loads_alone_and_draws_every_plot(browser: Any, pages: list[Path], nu
         asked = {address for address in opened.asked if not address.startswith(("data:", "blob:"))}
         assert asked == {opened.address} and not opened.wrong
         assert opened.page.evaluate("document.documentElement.scrollWidth") <= 400
+
+
+@pytest.mark.parametrize("width", [400, 1280])
+def test_runs_side_by_side(browser: Any, pages: list[Path], tmp_path: Path, width: int) -> None:
+    page = tmp_path / "compared.html"
+    assert cli.main(["compare", str(pages[0].parent), str(pages[1].parent), "--html", str(page)]) == 0
+    with Opened(browser, page, viewport={"width": width, "height": 800}) as opened:
+        assert opened.drawn() and all(opened.drawn()) and not opened.wrong
+        assert opened.page.evaluate("document.documentElement.scrollWidth") <= width
+        assert opened.colours() > 20
+
+
+@pytest.mark.parametrize("width", [400, 1280])
+def test_a_page_that_follows_its_run_is_drawn_again(
+    browser: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, width: int
+) -> None:
+    run = write(tmp_path / "run", text_lines(3))
+    monkeypatch.setattr(watch, "REST", 0)
+    with watch.server_of(watch.RunningPage(run), 0) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
+        thread.start()
+        try:
+            address = f"http://{watch.HOST}:{server.server_address[1]}/"
+            with Opened(browser, address, viewport={"width": width, "height": 800}) as opened:
+                assert "up to step 3." in opened.page.inner_text("body")
+                write(run, text_lines(5))
+                opened.page.get_by_text("up to step 5.").first.wait_for(timeout=60_000)
+                opened.page.locator(".plot .trace").last.wait_for()
+                assert opened.drawn() and all(opened.drawn()) and not opened.wrong
+                assert opened.colours() > 20
+        finally:
+            server.shutdown()
+            thread.join()
 
 
 def test_a_click_on_a_heading_sorts_and_another_the_other_way(browser: Any, pages: list[Path]) -> None:

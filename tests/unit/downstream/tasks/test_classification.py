@@ -124,12 +124,18 @@ STRONG = {
 }
 
 
-def test_a_run_from_a_pre_trained_encoder(learned: Path, image_dataset: Path, tmp_path: Path) -> None:
+def test_a_run_from_a_pre_trained_encoder(
+    learned: Path, image_dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """No learning: rate 0 keeps the encoder, whose weights are then the pre-training's."""
+    capsys.readouterr()
     flags = tuning_flags(
         image_dataset, tmp_path, str(learned), downstream__epochs=0, training__steps=2, optimizer__lr=1e-30, **STRONG
     )
     assert cli.main(["finetune", *flags]) == 0
+    slow = ["importing torch", "classification, seed 0: opening", "making the first step"]
+    said = capsys.readouterr().out
+    assert [each for line in said.splitlines() for each in slow if each in line] == slow
     (task,) = read_results(tmp_path).tasks
     assert (task.task, task.metric, task.split) == ("classification", "accuracy", "dev")
     assert "accuracy_top5" not in task.metrics
