@@ -125,7 +125,7 @@ class ToList(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
         (kept,) = ctx.saved_tensors
         rows = gradient.new_zeros(ctx.shape)
-        rows.view(-1, ctx.shape[-1]).index_add_(0, kept, gradient)
+        rows.view(-1, ctx.shape[-1]).index_copy_(0, kept, gradient)  # each place once: no sum, whose order is not fixed
         return rows, None
 
 

@@ -146,6 +146,14 @@ def test_sentences_are_told_apart_by_the_encoder_of_text(text_dataset: Path, tmp
     assert last["linear"] == last["knn"] == 1.0, "the two words have two vectors"
 
 
+def test_an_encoder_of_several_modalities_is_probed_by_its_images(image_dataset: Path, tmp_path: Path) -> None:
+    changes = {**PROBED, "training__steps": 2, "batch__micro_size": 2, "data__validation_fraction": 0.25}
+    assert pretrain_here(image_flags("mm_mae_tiny", image_dataset, tmp_path / "run", **changes)) == 0
+    (found,) = found_in(tmp_path / "run")
+    assert (found["step"], found["width"]) == (2, 32)
+    assert 0 <= found["linear"] <= 1 and 0 <= found["knn"] <= 1 and 1 <= found["rank_me"] <= 32
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
