@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from functools import partial
 
 import torch
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu_images import image_config
@@ -45,7 +44,7 @@ def costliest(setting: Setting, model: str, way: Way) -> Figures:
     if way.compile != "none":
         torch._dynamo.reset()
     release_memory()
-    kind = DeviceType.CUDA if setting.on_gpu else DeviceType.CPU
+    kind = "CUDA" if setting.on_gpu else "CPU"
     with training(setting, "plain", work_of(setting, model, way)) as trainer:
         for _ in range(3):
             trainer.train_step()
@@ -62,7 +61,7 @@ def costliest(setting: Setting, model: str, way: Way) -> Figures:
     times = {
         event.key: (event.self_device_time_total if setting.on_gpu else event.self_cpu_time_total, event.count)
         for event in profiler.key_averages()
-        if event.device_type == kind and not getattr(event, "is_user_annotation", False)
+        if event.device_type.name == kind and not getattr(event, "is_user_annotation", False)
     }
     total = sum(taken for taken, _ in times.values())
     ordered = sorted(times.items(), key=lambda item: -item[1][0])[:SHOWN]

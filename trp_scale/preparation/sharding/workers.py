@@ -257,7 +257,7 @@ def _run(
     with ProcessPoolExecutor(processes, context, initializer=_start, initargs=given) as pool:
         with _deaf_to_interrupts():
             futures = {portion.number: pool.submit(_work, portion) for portion in portions}
-        ended = False
+        ended = whole = False
         try:
             while wait(futures.values(), timeout=0.5, return_when="FIRST_EXCEPTION").not_done:
                 if any(future.done() and future.exception() for future in futures.values()):
@@ -266,7 +266,8 @@ def _run(
                 if future.done() and not isinstance(future.exception(), BrokenProcessPool):
                     reports[number] = future.result()
             ended = all(future.done() for future in futures.values())  # of a broken pool, too: nobody writes any more
-            return ended and all(future.exception() is None for future in futures.values())
+            whole = ended and all(future.exception() is None for future in futures.values())
+            return whole
         except BaseException:  # nobody waits for what the others make, and they do not hear Ctrl-C
             for process in multiprocessing.active_children():
                 if process not in others:
@@ -274,8 +275,18 @@ def _run(
             ended = True  # once the pool has seen that
             raise
         finally:
+            if not whole:
+                _close_queue(pool)
             # A process that has only just been started when all is done would miss what it is started with.
             pool.shutdown(wait=ended, cancel_futures=True)
+
+
+def _close_queue(pool: ProcessPoolExecutor) -> None:
+    """Have nobody wait until the processes of a pool, which are gone, read what they were to do next: before Python
+    3.11.5 a pool waits for that without end, where it is more than fits into a pipe (cpython#94777)."""
+    queue: Any = getattr(pool, "_call_queue", None)
+    if queue is not None:
+        queue._reader.close()
 
 
 @contextmanager

@@ -69,6 +69,13 @@ def test_what_ends_a_process_is_left_out_by_its_name(tmp_path: Path, caplog: pyt
     assert [each for each in ("lethal 1", "lethal 2") if f"{each} is left out: it ends" not in caplog.text] == []
 
 
+def test_a_process_is_lost_while_more_than_a_pipe_holds_is_to_be_done(tmp_path: Path) -> None:
+    """Python before 3.11.5 waited for ever until somebody read it."""
+    long = "a" * 200_000
+    found = read(tmp_path, ("lethal",), *[(long,)] * 8)
+    assert found == {0: ["without lethal"], **{number: [long] for number in range(1, 9)}}
+
+
 def test_what_cannot_be_named_ends_the_command(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="a sharding process died"):
         read(tmp_path, ("a",), ("lethal",), tells=False)
