@@ -145,7 +145,11 @@ def test_ctrl_c_is_one_line_and_leaves_no_process(seconds: float, tmp_path: Path
     with pytest.raises(subprocess.TimeoutExpired):
         process.communicate(timeout=seconds)
     os.killpg(process.pid, signal.SIGINT)
-    _, said = process.communicate(timeout=30)
+    try:
+        _, said = process.communicate(timeout=30)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)  # one that hangs goes on beside all other tests
+        raise
     assert (process.returncode, said.splitlines()[-1:]) == (130, ["error: interrupted by Ctrl-C"])
     assert "Traceback" not in said
     with pytest.raises(ProcessLookupError):
