@@ -283,9 +283,14 @@ def _run(
 
 def _close_queue(pool: ProcessPoolExecutor) -> None:
     """Have nobody wait until the processes of a pool, which are gone, read what they were to do next: before Python
-    3.11.5 a pool waits for that without end, where it is more than fits into a pipe (cpython#94777)."""
+    3.11.5 a pool waits for that without end, where it is more than fits into a pipe (cpython#94777). A pool that ends
+    by itself closes its queue itself, and closing it at the same moment would be an error there."""
+    manager: Any = getattr(pool, "_executor_manager_thread", None)
     queue: Any = getattr(pool, "_call_queue", None)
-    if queue is not None:
+    if manager is None or queue is None:
+        return
+    manager.join(timeout=2.0)
+    if manager.is_alive():
         queue._reader.close()
 
 
