@@ -1,4 +1,4 @@
-"""Everything that wants a GPU, in one command of less than 8 minutes on one H200: agreement, speed, memory, waits.
+"""Everything that wants a GPU, in at most --seconds: agreement, speed, memory, waits.
 
     python benchmarks/gpu.py --output gpu.json [--sections parity throughput] [--items checks] [--seconds 450] [--small]
 
@@ -6,8 +6,7 @@ Prints a line for each item and writes all of them to --output after every one, 
 what it has. What cannot be measured (no GPU, no deepspeed, no time left) is null with its reason, never a guess.
 Exit status: 0, or 1 when an item that should have been measured failed.
 
-All of it takes longer on one H200; what does not fit into --seconds is left out, last sections first. Checks, which may
-run side by side, and then timings by themselves, fit in:
+What does not fit into --seconds is left out, last sections first. Checks may run side by side, timings run alone:
 
     for each in "parity" "waits memory" "images modalities ways"; do
         python benchmarks/gpu.py --items checks --sections $each --output "${each%% *}.json" &

@@ -19,10 +19,7 @@ from benchmarks.steps import Workload
 
 STEPS, SHOWN, NAME = 3, 12, 70
 MODELS = (TEXT, "MAE ViT-B/16", "AdPE ViT-B/16, relative positions", "MM-MAE ViT-B/16")
-COMPUTED = {
-    "bf16 weights": WAYS["bf16 weights"],
-    "bf16 weights, compiled blocks": WAYS["bf16 weights, compiled blocks"],
-}
+COMPUTED = ("bf16 weights", "bf16 weights, compiled blocks")
 
 
 def work_of(setting: Setting, model: str, way: Way) -> Workload:
@@ -75,12 +72,14 @@ def costliest(setting: Setting, model: str, way: Way) -> Figures:
 
 def kernels(setting: Setting) -> Iterator[Item]:
     """Each model, as PyTorch runs it and compiled."""
-    for name, way in COMPUTED.items():
+    for name in COMPUTED:
+        way = WAYS[name]
+        compiled = way.compile != "none"
         for model in MODELS:
             yield Item(
                 name=f"{model}, {name}",
                 measure=partial(costliest, setting, model, way),
-                seconds=40 if way.compile != "none" else 10,
+                seconds=40 if compiled else 10,
                 timed=True,
-                lacking=setting.no_gpu if way.compile != "none" else "",
+                lacking=setting.no_gpu if compiled else "",
             )

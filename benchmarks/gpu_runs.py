@@ -23,9 +23,10 @@ OF_A_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT
 SECONDS = 240
 """A run that takes longer is ended."""
 DATA = {
-    "text": "shard-text --embedded --length 128 --vocab_size 8192 --rows_per_block 64",
-    "images": "shard-images --embedded --count 320",
+    "embedded": "shard-text --embedded --length 128 --vocab_size 8192 --rows_per_block 64",
+    "scenes": "shard-images --embedded --count 320",
 }
+"""Folder under data/ where recipes look, and the command of trp-scale that fills it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,7 +34,7 @@ class Run:
     """A recipe, what it is trained on, the layout, and flags beside them."""
 
     recipe: str
-    data: str = "text"
+    data: str = "embedded"
     layout: str = "plain"
     flags: str = "--training.precision bf16"
 
@@ -48,9 +49,9 @@ RUNS = {
     "zero1": Run(recipe="pos_bert_tiny", layout="zero1"),
     "zero2, fp16": Run(recipe="pos_bert_tiny", layout="zero2", flags="--training.precision fp16"),
     "zero3": Run(recipe="pos_bert_tiny", layout="zero3"),
-    "adversary": Run(recipe="adpe_tiny", data="images"),
-    "three modalities, fsdp": Run(recipe="mm_mae_tiny", data="images", layout="fsdp"),
-    "learned masks": Run(recipe="mlo_mae_tiny", data="images", flags="--training.precision bf16 --multilevel.every 2"),
+    "adversary": Run(recipe="adpe_tiny", data="scenes"),
+    "three modalities, fsdp": Run(recipe="mm_mae_tiny", data="scenes", layout="fsdp"),
+    "learned masks": Run(recipe="mlo_mae_tiny", data="scenes", flags="--training.precision bf16 --multilevel.every 2"),
 }
 
 
@@ -116,8 +117,8 @@ def halves_and_whole(run: Run, data: Future[Path], folder: Path) -> Figures:
 
 
 def shard(data: str, folder: Path) -> Path:
-    """Make a data set by the command that users have, if it was not made before in its usual place."""
-    usual = ROOT / "data" / {"text": "embedded", "images": "scenes"}[data]
+    """Make a data set by the command that users have, where it is not there already."""
+    usual = ROOT / "data" / data
     if usual.exists():
         return usual
     path = folder / data

@@ -40,6 +40,8 @@ from trp_scale.upstreams.pos_bert.model import Layer
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed: the extra [megatron]")
 
+from trp_scale.engines.megatron import megatron_groups
+
 
 def megatron(tensor_parallel: int, **layout: Any) -> Layout:
     return Layout(engine="megatron", settings={"megatron": {"tensor_parallel": tensor_parallel}}, **layout)
@@ -294,6 +296,24 @@ def test_a_checkpoint_goes_from_cut_matrices_to_whole_ones_and_back(two_ranks: R
     for layout in (LAYOUTS["1"], Layout(engine="fsdp"), Layout(engine="deepspeed", stage=2)):
         assert too_far(two_ranks(rest, layout, of_two)[0], straight) == []
     assert too_far(two_ranks(rest, LAYOUTS["2"], of_one)[0], straight) == []
+
+
+def threads_after_groups_of_other_sizes() -> int:
+    """How many threads more there are when groups of two sizes have been made again, as often as they were before."""
+
+    def both() -> int:
+        for size in (1, 2):
+            megatron_groups(size, local_world=2)
+        return len([*Path("/proc/self/task").iterdir()])
+
+    before = both()
+    return both() - before
+
+
+def test_groups_of_another_size_leave_no_threads_behind(two_ranks: Ranks) -> None:
+    """megatron-core forgets some 17 groups, each with three threads of gloo."""
+    for more in two_ranks(threads_after_groups_of_other_sizes):
+        assert more < 10
 
 
 REFUSED: list[tuple[int, dict[str, Any], str]] = [

@@ -148,6 +148,21 @@ def test_an_unknown_section_is_refused() -> None:
     assert gpu.chosen(("throughput", "parity")) == ["parity", "throughput"]
 
 
+def test_checks_and_timings_are_told_apart_and_named_ones_are_found() -> None:
+    items = [
+        Item(name=f"{kind} {n}", measure=fails, seconds=1, timed=kind == "step")
+        for kind in ("gap", "step")
+        for n in "12"
+    ]
+
+    def found(**options: Any) -> list[str]:
+        return [item.name for item in items if gpu.wanted(item, gpu.Options(**options))]
+
+    assert found() == ["gap 1", "gap 2", "step 1", "step 2"]
+    assert found(items="checks") == ["gap 1", "gap 2"]
+    assert found(items="timings", named=("1", "gap")) == ["step 1"]
+
+
 def test_waits_are_counted_where_they_happen(monkeypatch: pytest.MonkeyPatch) -> None:
     modes: list[str] = []
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)

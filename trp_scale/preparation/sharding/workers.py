@@ -282,9 +282,9 @@ def _run(
 
 
 def _close_queue(pool: ProcessPoolExecutor) -> None:
-    """Have nobody wait until the processes of a pool, which are gone, read what they were to do next: before Python
-    3.11.5 a pool waits for that without end, where it is more than fits into a pipe (cpython#94777). A pool that ends
-    by itself closes its queue itself, and closing it at the same moment would be an error there."""
+    """Have a pool whose processes are gone wait no longer for them to read what they were to do next. Python 3.10 and
+    3.11.2 wait for that without end where it is more than a pipe holds, 3.11.7 and later do not (cpython#94777). A pool
+    that ends by itself is left alone: it closes its queue itself, and twice at one moment is an error."""
     manager: Any = getattr(pool, "_executor_manager_thread", None)
     queue: Any = getattr(pool, "_call_queue", None)
     if manager is None or queue is None:

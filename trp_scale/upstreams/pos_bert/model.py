@@ -90,8 +90,8 @@ class Places(NamedTuple):
 
 
 def usual_length(rows: Tensor) -> int:
-    """Of a list of kept places of rows [R, L]: three quarters, and so not as long as the rows, to which a graph would
-    take it for equal."""
+    """Length for which graphs over lists of kept places are made: three quarters of the places of rows, [R, L]. Not
+    all of them: a graph would take the length of the list and that of the rows for one number."""
     return max(2, rows.numel() * 3 // 4)
 
 
