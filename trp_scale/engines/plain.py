@@ -104,6 +104,7 @@ class PlainEngine(ShardOperations):
         self.module: nn.Module = self.place(module)
         self.masters = self.masters_of(self.module)
         self.optimizer = self.optimizer_of(self.module)
+        self._updated = [parameter for _, parameter in self.named_parameters()]  # a walk of the modules takes a ms
         self.forward_module: Any = self.module
         self._norm = torch.zeros(())
         self._steps = torch.zeros((), dtype=torch.int64, device=device)  # the device counts: it decides what is applied
@@ -147,8 +148,7 @@ class PlainEngine(ShardOperations):
         return 0
 
     def _gradients(self) -> list[Tensor]:
-        parameters = self.module.parameters() if self.masters is None else self.masters.own
-        return [self.local(p.grad) for p in parameters if p.grad is not None]
+        return [self.local(p.grad) for p in self._updated if p.grad is not None]
 
     def check_gradients(self) -> Tensor:
         self._norm = self.data_group.sum(sum_of_squares(self._gradients(), self.device)).sqrt()
