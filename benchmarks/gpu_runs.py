@@ -139,5 +139,10 @@ def runs(setting: Setting) -> Iterator[Item]:
             if not lacking(run.layout)
         }
         for title, run in chosen.items():
-            wait = begun[title].result if title in begun else dict
-            yield Item(name=title, measure=wait, seconds=60, lacking=lacking(run.layout))
+            one = begun.get(title)
+            yield Item(
+                name=title,
+                measure=one.result if one else dict,
+                seconds=1 if one and one.done() else 60,
+                lacking=lacking(run.layout),
+            )
