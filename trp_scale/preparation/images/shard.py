@@ -73,8 +73,17 @@ def shard_images(config: ShardImagesConfig) -> Path:
             "%s: %d images, %d stored unchanged, %d shards%s",
             *(config.output, total.images, total.unchanged, shards, classes),
         )
+        if total.odd:
+            log.warning(
+                "%d of %d images have a side below %d pixels, or are over %d times as long as wide; they are stored "
+                "like the others, and little can be learned from them: the first is %s",
+                *(total.odd, total.images, SMALLEST_SIDE, LONGEST_SHAPE, total.first_odd),
+            )
     return config.output
 
+
+SMALLEST_SIDE, LONGEST_SHAPE = 8, 16
+"""Pixels, and a ratio of sides; hardly a photograph lies beyond."""
 
 PARTS = {"train", "training", "val", "valid", "validation", "dev", "test", "testing"}
 """Names that folders of parts of a data set have, and hardly any class."""
@@ -133,6 +142,8 @@ class ImageReport(PortionReport):
         bytes: of the stored images, without maps.
         pixels: of the stored images.
         per_class: images by class number (a string, as in JSON).
+        odd: of them, smaller or longer than is any use.
+        first_odd: the place and size of the first of those.
     """
 
     images: int = 0
@@ -140,8 +151,10 @@ class ImageReport(PortionReport):
     bytes: int = 0
     pixels: int = 0
     per_class: dict[str, int] = field(default_factory=dict)
+    odd: int = 0
+    first_odd: str = ""
 
-    def count(self, label: int | None, encoded: Encoded) -> None:
+    def count(self, place: str, label: int | None, encoded: Encoded) -> None:
         """Count a stored image."""
         self.images += 1
         self.unchanged += encoded.unchanged
@@ -149,6 +162,16 @@ class ImageReport(PortionReport):
         self.pixels += encoded.size[0] * encoded.size[1]
         if label is not None:
             self.per_class[str(label)] = self.per_class.get(str(label), 0) + 1
+        short, long = sorted(encoded.size)
+        if short < SMALLEST_SIDE or long > LONGEST_SHAPE * short:
+            self.odd += 1
+            self.first_odd = self.first_odd or f"{place} ({encoded.size[0]} x {encoded.size[1]})"
+
+    def add(self, other: PortionReport) -> None:
+        """Add the counts of another portion."""
+        super().add(other)
+        if isinstance(other, ImageReport):
+            self.first_odd = self.first_odd or other.first_odd
 
 
 def _counted(total: ImageReport) -> dict[str, object]:
@@ -200,7 +223,7 @@ class _PortionWriter:
         loaded = self._source.read(sample)
         self._check(loaded)
         encoded = encode_sample(loaded, self._settings)
-        report.count(loaded.label, encoded)
+        report.count(sample.place, loaded.label, encoded)
         members = {IMAGE: encoded.image, **encoded.maps}
         if loaded.label is not None:
             members[CLASS] = str(loaded.label).encode()

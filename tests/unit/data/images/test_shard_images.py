@@ -76,6 +76,21 @@ def test_the_classes_are_told_and_parts_of_a_data_set_are_no_classes(
     assert len(warned) == 1 and warned[0].startswith("the classes are train, val") and "/train" in warned[0]
 
 
+@pytest.mark.parametrize(
+    ("height", "width", "odd"), [(7, 9, True), (8, 8, False), (8, 128, False), (8, 129, True), (1, 1, True)]
+)
+def test_images_of_no_use_are_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, height: int, width: int, odd: bool
+) -> None:
+    (tmp_path / "in").mkdir()
+    for name, shape in (("a", (16, 16, 3)), ("b", (height, width, 3))):
+        (tmp_path / f"in/{name}.png").write_bytes(png(np.full(shape, 9, np.uint8)))
+    shard_images(folder_config(tmp_path / "in", tmp_path / "out", samples_per_shard=1, rows_per_block=1))
+    warned = [line for line in caplog.messages if "little can be learned" in line]
+    assert len(warned) == odd
+    assert all(line.startswith("1 of 2 images ") and line.endswith(f"b.png ({width} x {height})") for line in warned)
+
+
 @pytest.mark.exhaustive  # two processes: test_processes_agree_on_files_too
 @pytest.mark.parametrize("processes", [3])
 def test_more_processes_write_the_same_bytes(made: Path, tmp_path: Path, processes: int) -> None:
