@@ -34,7 +34,8 @@ def work_of(setting: Setting, model: str, way: Way) -> Workload:
 
 
 def costliest(setting: Setting, model: str, way: Way) -> Figures:
-    """Kernels of STEPS steps by their share of the time in kernels; `busy` is that time over the steps' own.
+    """Kernels of STEPS steps by their share of the time in kernels, and by how often they are started; `busy` is that
+    time over the steps' own.
 
     Without a GPU: operations by processor time.
     """
@@ -61,12 +62,13 @@ def costliest(setting: Setting, model: str, way: Way) -> Figures:
         if event.device_type.name == kind and not getattr(event, "is_user_annotation", False)
     }
     total = sum(taken for taken, _ in times.values())
-    ordered = sorted(times.items(), key=lambda item: -item[1][0])[:SHOWN]
+    by_time, by_count = (sorted(times.items(), key=lambda item: -item[1][at])[:SHOWN] for at in (0, 1))
     return {
         "step_ms": seconds / STEPS * 1e3,
         "busy": total / 1e6 / seconds,
         "kernels_a_step": sum(count for _, count in times.values()) / STEPS,
-        "kernels": [f"{taken / total:.3f} {count / STEPS:.0f}x {key[:NAME]}" for key, (taken, count) in ordered],
+        "kernels": [f"{taken / total:.3f} {count / STEPS:.0f}x {key[:NAME]}" for key, (taken, count) in by_time],
+        "most_often": [f"{count / STEPS:.0f}x {taken / total:.3f} {key[:NAME]}" for key, (taken, count) in by_count],
     }
 
 
