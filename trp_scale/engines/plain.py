@@ -125,6 +125,7 @@ class PlainEngine(ShardOperations):
         return build_optimizer(module, self.config.optimizer, self.named_parameters())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.publish_restored()
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.autocasts):
             return self.forward_module(*args, **kwargs)
 
@@ -161,7 +162,7 @@ class PlainEngine(ShardOperations):
             if gradients:  # a rank may hold none; FSDP2 may keep them in host memory
                 torch._foreach_mul_(gradients, factor.float().to(gradients[0].device))
         set_learning_rate(self.optimizer, lr)
-        self._leave_out(None if applied is None else ~applied)
+        self._leave_out(None if applied is None or self.decides_on_host else ~applied)
         self.optimizer.step()
         self.publish_weights()
         self.discard_gradients()

@@ -6,6 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+FINISHED = "finished"
+"""Why a run ended that made all its steps."""
+
+NO_BETTER = "no better "
+"""How the reason begins for which a run ends before its last step, with nothing left to do."""
+
+
+def nothing_left(why: str) -> bool:
+    """Whether a run that ended so is over: its steps are made, or patience has ended it."""
+    return why == FINISHED or why.startswith(NO_BETTER)
+
 
 @dataclass(kw_only=True)
 class TaskRecord:

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trp_scale.checkpoint.durable import write_text
-from trp_scale.downstream.comparison import Comparison, compare_directories, names
+from trp_scale.downstream.comparison import Comparison, compare_results, names
 from trp_scale.downstream.result_tables import Rows, compare, difference_rows, figure_rows, legend
-from trp_scale.downstream.results import RESULTS_FILE
+from trp_scale.downstream.results import RESULTS_FILE, read_results
 from trp_scale.errors import RefusedError, shortened
 from trp_scale.observe.metrics import METRICS_FILE
 from trp_scale.pages.curves import Curve
@@ -65,7 +65,9 @@ def compare_as_page(
     found = dict(zip(names(directories), directories, strict=True))
     compared = Compared(
         runs={name: read_run(path) for name, path in found.items() if (path / METRICS_FILE).is_file()},
-        results=compare_directories(judged) if judged else None,
+        results=compare_results({name: read_results(path) for name, path in found.items() if path in judged})
+        if judged
+        else None,
         colour_of=colours(found),
     )
     text = page_text(comparison_page(compared))

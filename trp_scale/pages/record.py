@@ -17,6 +17,7 @@ from trp_scale.documents.yaml_files import read_yaml
 from trp_scale.errors import RefusedError, shortened
 from trp_scale.observe.incidents import read_incidents
 from trp_scale.observe.metrics import RunHistory, read_history
+from trp_scale.observe.records import FINISHED, nothing_left
 from trp_scale.observe.report import is_fine_tuning, read_summary
 from trp_scale.pages.curves import RunCurves
 from trp_scale.recipes.loader import flat, from_dict, load_recipe, to_dict
@@ -208,15 +209,17 @@ def _state(run_dir: Path, summary: Mapping[str, Any]) -> State:
         sentence = f"{shortened(why, 400)}; {advice}".removesuffix("; ")
         if stop.get("status") != 0:
             return State(word="failed", mood="bad", sentence=f"It failed: {sentence}.", goes_on=True)
-        if why == "finished":
+        if why == FINISHED:
             return State(word="finished", mood="good", sentence="All its steps are done.", goes_on=False)
+        if nothing_left(why):
+            return State(word="finished", mood="good", sentence=f"It ended early: {sentence}.", goes_on=False)
         return State(word="stopped", mood="open", sentence=f"It was stopped: {sentence}.", goes_on=True)
     holder = holder_of(run_dir)
     if holder and not holder.get("gone"):
         return State(word="running", mood="open", sentence="It goes on.", goes_on=False)
     if reason := str(summary.get("exit_reason", "")):
-        done = reason == "finished"
-        sentence = "All its steps are done." if done else f"It ended: {shortened(reason, 400)}."
+        done = nothing_left(reason)
+        sentence = "All its steps are done." if reason == FINISHED else f"It ended: {shortened(reason, 400)}."
         word: Literal["finished", "stopped"] = "finished" if done else "stopped"
         return State(word=word, mood="good" if done else "open", sentence=sentence, goes_on=not done)
     return State(

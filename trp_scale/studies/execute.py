@@ -7,6 +7,7 @@ DIR/logs/NODE.log           what its command printed
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import shlex
@@ -27,6 +28,7 @@ from trp_scale.documents.fields import record
 from trp_scale.documents.json_files import read_object
 from trp_scale.downstream.results import RESULTS_FILE
 from trp_scale.errors import RefusedError
+from trp_scale.observe.records import nothing_left
 from trp_scale.observe.report import read_summary
 from trp_scale.preparation.sharding.slurm_array import submit_job
 from trp_scale.studies.graph import Graph
@@ -169,7 +171,7 @@ class Executor:
         """Ask the commands that run to stop where they can go on, and start no more."""
         self.stopping.set()
         for process in list(self._running.values()):
-            process.send_signal(signal.SIGTERM)
+            _ask_to_stop(process.pid)
 
     def _schedule(self, pool: ThreadPoolExecutor, waiting: list[str], ended: dict[str, State | None]) -> None:
         under_way: dict[Future[State], str] = {}
@@ -249,7 +251,7 @@ class Executor:
             )
             self._running[name] = process
             if self.stopping.is_set():
-                process.send_signal(signal.SIGTERM)
+                _ask_to_stop(process.pid)
             _, ended, used = os.wait4(process.pid, 0)
             process.returncode = os.waitstatus_to_exitcode(ended)
             del self._running[name]
@@ -266,11 +268,17 @@ class Executor:
         if name.startswith("data/"):
             return any((path / name).is_file() for name in DATA_FILES)
         if name.startswith(("runs/", "tuning/")):
-            return read_summary(path).get("exit_reason") == "finished"
+            return nothing_left(str(read_summary(path).get("exit_reason")))
         return (path / RESULTS_FILE).is_file()
 
 
 PR_SET_PDEATHSIG = 1
+
+
+def _ask_to_stop(process: int) -> None:
+    """SIGTERM. Popen's own send_signal may take the exit status away from the thread that waits for it."""
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process, signal.SIGTERM)
 
 
 def _die_with() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from trp_scale.checkpoint.durable import write_json, write_text
 from trp_scale.downstream.results import RESULTS_FILE
-from trp_scale.observe.metrics import read_history
+from trp_scale.observe.metrics import METRICS_FILE, RunHistory, read_history
 from trp_scale.studies.execute import State, blocked, states, totals
 from trp_scale.studies.graph import SAME_STEPS, TIME, TUNING_SEED, Graph
 from trp_scale.studies.outcome import ALL, Outcome, Place, described, read_outcome, sentences, title_of, verdict
@@ -174,18 +174,15 @@ def _cost_table(graph: Graph, outcome: Outcome) -> Table:
     heads = ("", "steps", "ms a step", "over baseline", "training minutes", "runs")
     rows = [[cell(text) for text in heads]]
     seconds: dict[str, float] = {}
+    of: dict[str, list[RunHistory]] = {}
     for name in outcome.variants:
-        histories = []
-        for seed in range(graph.scale.seeds):
-            path = graph.path(f"runs/{name}/seed_{seed}")
-            if (path / "metrics.jsonl").is_file():
-                histories.append(read_history(path))
+        paths = [graph.path(f"runs/{name}/seed_{seed}") for seed in range(graph.scale.seeds)]
+        histories = [read_history(path) for path in paths if (path / METRICS_FILE).is_file()]
         timed = [history.seconds_of_step for history in histories if history.seconds_of_step is not None]
-        trained = graph.variants[name.removesuffix(TIME)].trained
-        if not timed or not trained:
-            continue
-        seconds[name] = statistics.median(timed)
-        base = seconds.get(graph.study.baseline)
+        if timed and graph.variants[name.removesuffix(TIME)].trained:
+            seconds[name], of[name] = statistics.median(timed), histories
+    base = seconds.get(graph.study.baseline)
+    for name, histories in of.items():
         minutes = statistics.fmean(history.training_seconds for history in histories) / 60
         rows.append(
             [

@@ -225,6 +225,8 @@ class Study:
                     yield f"{where}: the variant {each!r} is not among {', '.join(self.variants)}"
             if self.baseline not in here:
                 yield f"{where}: the baseline {self.baseline!r} does not take part"
+            elif "time" in scale.budgets and not here[self.baseline].trained:
+                yield f"{where}: budgets has time, and the baseline {self.baseline!r} is not trained; allowed: steps"
             for judge in self.outcome_at(scale).judges or ["none"]:
                 if judge not in scale.judges:
                     yield f"{where}: the outcome's judge {judge!r} is not among {', '.join(scale.judges)}"

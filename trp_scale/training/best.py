@@ -9,11 +9,9 @@ from typing import Any
 
 from trp_scale.config import CheckpointConfig
 from trp_scale.errors import RefusedError, nearest
+from trp_scale.observe.records import NO_BETTER
 
 VALIDATION = "validation"
-
-NO_BETTER = "no better "
-"""How the reason begins for which a run ends before its last step, with nothing left to do."""
 
 
 @dataclass(kw_only=True)

@@ -25,12 +25,9 @@ from trp_scale.documents.json_files import read_object
 from trp_scale.errors import RefusedError, as_told
 from trp_scale.exit_status import ExitStatus
 from trp_scale.observe.incidents import Incidents
-from trp_scale.training.best import NO_BETTER
+from trp_scale.observe.records import FINISHED, nothing_left
 
 STOP_RECORD = "stop.json"
-
-FINISHED = "finished"
-"""Why a run ended that made all its steps."""
 
 
 @dataclass(kw_only=True)
@@ -74,7 +71,7 @@ class Ending:
         """All ranks ended the run together."""
         if self.rank != 0:
             return
-        finished = status is ExitStatus.DONE and (why == FINISHED or why.startswith(NO_BETTER))
+        finished = status is ExitStatus.DONE and nothing_left(why)
         asked = status is ExitStatus.DONE and not finished
         again = (asked and not why.startswith(OF_A_PERSON)) or (status is ExitStatus.STORAGE and self._got_on())
         advice = "all steps are done" if why == FINISHED else "nothing is left to do" if finished else status.advice

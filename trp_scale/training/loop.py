@@ -25,10 +25,9 @@ from trp_scale.core.run import RunContext
 from trp_scale.data.fetch import StoppedWaitingError
 from trp_scale.observe.incidents import Incidents
 from trp_scale.observe.observer import Observer
-from trp_scale.observe.records import StepRecord, TaskRecord
+from trp_scale.observe.records import FINISHED, StepRecord, TaskRecord
 from trp_scale.training.agreement import StepAgreement
 from trp_scale.training.best import Best, of_validation
-from trp_scale.training.ending import FINISHED
 from trp_scale.training.spikes import SpikeWatch
 
 SECONDS_AFTER_AN_ERROR = 5.0
@@ -239,7 +238,8 @@ class Trainer:
         return True
 
     def _nothing_better(self) -> str | None:
-        return None if self.best is None else self.best.given_up()
+        done = self.state.step >= self.config.training.steps
+        return None if self.best is None or done else self.best.given_up()
 
     def _checkpoints_given_up(self) -> str | None:
         return None if self.checkpoints is None else self.checkpoints.given_up()
@@ -260,6 +260,7 @@ class Trainer:
         agreed = self.agreement.reach(own, window, stop=self.stop_requested() is not None, written=written)
         if agreed.without_rows:
             go_back()
+            self.left_out(f"after step {self.state.step}", agreed.new_corrupt)
             self.read_stats()
             return self._reason_to_stop(asked=True)
         ctx = self.context(window, agreed.counts)
@@ -289,6 +290,7 @@ class Trainer:
         if agreed.written and self.checkpoints is not None:
             self.checkpoints.settle()
         rests = self._due(self.config.validation.every) or self._due(self.config.checkpoint.every)
+        rests = rests or bool(self.hooks.measured())  # which may be the best, or the reason to stop
         if rests or agreed.stop or self._too_many_skipped() or self.state.step >= self.config.training.steps:
             self.read_stats()
         return self._reason_to_stop(agreed.stop)
@@ -330,7 +332,7 @@ class Trainer:
             whether a loss scaler's ordinary search left the step out.
         """
         self.hooks.gradients(ctx)
-        ctx.decide(self.engine.check_gradients(), None if self.spikes is None else self.spikes.limits())
+        ctx.decide(self.engine.check_gradients(), None if self.spikes is None else self.spikes.limits(ctx.step + 1))
         searched = False
         if self.engine.decides_on_host and not ctx.stats().applied:
             searched = self.engine.skip()
@@ -354,7 +356,7 @@ class Trainer:
 
     def _judge(self, unread: UnreadStep, spikes: SpikeWatch) -> None:
         """Look for spikes in a step; the same on all ranks, whose numbers are the same."""
-        found, action = spikes.judge(unread.late.read()), spikes.settings.spikes
+        found, action = spikes.judge(unread.step, unread.late.read()), spikes.settings.spikes
         if not found:
             return
         rows = [key for keys in self.agreement.group.gather_objects(unread.keys.tolist()) for key in keys]
@@ -409,9 +411,9 @@ class Trainer:
             return f"{len(self.state.skips)} steps skipped, --training.max_skipped_steps allows {allowed}"
         if self.state.roll_back_from:
             return f"{ROLLED_BACK} of step {self.state.roll_back_from}"
-        if asked:
-            return self.agreement.reason(self.stop_requested())
-        return FINISHED if self.state.step >= self.config.training.steps else None
+        if self.state.step >= self.config.training.steps:  # whoever asks: nothing is left that could be stopped
+            return FINISHED
+        return self.agreement.reason(self.stop_requested()) if asked else None
 
     def _due(self, every: int) -> bool:
         return every > 0 and (self.state.step % every == 0 or self.state.step >= self.config.training.steps)

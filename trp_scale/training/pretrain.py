@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -36,7 +37,7 @@ from trp_scale.models.initialise import without_content
 from trp_scale.observe.incidents import Incidents
 from trp_scale.observe.observer import Observer
 from trp_scale.observe.profile import StepProfile
-from trp_scale.observe.records import RunInfo
+from trp_scale.observe.records import FINISHED, RunInfo, nothing_left
 from trp_scale.observe.throughput import StartUp
 from trp_scale.recipes.arguments import Arguments
 from trp_scale.recipes.checks import against_compiling, cautions, check_engine
@@ -44,7 +45,7 @@ from trp_scale.recipes.loader import to_dict
 from trp_scale.training import micro_size, rundir
 from trp_scale.training.agreement import StepAgreement, require_same_settings
 from trp_scale.training.best import best_of
-from trp_scale.training.ending import FINISHED, Ending
+from trp_scale.training.ending import Ending
 from trp_scale.training.loop import Trainer, TrainingState, validate
 from trp_scale.training.spikes import SpikeWatch
 from trp_scale.upstreams.base import Upstream, build_upstream
@@ -300,7 +301,7 @@ class Run:
 
         Args:
             then: what all ranks do with the engine after the last step, before it is closed; not called for a run that
-                was stopped.
+                was stopped, but for one that patience ended.
         """
         try:
             try:
@@ -322,7 +323,7 @@ class Run:
                 self.ended = f"{self.ended}; {why}"
             best = {} if self.best is None else {"best": self.best.state()}
             self.observer.close(self.ended, {**self.start_up.figures(), **best})
-            if self.state.step >= self.config.training.steps:
+            if self.state.step >= self.config.training.steps or nothing_left(self.ended):
                 then()
         finally:
             self.sources.close()  # whatever happened, no loader worker is left
@@ -527,6 +528,11 @@ def trained(
     run = make(None)
     status = run.train(partial(then, run))
     while run.goes_back:
-        run = make(PassedOver(run.sources.cursors(), 1 if run.over is None else run.over.rollbacks + 1))
+        passed_over = PassedOver(run.sources.cursors(), 1 if run.over is None else run.over.rollbacks + 1)
+        del run  # there may be no room for its weights and moments beside those of the next
+        gc.collect()  # a run and its trainer refer to each other
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        run = make(passed_over)
         status = run.train(partial(then, run))
     return run, status

@@ -2,7 +2,9 @@
 
 Judged by a robust z-score of logarithms: (x - median) / (1.4826 MAD) over the last applied steps. All ranks read the
 same numbers, and so judge alike. The median and the MAD of the past give limits, which the device compares a step with
-before it is applied: no one waits.
+before it is applied: no one waits. So the step just before it, whose numbers are still on their way then, is never in
+its past, also where they have been read: the host finds what the device found, in a run that was stopped as in one that
+was not.
 """
 
 from __future__ import annotations
@@ -61,33 +63,39 @@ class SpikeWatch:
     def __init__(self, settings: ReliabilityConfig, tasks: Sequence[str]) -> None:
         self.settings = settings
         self._names = ("loss", "grad_norm", *(f"loss of {task}" for task in tasks))
-        self._past: tuple[deque[float], ...] = tuple(deque(maxlen=WINDOW) for _ in self._names)
+        # Pairs of a step's number and a logarithm; one more than is looked back on, which may be of the step before.
+        self._past: tuple[deque[tuple[int, float]], ...] = tuple(deque(maxlen=WINDOW + 1) for _ in self._names)
 
     @property
     def acts(self) -> bool:
         """Whether a step that is a spike is left out."""
         return self.settings.spikes in ("skip", "rollback")
 
-    def limits(self) -> Tensor | None:
-        """[2 + T] float64 on the host: the most that loss, gradient norm and each task's loss may be; infinite where
-        too little is known. None: nothing is left out."""
+    def limits(self, step: int) -> Tensor | None:
+        """[2 + T] float64 on the host: the most that loss, gradient norm and each task's loss of a step, by its number,
+        may be; infinite where too little is known. None: nothing is left out."""
         if not self.acts:
             return None
-        return torch.tensor([self._limit(past) for past in self._past], dtype=torch.float64)
+        return torch.tensor([self._limit(known) for known in self._known(step)], dtype=torch.float64)
 
-    def judge(self, stats: StepStats) -> list[Spike]:
-        """The spikes among a step's numbers; without any, and if it was applied, they are remembered."""
+    def judge(self, step: int, stats: StepStats) -> list[Spike]:
+        """The spikes among a step's numbers, by the limits that it was decided with; they are remembered without any,
+        and if it was applied."""
         values = self._values(stats)
         found = [
-            Spike(name, value, math.exp(statistics.median(past)), self._score(past, value))
-            for name, value, past in zip(self._names, values, self._past, strict=True)
-            if value is not None and value > self._limit(past)
+            Spike(name, value, math.exp(statistics.median(known)), self._score(known, value))
+            for name, value, known in zip(self._names, values, self._known(step), strict=True)
+            if value is not None and value > self._limit(known)
         ]
         if stats.applied and not found:
             for past, value in zip(self._past, values, strict=True):
                 if value is not None:
-                    past.append(math.log(value))
+                    past.append((step, math.log(value)))
         return found
+
+    def _known(self, step: int) -> list[list[float]]:
+        """What a step is judged by: of each number the last logarithms, without those of the step before it."""
+        return [[value for number, value in past if number < step - 1][-WINDOW:] for past in self._past]
 
     def state(self) -> dict[str, Any]:
         """For a checkpoint: JSON values."""
@@ -97,7 +105,7 @@ class SpikeWatch:
         """Go on from `state`; of a run that kept none from nothing."""
         for name, past in zip(self._names, self._past, strict=True):
             past.clear()
-            past.extend(float(value) for value in state.get(name, ()))
+            past.extend((int(step), float(value)) for step, value in state.get(name, ()))
 
     def _values(self, stats: StepStats) -> list[float | None]:
         """By `_names`; None where there is none to judge: an absent task, or one that is not finite or not above 0."""
@@ -105,16 +113,16 @@ class SpikeWatch:
         every = (stats.loss, stats.grad_norm, *tasks)
         return [value if 0.0 < value < math.inf else None for value in every]
 
-    def _spread(self, past: deque[float]) -> tuple[float, float]:
-        middle = statistics.median(past)
-        return middle, max(SMALLEST_SPREAD, _SCALE * statistics.median(abs(each - middle) for each in past))
+    def _spread(self, known: list[float]) -> tuple[float, float]:
+        middle = statistics.median(known)
+        return middle, max(SMALLEST_SPREAD, _SCALE * statistics.median(abs(each - middle) for each in known))
 
-    def _score(self, past: deque[float], value: float) -> float:
-        middle, spread = self._spread(past)
+    def _score(self, known: list[float], value: float) -> float:
+        middle, spread = self._spread(known)
         return (math.log(value) - middle) / spread
 
-    def _limit(self, past: deque[float]) -> float:
-        if len(past) < AT_LEAST:
+    def _limit(self, known: list[float]) -> float:
+        if len(known) < AT_LEAST:
             return math.inf
-        middle, spread = self._spread(past)
+        middle, spread = self._spread(known)
         return math.exp(middle + max(self.settings.spike_score * spread, math.log(2.0)))

@@ -12,6 +12,7 @@ from trp_scale import cli
 from trp_scale.config import RefusedError
 from trp_scale.downstream.arguments import parse_finetune
 from trp_scale.downstream.results import read_results
+from trp_scale.training import pretrain as training
 
 KEPT = ("model.", "crops.", "batch.", "logging.", "data.workers", "vision.patch")
 
@@ -51,6 +52,23 @@ def test_every_seed_is_a_run_and_none_is_trained_twice(
     assert cli.main(["finetune", *flags, "--optimizer.lr", "0.5"]) == 2, "figures of other settings were taken"
     assert "optimizer.lr: checkpoint 0.001, now 0.5" in capsys.readouterr().err
     assert (run_dir / "results.json").read_text() == results
+
+
+def test_a_run_that_patience_ends_is_measured(
+    image_dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def validate(*arguments: object, **named: object) -> dict[str, object]:
+        return {"loss": 1.0, "worst_task": "classification", "tasks": {"classification": {"loss": 1.0, "count": 1}}}
+
+    monkeypatch.setattr(training, "validate", validate)
+    early = {"checkpoint__best": "validation.loss", "checkpoint__patience": 1, "validation__every": 1}
+    flags = tuning_flags(image_dataset, tmp_path / "tuned", "scratch", seeds=2, **early)
+    for _ in range(2):
+        assert cli.main(["finetune", *flags]) == 0
+        (task,) = read_results(tmp_path / "tuned").tasks
+        assert task.seeds == [0, 1]
+        summary = json.loads((tmp_path / "tuned" / "classification" / "seed_1" / "summary.json").read_text())
+        assert summary["exit_reason"].startswith("no better") and summary["steps"] == 2
 
 
 def test_the_encoder_is_the_run_s_in_its_sizes_and_weights(image_dataset: Path, tmp_path: Path) -> None:

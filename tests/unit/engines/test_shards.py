@@ -126,6 +126,18 @@ def test_both_sides_of_a_difference_publish_three_times(monkeypatch: pytest.Monk
     assert published == pytest.approx([before + 0.5, before - 0.25, before])
 
 
+def test_a_forward_after_an_interrupted_shift_reads_what_was_put_back() -> None:
+    module = nn.Linear(2, 1, bias=False)
+    config = image_config(Layout(), training={"precision": "bf16", "weights": "bf16"})
+    engine = PlainEngine(module, config, device=CPU)
+    rows = torch.ones(1, 2, dtype=torch.bfloat16)
+    before = engine(rows).clone()
+    with pytest.raises(KeyError), engine.perturbed(engine.weights().times(0.0).shifted(1.0), 3.0):
+        assert not torch.equal(engine(rows), before)
+        raise KeyError
+    assert torch.equal(engine(rows), before)
+
+
 def test_bunches_hold_as_much_as_they_may(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pieces, "together", lambda device: 24)
     first = [torch.zeros(size) for size in (2, 4, 1, 9, 3, 0, 3)]

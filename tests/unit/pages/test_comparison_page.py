@@ -67,6 +67,14 @@ def test_results_and_curves_where_there_are_such(tmp_path: Path, capsys: pytest.
     assert HOSTILE not in text and HOSTILE in read.words
 
 
+def test_a_run_has_one_name_on_the_whole_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = results(tmp_path / "a" / "x", [0.5, 0.6, 0.55]), results(tmp_path / "c" / "y", [0.7, 0.82, 0.76])
+    write(tmp_path / "b" / "x", image_lines())
+    page = tmp_path / "compared.html"
+    compared(capsys, page, first, tmp_path / "b" / "x", second)
+    assert "c/y less a/x" in Read(page.read_text(encoding="utf-8")).words
+
+
 def test_a_task_that_one_run_lacks_has_a_line_less(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one = write(tmp_path / "one", (line(step, {"a": task(1.0), "b": task(2.0)}) for step in (1, 2)))
     other = write(tmp_path / "other", (line(step, {"a": task(1.0)}) for step in (1, 2)))

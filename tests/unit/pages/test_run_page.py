@@ -186,6 +186,18 @@ def test_a_run_that_failed(tmp_path: Path) -> None:
     assert f"trp-scale doctor '{run}'" in read.words
 
 
+@pytest.mark.parametrize("recorded", [True, False])
+def test_a_run_that_patience_ended_has_nothing_left_to_do(tmp_path: Path, recorded: bool) -> None:
+    why = "no better validation.loss in 2 measurements: best 3.0 at step 1"
+    stop = {"why": why, "status": 0, "step": 3, "again": False, "advice": "nothing is left to do"}
+    run = write(tmp_path / "run", text_lines(), recipe="pos_bert_tiny", stop=stop if recorded else None)
+    if not recorded:
+        (run / "summary.json").write_text(json.dumps({"exit_reason": why}), encoding="utf-8")
+    read = Read(page_of(run))
+    assert "no better validation.loss in 2 measurements" in read.words and "It was stopped" not in read.words
+    assert "trp-scale pretrain" not in read.words, "the command that goes on"
+
+
 def test_no_name_or_path_becomes_markup(tmp_path: Path) -> None:
     tasks = {HOSTILE: task(1.0), f"{HOSTILE}2": task(2.0)}
     hook = {"kind": HOSTILE, HOSTILE: {HOSTILE: 1.0}, "notice": HOSTILE}

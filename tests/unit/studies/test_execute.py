@@ -138,3 +138,20 @@ def test_what_is_left_is_counted_by_the_seconds_of_what_has_finished(tmp_path: P
     assert f"  judged/glue: {left} left, 180 s each by 2: {left * 0.05:.2f} hours" in lines
     assert any(line.startswith("  runs/slow: ") and "none finished yet" in line for line in lines)
     assert last.startswith(f"left: {left * 0.05:.2f} hours")
+
+
+@pytest.mark.parametrize(
+    ("reason", "whole"),
+    [
+        ("finished", True),
+        ("no better validation.loss in 3 measurements: ...", True),
+        ("SIGTERM (rank 0)", False),
+        ("", False),
+    ],
+)
+def test_a_run_is_whole_that_has_nothing_left_to_do(tmp_path: Path, reason: str, whole: bool) -> None:
+    executor = Executor(graph_of(tmp_path), jobs=1)
+    path = executor.graph.path("runs/plain/seed_0")
+    path.mkdir(parents=True)
+    (path / "summary.json").write_text(json.dumps({"exit_reason": reason} if reason else {}))
+    assert executor._whole("runs/plain/seed_0") is whole

@@ -103,6 +103,14 @@ def test_a_file_that_does_not_fit_together_is_refused(tmp_path: Path, change: di
         graph_of(tmp_path, document() | change)
 
 
+def test_equal_time_of_a_baseline_that_takes_none_is_refused(tmp_path: Path) -> None:
+    given = document(budgets=["steps", "time"]) | {"baseline": "scratch", "ground": ""}
+    with pytest.raises(
+        RefusedError, match=r"budgets has time, and the baseline 'scratch' is not trained; allowed: steps"
+    ):
+        graph_of(tmp_path, given)
+
+
 def of_another(**judges: object) -> dict[str, object]:
     """The study with a finetune of images, and judges of what it leaves."""
     given = document()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -90,6 +91,7 @@ def test_differences_may_be_taken_from_another_variant_at_equal_steps(
     said = capsys.readouterr().out
     assert "plain: worse than slow by -0." in said and "equal time" not in said
     assert "--baseline slow (the study's: plain)" in said
+    assert re.search(r"\| plain \| 100 \| [\d.]+ \| [\d.]+ \|", said), "a variant before the baseline has a ratio"
     assert (tmp_path / "study" / "report_against_slow" / "README.md").is_file()
     assert main([*words, "--baseline", "scratch"]) == 2
     assert "--baseline scratch: allowed: plain, slow" in capsys.readouterr().err

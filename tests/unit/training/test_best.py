@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from tests.runs import flags, lines, pretrain_here
+from tests.synthetic import Layout, small_config, trainer_for
 from trp_scale.checkpoint.run_directory import checkpoints
 from trp_scale.config import CheckpointConfig, RefusedError
 from trp_scale.training import pretrain as training
@@ -90,6 +91,33 @@ def test_a_run_keeps_its_best_ends_and_goes_on(text_dataset: Path, tmp_path: Pat
     assert pretrain_here(flags(text_dataset, run, **changes, checkpoint__patience=3)) == 0
     assert [step for step, _ in checkpoints(run)] == [6, 8]
     assert json.loads((run / "stop.json").read_text())["why"] == "finished"
+
+
+def test_patience_that_runs_out_in_the_last_step_ends_a_finished_run(
+    text_dataset: Path, tmp_path: Path, scripted: None
+) -> None:
+    run = tmp_path / "run"
+    changes = {"validation__every": 1, "checkpoint__best": "validation.worst", "training__steps": 4}
+    for _ in range(2):
+        assert pretrain_here(flags(text_dataset, run, **changes, checkpoint__patience=2)) == 0
+        assert json.loads((run / "stop.json").read_text())["why"] == "finished"
+        assert json.loads((run / "summary.json").read_text())["exit_reason"] == "finished"
+
+
+def test_a_step_that_a_hook_has_measured_is_read_before_it_is_kept_or_the_last() -> None:
+    trainer = trainer_for(Layout(), small_config(Layout(), training={"steps": 6}))
+    trainer.best = Best(figure="probes.knn", patience=2)
+    figures = iter([0.1, 0.3, 0.2, 0.1])
+    measured: dict[int, dict[str, float]] = {}  # asked more than once a step
+    trainer.hooks.measured = lambda: measured.setdefault(  # type: ignore[method-assign]
+        len(trainer.history), {"probes.knn": next(figures)} if len(trainer.history) not in measured else {}
+    )
+    unread: list[bool] = []
+    trainer.save = lambda: unread.append(trainer.unread is not None)
+    assert trainer.run().startswith("no better probes.knn in 2 measurements")
+    assert trainer.state.step == 4 and trainer.unread is None
+    assert unread == [False] * 3, "after steps 1 and 2, the best so far, and at the end"
+    trainer.engine.close()
 
 
 @pytest.mark.parametrize(

@@ -1,17 +1,22 @@
-"""An image of D_val that cannot be read: left out and named once, or the end of the run."""
+"""What cannot be read is left out and named once: an image of D_val, or a block that a step was to have."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 
 from tests.runs import image_flags, lines, pretrain_here
+from tests.synthetic import Layout, small_config, trainer_for
 from tests.unit.data.images.stored import sample, write_images
 from trp_scale.data.images.dataset import open_image_dataset
 from trp_scale.data.index import DataError
 from trp_scale.data.split import downstream_validation
+from trp_scale.observe.incidents import Incidents, read_incidents
+from trp_scale.training.agreement import Agreed
 
 
 @pytest.fixture
@@ -54,3 +59,17 @@ def test_more_than_allowed_end_the_run(damaged: tuple[Path, str], tmp_path: Path
     data, name = damaged
     with pytest.raises(DataError, match=name):
         pretrain_here(flags(data, tmp_path / "run", allowed=0))
+
+
+def test_what_one_rank_could_not_read_is_told_though_another_has_no_rows_and_the_step_is_not_made(
+    tmp_path: Path,
+) -> None:
+    trainer = trainer_for(Layout(), small_config(Layout(), training={"steps": 3}))
+    trainer.incidents = Incidents(tmp_path)
+    agreed = Agreed(counts=torch.zeros(0), stop=True, new_corrupt={"a.tar:0": "torn"}, without_rows=True)
+    with mock.patch.object(trainer.agreement, "reach", return_value=agreed):
+        trainer.train_step()
+    assert trainer.state.step == 0
+    (told,) = read_incidents(tmp_path)
+    assert (told["kind"], told["key"], told["reason"]) == ("unreadable", "a.tar:0", "torn")
+    trainer.engine.close()

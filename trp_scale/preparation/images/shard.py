@@ -73,12 +73,6 @@ def shard_images(config: ShardImagesConfig) -> Path:
             "%s: %d images, %d stored unchanged, %d shards%s",
             *(config.output, total.images, total.unchanged, shards, classes),
         )
-        if total.odd:
-            log.warning(
-                "%d of %d images have a side below %d pixels, or are over %d times as long as wide; they are stored "
-                "like the others, and little can be learned from them: the first is %s",
-                *(total.odd, total.images, SMALLEST_SIDE, LONGEST_SHAPE, total.first_odd),
-            )
     return config.output
 
 
@@ -180,7 +174,16 @@ def _counted(total: ImageReport) -> dict[str, object]:
     return {"rows": total.images, "counts": {name: getattr(total, name) for name in counts}}
 
 
-IMAGES = DataKind(name="image", report=ImageReport, items="images", reasons=SKIP_REASONS, counted=_counted)
+def _warn(total: ImageReport) -> None:
+    if total.odd:
+        log.warning(
+            "%d of %d images have a side below %d pixels, or are over %d times as long as wide; they are stored like "
+            "the others, and little can be learned from them: the first is %s",
+            *(total.odd, total.images, SMALLEST_SIDE, LONGEST_SHAPE, total.first_odd),
+        )
+
+
+IMAGES = DataKind(name="image", report=ImageReport, items="images", reasons=SKIP_REASONS, counted=_counted, warn=_warn)
 
 
 class _PortionWriter:

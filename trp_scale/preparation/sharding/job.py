@@ -148,6 +148,7 @@ class DataKind(Generic[ReportT]):
         items: name of the report's field that counts what was stored, and the word for it in messages.
         reasons: why something is skipped: what each key of PortionReport.skipped means.
         counted: what dataset.json says of the sum of all reports.
+        warn: tells a person what is odd about it, when the data set is whole.
     """
 
     name: str
@@ -155,6 +156,7 @@ class DataKind(Generic[ReportT]):
     items: str
     reasons: Mapping[str, str]
     counted: Callable[[ReportT], Mapping[str, object]]
+    warn: Callable[[ReportT], None] = lambda report: None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -379,6 +381,7 @@ def finish_dataset(output: Path, kind: DataKind[ReportT], max_skipped: float | N
     write_dataset_index(output, complete)
     write_json(output / "dataset.json", complete)
     _clear(output)
+    kind.warn(total)
     return Finished(shards=shards, total=total)
 
 

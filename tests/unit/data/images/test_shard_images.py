@@ -25,6 +25,7 @@ from trp_scale.data.images.reader import known_suffixes
 from trp_scale.data.index import DataError, read_index, read_json
 from trp_scale.preparation.images.samples import Sample, cut_into_portions
 from trp_scale.preparation.images.shard import ShardImagesConfig, shard_images
+from trp_scale.preparation.merge import merge
 from trp_scale.preparation.sharding.lock import only_run
 
 ROOT = Path(__file__).resolve().parents[4]
@@ -89,6 +90,25 @@ def test_images_of_no_use_are_told(
     warned = [line for line in caplog.messages if "little can be learned" in line]
     assert len(warned) == odd
     assert all(line.startswith("1 of 2 images ") and line.endswith(f"b.png ({width} x {height})") for line in warned)
+
+
+def test_images_of_no_use_are_told_when_the_parts_are_merged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "in").mkdir()
+    for name, side in (("a", 16), ("b", 3), ("c", 16), ("d", 5)):
+        (tmp_path / f"in/{name}.png").write_bytes(png(np.full((side, side, 3), 9, np.uint8)))
+    for part in range(2):
+        shard_images(
+            folder_config(
+                *(tmp_path / "in", tmp_path / "out"),
+                samples_per_shard=1,
+                rows_per_block=1,
+                shard_index=part,
+                num_shards=2,
+            )
+        )
+    assert "little can be learned" not in caplog.text
+    merge(tmp_path / "out")
+    assert "2 of 4 images have a side below 8 pixels" in caplog.text
 
 
 @pytest.mark.exhaustive  # two processes: test_processes_agree_on_files_too
