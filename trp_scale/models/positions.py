@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -45,7 +45,7 @@ def shifted(positions: Tensor, shift: Tensor, order: PositionOrder = "column_row
     """Positions at (row, column) + shift (AdPE 4.1.2), in fp32 at least.
 
     A shift turns each pair of sine and cosine by shift x frequency, whatever the coordinates: no sine is taken per
-    token, a shift of zero changes nothing at all, and the gradient of the shift is one sum over the tokens.
+    position, and a shift of zero changes nothing at all.
 
     Args:
         positions: [..., D] from `sine_cosine`, with the same order.
@@ -61,6 +61,25 @@ def shifted(positions: Tensor, shift: Tensor, order: PositionOrder = "column_row
     turn = along[:, None] * frequencies(width, dtype=dtype, device=positions.device)  # [2, D / 4]
     turned = (sine * turn.cos() + cosine * turn.sin(), cosine * turn.cos() - sine * turn.sin())
     return torch.stack(turned, dim=-2).flatten(-3)
+
+
+class RowsOf(torch.autograd.Function):
+    """Rows of a small table that many ask for: `RowsOf.apply(table [N, D], places [...] int64)` -> [..., D].
+
+    The table's gradient is one matrix product, with who asked for which row; indexing would sort the places for it.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, table: Tensor, places: Tensor) -> Tensor:
+        ctx.save_for_backward(places)
+        ctx.rows = len(table)
+        return table[places]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (places,), (gradient,) = ctx.saved_tensors, gradients
+        asked = places.reshape(-1, 1) == torch.arange(ctx.rows, device=places.device)  # [..., N]
+        return asked.to(gradient.dtype).T @ gradient.reshape(-1, gradient.shape[-1]), None
 
 
 def interpolated(positions: Tensor, grid: int) -> Tensor:

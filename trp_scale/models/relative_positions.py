@@ -222,10 +222,10 @@ class RelativePositions(nn.Module):
         if len(vectors) == 1:
             return looked_up(queries, vectors[0], pairs)
         own = pairs[:, -masked:] if relative.masked_pairs is None else relative.masked_pairs
-        bias = looked_up(queries[:, :, -masked:], vectors[1], own)
         if count == masked:
-            return bias
-        return torch.cat([looked_up(queries[:, :, :-masked], vectors[0], pairs[:, :-masked]), bias], dim=2)
+            return looked_up(queries, vectors[1], own)
+        clean, moved = queries.split((count - masked, masked), dim=2)  # their gradients become one tensor at once
+        return torch.cat([looked_up(clean, vectors[0], pairs[:, :-masked]), looked_up(moved, vectors[1], own)], dim=2)
 
     def vectors(self, relative: RelativeInputs, dtype: torch.dtype) -> tuple[Tensor, ...]:
         """[R, D / H] of all queries, or of the clean ones and of the masked ones."""

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import ViTMAEConfig, ViTMAEForPreTraining
 
-from trp_scale.models.positions import PositionOrder, shifted, sine_cosine
+from trp_scale.models.positions import PositionOrder, RowsOf, shifted, sine_cosine
 
 WIDTH = 24
 
@@ -79,3 +79,13 @@ def test_its_gradient_is_that_of_finite_differences() -> None:
 def test_half_precision_positions_are_shifted_in_single_precision() -> None:
     found = shifted(sine_cosine(4, WIDTH).half(), torch.tensor([0.5, 0.5]))
     assert found.dtype == torch.float32
+
+
+def test_rows_that_many_ask_for_have_the_gradient_of_indexing() -> None:
+    table = torch.randn(6, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(0), requires_grad=True)
+    places = torch.tensor([[0, 2, 2], [5, 2, 0]])
+    assert torch.equal(RowsOf.apply(table, places), table[places])  # type: ignore[no-untyped-call]
+    assert torch.autograd.gradcheck(lambda given: RowsOf.apply(given, places), table)  # type: ignore[no-untyped-call]
+    none = places[:, :0]
+    (gradient,) = torch.autograd.grad(RowsOf.apply(table, none).sum(), table)  # type: ignore[no-untyped-call]
+    assert torch.equal(gradient, torch.zeros_like(table))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from trp_scale.models.initialise import initialise_vision
 from trp_scale.models.patches import gather_patches
 from trp_scale.models.perturbation import Perturbed, perturbation_shape, perturbed
-from trp_scale.models.positions import shifted, sine_cosine
+from trp_scale.models.positions import RowsOf, shifted, sine_cosine
 from trp_scale.models.relative_positions import IndexKind, RelativeInputs, relative_inputs
 from trp_scale.models.tensor_plan import WHOLE, Cut, TensorPlan
 from trp_scale.models.vit import TransformerBlock, block_plan
@@ -196,12 +196,11 @@ class MaskedAutoencoder(nn.Module):
 
     def masked_positions(self, positions: Tensor, masked: Tensor, acting: Perturbed) -> Tensor:
         """[N, D] and [B, M] -> [B, M, D] positions of masked patches, perturbed; fp32 at least where they are."""
+        if acting.coordinate is not None:  # the same for all: the table is shifted, not each image's part of it
+            positions = shifted(positions, acting.coordinate, self.vision.position_order)
+            return cast(Tensor, RowsOf.apply(positions, masked))  # type: ignore[no-untyped-call]
         found = positions[masked]  # [B, M, D]
-        if acting.coordinate is not None:
-            found = shifted(found, acting.coordinate, self.vision.position_order)
-        if acting.embedding is not None:
-            found = found + acting.embedding
-        return found
+        return found if acting.embedding is None else found + acting.embedding
 
     def run(
         self,
