@@ -155,12 +155,18 @@ def step_flops(config: Config, *, perturbed: bool) -> int:
 @pytest.mark.parametrize("where", ["encoder", "both"])
 def test_an_adversary_adds_interpolations_alone(adversary: dict[str, Any], more: int, where: str) -> None:
     """Over the same model without one, forward and backward: as many vectors again, forward and for the table's
-    gradient, and for a coordinate the gradient of both halves' weights."""
+    gradient, and for a coordinate the gradient of both halves' weights. Absolute coordinates have one product, for the
+    gradient of the shifted table: the masked patches by all patches."""
     config = small(where=where, **adversary)
     of_blocks = interpolation(config)
     if where == "encoder" and of_blocks:
         of_blocks -= 2 * relative_vectors(config) * 50 * (32 // 2) * 2
-    assert step_flops(config, perturbed=True) == step_flops(config, perturbed=False) + more * of_blocks
+    added = more * of_blocks
+    if adversary["kind"] == "absolute_coordinate":
+        patches = (config.crops.size // config.vision.patch_size) ** 2
+        masked = patches - int(patches * (1 - config.masking.ratio))
+        added = 2 * patches * masked * (48 + (32 if where == "both" else 0))
+    assert step_flops(config, perturbed=True) == step_flops(config, perturbed=False) + added
     if adversary["kind"] != "relative_coordinate":
         assert mae_step_flops(config, rows=1) == mae_step_flops(small(positions=config.vision.positions), rows=1)
 
