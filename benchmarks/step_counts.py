@@ -1,7 +1,8 @@
 """What a training step asks of its device: operations, bytes moved, bytes saved for the backward pass, FLOPs.
 
     python benchmarks/step_counts.py [--models bert_base_128 mae_vit_b ...] [--precision fp32|bf16]
-        [--weights fp32|bf16] [--times 8] [--checkpointing full] [--fused] [--roofline] [--costliest 10]
+        [--weights fp32|bf16] [--times 8] [--checkpointing full] [--fused] [--adversary none] [--roofline]
+        [--costliest 10]
 
 The real loop makes one step of one micro-batch on fake tensors, which have shapes and no content, so that a laptop
 counts a large model in seconds. Counted are operations that launch work: no views, no empty tensors; an operation over
@@ -42,6 +43,7 @@ from benchmarks.image_steps import MM_MAE, EncoderSize, image_recipe, mae_worklo
 from benchmarks.steps import Precision, Workload, endless, trainer_of
 from benchmarks.text_steps import text_workload
 from trp_scale.config import TextModelConfig
+from trp_scale.config.components import settings_of
 from trp_scale.core.batch import Batch
 from trp_scale.engines.plain import PlainEngine
 from trp_scale.planning.operations import RecordsOperations, attention_of_a_gpu, replace_parameters
@@ -100,6 +102,8 @@ class Options:
     """Count as if neighbouring operations were one kernel."""
     roofline: bool = False
     """Predict the share of peak on an A100 and an H100."""
+    adversary: str = ""
+    """Of image models, by its kind, in place of the recipe's; the index of relative positions is then relaxed."""
     costliest: int = 0
     """List so many operations by their predicted time on an H100."""
     json: bool = False
@@ -235,8 +239,8 @@ def entering(engine: Any, name: str, counter: CountsOperations, phase: str) -> I
         delattr(engine, name)
 
 
-def workload_of(model: Model, precision: Precision, rows: int = 0) -> Workload:
-    """The recipe's model, objective, balancer and adversary over random rows of its shapes."""
+def workload_of(model: Model, precision: Precision, rows: int = 0, adversary: str = "") -> Workload:
+    """The recipe's model, objective, balancer and adversary, or another one, over random rows of its shapes."""
     rows = rows or model.rows
     if model.length:
         recipe = load_recipe(model.recipe)
@@ -245,7 +249,10 @@ def workload_of(model: Model, precision: Precision, rows: int = 0) -> Workload:
         return text_workload(config, model.length, round(0.15 * model.length))
     if model.recipe == MM_MAE:
         return mm_mae_workload(endless(image_recipe(model.recipe, MmMaeConfig, model.size), rows, precision=precision))
-    return mae_workload(endless(image_recipe(model.recipe, MaeConfig, model.size), rows, precision=precision))
+    images = endless(image_recipe(model.recipe, MaeConfig, model.size), rows, precision=precision)
+    if adversary:
+        images.adversary, images.vision.index = settings_of("adversary", adversary), "relaxed"
+    return mae_workload(images)
 
 
 def counted(
@@ -256,9 +263,10 @@ def counted(
     *,
     checkpointing: Literal["none", "selective", "full"] = "none",
     fused: bool = False,
+    adversary: str = "",
 ) -> Counts:
     """Of a step of MODELS' `name`."""
-    workload = workload_of(MODELS[name], precision, rows)
+    workload = workload_of(MODELS[name], precision, rows, adversary)
     workload.config.training.weights = weights
     workload.config.training.activation_checkpointing = checkpointing
     return FakeTraining(workload).counts(fused=fused)
@@ -275,6 +283,7 @@ def main(options: Options) -> None:
             options.weights,
             checkpointing=options.checkpointing,
             fused=options.fused,
+            adversary=options.adversary,
         )
         for name in options.models
     }

@@ -61,8 +61,6 @@ class PlainForward(Protocol):
     @property
     def autocasts(self) -> bool: ...
 
-    def publish_restored(self) -> None: ...
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 
 
@@ -95,7 +93,6 @@ class Graphs:
         the forward pass alone may be one."""
         if self._forward is None or not objective.in_a_graph:
             return objective(forward, batch)
-        self._forward.publish_restored()
         mark_varying(self._forward.module, **batch.fields)
         before = graphs_so_far() - self.made
         found = self._losses(objective, self._forward, batch)

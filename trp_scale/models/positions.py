@@ -64,22 +64,21 @@ def shifted(positions: Tensor, shift: Tensor, order: PositionOrder = "column_row
 
 
 class RowsOf(torch.autograd.Function):
-    """Rows of a small table that many ask for: `RowsOf.apply(table [N, D], places [...] int64)` -> [..., D].
-
-    The table's gradient is one matrix product, with who asked for which row; indexing would sort the places for it.
-    """
+    """Rows of a small table that many ask for. The table's gradient is one matrix product, with who asked for which
+    row; that of indexing sorts the places."""
 
     @staticmethod
     def forward(ctx: Any, table: Tensor, places: Tensor) -> Tensor:
+        """[N, D] and [...] int64 -> [..., D]."""
         ctx.save_for_backward(places)
         ctx.rows = len(table)
         return table[places]
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
-        (places,), (gradient,) = ctx.saved_tensors, gradients
-        asked = places.reshape(-1, 1) == torch.arange(ctx.rows, device=places.device)  # [..., N]
-        return asked.to(gradient.dtype).T @ gradient.reshape(-1, gradient.shape[-1]), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        (places,) = ctx.saved_tensors
+        asked = places.flatten().unsqueeze(1) == torch.arange(ctx.rows, device=places.device)  # [..., N]
+        return asked.to(gradient.dtype).T @ gradient.flatten(0, -2), None
 
 
 def interpolated(positions: Tensor, grid: int) -> Tensor:

@@ -224,7 +224,7 @@ class RelativePositions(nn.Module):
         own = pairs[:, -masked:] if relative.masked_pairs is None else relative.masked_pairs
         if count == masked:
             return looked_up(queries, vectors[1], own)
-        clean, moved = torch.split(queries, [count - masked, masked], dim=2)  # one gradient at once
+        clean, moved = torch.split(queries, [count - masked, masked], dim=2)  # whose gradient is one copy
         return torch.cat([looked_up(clean, vectors[0], pairs[:, :-masked]), looked_up(moved, vectors[1], own)], dim=2)
 
     def vectors(self, relative: RelativeInputs, dtype: torch.dtype) -> tuple[Tensor, ...]:

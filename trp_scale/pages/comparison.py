@@ -63,11 +63,10 @@ def compare_as_page(
     if judged or markdown_file is not None or csv_file is not None:
         compare(judged, markdown_file=markdown_file, csv_file=csv_file)
     found = dict(zip(names(directories), directories, strict=True))
+    results = {name: read_results(path) for name, path in found.items() if path in judged}
     compared = Compared(
         runs={name: read_run(path) for name, path in found.items() if (path / METRICS_FILE).is_file()},
-        results=compare_results({name: read_results(path) for name, path in found.items() if path in judged})
-        if judged
-        else None,
+        results=compare_results(results) if results else None,
         colour_of=colours(found),
     )
     text = page_text(comparison_page(compared))

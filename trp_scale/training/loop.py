@@ -289,8 +289,8 @@ class Trainer:
         )
         if agreed.written and self.checkpoints is not None:
             self.checkpoints.settle()
-        rests = self._due(self.config.validation.every) or self._due(self.config.checkpoint.every)
-        rests = rests or bool(self.hooks.measured())  # which may be the best, or the reason to stop
+        measured = bool(self.hooks.measured())  # it may be the best, or the reason to stop
+        rests = measured or self._due(self.config.validation.every) or self._due(self.config.checkpoint.every)
         if rests or agreed.stop or self._too_many_skipped() or self.state.step >= self.config.training.steps:
             self.read_stats()
         return self._reason_to_stop(agreed.stop)

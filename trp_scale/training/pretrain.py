@@ -300,8 +300,8 @@ class Run:
         """The loop, then the report; returns the exit status.
 
         Args:
-            then: what all ranks do with the engine after the last step, before it is closed; not called for a run that
-                was stopped, but for one that patience ended.
+            then: what all ranks do with the engine before it is closed, where the run has made all its steps or
+                patience has ended it; not called for a run that was stopped.
         """
         try:
             try:

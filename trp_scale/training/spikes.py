@@ -2,9 +2,9 @@
 
 Judged by a robust z-score of logarithms: (x - median) / (1.4826 MAD) over the last applied steps. All ranks read the
 same numbers, and so judge alike. The median and the MAD of the past give limits, which the device compares a step with
-before it is applied: no one waits. So the step just before it, whose numbers are still on their way then, is never in
-its past, also where they have been read: the host finds what the device found, in a run that was stopped as in one that
-was not.
+before it is applied: no one waits. The numbers of the step just before may still be on their way then, so that they are
+never in its past, even where they have been read. Thus the host finds what the device found, and a run that was stopped
+what one would that was not.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class SpikeWatch:
         return torch.tensor([self._limit(known) for known in self._known(step)], dtype=torch.float64)
 
     def judge(self, step: int, stats: StepStats) -> list[Spike]:
-        """The spikes among a step's numbers, by the limits that it was decided with; they are remembered without any,
-        and if it was applied."""
+        """The spikes among a step's numbers, by the limits that it was decided with. The numbers of a step that was
+        applied and has none are remembered."""
         values = self._values(stats)
         found = [
             Spike(name, value, math.exp(statistics.median(known)), self._score(known, value))

@@ -170,6 +170,17 @@ def test_losses_in_the_graph_and_beside_it() -> None:
     assert (graphs.made, graphs.surplus) == (2, [])  # the second objective's is of the model alone
 
 
+def test_losses_after_an_interrupted_shift_are_those_of_what_was_put_back() -> None:
+    config = changed(PosBertConfig(), training={"compile": "whole", "precision": "bf16", "weights": "bf16"})
+    engine = PlainEngine(Blocks(), config, device=torch.device("cpu"))
+    batch = rows()
+    batch.fields = {name: field.bfloat16() for name, field in batch.fields.items()}
+    before = task_losses(Summed(), engine, batch).sums.detach().clone()
+    with pytest.raises(KeyError), engine.perturbed(engine.weights().times(0.0).shifted(1.0), 3.0):
+        raise KeyError
+    assert torch.equal(task_losses(Summed(), engine, batch).sums, before)
+
+
 def test_exact_forwards_are_a_mode_of_their_own() -> None:
     config = changed(PosBertConfig(), training={"compile": "whole", "precision": "bf16"})
     engine = PlainEngine(Blocks(), config, device=torch.device("cpu"))

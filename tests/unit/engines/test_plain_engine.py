@@ -142,6 +142,18 @@ def test_a_skip_leaves_weights_and_moments_and_drops_the_gradient() -> None:
 
 
 @pytest.mark.parametrize("kind", ["adamw", "lamb", "sgd"])
+def test_an_engine_that_decides_on_the_host_does_not_ask_the_device_again(kind: str) -> None:
+    """Weights that are offloaded lie on another device than the answer."""
+    engine = engine_of(kind=kind)
+    engine.decides_on_host = True
+    engine._steps = engine._steps.to("meta")
+    before = weights_of(engine)
+    push(engine, gradients(0, engine.module))
+    engine.step(0.1, torch.ones((), dtype=torch.bool, device="meta"))
+    assert all(not torch.equal(weight, before[name]) for name, weight in weights_of(engine).items())
+
+
+@pytest.mark.parametrize("kind", ["adamw", "lamb", "sgd"])
 @pytest.mark.parametrize("first", [True, False])
 def test_a_step_that_the_device_leaves_out_is_a_skip(kind: str, first: bool) -> None:
     """Also as the very first step, which makes the moments; and the count of steps goes on from a checkpoint's."""

@@ -155,3 +155,15 @@ def test_a_run_is_whole_that_has_nothing_left_to_do(tmp_path: Path, reason: str,
     path.mkdir(parents=True)
     (path / "summary.json").write_text(json.dumps({"exit_reason": reason} if reason else {}))
     assert executor._whole("runs/plain/seed_0") is whole
+
+
+def test_asking_to_stop_leaves_the_exit_status_to_the_thread_that_waits(tmp_path: Path) -> None:
+    executor = Executor(graph_of(tmp_path), jobs=1)
+    ended, gone = (subprocess.Popen(["true"]) for _ in range(2))
+    gone.wait()
+    os.waitid(os.P_PID, ended.pid, os.WEXITED | os.WNOWAIT)  # it has ended, and nobody has asked how
+    executor._running = {"runs/plain/seed_0": ended, "runs/slow/seed_0": gone}
+    executor.stop()
+    _, status, _ = os.wait4(ended.pid, 0)
+    ended.returncode = os.waitstatus_to_exitcode(status)
+    assert ended.returncode == 0
