@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import random
 import socket
 import traceback
 from collections.abc import Callable
@@ -37,7 +39,8 @@ def _serve(rank: int, world: int, port: int, pipe: Connection) -> None:
     }
     os.environ.update({name: str(value) for name, value in environment.items()})
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=world)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     look_through_young_objects()
     while True:
         try:
@@ -53,27 +56,39 @@ def _serve(rank: int, world: int, port: int, pipe: Connection) -> None:
 
 
 def free_port() -> int:
-    """A port nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port nobody listens on now, for a launcher that must be given one.
+
+    Of those that no system gives away unasked (Linux begins at 32768): between this look and the launch, a connection
+    of any other test could otherwise take it. Not from the seeded generator, which other workers seed alike.
+    """
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_768)
+        with socket.socket() as probe:
+            try:
+                probe.bind(("127.0.0.1", port))
+            except OSError:
+                continue
+        return port
 
 
 class Ranks:
     """`world` processes with a gloo group, each running the same function when asked.
 
     Functions must be importable by name and may call any collective. When one raises on some rank while others wait in
-    a collective, the processes are ended and started again at the next call.
+    a collective, or a rank's process ends, the processes are ended and started again at the next call.
     """
 
     def __init__(self, world: int) -> None:
         self.world = world
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
+        self._store: dist.TCPStore | None = None
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
-        port = free_port()
+        # Listens from here on: a port that is found and let go may be another's when the first rank has started.
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        port = self._store.port
         for rank in range(self.world):
             ours, theirs = context.Pipe()
             process = context.Process(target=_serve, args=(rank, self.world, port, theirs), daemon=True)
@@ -89,7 +104,8 @@ class Ranks:
         if not self._processes:
             self._start()
         for pipe in self._pipes:
-            pipe.send((function, arguments, named))
+            with contextlib.suppress(OSError):  # the process has ended, which is told where its answer is read
+                pipe.send((function, arguments, named))
         answers: list[Any] = [None] * self.world
         failed = ""
         patience = TIMEOUT_SECONDS
@@ -100,8 +116,9 @@ class Ranks:
                 continue
             try:
                 fine, answers[rank] = pipe.recv()
-            except EOFError:
-                fine, answers[rank] = False, "the process ended"
+            except (EOFError, OSError):
+                self._processes[rank].join(timeout=5)
+                fine, answers[rank] = False, f"its process ended with {self._processes[rank].exitcode}"
             if not fine:
                 failed += f"rank {rank}: {answers[rank]}\n"
                 patience = 5.0  # the others may wait for this one in a collective
@@ -111,8 +128,8 @@ class Ranks:
         return answers
 
     def threads(self) -> int:
-        """Of the first rank's process; 0 where none was started."""
-        return len([*Path(f"/proc/{self._processes[0].pid}/task").iterdir()]) if self._processes else 0
+        """Of the first rank's process; 0 where none runs."""
+        return len([*Path(f"/proc/{self._processes[0].pid}/task").glob("*")]) if self._processes else 0
 
     def close(self) -> None:
         """End the processes that this object started; the next call starts them again."""
@@ -123,4 +140,4 @@ class Ranks:
             if process.is_alive():
                 process.kill()
                 process.join()
-        self._processes, self._pipes = [], []
+        self._processes, self._pipes, self._store = [], [], None
