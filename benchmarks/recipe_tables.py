@@ -25,7 +25,7 @@ from trp_scale.planning.clusters import GPUS
 from trp_scale.planning.command import best_on
 from trp_scale.planning.counting import Counted
 from trp_scale.planning.tables import GIB, table
-from trp_scale.recipes.listing import summary
+from trp_scale.recipes.listing import data, summary
 from trp_scale.recipes.loader import known_recipes, load_recipe
 from trp_scale.upstreams.base import DataFacts
 
@@ -34,8 +34,8 @@ BEGIN, END = "<!-- python benchmarks/recipe_tables.py --write -->", "<!-- end of
 RANKS = 8
 LENGTHS = {"pos_bert_large_32k": 128}
 """Pieces of a sequence where the recipe's data have fewer than its model has positions for."""
-HEAD = ("recipe", "what it is", "parameters", "rows x positions", "steps", "layout", "GiB a GPU", "hours")
-FINE_TUNING = ("recipe", "what it is", "rows", "length")
+HEAD = ("recipe", "what it is", "data", "parameters", "rows x positions", "steps", "layout", "GiB a GPU", "hours")
+FINE_TUNING = ("recipe", "what it is", "data", "rows", "length")
 KINDS: dict[str, Callable[[Any], bool]] = {
     "PoS-BERT and BERT: text": lambda config: config.upstream == "pos_bert",
     "MAE, MAE+ and AdPE: images": lambda config: config.upstream == "mae" and not learns_masks(config),
@@ -73,6 +73,7 @@ def planned_row(name: str, gpu: str) -> list[str]:
     row = [
         f"`{name}`",
         summary(name),
+        data(name),
         f"{counted.parameters / 1e6:,.0f} M",
         f"{config.batch.global_size:,} x {counted.outline.positions:,}",
         f"{config.training.steps:,}",
@@ -89,7 +90,7 @@ def fine_tuning_row(name: str) -> list[str]:
     assert isinstance(config, FinetuneConfig), "not of pre-training"
     epochs = config.downstream.epochs
     length = f"{epochs:g} epochs" if epochs else f"{config.training.steps:,} steps"
-    return [f"`{name}`", summary(name), f"{config.batch.global_size:,}", length]
+    return [f"`{name}`", summary(name), data(name), f"{config.batch.global_size:,}", length]
 
 
 def tables(gpu: str) -> Iterator[str]:
@@ -100,8 +101,8 @@ def tables(gpu: str) -> Iterator[str]:
         yield from (f"### {heading}", "", *table(HEAD, [planned_row(name, gpu) for name in names]), "")
     tuned = [name for name in known_recipes() if name not in pre_training]
     yield from ("### Fine-tuning", "", *table(FINE_TUNING, [fine_tuning_row(name) for name in tuned]), "")
-    tiny = [[f"`{name}`", summary(name)] for name in pre_training if is_tiny(name)]
-    yield from ("### For trying things out", "", *table(("recipe", "what it is"), tiny), "")
+    tiny = [[f"`{name}`", summary(name), data(name)] for name in pre_training if is_tiny(name)]
+    yield from ("### For trying things out", "", *table(("recipe", "what it is", "data"), tiny), "")
 
 
 def main(options: Options) -> None:

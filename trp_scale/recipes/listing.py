@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -66,15 +67,27 @@ def summaries() -> dict[str, str]:
 def summary(name: str) -> str:
     """The line that a recipe was registered with, or the first sentence of the comment at its head; empty if it has
     none."""
-    path, paragraph = recipe_path(name), list[str]()
+    path = recipe_path(name)
     if mapping_at(path) is not None:
         return registered_recipes[name].line
-    for line in read_lines(path):
-        words = line.removeprefix("#").strip()
-        if not line.startswith("#") or not words:
-            break
-        paragraph.append(words)
-    return re.split(r"(?<=\.)\s+(?=[A-Z\"])", " ".join(paragraph), maxsplit=1)[0].removesuffix(".")
+    paragraph = _head(path).partition("\n\n")[0].replace("\n", " ")
+    return re.split(r"(?<=\.)\s+(?=[A-Z\"])", paragraph, maxsplit=1)[0].removesuffix(".")
+
+
+def data(name: str) -> str:
+    """What a recipe is meant to be trained on: the sentence that `Data:` begins in the comment at its head, or at that
+    of the nearest recipe that it extends; empty if none says it."""
+    for path in reversed(resolve(recipe_path(name))[1].chain):
+        head = "" if mapping_at(path) is not None else _head(path)
+        if found := re.search(r"^Data: (.+?)\.(?:\s|$)", head, re.MULTILINE | re.DOTALL):
+            return " ".join(found[1].split())
+    return ""
+
+
+def _head(path: Path) -> str:
+    """The comment at the head of a file, without its marks."""
+    comment = itertools.takewhile(lambda line: line.startswith("#"), read_lines(path))
+    return "\n".join(line.removeprefix("#").strip() for line in comment)
 
 
 def resolved(path: Path) -> Iterator[str]:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.unit.recipes import resolved as fixture
 from trp_scale.config import RefusedError
-from trp_scale.recipes.listing import listed, recipes, resolved, summary
+from trp_scale.recipes.listing import data, listed, recipes, resolved, summary
 from trp_scale.recipes.loader import known_recipes, load_recipe, to_dict
 from trp_scale.recipes.registered import RECIPES
 
@@ -139,3 +139,13 @@ def test_every_recipe_is_listed_with_the_sentence_at_its_head() -> None:
         sentence = summary(RECIPES / f"{name}.yaml")
         assert 20 <= len(sentence) <= 120, sentence
         assert any(name in line and sentence in line for line in lines)
+
+
+def test_every_recipe_says_what_it_is_trained_on_or_extends_one_that_does(tmp_path: Path) -> None:
+    for name in known_recipes():
+        assert 4 <= len(data(name)) <= 60, name
+    assert data("mm_mae_vit_b_s50_800") == "ImageNet-S50 with pseudo labels of depth and segmentation"
+    assert data("adpe_vit_l") == "ImageNet-1k"
+    text = "# Mine, on other Data: many.\n#\n# Data: 1.5 M photographs\n# of birds. 12 GB.\nextends: adpe_vit_b\n"
+    assert data(str(write(tmp_path, mine=text))) == "1.5 M photographs of birds"
+    assert data(str(write(tmp_path, mine="# Data: said without an end\nextends: adpe_vit_b\n"))) == "ImageNet-1k"
