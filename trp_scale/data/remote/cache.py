@@ -10,6 +10,7 @@ from __future__ import annotations
 import fcntl
 import math
 import os
+import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -233,7 +234,7 @@ class Cache:
     def _clear(self, limit: int, keep: Path) -> int:
         """Remove the files opened longest ago until all take `limit` bytes; returns what they take. Unfinished files of
         processes that were killed go first."""
-        files = sorted(((path.stat(), path) for path in self._files()), key=lambda each: each[0].st_mtime_ns)
+        files = sorted(self._files(), key=lambda each: each[0].st_mtime_ns)
         used = sum(status.st_size for status, _ in files)
         for abandoned in (True, False):
             for status, path in files:
@@ -245,14 +246,20 @@ class Cache:
                 used -= status.st_size
         return used
 
-    def _files(self) -> Iterator[Path]:
-        return (path for pattern in ("*.tar", f"*.tar{_PART}") for path in self.root.rglob(pattern) if path.is_file())
+    def _files(self) -> Iterator[tuple[os.stat_result, Path]]:
+        """All files. Whoever fetches one renames it at any time, so that a name may be gone when it is looked at."""
+        for pattern in ("*.tar", f"*.tar{_PART}"):
+            for path in self.root.rglob(pattern):
+                with suppress(FileNotFoundError):
+                    status = path.stat()
+                    if stat.S_ISREG(status.st_mode):
+                        yield status, path
 
     def _used(self) -> int:
         """What the files took at the last change; a process that was killed may leave more than there is."""
         with suppress(OSError, ValueError):
             return int((self.root / _USED).read_text())
-        return sum(path.stat().st_size for path in self._files())
+        return sum(status.st_size for status, _ in self._files())
 
     @contextmanager
     def _alone(self) -> Iterator[None]:

@@ -163,6 +163,28 @@ def test_of_several_processes_one_fetches(files: Cache) -> None:
     assert fetched.value == 1
 
 
+def test_files_are_counted_while_others_are_renamed(files: Cache) -> None:
+    """As the thread that fetches ahead does, or another process, while a tar is opened."""
+    place, ended = files.root / "a.tar", threading.Event()
+    part = place.with_name("a.tar.part")
+
+    def fetching() -> None:
+        part.write_bytes(b"1234567")
+        while not ended.is_set():
+            part.replace(place)
+            place.replace(part)
+
+    other = threading.Thread(target=fetching)
+    other.start()
+    try:
+        for _ in range(2_000):
+            files._used()
+    finally:
+        ended.set()
+        other.join()
+    assert files._used() == 7
+
+
 def test_a_process_that_does_not_get_on_is_not_awaited_for_ever(files: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRP_SCALE_REMOTE_SECONDS", "0.2")
     begun, end = threading.Event(), threading.Event()
