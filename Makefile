@@ -36,6 +36,8 @@ PIP = $(BIN)/python -m pip install --quiet --disable-pip-version-check $(PIP_FLA
 # ninja and the deepspeed launcher's children are looked up here.
 export PATH := $(BIN):$(PATH)
 CORES := $(shell getconf _NPROCESSORS_ONLN 2>/dev/null || echo 2)
+# One more than cores: tests wait a part of their time, for processes that they have started.
+WORKERS ?= $(shell echo $$(( $(CORES) + 1 )))
 THREADS := $(shell echo $$(( $(CORES) > $(RANKS) ? $(CORES) / $(RANKS) : 1 )))
 
 help:
@@ -63,22 +65,22 @@ pretrain: $(INSTALLED) $(CORPUS)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-$(THREADS)} $(BIN)/deepspeed --num_gpus $(RANKS) launch/pretrain.py --ds_config ds_configs/zero2.json --recipe pos_bert_tiny
 
 test: $(INSTALLED)
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n $(CORES) --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 unit: $(INSTALLED)
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n $(CORES) --dist loadfile --no-loadscope-reorder tests/unit
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder tests/unit
 
 matrix:
 	tests/matrix.sh $(PYTHONS)
 
 test-exhaustive: $(INSTALLED)
-	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n $(CORES) --dist loadfile --no-loadscope-reorder -m exhaustive
+	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder -m exhaustive
 
 test-cluster: $(INSTALLED)
 	OMP_NUM_THREADS=$${OMP_NUM_THREADS:-1} $(BIN)/python -m pytest -rs -m "cluster and not exhaustive" tests/cluster
 
 test-faults: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(CORES) -m faults tests/faults
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(WORKERS) -m faults tests/faults
 
 # Strict: what mkdocs.yml says under `validation` fails the build; with --quiet mkdocs would not count it. The variable leaves
 # out an advertisement.

@@ -86,8 +86,8 @@ def find_runs(run: Path, weights: Weights = "last") -> dict[str, list[FinetunedR
         found = sorted(run.glob("*/seed_*"), key=lambda path: (path.parent.name, _seed(path)))
     if not found:
         raise RefusedError(
-            f"--run {run}: no fine-tuned run is there; allowed: a directory of trp-scale finetune, with "
-            "TASK/seed_N/checkpoints, or one of those seeds"
+            f"--run {run}: no trained run is there; allowed: a run directory of trp-scale pretrain, or a directory of "
+            "trp-scale finetune, with TASK/seed_N/checkpoints, or one of those seeds"
         )
     by_task: dict[str, list[FinetunedRun]] = {}
     for directory in found:

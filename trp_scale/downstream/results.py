@@ -187,5 +187,7 @@ def _read(path: Path) -> Any:
     if path.parent.exists() and not path.parent.is_dir():
         raise RefusedError(f"{path.parent} is a file; allowed: the directory that holds {path.name}")
     return read_json(
-        path, missing="missing; allowed: a directory that trp-scale finetune, evaluate or probe has finished"
+        path,
+        missing="missing; allowed: a directory that trp-scale finetune, evaluate or probe has finished; runs of "
+        "pre-training are put side by side by trp-scale compare --html FILE",
     )

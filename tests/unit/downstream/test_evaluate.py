@@ -145,7 +145,7 @@ def test_what_cannot_be_measured_is_refused(tuned: Path, tmp_path: Path, capsys:
     for flags, message in (
         ([], "--run is missing"),
         (["--run", str(tmp_path / "nowhere")], "there is no such directory"),
-        (["--run", str(tmp_path / "empty")], "no fine-tuned run is there"),
+        (["--run", str(tmp_path / "empty")], "no trained run is there"),
         (["--run", str(pretrained), "--robustness", f"a={fewer}"], "--robustness is for fine-tuned runs"),
         ([*run, "--rows", "3"], "--rows 3 is for runs of pre-training"),
         ([*run, "--data", str(renamed)], "allowed: the same names in the same order"),
