@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as multiprocessing
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from tests.young_objects import look_through_young_objects
 
@@ -39,7 +40,7 @@ def _serve(rank: int, world: int, port: int, pipe: Connection) -> None:
     }
     os.environ.update({name: str(value) for name, value in environment.items()})
     torch.set_num_threads(1)
-    store = dist.TCPStore("127.0.0.1", port, is_master=False)
+    store = TCPStore("127.0.0.1", port, is_master=False)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=world)
     look_through_young_objects()
     while True:
@@ -82,12 +83,12 @@ class Ranks:
         self.world = world
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
-        self._store: dist.TCPStore | None = None
+        self._store: TCPStore | None = None
 
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
         # Listens from here on: a port that is found and let go may be another's when the first rank has started.
-        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         port = self._store.port
         for rank in range(self.world):
             ours, theirs = context.Pipe()
