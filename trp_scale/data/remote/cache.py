@@ -247,13 +247,14 @@ class Cache:
         return used
 
     def _files(self) -> Iterator[tuple[os.stat_result, Path]]:
-        """All files. Whoever fetches one renames it at any time, so that a name may be gone when it is looked at."""
-        for pattern in ("*.tar", f"*.tar{_PART}"):
-            for path in self.root.rglob(pattern):
+        """All files, each once. Whoever fetches one renames it at any time, perhaps after its name was read here."""
+        for path in self.root.rglob("*.tar*"):
+            for name in (path, path.with_suffix("")) if path.suffix == _PART else (path,):
                 with suppress(FileNotFoundError):
-                    status = path.stat()
-                    if stat.S_ISREG(status.st_mode):
-                        yield status, path
+                    status = name.stat()
+                    if name.suffix in (".tar", _PART) and stat.S_ISREG(status.st_mode):
+                        yield status, name
+                    break
 
     def _used(self) -> int:
         """What the files took at the last change; a process that was killed may leave more than there is."""

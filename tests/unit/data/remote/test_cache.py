@@ -163,26 +163,24 @@ def test_of_several_processes_one_fetches(files: Cache) -> None:
     assert fetched.value == 1
 
 
-def test_files_are_counted_while_others_are_renamed(files: Cache) -> None:
+def test_a_file_that_is_renamed_while_files_are_counted_counts_once(
+    files: Cache, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """As the thread that fetches ahead does, or another process, while a tar is opened."""
-    place, ended = files.root / "a.tar", threading.Event()
-    part = place.with_name("a.tar.part")
+    part, place = files.root / "a.tar.part", files.root / "a.tar"
+    part.write_bytes(b"1234567")
+    listing = Path.rglob
 
-    def fetching() -> None:
-        part.write_bytes(b"1234567")
-        while not ended.is_set():
+    def listed_then_renamed(root: Path, pattern: str) -> list[Path]:
+        found = list(listing(root, pattern))
+        if part.exists():
             part.replace(place)
-            place.replace(part)
+        return found
 
-    other = threading.Thread(target=fetching)
-    other.start()
-    try:
-        for _ in range(2_000):
-            files._used()
-    finally:
-        ended.set()
-        other.join()
+    monkeypatch.setattr(Path, "rglob", listed_then_renamed)
     assert files._used() == 7
+    assert not part.exists()
+    assert [path for _, path in files._files()] == [place]
 
 
 def test_a_process_that_does_not_get_on_is_not_awaited_for_ever(files: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
