@@ -25,6 +25,9 @@ LOOKED_THROUGH = 1000
 
 _KINDS = {"text": "text that is not sharded", "image": "images that are not sharded", "tar": "tars without an index"}
 
+_OF_A_RUN = ("metrics.jsonl", "stop.json")
+"""Either is in the directory of each run that made a step or was refused one."""
+
 _RECORD, _NAME_BYTES = 512, 100
 """Bytes of a tar's records, and of a name at the beginning of a member's first."""
 
@@ -81,6 +84,8 @@ def _in_place_of_one(place: Path) -> str:
     if place.is_dir():
         if (place / "progress").is_dir():
             return "its sharding has not come to its end, and there is no dataset.json; the same command again goes on"
+        if any((place / name).is_file() for name in _OF_A_RUN):
+            return f"no data set, but a run's directory; trp-scale report --run {_word(place)} tells of it"
         if is_dataset_directory(place):
             return f"no data set, but a directory of datasets.save_to_disk; {_sharded('text', place)}, or shard-images"
         if within := sorted(path.parent.name for path in islice(place.glob("*/dataset.json"), LOOKED_THROUGH)):

@@ -34,8 +34,8 @@ def held_out(identities: Words, fraction: float, *, where: str) -> npt.NDArray[n
     if chosen.all():
         raise RefusedError(
             f"{where}: data.validation_fraction {fraction} holds out all {len(identities)} blocks and leaves none to "
-            f"train on; shard the data again with a smaller --rows_per_block, or give --data.validation_fraction 0 to "
-            f"hold nothing out"
+            f"train on; shard the data again with a smaller --rows_per_block, or give --data.validation_fraction 0 "
+            f"and --validation.every 0 to hold nothing out"
         )
     return chosen
 

@@ -45,6 +45,8 @@ def laid_out(folder: Path, *files: str) -> Path:
             "",
             "a directory of datasets.save_to_disk; .*trp-scale shard-text .*or shard-im",
         ),
+        (["config.json", "stop.json"], "", "a run's directory; .*trp-scale report --run DIR"),
+        (["metrics.jsonl", "tokenizer/vocab.txt"], "", "a run's directory; .*trp-scale report --run DIR"),
         (["a.csv"], "", r"files \(a.csv\); text, JSON lines, parquet and images can be sharded"),
     ],
 )
