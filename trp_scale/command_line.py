@@ -14,6 +14,7 @@ import sys
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from itertools import pairwise
+from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
 
 import tyro
@@ -153,6 +154,8 @@ def _parsed(
     kind: type[Any], argv: Sequence[str], *, prog: str, first: Collection[str], settings: dict[str, Any]
 ) -> Any:
     settings = {"use_underscores": True, "console_outputs": speaks(), **settings}
+    if asks_for_help(argv):
+        _unwrap_docstrings(kind, settings.get("default"))
     if HELP_ALL in argv:
         argv = ["--help"]
     elif any(word in HELP for word in argv):
@@ -220,6 +223,32 @@ def _help(kind: type[Any], prog: str, first: Collection[str], settings: dict[str
     finally:
         if settings["console_outputs"]:
             print("\n".join([*listed, *_more(prog, sections)]))
+
+
+def _unwrap_docstrings(kind: type[Any], default: object) -> None:
+    """Give tyro what the fields of a dataclass and of its sections say, as running text: in a docstring it takes each
+    indented line for a paragraph.
+
+    Args:
+        default: one of this kind, whose sections may be of other types than its annotations; None if there is none.
+    """
+    from docstring_parser import parse_from_object
+
+    said = {
+        each.arg_name: " ".join((each.description or "").split())
+        for owner in reversed(kind.__mro__)
+        if dataclasses.is_dataclass(owner)
+        for each in parse_from_object(owner).params
+    }
+    for field in dataclasses.fields(kind):
+        if text := said.get(field.name):
+            field.metadata = MappingProxyType({**field.metadata, "help": text})
+    for name, type_ in get_type_hints(kind, include_extras=True).items():
+        own = getattr(default, name, None)
+        if dataclasses.is_dataclass(own):
+            _unwrap_docstrings(type(own), own)
+        elif section := _section(type_):
+            _unwrap_docstrings(section, None)
 
 
 def _components(config: Any) -> Iterator[str]:

@@ -9,13 +9,15 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 import trp_scale
 from trp_scale import cli
-from trp_scale.command_line import OTHER_NAMES
+from trp_scale.command_line import OTHER_NAMES, read
 from trp_scale.commands.refusals import run
 from trp_scale.config import RefusedError
 from trp_scale.exit_status import ExitStatus
@@ -118,6 +120,45 @@ def test_each_command_explains_its_flags(command: str, capsys: pytest.CaptureFix
     first, every = ({*re.findall(r"^. (--[a-z_.]+)", screen, re.MULTILINE)} for screen in screens)
     assert first <= every
     assert (f"trp-scale {command} --help-all explains every flag." in screens[0]) == (first < every)
+
+
+@dataclass(kw_only=True)
+class Sharper:
+    """A section of another type than its annotation says."""
+
+    alpha: float = 1.0
+    """Told on two lines
+    (of which the second begins with a bracket)."""
+
+
+@dataclass(kw_only=True)
+class Inherited:
+    rows: int = 0
+    """Told by the
+    class below."""
+
+
+@dataclass(kw_only=True)
+class Told(Inherited):
+    """A command."""
+
+    steps: int = 0
+    """Told on
+    two lines."""
+    balancer: Any = field(default_factory=Sharper)
+
+
+@pytest.mark.parametrize("asked", ["--help", "--help-all"])
+def test_what_a_flag_does_is_running_text(
+    asked: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However its docstring is wrapped: tyro takes each indented line for a paragraph."""
+    monkeypatch.setenv("COLUMNS", "130")
+    with pytest.raises(SystemExit):
+        read(Told, [asked], prog="told", default=Told())
+    said = capsys.readouterr().out
+    assert "Told on two lines. (default: 0)" in said and "Told by the class below. (default: 0)" in said
+    assert "Told on two lines (of which the second begins with a bracket). (default: 1.0)" in said
 
 
 @pytest.mark.parametrize("command", sorted({*COMMANDS} - {"theory", "doctor"}))
