@@ -34,6 +34,9 @@ MOST_PROBLEMS = 40
 NO_ROOM = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
 """What every library says of a full disk, and another rank's message too."""
 
+DENIED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG)
+"""Why a path cannot be used, whatever is done there."""
+
 EXTRA_OF = {"deepspeed": "deepspeed", "timm": "vision", "torchvision": "vision"}
 """The extra that installs a package which whole modules are built on: of which no place asks whether it is there."""
 
@@ -68,6 +71,9 @@ def as_told(error: BaseException) -> tuple[ExitStatus, str]:
         return ExitStatus.STORAGE, f"{said}; make room {where}, the same command goes on"
     if isinstance(error, RefusedError):
         return error.status, str(error)
+    if isinstance(error, OSError) and error.errno in DENIED and isinstance(error.filename, str):
+        said = f"{shortened(error.filename)}: {error.strerror}"
+        return ExitStatus.STORAGE, f"{said}; give another path, or see to it that this one can be used"
     package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""
     if (extra := EXTRA_OF.get(package)) is not None:
         return ExitStatus.REFUSED, f"this needs {package}, which is not installed: pip install 'trp-scale[{extra}]'"

@@ -71,6 +71,13 @@ def test_help_and_the_document_list_every_exit_status(capsys: pytest.CaptureFixt
         ),
         (OSError(errno.EDQUOT, os.strerror(errno.EDQUOT), "/a"), 5, "Disk quota exceeded: '/a'; make room there"),
         (OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), 5, "left on device; make room where the command writes"),
+        (
+            PermissionError(errno.EACCES, "Permission denied", "/a"),
+            5,
+            "error: /a: Permission denied; give another",
+        ),
+        (OSError(errno.EROFS, os.strerror(errno.EROFS), "/a"), 5, "error: /a: Read-only file system; give another"),
+        (OSError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), "/a"), 5, "error: /a: Not a directory; give another"),
     ],
 )
 def test_how_an_error_ends_a_command(
@@ -81,6 +88,15 @@ def test_how_an_error_ends_a_command(
 
     assert run(fails) == status
     assert line in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("error", [PermissionError(errno.EPERM, "no"), FileNotFoundError(errno.ENOENT, "no", "/a")])
+def test_an_error_that_no_path_explains_keeps_its_traceback(error: OSError) -> None:
+    def fails() -> int:
+        raise error
+
+    with pytest.raises(OSError, match=error.strerror):
+        run(fails)
 
 
 @pytest.mark.parametrize("command", ["shard-text", "inspect"])
