@@ -107,8 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status (exit_status.py)."""
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments or arguments[0] in HELP:
-        print("\n".join(usage()))
-        return ExitStatus.DONE if arguments else ExitStatus.REFUSED
+        return run(lambda: _usage(ExitStatus.DONE if arguments else ExitStatus.REFUSED))
     if arguments[0] == "--version":
         print(f"trp-scale {trp_scale.__version__}")
         return 0
@@ -117,6 +116,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name not in commands:
         return run(lambda: _refuse(name, commands))
     return run(lambda: commands[name](rest))
+
+
+def _usage(status: ExitStatus) -> int:
+    print("\n".join(usage()), flush=True)
+    return status
 
 
 def usage() -> Iterator[str]:

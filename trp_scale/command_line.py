@@ -164,7 +164,7 @@ def _parsed(
         return tyro.cli(kind, prog=prog, args=list(argv), **settings)
     except SystemExit as error:
         if error.code and settings["console_outputs"] and hasattr(settings.get("default"), "config"):
-            print("".join(f"{line}\n" for line in _of_other_trainers(argv)), end="", file=sys.stderr)
+            print("".join(f"{line}\n" for line in _of_other_trainers(kind, argv)), end="", file=sys.stderr)
         raise
 
 
@@ -201,11 +201,12 @@ OTHER_NAMES = {
 """Flags of transformers' Trainer and of MAE's scripts, and what stands here in their place."""
 
 
-def _of_other_trainers(argv: Sequence[str]) -> Iterator[str]:
-    """A line for each flag that another trainer has."""
+def _of_other_trainers(kind: type[Any], argv: Sequence[str]) -> Iterator[str]:
+    """A line for each flag that another trainer has, and this command has not."""
+    own = {field.name for field in dataclasses.fields(kind)}
     for word in argv:
         name = word.partition("=")[0]
-        if name.startswith("--") and (here := OTHER_NAMES.get(name[2:].replace("-", "_"))):
+        if name.startswith("--") and name[2:] not in own and (here := OTHER_NAMES.get(name[2:].replace("-", "_"))):
             yield f"{name} of other trainers is here {here}"
 
 

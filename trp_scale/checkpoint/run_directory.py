@@ -55,9 +55,11 @@ def incompleteness(path: Path) -> str | None:
     """None when checkpoint.json can be read and every file it lists is there with its size; else what is wrong."""
     try:
         document = read_document(path)
+        return next((problem for entry in document.files if (problem := wrong_size(path, entry))), None)
     except CheckpointError as error:
         return str(error)
-    return next((problem for entry in document.files if (problem := wrong_size(path, entry))), None)
+    except FileNotFoundError as error:  # the run has just removed it
+        return f"{error.filename}: missing"
 
 
 def newest_complete(run_dir: Path) -> Found:

@@ -208,7 +208,7 @@ def inspect(argv: Sequence[str]) -> int:
     from trp_scale.preparation.images.display import is_image_shard
     from trp_scale.preparation.sharding.unfinished import first_shard, refuse_unfinished
 
-    shard = arguments.shard
+    shard = arguments.shard.absolute()
     if not index_path(shard).is_file():
         shard = first_shard(shard)
     block, blocks = arguments.block or None, read_index(shard).blocks

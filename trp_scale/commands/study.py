@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import tyro
 
-from trp_scale.command_line import HELP, HELP_ALL, read
+from trp_scale.command_line import HELP, HELP_ALL, asks_for_help, read
 from trp_scale.errors import RefusedError, nearest
 
 if TYPE_CHECKING:
@@ -38,6 +38,9 @@ def study(argv: Sequence[str]) -> int:
 
 def list_studies(argv: Sequence[str]) -> int:
     """The studies with a line each."""
+    if asks_for_help(argv):
+        print(f"usage: trp-scale study list\n\n{list_studies.__doc__}")
+        return 0
     if argv:
         raise RefusedError(f"study list takes nothing more; found: {' '.join(argv)}")
     from trp_scale.studies.study import known_studies, load_study

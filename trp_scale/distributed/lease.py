@@ -144,6 +144,7 @@ def _this_process() -> dict[str, Any]:
     return {
         "host": socket.gethostname(),
         "boot": _boot(),
+        "processes": _processes(),
         "process": os.getpid(),
         "began": _began(os.getpid()),
         "started": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
@@ -155,14 +156,24 @@ def _is_gone_from_here(holder: dict[str, Any]) -> bool:
     if holder.get("host") != socket.gethostname():
         return False
     number = holder.get("process")
-    same_boot = holder.get("boot") == _boot()
-    return not same_boot or not isinstance(number, int) or _began(number) != holder.get("began")
+    if holder.get("boot") != _boot():
+        return True
+    if holder.get("processes", _processes()) != _processes():  # of another container, whose processes are not seen here
+        return False
+    return not isinstance(number, int) or _began(number) != holder.get("began")
 
 
 def _boot() -> str:
     """Another one after each start of the host."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return ""
+
+
+def _processes() -> str:
+    """The name space of this process's number: two containers of a host have two, also where they share its name."""
+    with contextlib.suppress(OSError):
+        return str(Path("/proc/self/ns/pid").readlink())
     return ""
 
 

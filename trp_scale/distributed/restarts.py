@@ -144,7 +144,8 @@ class _ForkedRank:
     def _pass_on(self, number: int, frame: FrameType | None) -> None:
         self.asked = True
         if self._process:
-            os.kill(self._process, number)
+            with contextlib.suppress(ProcessLookupError):  # it has just ended
+                os.kill(self._process, number)
         else:
             note_early(signal.Signals(number))  # just forked
 
@@ -216,16 +217,20 @@ def _hold_store(info: RankInfo) -> None:
     read, write = os.pipe()
     own = os.getpid()
     if os.fork() == 0:
-        store, problem = None, ""
         try:
-            store = open_store(info, PATIENCE)
-        except RefusedError as error:
-            problem = str(error)
-        os.write(write, problem.encode())
-        os.close(write)
-        while store is not None and os.getppid() == own:
-            time.sleep(LOOKED_EACH)
-        os._exit(0)
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # of Ctrl-C the whole group hears
+                signal.signal(number, signal.SIG_IGN)
+            store, problem = None, ""
+            try:
+                store = open_store(info, PATIENCE)
+            except RefusedError as error:
+                problem = str(error)
+            os.write(write, problem.encode())
+            os.close(write)
+            while store is not None and os.getppid() == own:
+                time.sleep(LOOKED_EACH)
+        finally:  # nothing of what the caller would do
+            os._exit(0)
     os.close(write)
     with os.fdopen(read) as told:
         if problem := told.read():

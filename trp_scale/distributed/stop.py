@@ -110,7 +110,8 @@ class StopRequests:
     def __enter__(self) -> StopRequests:
         self._start = self._clock() if self._began is None else self._began
         self._before = {number: signal.signal(number, self._hear) for number in _SIGNALS}
-        self._reason = asked_early()
+        early = asked_early()
+        self._reason = self._reason or early  # a signal may have come since the first line
         self._listener = _Listener()
         return self
 

@@ -70,7 +70,7 @@ class _Loader(yaml.SafeLoader):
             key = self.construct_object(place, deep=True)  # type: ignore[no-untyped-call]
             if key in keys:
                 raise yaml.constructor.ConstructorError(
-                    None, None, f"key {quoted(key)} is given twice", node.start_mark
+                    None, None, f"key {quoted(key)} is given twice", place.start_mark
                 )
             keys.add(key)
         return super().construct_mapping(node, deep=deep)  # type: ignore[no-any-return]

@@ -165,7 +165,7 @@ def parse_evaluate(argv: Sequence[str]) -> EvaluateArguments:
         prog="trp-scale evaluate",
         first=("run", "data", "split", "robustness", "predictions", "output"),
     )
-    if arguments.run == Path():
+    if not any(word.partition("=")[0] in ("--run", "--finetuned") for word in argv):
         raise RefusedError(
             "--run is missing; allowed: a run of trp-scale pretrain, a directory of trp-scale finetune, or one of its "
             "seeds"

@@ -13,6 +13,7 @@ from typing import Any
 
 from trp_scale.documents.json_files import json_lines, parse_json
 from trp_scale.errors import RefusedError
+from trp_scale.observe.metrics import drop_torn_line
 
 INCIDENTS_FILE = "incidents.jsonl"
 
@@ -36,6 +37,7 @@ class Incidents:
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
         self._waiting = [*self._waiting, json.dumps({"at": now, "step": step, "kind": kind, **fields})][-_MOST_WAITING:]
         with contextlib.suppress(OSError):
+            drop_torn_line(self._path)
             with self._path.open("a", encoding="utf-8") as file:
                 file.write("".join(f"{line}\n" for line in self._waiting))
             self._waiting = []

@@ -156,7 +156,8 @@ class Executor:
         ended: dict[str, State | None] = {name: self._finished(name) for name in self.graph.nodes}
         ended = {name: state for name, state in ended.items() if state is not None}
         waiting = [name for name in names if name not in ended]
-        before = signal.signal(signal.SIGTERM, lambda *_: self.stop())
+        heard = (signal.SIGTERM, signal.SIGUSR1)
+        before = {number: signal.signal(number, lambda *_: self.stop()) for number in heard}
         try:
             with ThreadPoolExecutor(self.jobs) as pool:
                 self._schedule(pool, waiting, ended)
@@ -164,7 +165,8 @@ class Executor:
             self.stop()
             raise
         finally:
-            signal.signal(signal.SIGTERM, before)
+            for number in heard:
+                signal.signal(number, before[number])
         return {name: ended.get(name) for name in names}
 
     def stop(self) -> None:

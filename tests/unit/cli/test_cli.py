@@ -386,3 +386,34 @@ def test_printed_settings_are_a_recipe_of_the_very_run(
     (tmp_path / "printed.yaml").write_text(printed)
     assert dump(load_recipe(str(tmp_path / "printed.yaml"))) == printed
     assert "\n  lr: 0.00123\n" in printed
+
+
+def test_a_flag_that_the_command_has_is_no_other_trainers(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.main(["plan", "--recipe", "pos_bert_base", "--gpus", "8", "--num_gpus", "8"])
+    said = capsys.readouterr().err
+    assert "--num_gpus of other trainers" in said and "--gpus of other trainers" not in said
+
+
+def test_the_list_of_studies_explains_itself(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["study", "list", "--help"]) == 0
+    assert "usage: trp-scale study list" in capsys.readouterr().out
+
+
+def test_the_directory_one_stands_in_is_looked_at(
+    text_dataset: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(text_dataset)
+    assert cli.main(["inspect", "."]) == 0
+    assert "row 0" in capsys.readouterr().out
+    assert cli.main(["evaluate", "--run", "."]) == 2
+    assert "no trained run is there" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--size", "--count", "--seed"])
+def test_what_is_for_rendered_scenes_is_refused_with_images(
+    flag: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    argv = ["shard-images", "--inputs", str(tmp_path), "--output", str(tmp_path / "out"), flag, "32"]
+    assert cli.main(argv) == 2
+    assert f"{flag} 32 is for --embedded scenes" in capsys.readouterr().err

@@ -48,6 +48,16 @@ def test_a_process_that_is_gone_holds_nothing(tmp_path: Path) -> None:
         assert holder_of(tmp_path)["process"] == os.getpid()
 
 
+def test_a_process_of_another_container_may_be_alive_though_it_is_not_seen(tmp_path: Path) -> None:
+    """Two containers of a host may share its name."""
+    with Lease(tmp_path):
+        held = json.loads((tmp_path / LEASE).read_text())
+    (tmp_path / LEASE).write_text(json.dumps({**held, "processes": "pid:[1]", "began": "another's"}))
+    assert not holder_of(tmp_path)["gone"]
+    (tmp_path / LEASE).write_text(json.dumps({**held, "began": "another's"}))
+    assert holder_of(tmp_path)["gone"]
+
+
 def of_another_host(run_dir: Path) -> None:
     (run_dir / LEASE).write_text(json.dumps({"token": "t", "host": "node7", "process": 12, "started": "today"}))
 

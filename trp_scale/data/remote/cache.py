@@ -119,6 +119,14 @@ class Cache:
         Raises:
             RemoteError: no room; or another process fetches the file and does not get on.
         """
+        try:
+            return self._opened(place, size, fetch)
+        except OSError as error:  # of this disk; nothing is wrong with what is stored
+            raise RemoteError(
+                f"{place}: the cache cannot hold it ({error.strerror}); set {DIRECTORY} to a disk with room"
+            ) from error
+
+    def _opened(self, place: Path, size: int, fetch: Callable[[int], None]) -> int:
         while True:
             with suppress(FileNotFoundError):
                 descriptor = os.open(place, os.O_RDONLY)
@@ -240,7 +248,7 @@ class Cache:
             for status, path in files:
                 if path == keep or (path.suffix == _PART) != abandoned or (used <= limit and not abandoned):
                     continue
-                if abandoned and not _unlocked(path):
+                if abandoned and not _removed_abandoned(path):
                     continue
                 path.unlink(missing_ok=True)
                 used -= status.st_size
@@ -327,14 +335,16 @@ def _written_lately(descriptor: int) -> bool:
     return time.time() - os.fstat(descriptor).st_mtime < 1.0
 
 
-def _unlocked(path: Path) -> bool:
-    """Whether no process writes an unfinished file."""
+def _removed_abandoned(path: Path) -> bool:
+    """Remove an unfinished file that no process writes; whether it is gone. Under its lock, so that none begins to."""
     try:
         descriptor = os.open(path, os.O_RDWR)
     except FileNotFoundError:
         return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if _is(path, descriptor):
+            path.unlink(missing_ok=True)
         return True
     except BlockingIOError:
         return False

@@ -85,7 +85,8 @@ class _Update:
         content = self._remote.read("dataset.json", LARGEST)
         path = self._directory / "dataset.json"
         if listed is None and (not path.exists() or path.read_bytes() != content):
-            before = {}  # all may be others now
+            before = {}  # all may be others now, also at the next start if this one comes to no end
+            (self._directory / MARKER).unlink(missing_ok=True)
         self._save("dataset.json", content)
         document = read_json(path)
         tars = _tars(self._url, document)

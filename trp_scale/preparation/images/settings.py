@@ -74,6 +74,10 @@ class ShardImagesConfig(ShardingSettings, TakesModalities):
         """Raise DataError for a setting that cannot work, naming its flag."""
         if bool(self.inputs) == self.embedded:
             raise DataError("give --inputs FILES or --embedded, one of the two")
+        for name in () if self.embedded else ("count", "size", "seed"):
+            if (value := getattr(self, name)) != getattr(ShardImagesConfig, name):
+                advice = "; --short_side shrinks images" if name == "size" else ""
+                raise DataError(f"--{name} {value} is for --embedded scenes, and --inputs are given{advice}")
         if self.coco and not self.embedded:
             raise DataError("--coco is for --embedded scenes: other images have no boxes")
         if self.coco and self.num_shards != 1:

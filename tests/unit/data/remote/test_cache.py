@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import threading
@@ -216,3 +217,22 @@ def test_bounds_and_places_that_are_none(tmp_path: Path, monkeypatch: pytest.Mon
     place.chmod(0o777)
     with pytest.raises(RefusedError, match=r"belongs to this user alone.*TRP_SCALE_CACHE"):
         cache_root()
+
+
+def test_a_disk_that_takes_nothing_is_no_unreadable_block(files: Cache) -> None:
+    def refused(_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with pytest.raises(RemoteError, match=r"a\.tar: the cache cannot hold it \(No space left on device\)"):
+        files.open(files.root / "s3" / "a.tar", SIZE, refused)
+
+
+def test_an_abandoned_file_goes_only_with_its_lock(files: Cache) -> None:
+    place = files.root / "s3" / "a.tar"
+    descriptor = files._claimed(place)
+    part = place.with_name("a.tar.part")
+    files._clear(0, keep=files.root)
+    assert part.exists()
+    os.close(descriptor)
+    files._clear(0, keep=files.root)
+    assert not part.exists()

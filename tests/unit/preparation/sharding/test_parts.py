@@ -105,7 +105,8 @@ def test_skipped_images_are_counted_once_however_many_parts_there_are(tmp_path: 
         image.rename(folder / image.name)
     for name, stored in (("empty.jpg", b""), ("broken.jpg", b"no image"), ("scene-00000000.jpg", b"a second name")):
         (folder / name).write_bytes(stored)
-    changes = {"embedded": False, "inputs": [str(folder)], "max_skipped": 0.5}
+    of_scenes = {name: getattr(ShardImagesConfig, name) for name in ("count", "size", "seed")}
+    changes = {"embedded": False, "inputs": [str(folder)], "max_skipped": 0.5, **of_scenes}
     image_part(tmp_path / "one", 0, 1, **changes)
     for index in range(3):
         image_part(tmp_path / "parts", index, **changes)
