@@ -144,7 +144,7 @@ def _this_process() -> dict[str, Any]:
     return {
         "host": socket.gethostname(),
         "boot": _boot(),
-        "processes": _processes(),
+        "pid_namespace": _pid_namespace(),
         "process": os.getpid(),
         "began": _began(os.getpid()),
         "started": time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime()),
@@ -158,7 +158,9 @@ def _is_gone_from_here(holder: dict[str, Any]) -> bool:
     number = holder.get("process")
     if holder.get("boot") != _boot():
         return True
-    if holder.get("processes", _processes()) != _processes():  # of another container, whose processes are not seen here
+    if (
+        holder.get("pid_namespace", _pid_namespace()) != _pid_namespace()
+    ):  # of another container, whose processes are not seen here
         return False
     return not isinstance(number, int) or _began(number) != holder.get("began")
 
@@ -170,8 +172,8 @@ def _boot() -> str:
     return ""
 
 
-def _processes() -> str:
-    """The name space of this process's number: two containers of a host have two, also where they share its name."""
+def _pid_namespace() -> str:
+    """Two containers of a host have two, also where they share its name."""
     with contextlib.suppress(OSError):
         return str(Path("/proc/self/ns/pid").readlink())
     return ""

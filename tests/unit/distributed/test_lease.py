@@ -52,7 +52,7 @@ def test_a_process_of_another_container_may_be_alive_though_it_is_not_seen(tmp_p
     """Two containers of a host may share its name."""
     with Lease(tmp_path):
         held = json.loads((tmp_path / LEASE).read_text())
-    (tmp_path / LEASE).write_text(json.dumps({**held, "processes": "pid:[1]", "began": "another's"}))
+    (tmp_path / LEASE).write_text(json.dumps({**held, "pid_namespace": "pid:[1]", "began": "another's"}))
     assert not holder_of(tmp_path)["gone"]
     (tmp_path / LEASE).write_text(json.dumps({**held, "began": "another's"}))
     assert holder_of(tmp_path)["gone"]

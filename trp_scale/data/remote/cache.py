@@ -248,9 +248,10 @@ class Cache:
             for status, path in files:
                 if path == keep or (path.suffix == _PART) != abandoned or (used <= limit and not abandoned):
                     continue
-                if abandoned and not _removed_abandoned(path):
+                if not abandoned:
+                    path.unlink(missing_ok=True)
+                elif not _removed_abandoned(path):
                     continue
-                path.unlink(missing_ok=True)
                 used -= status.st_size
         return used
 
@@ -336,15 +337,16 @@ def _written_lately(descriptor: int) -> bool:
 
 
 def _removed_abandoned(path: Path) -> bool:
-    """Remove an unfinished file that no process writes; whether it is gone. Under its lock, so that none begins to."""
+    """Remove an unfinished file that no process writes, under its lock, so that none begins to; whether it did."""
     try:
         descriptor = os.open(path, os.O_RDWR)
     except FileNotFoundError:
         return False
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if _is(path, descriptor):
-            path.unlink(missing_ok=True)
+        if not _is(path, descriptor):  # it has just been renamed
+            return False
+        path.unlink()
         return True
     except BlockingIOError:
         return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import multiprocessing
 import os
 import threading
@@ -227,12 +228,21 @@ def test_a_disk_that_takes_nothing_is_no_unreadable_block(files: Cache) -> None:
         files.open(files.root / "s3" / "a.tar", SIZE, refused)
 
 
-def test_an_abandoned_file_goes_only_with_its_lock(files: Cache) -> None:
+def test_an_abandoned_file_is_removed_once_and_under_its_lock(files: Cache, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process that begins to write it would lose its name."""
     place = files.root / "s3" / "a.tar"
-    descriptor = files._claimed(place)
-    part = place.with_name("a.tar.part")
+    descriptor, part = files._claimed(place), place.with_name("a.tar.part")
     files._clear(0, keep=files.root)
-    assert part.exists()
+    assert part.exists(), "a process writes it"
     os.close(descriptor)
+    unlink, seen = Path.unlink, []
+
+    def unlinked(path: Path, missing_ok: bool = False) -> None:
+        with path.open("rb") as other, pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        seen.append(path)
+        unlink(path, missing_ok=missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", unlinked)
     files._clear(0, keep=files.root)
-    assert not part.exists()
+    assert seen == [part] and not part.exists()
