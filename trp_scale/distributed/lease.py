@@ -155,13 +155,12 @@ def _is_gone_from_here(holder: dict[str, Any]) -> bool:
     """Whether the holder was a process of this host that has ended."""
     if holder.get("host") != socket.gethostname():
         return False
-    number = holder.get("process")
     if holder.get("boot") != _boot():
         return True
-    if (
-        holder.get("pid_namespace", _pid_namespace()) != _pid_namespace()
-    ):  # of another container, whose processes are not seen here
+    own = _pid_namespace()
+    if holder.get("pid_namespace", own) != own:  # of another container, whose processes are not seen here
         return False
+    number = holder.get("process")
     return not isinstance(number, int) or _began(number) != holder.get("began")
 
 
