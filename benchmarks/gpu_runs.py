@@ -55,6 +55,16 @@ RUNS = {
 }
 
 
+def cores() -> int:
+    """That this process may use."""
+    return len(os.sched_getaffinity(0))
+
+
+def at_once() -> int:
+    """Runs that share the cores."""
+    return max(2, cores() // 4)
+
+
 def python(*arguments: str) -> None:
     """Run a script or module of the project in a process of its own.
 
@@ -62,6 +72,8 @@ def python(*arguments: str) -> None:
         RuntimeError: it failed; the message has the last line that it wrote, all of them are printed.
     """
     environment = {name: value for name, value in os.environ.items() if name not in OF_A_LAUNCHER}
+    # torch begins one compiling process for each core, in each of the runs that share the cores.
+    environment["TORCHINDUCTOR_COMPILE_THREADS"] = str(max(1, cores() // at_once()))
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [environment.get("PYTHONPATH")])])
     done = subprocess.run(
         [sys.executable, *arguments],
@@ -130,7 +142,7 @@ def runs(setting: Setting) -> Iterator[Item]:
     """Each of RUNS, several at once: on an H200's 16 cores four took 100 s, and of eight none was done in that time. A
     small setting has one on a CPU's precision."""
     chosen = {"plain": Run(recipe="pos_bert_tiny", flags="--batch.global_size 4")} if setting.small else RUNS
-    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(max(2, (os.cpu_count() or 1) // 4)) as pool:
+    with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(at_once()) as pool:
         folder = Path(name)
         data = {each: pool.submit(shard, each, folder) for each in dict.fromkeys(run.data for run in chosen.values())}
         begun = {

@@ -88,7 +88,7 @@ class BatchConfig(Section):
 class TrainingConfig(Section):
     """Length, precision and stopping of a run."""
 
-    steps: int = setting(1_000_000, at_least=1)
+    steps: int = setting(1_000_000, at_least=1, at_most=1_000_000_000)
     """Optimizer steps in all."""
     seed: int = setting(0, at_least=0)
     """The only source of randomness: order, masks, pairs, initial weights and dropout follow from it."""

@@ -8,11 +8,15 @@ needs one graph of each form of what is compiled. A graph more than that means t
 to stay, such as a shape: the run stands still while the graph is made, and again at the next change. Such graphs are
 counted, and named with the guard that failed.
 
+No graph is made for sizes that were not seen (`dynamic` False), but of lengths that `varying` names: torch would make
+one for all sizes as soon as a second comes, and which came second differs in a run that is resumed.
+
 `training.activation_checkpointing`: what a block keeps for its backward pass, which makes the rest once more.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, Protocol
@@ -27,6 +31,15 @@ from trp_scale.core.objective import Objective
 from trp_scale.distributed.groups import Group
 
 Choice = tuple[Literal["none", "blocks"], str]
+
+MOST_GRAPHS = 64
+"""Of one piece of code; torch's 8 are too few where masks are learned: encoder, decoder and lessons have three each."""
+
+MOST_SIZES = 8
+"""That a form has in a mode, where `sizes` names them, before one more is surplus."""
+
+NEEDLESS_WARNINGS = ("TensorFloat32 tensor cores", "\\s*Online softmax is disabled")
+"""How those of torch begin that tell a user nothing: training.tf32 is a setting, the other is torch's own affair."""
 
 
 def choose(device: torch.device, zero_stage: int | None, reasons: Sequence[str], group: Group) -> Choice:
@@ -77,10 +90,11 @@ class Graphs:
 
     def __init__(self, forward: PlainForward | None = None) -> None:
         self._forward = forward
-        self._losses = torch.compile(losses_of)
+        self._losses = torch.compile(losses_of, dynamic=False)
         self.made = 0
         self.surplus: list[str] = []
-        self._graphs_of: dict[Any, set[str]] = {}  # torch's numbers of the graphs, by what was called and how
+        # torch's numbers of the graphs, by what was called and how, and by its size
+        self._graphs_of: dict[Any, dict[int | None, set[str]]] = {}
         self._noted = 0
         self._seconds_before = torch._dynamo.utils.calculate_time_spent()["total_wall_time"]
         self._found_before = found_in_cache()
@@ -101,18 +115,21 @@ class Graphs:
             self.note(made, module, mode_of(module, type(objective), autocasts, batch.fields, batch.extras))
         return found
 
-    def note(self, number: int, module: nn.Module, mode: Any) -> None:
+    def note(self, number: int, module: nn.Module, mode: Any, size: int | None = None) -> None:
         """A call has led to `number` graphs.
 
         Args:
             module: what was called.
             mode: how (`mode_of`).
+            size: where the module says that sizes have graphs of their own, that of this call.
         """
         self.made += number
         form = tuple((name, tuple(each.shape), each.dtype) for name, each in module.named_parameters())
-        known = self._graphs_of.setdefault((type(module), form, mode), set())
-        if known:
-            guards = "; ".join(failed_guards(known)) or "torch names no guard"
+        graphs_of_sizes = self._graphs_of.setdefault((type(module), form, mode), {})
+        known = graphs_of_sizes.setdefault(size, set())
+        if known or len(graphs_of_sizes) > MOST_SIZES:
+            of_all = set[str]().union(*graphs_of_sizes.values())
+            guards = "; ".join(failed_guards(known or of_all)) or "torch names no guard"
             self.surplus.append(f"{type(module).__name__} was compiled again for a mode that has a graph: {guards}")
         records = torch._dynamo.utils.get_compilation_metrics()
         known.update(str(each.compile_id) for each in records if (each.end_time_us or 0) > self._noted)
@@ -206,7 +223,7 @@ class Compiled:
 
     def __init__(self, module: nn.Module, graphs: Graphs) -> None:
         self.module, self.graphs = module, graphs
-        self.function = torch.compile(type(module).forward)
+        self.function = torch.compile(type(module).forward, dynamic=False)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
         if torch.compiler.is_compiling():  # inside a larger graph
@@ -215,7 +232,8 @@ class Compiled:
         before = graphs_so_far()
         found = self.function(self.module, *arguments, **named)
         if made := graphs_so_far() - before:
-            self.graphs.note(made, self.module, mode_of(self.module, arguments, named))
+            size = self.module.sizes(*arguments, **named) if hasattr(self.module, "sizes") else None  # type: ignore[operator]
+            self.graphs.note(made, self.module, mode_of(self.module, arguments, named), size)
         return found
 
 
@@ -232,6 +250,9 @@ def compile_model(module: nn.Module, how: str, forward: PlainForward | None = No
     """
     if how in ("none", "auto"):
         return None
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, MOST_GRAPHS)
+    for text in NEEDLESS_WARNINGS:
+        warnings.filterwarnings("ignore", text, UserWarning)
     graphs = Graphs(forward if how == "whole" else None)
     for part in [module] if how == "whole" else module.layers:  # type: ignore[union-attr]
         part.forward = Compiled(part, graphs)

@@ -56,10 +56,10 @@ class PlainDisplay:
     def __init__(self, steps: int, info: RunInfo, lines: bool = True, console: Console | None = None) -> None:
         self._console = console or Console()
         self._steps = steps
-        self._start = info.start_step
         self._lines = lines
         self._standing = Standing(info)
         self._began = time.monotonic()
+        self._paced: tuple[int, float] | None = None  # the first step that was shown, which may have compiled, and when
         self._next = 0.0
 
     def update(self, record: StepRecord, positions_per_second: float, worst_task: str | None) -> None:
@@ -68,9 +68,12 @@ class PlainDisplay:
         if not self._lines or (now < self._next and record.step < self._steps):
             return
         self._next = now + PLAIN_SECONDS
-        done, elapsed = max(1, record.step - self._start), now - self._began
-        left = timedelta(seconds=round(elapsed / done * (self._steps - record.step)))
-        said = f"elapsed {timedelta(seconds=round(elapsed))}  left {left}"
+        said = f"elapsed {timedelta(seconds=round(now - self._began))}"
+        if self._paced is None:
+            self._paced = record.step, now
+        elif record.step > self._paced[0]:
+            a_step = (now - self._paced[1]) / (record.step - self._paced[0])
+            said += f"  left {timedelta(seconds=round(a_step * (self._steps - record.step)))}"
         self.message(f"step {record.step}/{self._steps}  {self._standing.steps()}  {said}")
         for line in self._standing.more():
             self.message(f"  {line}")

@@ -79,6 +79,14 @@ class Curve:
         found.values = array("d", (factor * value for value in self.values))
         return found
 
+    def below(self, limit: float) -> Curve:
+        """The values up to a limit."""
+        found = Curve()
+        for step, value in zip(self.steps, self.values, strict=True):
+            if value <= limit:
+                found.add(int(step), value)
+        return found
+
     def points(self, most: int = MOST_POINTS) -> Points:
         """The curve in at most `most` points."""
         steps, values = np.asarray(self.steps), np.asarray(self.values)  # [n]

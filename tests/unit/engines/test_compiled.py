@@ -14,7 +14,8 @@ import torch
 import yaml
 from torch import Tensor, nn
 
-from tests.runs import flags, pretrain_here
+from tests.fixtures import small_image_dataset
+from tests.runs import flags, image_flags, pretrain_here
 from tests.settings import changed
 from trp_scale.core.batch import Batch, TaskLosses
 from trp_scale.core.objective import task_losses
@@ -93,6 +94,67 @@ def test_a_graph_is_made_for_the_usual_length_whichever_came_first(monkeypatch: 
         inputs = torch.randn(length, 4)
         assert torch.allclose(module(inputs), Blocks.forward(module, inputs))
     assert hints == [9], "one graph"
+
+
+class Sized(Blocks):
+    """Its inputs are of few sizes."""
+
+    def sizes(self, inputs: Tensor, *others: object, **named: object) -> int:
+        return len(inputs)
+
+
+@pytest.mark.parametrize("order", [(5, 7), (7, 5)])
+def test_each_size_has_its_graph_whichever_came_first(monkeypatch: pytest.MonkeyPatch, order: tuple[int, int]) -> None:
+    """torch would make one graph for all sizes when the second comes, and a resumed run begins with another."""
+    shapes: list[list[tuple[int | torch.SymInt, ...]]] = []
+
+    def noting(graph: Any, inputs: list[Any]) -> Any:
+        shapes.append([tuple(each.shape) for each in inputs if isinstance(each, Tensor) and each.shape[-1:] == (4,)])
+        assert not any(isinstance(each, torch.SymInt) for each in inputs)
+        return graph
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile.func, backend=noting))  # type: ignore[attr-defined]
+    module = Sized()
+    graphs = compile_model(module, "whole")
+    assert graphs is not None
+    for length in (*order, *order):
+        module(torch.randn(length, 4))
+    assert (len(shapes), graphs.made, graphs.surplus) == (2, 2, [])
+
+
+def test_many_sizes_are_compiled_and_named() -> None:
+    """torch by itself stops at eight graphs of a piece of code, and then runs it as it is."""
+    module = Sized()
+    graphs = compile_model(module, "whole")
+    assert graphs is not None
+    lengths = range(2, 2 + compiled.MOST_SIZES + 4)
+    for length in lengths:
+        module(torch.randn(length, 4))
+    assert graphs.made == len(lengths)
+    assert len(graphs.surplus) == 4 and "size mismatch at index 0" in graphs.surplus[0]
+
+
+def test_learned_masks_need_no_graph_that_no_mode_names(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Lessons read whole images, where steps read what is seen of them, with gradients and without, in two precisions:
+    more than eight graphs of one piece of code."""
+    scenes = small_image_dataset(tmp_path / "scenes", count=64, size=32)
+    flags_of_blocks = image_flags(
+        "mlo_mae_tiny",
+        scenes,
+        tmp_path / "run",
+        training__compile="blocks",
+        training__precision="bf16",
+        training__steps=4,
+        vision__decoder_layers=2,
+        multilevel__every=2,
+        validation__every=4,
+    )
+    assert pretrain_here(flags_of_blocks) == 0
+    assert "recompile_limit" not in caplog.text + "".join(capfd.readouterr())
+    graphs = json.loads((tmp_path / "run" / "summary.json").read_text())["graphs"]
+    assert graphs["made"] > 8 and graphs["surplus"] == 0
 
 
 @pytest.mark.parametrize(("how", "forms"), [("whole", 1), ("blocks", 2)])

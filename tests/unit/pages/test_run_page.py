@@ -228,6 +228,17 @@ def test_a_long_run_says_what_was_averaged(tmp_path: Path) -> None:
     assert max(loss[0]["y"]) == 100.0 and max(len(trace["x"]) for trace in loss) <= 2000
 
 
+def test_a_first_step_that_compiled_leaves_room_for_the_others(tmp_path: Path) -> None:
+    lines = (
+        {**line(step, {"a": task(1.0)}), "step_seconds": 37.5 if step == 1 else 0.25 + step / 1000}
+        for step in range(1, 20)
+    )
+    text = page_of(write(tmp_path / "compiled", lines))
+    time = figures_of(text)[titles_of(text).index("Time of a step")]["data"]
+    assert (time[0]["x"][0], max(time[0]["y"])) == (2, 0.269)
+    assert "Left out: 1 of more than 20 times the median, the longest of 37.5 s." in Read(text).words
+
+
 def test_a_hook_from_outside_describes_its_metrics(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(metric_plots, "_described", dict(metric_plots._described))
     plot = MetricPlot(title="How fast", names=("speed",), unit="m / s")

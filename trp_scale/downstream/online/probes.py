@@ -73,10 +73,14 @@ class OnlineProbes(Hook):
         self.latest: dict[str, Any] = {}
         self.told = 0
         self._fresh = False
-        self._began, self._steps, self._spent = time.monotonic(), 0, 0.0
+        self._began, self._spent = time.monotonic(), 0.0
+        self._steps, self._paced = 0, 0.0  # those after the first, which may have compiled, and when it was made
 
     def after_step(self, ctx: StepContext) -> None:
-        self._steps += 1
+        if self._paced:
+            self._steps += 1
+        else:
+            self._paced = time.monotonic()
         step, every = ctx.step + 1, self.settings.every
         self._fresh = step >= self.last or (step % every == 0 if every else step >= self.next)
         if self._fresh:
@@ -112,7 +116,7 @@ class OnlineProbes(Hook):
         now = time.monotonic()
         seconds = now - began
         self._spent += seconds
-        a_step = max(now - self._began - self._spent, 1e-9) / self._steps
+        a_step = max(now - self._paced - self._spent, 1e-9) / max(self._steps, 1)
         figures |= {"seconds": seconds, "share": self._spent / (now - self._began)}
         return figures, step + max(1, ceil(seconds / (SHARE * a_step)))
 
