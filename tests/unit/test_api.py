@@ -78,7 +78,7 @@ def test_a_run_that_is_asked_to_stop_says_why(text_dataset: Path, tmp_path: Path
         ("pos_bert_tiny", {"training": {"stepz": 2}}, "stepz: unknown key; did you mean training.steps"),
         ("pos_bert_tiny", {"training": {"steps": "two"}}, "training.steps: 'two' is str, allowed: a whole number"),
         ("pos_bert_tiny", {"training": 2}, "training: 2 is no section"),
-        ("pos_bert_tiny", {"training": {"steps": 0}}, "--training.steps is 0, allowed: from 1 to 1e+09"),
+        ("pos_bert_tiny", {"training": {"steps": 0}}, "--training.steps is 0, allowed: from 1 to at most 1e"),
         ("pos_bert_tiny", {"balancer": {"kind": "gradnrm"}}, "no such balancer; did you mean gradnorm"),
         ("pos_bert_tiny", {"balancer": {"kind": "uniform", "lr": 1}}, "balancer.lr: a setting of kind .*gradnorm"),
         ("pos_bert_tiny", {"hooks": ["nowhere"]}, "--hooks is 'nowhere': no such hook"),
