@@ -379,6 +379,11 @@ class Config:
     logging: LoggingConfig = field(default_factory=LoggingConfig)
 
     @property
+    def length_flag(self) -> str:
+        """What to raise for a run that is to go on after its end."""
+        return "--training.steps"
+
+    @property
     def reads(self) -> str:
         """Kind of the rows that the encoder reads, as dataset.json has it: text or image."""
         raise NotImplementedError

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
-from trp_scale.config import Config, CropsConfig, RelativeVisionConfig
+from trp_scale.config import Config, CropsConfig, OptimizerConfig, RelativeVisionConfig, TrainingConfig
 from trp_scale.config.settings import Settings, setting
 from trp_scale.errors import RefusedError
 
@@ -57,6 +57,28 @@ class FinetuneConfig(Config):
 
     def against_compiling(self) -> Iterator[str]:
         yield "a fine-tuning run is short, and none was measured compiled"
+
+    @property
+    def length_flag(self) -> str:
+        return "--downstream.epochs" if self.downstream.epochs > 0 else super().length_flag
+
+    def refuse_overwritten(self) -> None:
+        """Refuse a length or a warm-up that is given and would be set by the data all the same.
+
+        Raises:
+            RefusedError: naming both settings.
+        """
+        downstream, steps, warmup = self.downstream, self.training.steps, self.optimizer.warmup_steps
+        if downstream.epochs > 0 and steps != TrainingConfig().steps:
+            raise RefusedError(
+                f"--training.steps {steps} is set by --downstream.epochs {downstream.epochs:g}; allowed: "
+                "--downstream.epochs 0 beside it, or other epochs alone"
+            )
+        if downstream.warmup_share > 0 and warmup not in (0, OptimizerConfig().warmup_steps):
+            raise RefusedError(
+                f"--optimizer.warmup_steps {warmup} is set by --downstream.warmup_share {downstream.warmup_share:g}; "
+                "allowed: --downstream.warmup_share 0 beside it, or another share alone"
+            )
 
     def require_data(self, tasks: Sequence[str]) -> None:
         """Refuse data that is missing, of all tasks before the first is trained for hours."""

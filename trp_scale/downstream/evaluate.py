@@ -4,20 +4,33 @@ from __future__ import annotations
 
 import copy
 import logging
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from trp_scale.checkpoint.agreement import check_shared_directory, on_rank_zero
 from trp_scale.config import RefusedError
-from trp_scale.config.finetuning import FinetuneConfig
+from trp_scale.config.finetuning import FinetuneConfig, ImageTaskConfig
 from trp_scale.config.upstream import AVERAGE
+from trp_scale.data.images.kept_for_tests import shared_by_paths
 from trp_scale.distributed.environment import Environment
 from trp_scale.downstream.arguments import EvaluateArguments
 from trp_scale.downstream.finetuned_run import FinetunedRun, find_runs, origin_of, predicting_engine
-from trp_scale.downstream.pretrained_losses import check_flags, measure_losses, read_pretrained
+from trp_scale.downstream.pretrained_losses import PretrainedRun, check_flags, measure_losses, read_pretrained
 from trp_scale.downstream.result_tables import print_results
-from trp_scale.downstream.results import RESULTS_FILE, Results, SeedResult, TaskResult, join, read_results, write_json
+from trp_scale.downstream.results import (
+    RESULT_FILE,
+    RESULTS_FILE,
+    Results,
+    SeedResult,
+    TaskResult,
+    join,
+    read_results,
+    read_seed,
+    write_json,
+)
 from trp_scale.downstream.robustness_sets import RobustnessSet, parse_sets
-from trp_scale.downstream.task import Collector, DownstreamTask, build_task, predict, task_class
+from trp_scale.downstream.task import Collector, DownstreamTask, build_task, predict, task_class, trained_on_is_there
 
 EVALUATIONS = "evaluations"
 """File in the run's directory with what was measured later."""
@@ -37,14 +50,16 @@ def evaluate(arguments: EvaluateArguments) -> int:
             check_flags(arguments)
         run_dir = arguments.run if pretrained is None else pretrained.directory
         output = arguments.output or run_dir / EVALUATIONS / _name(arguments, sets)
+        if pretrained is None:
+            find_runs(run_dir, arguments.weights)  # refused before a directory is made
+        made = missing_directories(output)
         check_shared_directory(output, world)
-        if pretrained is not None and arguments.background:
-            source = f"{pretrained.checkpoint}{AVERAGE if arguments.weights == 'average' else ''}"
-            results = on_rank_zero(world, "measuring the masks", lambda: _masks(source, arguments))
-        elif pretrained is not None:
-            results = measure_losses(pretrained, arguments, environment)
-        else:
-            results = _finetuned(arguments, sets, environment)
+        try:
+            results = _measured(arguments, sets, pretrained, environment)
+        except BaseException:
+            if world.rank == 0:
+                remove_empty(made)
+            raise
         if not results.tasks:  # of rows without labels there are predictions alone
             return 0
         on_rank_zero(world, f"writing {output}", lambda: write_json(output / RESULTS_FILE, results))
@@ -52,6 +67,30 @@ def evaluate(arguments: EvaluateArguments) -> int:
             print_results(results, baseline)
             print(output / RESULTS_FILE)
     return 0
+
+
+def missing_directories(path: Path) -> list[Path]:
+    """Those that making a directory would make, the innermost first."""
+    return [each for each in (path, *path.parents) if not each.exists()]
+
+
+def remove_empty(directories: Sequence[Path]) -> None:
+    """Take away those that are empty, up to the first that is not."""
+    with suppress(OSError):
+        for each in directories:
+            each.rmdir()
+
+
+def _measured(
+    arguments: EvaluateArguments, sets: list[RobustnessSet], pretrained: PretrainedRun | None, environment: Environment
+) -> Results:
+    """What the run reaches, of whichever kind it is."""
+    if pretrained is None:
+        return _finetuned(arguments, sets, environment)
+    if arguments.background:
+        source = f"{pretrained.checkpoint}{AVERAGE if arguments.weights == 'average' else ''}"
+        return on_rank_zero(environment.world, "measuring the masks", lambda: _masks(source, arguments))
+    return measure_losses(pretrained, arguments, environment)
 
 
 def _masks(source: str, arguments: EvaluateArguments) -> Results:
@@ -152,6 +191,7 @@ def measure_run(
     config = measured_config(run, arguments, environment.data.size)
     task = build_task(config, environment, figures=directory is None)
     try:
+        _check_data(run, arguments, config, task, environment)
         _check_classes(run, config, task)
         task.recall(run.document.extra)
         engine = predicting_engine(task.model(), run, environment)
@@ -187,6 +227,24 @@ def measured_config(run: FinetunedRun, arguments: EvaluateArguments, world: int)
     task_class(config).measure_on(config, run.checkpoint, arguments.data, arguments.images)
     config.downstream.split = arguments.split or config.downstream.split
     return config
+
+
+def _check_data(
+    run: FinetunedRun, arguments: EvaluateArguments, config: FinetuneConfig, task: DownstreamTask, where: Environment
+) -> None:
+    """Without --data, refuse data that is no longer what the run has had; with it, say where it was learned from."""
+    if not arguments.data:
+        done = on_rank_zero(where.world, f"reading {run.directory}", lambda: read_seed(run.directory / RESULT_FILE))
+        as_measured = config.downstream.split == run.config.downstream.split and not arguments.images
+        if as_measured and done is not None and done.data and done.data != task.sources.digest():
+            raise RefusedError(
+                f"--run {run.directory}: the data at {' and '.join(config.datasets().values())} is not what the run "
+                "has learned from and was measured on; put that back, or name what is to be measured by --data"
+            )
+    elif where.world.rank == 0 and isinstance(run.config, ImageTaskConfig) and trained_on_is_there(run.config):
+        shared = shared_by_paths(run.config.data.path, arguments.data)
+        if shared:
+            print(f"note: {len(shared)} images of {arguments.data} are among those that {run.directory} learned from")
 
 
 def _check_classes(run: FinetunedRun, config: FinetuneConfig, task: DownstreamTask) -> None:

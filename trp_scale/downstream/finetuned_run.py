@@ -83,7 +83,8 @@ def find_runs(run: Path, weights: Weights = "last") -> dict[str, list[FinetunedR
     if (run / "checkpoints").is_dir():
         found = [run]
     else:
-        found = sorted(run.glob("*/seed_*"), key=lambda path: (path.parent.name, _seed(path)))
+        begun = (path for path in run.glob("*/seed_*") if any(path.iterdir()))  # one that was refused left it empty
+        found = sorted(begun, key=lambda path: (path.parent.name, _seed(path)))
     if not found:
         raise RefusedError(
             f"--run {run}: no trained run is there; allowed: a run directory of trp-scale pretrain, or a directory of "

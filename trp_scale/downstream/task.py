@@ -197,7 +197,7 @@ class ImageTask(TaskParts[ImageRun]):
 
 def trained_on_is_there(config: ImageTaskConfig) -> bool:
     """Whether the data that a run has learned from is still in its place."""
-    return all(member.path.exists() for member in parse_paths(config.data.path))
+    return all((member.path / "dataset.json").is_file() for member in parse_paths(config.data.path))
 
 
 def set_length(config: FinetuneConfig, rows: int) -> None:

@@ -275,7 +275,9 @@ class Run:
             self.sources.seek(over.cursors)
         step = self.state.step
         if step >= config.training.steps:
-            notices.append(f"all {step} steps are done already: nothing is trained; a larger --training.steps goes on")
+            notices.append(
+                f"all {step} steps are done already: nothing is trained; a larger {config.length_flag} goes on"
+            )
         notices += on_rank_zero(self.world, f"going back to step {step}", lambda: take_back(run_dir, step))
         self._describe()
         self.observer = self._observer()

@@ -66,7 +66,11 @@ def create_run_directory(arguments: NamesDirectory, world: Group) -> Path:
         path = arguments.run_dir or _unused(Path("runs"), arguments.recipe_name(), datetime.now())
         path = path.absolute()
         try:
+            if (path / "dataset.json").is_file():
+                raise RefusedError(f"--run_dir {path} holds a data set; give another directory")
             path.mkdir(parents=True, exist_ok=True)
+        except RefusedError as error:
+            problem = str(error)
         except OSError as error:
             problem = f"--run_dir {path} cannot be made: {error.strerror}"
     problem, path = world.broadcast_object((problem, path))

@@ -69,7 +69,7 @@ def test_the_most_frequent_class_of_the_training_images_is_measured_beside_it(
     train = [reddish(number, cls=b"0" if number % 5 == 0 else b"2") for number in range(40)]
     data = write_images(tmp_path / "data", [train])
     test = write_images(
-        tmp_path / "test", [[reddish(number, cls=b"2" if number % 4 == 0 else b"0") for number in range(8)]]
+        tmp_path / "test", [[reddish(number, cls=b"2" if number % 4 == 0 else b"0") for number in range(100, 108)]]
     )
     flags = tuning_flags(data, tmp_path / "run", "scratch", crops__size=16, vision__patch_size=4, downstream__epochs=1)
     assert cli.main(["finetune", *flags, "--downstream.test_path", str(test)]) == 0
@@ -161,6 +161,43 @@ def test_what_cannot_be_measured_is_refused(tuned: Path, tmp_path: Path, capsys:
             assert "the model's are 3 (ant, bee, cat)" in capsys.readouterr().err
     finally:
         (tmp_path / "away").rename(tuned.parent / "data")
+
+
+def test_data_that_was_changed_is_not_taken_for_the_run_s_own(
+    tuned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The path is the same; the figures of before stay."""
+    (tuned.parent / "data").rename(tmp_path / "away")
+    try:
+        images(tuned.parent / "data", range(200, 290))
+        assert cli.main(["evaluate", "--run", str(tuned), "--output", str(tmp_path / "new" / "own")]) == 2
+        said = capsys.readouterr().err
+        assert f"the data at {tuned.parent / 'data'} is not what the run has learned from" in said
+        assert not (tmp_path / "new").exists(), "a refused measurement leaves no directory"
+        shutil.rmtree(tuned.parent / "data")
+        (tuned.parent / "data").mkdir()  # something else lies where the run has learned from
+        other = images(tmp_path / "test", range(100, 120))
+        assert cli.main(["evaluate", "--run", str(tuned), "--data", str(other), "--output", str(tmp_path / "o")]) == 0
+        (tuned.parent / "data").rmdir()
+    finally:
+        shutil.rmtree(tuned.parent / "data", ignore_errors=True)
+        (tmp_path / "away").rename(tuned.parent / "data")
+
+
+def test_images_that_were_learned_from_are_noted(
+    tuned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    seen = images(tmp_path / "seen", range(80, 100))
+    assert cli.main(["evaluate", "--run", str(tuned), "--data", str(seen), "--output", str(tmp_path / "out")]) == 0
+    assert f"note: 10 images of {seen} are among those that" in capsys.readouterr().out
+
+
+def test_a_seed_that_was_refused_is_passed_over(tuned: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    shutil.copytree(tuned, run)
+    (run / "other" / "seed_0").mkdir(parents=True)
+    assert cli.main(["evaluate", "--run", str(run), "--output", str(tmp_path / "out")]) == 0
+    assert [task.task for task in read_results(tmp_path / "out").tasks] == ["classification"]
 
 
 def test_a_run_that_has_not_ended_is_refused(tuned: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -110,6 +110,37 @@ def test_what_cannot_be_is_refused_by_its_flag(
     assert not (tmp_path / "x").exists() or not list((tmp_path / "x").rglob("metrics.jsonl"))
 
 
+def test_a_length_that_the_data_would_set_is_refused(
+    image_dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for changes, message in (
+        ({"training__steps": 7}, "--training.steps 7 is set by --downstream.epochs 1; allowed: --downstream.epochs 0"),
+        (
+            {"optimizer__warmup_steps": 7, "downstream__warmup_share": 0.1},
+            "--optimizer.warmup_steps 7 is set by --downstream.warmup_share 0.1",
+        ),
+    ):
+        assert cli.main(["finetune", *tuning_flags(image_dataset, tmp_path / "run", "scratch", **changes)]) == 2
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
+
+
+def test_images_that_are_learned_from_are_no_test(
+    image_dataset: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = tuning_flags(image_dataset, tmp_path / "run", "scratch", downstream__test_path=image_dataset)
+    assert cli.main(["finetune", *flags]) == 2
+    said = capsys.readouterr().err
+    assert f"--downstream.test_path {image_dataset}: 96 of its 96 images are in --data.path" in said
+
+
+def test_a_data_set_is_no_run_directory(image_dataset: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = sorted(image_dataset.iterdir())
+    assert cli.main(["finetune", *tuning_flags(image_dataset, image_dataset, "scratch")]) == 2
+    assert f"--run_dir {image_dataset} holds a data set; give another directory" in capsys.readouterr().err
+    assert sorted(image_dataset.iterdir()) == before
+
+
 def test_a_recipe_of_fine_tuning_is_none_of_pre_training() -> None:
     assert cli.main(["pretrain", "--recipe", "classification_tiny"]) == 2
 

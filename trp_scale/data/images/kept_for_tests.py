@@ -91,6 +91,24 @@ def refuse_shared_images(train: Sequence[ImageDataset], test: ImageDataset) -> i
     return len(shared)
 
 
+def shared_by_paths(train: str, test: str) -> list[str]:
+    """Images of the data sets `test` that are among those of `train`, both as --data.path has them: their "SHARD/KEY";
+    none where one of them is a data set of another kind.
+
+    Raises:
+        DataError: a data set is missing or damaged.
+    """
+    learned_from, measured = (
+        [
+            open_image_dataset(each.path, each.name)
+            for each in parse_paths(paths)
+            if read_json(each.path / "dataset.json").get("kind") == "image"
+        ]
+        for paths in (train, test)
+    )
+    return [key for dataset in measured for key in in_common(learned_from, dataset)]
+
+
 def _words(dataset: ImageDataset) -> Words:
     """Checksum and length of each image's .jpg, [n]."""
     table = dataset.samples
