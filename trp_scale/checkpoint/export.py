@@ -68,6 +68,7 @@ def export(source: Path, output: Path, *, to: str = "hf", image_size: int = 224,
         RefusedError: output is not empty, source has no complete checkpoint, or its model is none of that library's.
         CheckpointError: the checkpoint is damaged, is not of the model that it says, or has no such weights.
     """
+    output = output.absolute()  # "." has no name
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise RefusedError(f"--output {output}: exists and is not an empty directory; give another, or remove it")
     return while_training(lambda: _export(source, output, to=to, image_size=image_size, weights=weights))

@@ -8,6 +8,7 @@ import hashlib
 import os
 import queue
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,9 +16,14 @@ from trp_scale.checkpoint.document import DOCUMENT_NAME, read_document
 from trp_scale.checkpoint.mirror import Mirror
 from trp_scale.checkpoint.run_directory import Kept, incompleteness, retain
 from trp_scale.checkpoint.tensor_file import damage
+from trp_scale.distributed.stop import signal_came_at
 
 AT_END_SECONDS = 600.0
 """How long the end of a run waits for the copy to the mirror."""
+
+AFTER_A_SIGNAL = 200.0
+"""The same from the signal to stop on: schedulers kill after 300 (launch/slurm), and the last checkpoint is written
+before."""
 
 
 class ReadBack:
@@ -120,7 +126,8 @@ class Keeper:
         if self._thread is not None:
             self._thread.join()
         if self._mirror is not None:
-            self._mirror.finish(beat, AT_END_SECONDS)
+            began = time.monotonic()
+            self._mirror.finish(beat, lambda: _end_of_patience(began))
 
     def abandon(self) -> None:
         """The run breaks: begin nothing more."""
@@ -129,6 +136,12 @@ class Keeper:
             self._mirror.abandon()
         if self._thread is not None:
             self._thread.join(timeout=30.0)
+
+
+def _end_of_patience(began: float) -> float:
+    """When a wait for the mirror ends that began then, by time.monotonic(). A signal may come meanwhile."""
+    signalled = signal_came_at()
+    return began + AT_END_SECONDS if signalled is None else min(began + AT_END_SECONDS, signalled + AFTER_A_SIGNAL)
 
 
 def polite() -> None:

@@ -51,14 +51,15 @@ class Mirror:
         with self._lock:
             return [path for path in (self._current, self._next) if path is not None]
 
-    def finish(self, beat: Callable[[], None], seconds: float) -> None:
-        """Wait until all is copied, at most so many seconds."""
-        until = time.monotonic() + seconds
-        while (thread := self._thread) is not None and time.monotonic() < until:
+    def finish(self, beat: Callable[[], None], until: Callable[[], float]) -> None:
+        """Wait until all is copied, at most to the time, by time.monotonic(), that `until` gives now."""
+        began = time.monotonic()
+        while (thread := self._thread) is not None and time.monotonic() < until():
             thread.join(timeout=1.0)
             beat()
         if self._thread is not None:
-            self._tell(f"--checkpoint.mirror {self._url}: the last checkpoint was not copied within {seconds:.0f} s")
+            waited = time.monotonic() - began
+            self._tell(f"--checkpoint.mirror {self._url}: the last checkpoint was not copied within {waited:.0f} s")
             self._stopped.set()
 
     def abandon(self) -> None:

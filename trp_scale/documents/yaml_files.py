@@ -101,7 +101,12 @@ def read_yaml(path: Path, raised: type[RefusedError] = RefusedError) -> Any:
     """
     content = read_content(path, raised, largest=LARGEST)
     try:
-        document = yaml.load(content.decode("utf-8"), Loader=_Loader)
+        loader = _Loader(content.decode("utf-8"))
+        loader.name = str(path)  # what PyYAML calls the place of an error
+        try:
+            document = loader.get_single_data()
+        finally:
+            loader.dispose()
     except (yaml.YAMLError, ValueError) as error:  # ValueError: UTF-8's, or a number of more than 4,300 digits
         words = " ".join(str(error).split()) if isinstance(error, yaml.MarkedYAMLError) else said_by(error)
         raise raised(f"{path} is not a YAML file that can be read: {words[:1000]}") from error

@@ -43,6 +43,9 @@ def evaluate(arguments: EvaluateArguments) -> int:
     baseline = None if arguments.baseline is None else read_results(arguments.baseline)
     with Environment() as environment:
         world = environment.world
+        for flag, path in (("--predictions", arguments.predictions), ("--output", arguments.output)):
+            if path is not None and path.exists() and not path.is_dir():
+                raise RefusedError(f"{flag} {path} is a file; allowed: a directory")
         if arguments.predictions is not None:
             check_shared_directory(arguments.predictions, world)
         pretrained = read_pretrained(arguments.run, arguments.weights)

@@ -20,6 +20,7 @@ from trp_scale.pages.document import PLOTLY, Page, page_text, plotly_source
 from trp_scale.pages.record import read_run
 from trp_scale.pages.run import run_page
 from trp_scale.training.ending import STOP_RECORD
+from trp_scale.training.rundir import CONFIG_FILE
 
 HOST = "127.0.0.1"
 
@@ -146,6 +147,8 @@ def watch(run_dir: Path, port: int) -> None:
     """
     if not run_dir.is_dir():
         raise RefusedError(f"{run_dir}: no such directory; give the --run_dir of a run")
+    if any(run_dir.iterdir()) and not any((run_dir / name).exists() for name in (*WATCHED, CONFIG_FILE)):
+        raise RefusedError(f"{run_dir}: no run of trp-scale pretrain; give the --run_dir of one")
     with server_of(RunningPage(run_dir), port) as server:
         print(f"http://{HOST}:{server.server_address[1]}/  (Ctrl-C ends it; the run is not touched)", flush=True)
         try:

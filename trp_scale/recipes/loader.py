@@ -89,7 +89,10 @@ def read_document(path: Path) -> object:
     """The document in a YAML file, or of a recipe that is registered as a mapping; refused where there is none."""
     if (document := mapping_at(path)) is not None:
         return document
-    return read_yaml(path)
+    document = read_yaml(path)
+    if document is None:
+        raise RefusedError(f"{path}: no setting is in it; allowed: at least one, such as extends: pos_bert_base")
+    return document
 
 
 def _extended_path(name: str, path: Path) -> Path:
@@ -99,7 +102,7 @@ def _extended_path(name: str, path: Path) -> Path:
 
 def _is_name(name_or_path: str) -> bool:
     path = Path(name_or_path)
-    return path.suffix not in (".yaml", ".yml") and len(path.parts) == 1
+    return path.suffix.lower() not in (".yaml", ".yml") and len(path.parts) == 1
 
 
 def recipe_path(name_or_path: str, said_by: str = "--recipe", said: str | None = None) -> Path:
@@ -117,6 +120,8 @@ def recipe_path(name_or_path: str, said_by: str = "--recipe", said: str | None =
     if not _is_name(name_or_path):
         if path.is_file():
             return path
+        if path.is_dir():
+            raise RefusedError(f"{words}: a directory; allowed: a recipe's name, or the path of a .yaml file")
         raise RefusedError(f"{words}: there is no such file{nearest(path.stem, known_recipes())}")
     if name_or_path in registered_recipes:
         return registered_recipes[name_or_path].path

@@ -108,6 +108,14 @@ def test_a_directory_that_is_not_empty_is_left_alone(tmp_path: Path) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "run"]
 
 
+def test_the_directory_that_one_stands_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_run(tmp_path / "run", our_weights())
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    export(tmp_path / "run", Path())
+    assert (tmp_path / "here" / "config.json").is_file()
+
+
 def test_weights_that_are_not_of_this_model_are_refused(tmp_path: Path) -> None:
     weights = our_weights()
     del weights["cls.seq_relationship.bias"]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -143,6 +145,28 @@ def test_a_copy_that_came_short_is_no_checkpoint(tmp_path: Path, monkeypatch: py
     with pytest.raises(RefusedError, match=r"rank-00000\.safetensors: [0-9]+ bytes there, [0-9]+ were sent"):
         mirror_module.copy(path, f"file://{tmp_path / 'far'}")
     assert not (tmp_path / "far" / path.name / DOCUMENT_NAME).exists()
+
+
+def test_a_stop_waits_for_the_mirror_no_longer_than_a_scheduler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The signal comes while the copy hangs; without one the end waits its ten minutes."""
+    hangs, asked = threading.Event(), list[int]()
+    monkeypatch.setattr(mirror_module, "copy", lambda path, url: hangs.wait(30))
+    came: list[float | None] = [None]
+    monkeypatch.setattr(keeper_module, "signal_came_at", lambda: came[0])
+    keeper = Keeper(tmp_path, f"file://{tmp_path / 'far'}")
+    keeper.written(save_step(tmp_path, 1), Kept(newest=1))
+
+    def beat() -> None:
+        asked.append(len(asked))
+        if len(asked) == 2:
+            came[0] = time.monotonic() - keeper_module.AFTER_A_SIGNAL
+
+    keeper.finish(beat)
+    hangs.set()
+    assert len(asked) == 2
+    assert "the last checkpoint was not copied within 1 s" in keeper.messages()[-1]
 
 
 @pytest.mark.parametrize("url", ["words", "nothing://there"])

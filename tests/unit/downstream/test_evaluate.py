@@ -147,6 +147,8 @@ def test_what_cannot_be_measured_is_refused(tuned: Path, tmp_path: Path, capsys:
         (["--run", str(tmp_path / "nowhere")], "there is no such directory"),
         (["--run", str(tmp_path / "empty")], "no trained run is there"),
         (["--run", str(pretrained), "--robustness", f"a={fewer}"], "--robustness is for fine-tuned runs"),
+        ([*run, "--output", __file__], "is a file; allowed: a directory"),
+        ([*run, "--predictions", __file__], "is a file; allowed: a directory"),
         ([*run, "--rows", "3"], "--rows 3 is for runs of pre-training"),
         ([*run, "--data", str(renamed)], "allowed: the same names in the same order"),
         ([*run, "--robustness", f"a={fewer}", "--data", str(fewer)], "--robustness names its own data"),

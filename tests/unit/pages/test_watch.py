@@ -113,6 +113,9 @@ def test_a_busy_port_is_refused(run: Path, capsys: pytest.CaptureFixture[str]) -
 def test_a_directory_that_is_not_there_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["watch", str(tmp_path / "no")]) == 2
     assert "no: no such directory" in capsys.readouterr().err
+    (tmp_path / "other.txt").write_text("no run")
+    assert cli.main(["watch", str(tmp_path)]) == 2
+    assert "no run of trp-scale pretrain" in capsys.readouterr().err
 
 
 def test_ctrl_c_ends_it_well(run: Path) -> None:

@@ -39,7 +39,7 @@ def test_numbers_and_words_are_read_by_the_rules_of_yaml_1_2(tmp_path: Path) -> 
 
 
 def test_what_a_recipe_leaves_out_keeps_its_default(tmp_path: Path) -> None:
-    assert load_recipe(write(tmp_path, "# nothing\n")) == PosBertConfig()
+    assert load_recipe(write(tmp_path, "hooks: []\n")) == PosBertConfig()
 
 
 def test_everything_wrong_is_named_at_once_with_the_nearest_name(tmp_path: Path) -> None:
@@ -67,6 +67,8 @@ def test_everything_wrong_is_named_at_once_with_the_nearest_name(tmp_path: Path)
     [
         ("optimizer: {lr: 1, lr: 2}\n", "'lr' is given twice"),
         ("optimizer: {lr: 1\n", "is not a YAML file"),
+        ("optimizer: {lr: 1\n", 'recipe.yaml", line 2'),
+        ("# nothing\n", "no setting is in it"),
         ("- 3\n", "is no section"),
         ("model: !!python/object:os.system {}\n", "is not a YAML file"),
         ("optimizer: {lr: true}\n", "True is bool, allowed: a number"),
@@ -83,6 +85,12 @@ def test_an_unknown_recipe_names_the_known_ones_and_the_nearest() -> None:
         load_recipe("pos_bert_bse")
     assert "did you mean pos_bert_base?" in str(caught.value)
     assert all(name in str(caught.value) for name in known_recipes())
+    with pytest.raises(RefusedError, match=r"--recipe recipes/x.YAML: there is no such file"):
+        load_recipe("recipes/x.YAML")
+    with pytest.raises(RefusedError, match=r"up.YAML: there is no such file"):
+        load_recipe("up.YAML")
+    with pytest.raises(RefusedError, match=r"--recipe tests/unit: a directory; allowed: a recipe's name"):
+        load_recipe("tests/unit")
     with pytest.raises(RefusedError, match=r"there is no such file; did you mean pos_bert_tiny\?"):
         load_recipe("recipes/pos_bert_tiny.yaml")
 

@@ -119,9 +119,15 @@ class Cache:
         Raises:
             RemoteError: no room; or another process fetches the file and does not get on.
         """
-        try:
+        with self._on_this_disk(place):
             return self._opened(place, size, fetch)
-        except OSError as error:  # of this disk; nothing is wrong with what is stored
+
+    @contextmanager
+    def _on_this_disk(self, place: Path) -> Iterator[None]:
+        """Context in which an error is one of this disk: nothing is wrong with what is stored."""
+        try:
+            yield
+        except OSError as error:
             raise RemoteError(
                 f"{place}: the cache cannot hold it ({error.strerror}); set {DIRECTORY} to a disk with room"
             ) from error
@@ -156,6 +162,10 @@ class Cache:
         Raises:
             RemoteError: no room.
         """
+        with self._on_this_disk(place):
+            self._fetched_ahead(place, size, fetch)
+
+    def _fetched_ahead(self, place: Path, size: int, fetch: Callable[[int], None]) -> None:
         place.parent.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(_part(place), os.O_RDWR | os.O_CREAT, 0o600)
         try:
@@ -181,11 +191,13 @@ class Cache:
     ) -> bool:
         """Whether an unfinished file that this process has claimed is filled now; it is not where the file is there
         already. Closes the descriptor after an error, or where `close` says so."""
+        room_made = False
         try:
             if place.exists():
                 _part(place).unlink(missing_ok=True)
                 return False
             self._make_room(place, descriptor, size)
+            room_made = True
             fetch(descriptor)
             _part(place).replace(place)
             fcntl.flock(descriptor, fcntl.LOCK_UN)  # others may wait, and a fork may keep the descriptor
@@ -193,6 +205,9 @@ class Cache:
         except BaseException:
             _part(place).unlink(missing_ok=True)
             close = True
+            if room_made:
+                with self._alone():
+                    (self.root / _USED).write_text(str(max(0, self._used() - size)))
             raise
         finally:
             if close:

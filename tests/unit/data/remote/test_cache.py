@@ -95,6 +95,13 @@ def test_a_fetch_ahead_that_fails_leaves_nothing(files: Cache) -> None:
         files.fetch_ahead(files.root / "a.tar", SIZE, fail)
     assert held(files) == [] and files.ahead == 0
 
+    def full(_: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(RemoteError, match=r"cannot hold it .*No space left"):
+        files.fetch_ahead(files.root / "a.tar", SIZE, full)
+    assert files._used() == 0, "what was not fetched takes no room"
+
 
 def test_files_that_are_kept_go_last(files: Cache) -> None:
     for place, name in enumerate("abcd"):
