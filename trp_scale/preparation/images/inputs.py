@@ -16,6 +16,7 @@ from trp_scale.data.dataset_directory import check_rows, directory_fingerprint, 
 from trp_scale.data.images.png import write_png
 from trp_scale.data.images.reader import CLASS, IMAGE, ordered_suffixes
 from trp_scale.data.index import DataError
+from trp_scale.data.raw_files import kind_of
 from trp_scale.modalities import modalities
 from trp_scale.modalities.base import MapFiles, Modality
 from trp_scale.preparation.images.files import list_folder, list_tars, tars_on_disk
@@ -44,6 +45,11 @@ def _list(config: ShardImagesConfig) -> Listing:
         return list_scenes(config.seed, config.count, config.size)
     first = Path(config.inputs[0])
     folder = first.is_dir() and not any(first.glob("*.tar"))
+    if kind_of(first) == "image" and not first.is_dir():
+        raise DataError(
+            f"--inputs {config.inputs[0]}: a single image; give the folder of all, {first.parent}, which may have a "
+            "sub-folder for each class"
+        )
     if config.inputs[0].startswith(TORCHVISION):
         _refuse_tied_settings(config, "a torchvision dataset")
         return list_torchvision(config.inputs[0], config.split)

@@ -210,6 +210,8 @@ def test_settings_of_another_kind_of_input_are_refused(tmp_path: Path) -> None:
     names.write_text("ant\n")
     with pytest.raises(DataError, match="goes with tars, not with an image folder"):
         shard(tmp_path / "out", folder, class_names=str(names))
+    with pytest.raises(DataError, match=r"1\.JPG: a single image; give the folder of all, .*/photos, which"):
+        shard(tmp_path / "out", tmp_path / "photos" / "1.JPG", tmp_path / "photos" / "2.JPG")
     with pytest.raises(DataError, match="only tars may be several"):
         shard(tmp_path / "out", folder, folder)
     tar = write_tar(tmp_path / "a.tar", {"1.jpg": jpeg()})
