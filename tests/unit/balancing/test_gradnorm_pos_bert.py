@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -77,8 +78,7 @@ def test_next_sentence_prediction_inside_the_balance_does_not_pass_the_transform
 
 def test_a_compiled_model_takes_taps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Traced by aot_eager; the default backend would add minutes of a C++ compiler."""
-    compile_ = torch.compile
-    monkeypatch.setattr(torch, "compile", lambda module: compile_(module, backend="aot_eager"))
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     found = []
     for compiled in ("none", "whole", "blocks"):
         trainer = trainer_with("weights", TEN_TASKS, compile=compiled)
