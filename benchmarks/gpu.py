@@ -13,7 +13,7 @@ What does not fit into --seconds is left out, last sections first. Checks may ru
     done; wait
     python benchmarks/gpu.py --items timings --output timings.json
 
-Figures of 2026-11-26 and 2026-11-27 are in docs/experiments.md; of the section runs five items of ten gave any.
+Figures of 2026-11-26 and 2026-11-27 are in docs/experiments.md; five of the ten items of the section runs gave figures.
 """
 
 from __future__ import annotations

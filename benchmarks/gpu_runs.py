@@ -72,7 +72,7 @@ def python(*arguments: str) -> None:
         RuntimeError: it failed; the message has the last line that it wrote, all of them are printed.
     """
     environment = {name: value for name, value in os.environ.items() if name not in OF_A_LAUNCHER}
-    # torch begins one compiling process for each core, in each of the runs that share the cores.
+    # By default each run would begin one compiling process for each core; they share the cores.
     environment["TORCHINDUCTOR_COMPILE_THREADS"] = str(max(1, cores() // at_once()))
     environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [environment.get("PYTHONPATH")])])
     done = subprocess.run(
@@ -139,8 +139,8 @@ def shard(data: str, folder: Path) -> Path:
 
 
 def runs(setting: Setting) -> Iterator[Item]:
-    """Each of RUNS, several at once: on an H200's 16 cores four took 100 s, and of eight none was done in that time. A
-    small setting has one on a CPU's precision."""
+    """Each of RUNS, several at once. Beside an H200, on 16 cores, four took 100 s, and of eight none was done in that
+    time. A small setting has one on a CPU's precision."""
     chosen = {"plain": Run(recipe="pos_bert_tiny", flags="--batch.global_size 4")} if setting.small else RUNS
     with tempfile.TemporaryDirectory() as name, ThreadPoolExecutor(at_once()) as pool:
         folder = Path(name)

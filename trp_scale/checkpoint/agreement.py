@@ -89,11 +89,14 @@ def check_shared_directory(run_dir: Path, group: Group) -> None:
     """Check that every rank sees the run directory that rank 0 sees, before anything is written into it.
 
     Raises:
+        RefusedError: on every rank, where it is a file.
         CheckpointError: on every rank, naming the ranks that see another directory or none.
     """
     token = secrets.token_hex(16)
 
     def leave_token() -> tuple[str, str]:
+        if run_dir.exists() and not run_dir.is_dir():
+            raise RefusedError(f"{run_dir} is a file; allowed: a directory")
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / f".same_directory_{token}").write_text(token, encoding="ascii")
         return f".same_directory_{token}", token

@@ -22,8 +22,8 @@ AT_END_SECONDS = 600.0
 """How long the end of a run waits for the copy to the mirror."""
 
 AFTER_A_SIGNAL = 200.0
-"""The same from the signal to stop on: schedulers kill after 300 (launch/slurm), and the last checkpoint is written
-before."""
+"""How long after a signal to stop it waits at most. launch/slurm asks for the signal 300 s before the end; the last
+checkpoint is written in that time too."""
 
 
 class ReadBack:
@@ -139,7 +139,7 @@ class Keeper:
 
 
 def _end_of_patience(began: float) -> float:
-    """When a wait for the mirror ends that began then, by time.monotonic(). A signal may come meanwhile."""
+    """When a wait for the mirror is given up that began then; both by time.monotonic(). A signal may come meanwhile."""
     signalled = signal_came_at()
     return began + AT_END_SECONDS if signalled is None else min(began + AT_END_SECONDS, signalled + AFTER_A_SIGNAL)
 

@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from trp_scale.checkpoint.agreement import check_shared_directory, on_rank_zero
 from trp_scale.config import RefusedError
 from trp_scale.config.finetuning import FinetuneConfig, ImageTaskConfig
 from trp_scale.config.upstream import AVERAGE
-from trp_scale.data.images.kept_for_tests import shared_by_paths
+from trp_scale.data.images.kept_for_tests import image_datasets, in_common
 from trp_scale.distributed.environment import Environment
+from trp_scale.distributed.groups import Group
 from trp_scale.downstream.arguments import EvaluateArguments
 from trp_scale.downstream.finetuned_run import FinetunedRun, find_runs, origin_of, predicting_engine
-from trp_scale.downstream.pretrained_losses import PretrainedRun, check_flags, measure_losses, read_pretrained
+from trp_scale.downstream.pretrained_losses import check_flags, measure_losses, read_pretrained
 from trp_scale.downstream.result_tables import print_results
 from trp_scale.downstream.results import (
     RESULT_FILE,
@@ -43,26 +44,19 @@ def evaluate(arguments: EvaluateArguments) -> int:
     baseline = None if arguments.baseline is None else read_results(arguments.baseline)
     with Environment() as environment:
         world = environment.world
-        for flag, path in (("--predictions", arguments.predictions), ("--output", arguments.output)):
-            if path is not None and path.exists() and not path.is_dir():
-                raise RefusedError(f"{flag} {path} is a file; allowed: a directory")
-        if arguments.predictions is not None:
-            check_shared_directory(arguments.predictions, world)
         pretrained = read_pretrained(arguments.run, arguments.weights)
         if pretrained is not None:
             check_flags(arguments)
         run_dir = arguments.run if pretrained is None else pretrained.directory
         output = arguments.output or run_dir / EVALUATIONS / _name(arguments, sets)
-        if pretrained is None:
-            find_runs(run_dir, arguments.weights)  # refused before a directory is made
-        made = missing_directories(output)
-        check_shared_directory(output, world)
-        try:
-            results = _measured(arguments, sets, pretrained, environment)
-        except BaseException:
-            if world.rank == 0:
-                remove_empty(made)
-            raise
+        with directories_for(output, arguments.predictions, world=world):
+            if pretrained is None:
+                results = _finetuned(arguments, sets, environment)
+            elif arguments.background:
+                source = f"{pretrained.checkpoint}{AVERAGE if arguments.weights == 'average' else ''}"
+                results = on_rank_zero(world, "measuring the masks", lambda: _masks(source, arguments))
+            else:
+                results = measure_losses(pretrained, arguments, environment)
         if not results.tasks:  # of rows without labels there are predictions alone
             return 0
         on_rank_zero(world, f"writing {output}", lambda: write_json(output / RESULTS_FILE, results))
@@ -72,28 +66,20 @@ def evaluate(arguments: EvaluateArguments) -> int:
     return 0
 
 
-def missing_directories(path: Path) -> list[Path]:
-    """Those that making a directory would make, the innermost first."""
-    return [each for each in (path, *path.parents) if not each.exists()]
-
-
-def remove_empty(directories: Sequence[Path]) -> None:
-    """Take away those that are empty, up to the first that is not."""
-    with suppress(OSError):
-        for each in directories:
-            each.rmdir()
-
-
-def _measured(
-    arguments: EvaluateArguments, sets: list[RobustnessSet], pretrained: PretrainedRun | None, environment: Environment
-) -> Results:
-    """What the run reaches, of whichever kind it is."""
-    if pretrained is None:
-        return _finetuned(arguments, sets, environment)
-    if arguments.background:
-        source = f"{pretrained.checkpoint}{AVERAGE if arguments.weights == 'average' else ''}"
-        return on_rank_zero(environment.world, "measuring the masks", lambda: _masks(source, arguments))
-    return measure_losses(pretrained, arguments, environment)
+@contextmanager
+def directories_for(*given: Path | None, world: Group) -> Iterator[None]:
+    """Context with directories that all ranks see. After an error those that it made are gone, where they are empty."""
+    directories = [each for each in given if each is not None]
+    made = {each for directory in directories for each in (directory, *directory.parents) if not each.exists()}
+    try:
+        for directory in directories:
+            check_shared_directory(directory, world)
+        yield
+    except BaseException:
+        for each in sorted(made, reverse=True) if world.rank == 0 else ():  # what lies in another comes first
+            with suppress(OSError):
+                each.rmdir()
+        raise
 
 
 def _masks(source: str, arguments: EvaluateArguments) -> Results:
@@ -235,7 +221,8 @@ def measured_config(run: FinetunedRun, arguments: EvaluateArguments, world: int)
 def _check_data(
     run: FinetunedRun, arguments: EvaluateArguments, config: FinetuneConfig, task: DownstreamTask, where: Environment
 ) -> None:
-    """Without --data, refuse data that is no longer what the run has had; with it, say where it was learned from."""
+    """Without --data, refuse data that is no longer what the run has had. With it, say how many of its images the run
+    has learned from. Collective."""
     if not arguments.data:
         done = on_rank_zero(where.world, f"reading {run.directory}", lambda: read_seed(run.directory / RESULT_FILE))
         as_measured = config.downstream.split == run.config.downstream.split and not arguments.images
@@ -244,10 +231,16 @@ def _check_data(
                 f"--run {run.directory}: the data at {' and '.join(config.datasets().values())} is not what the run "
                 "has learned from and was measured on; put that back, or name what is to be measured by --data"
             )
-    elif where.world.rank == 0 and isinstance(run.config, ImageTaskConfig) and trained_on_is_there(run.config):
-        shared = shared_by_paths(run.config.data.path, arguments.data)
-        if shared:
-            print(f"note: {len(shared)} images of {arguments.data} are among those that {run.directory} learned from")
+    elif isinstance(run.config, ImageTaskConfig) and trained_on_is_there(run.config):
+        train = run.config.data.path
+
+        def shared() -> int:
+            learned_from = image_datasets(train)
+            return sum(len(in_common(learned_from, dataset)) for dataset in image_datasets(arguments.data))
+
+        count = on_rank_zero(where.world, "comparing what is learned and measured", shared)
+        if count and where.world.rank == 0:
+            print(f"note: {count} images of {arguments.data} are among those that {run.directory} learned from")
 
 
 def _check_classes(run: FinetunedRun, config: FinetuneConfig, task: DownstreamTask) -> None:

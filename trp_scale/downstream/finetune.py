@@ -14,9 +14,7 @@ from trp_scale.checkpoint.resume import check_settings
 from trp_scale.command_line import phase
 from trp_scale.config import Config, RefusedError
 from trp_scale.config.finetuning import FinetuneConfig, ImageTaskConfig
-from trp_scale.data.images.dataset import open_image_dataset
-from trp_scale.data.images.kept_for_tests import MOST_IN_COMMON, shared_by_paths
-from trp_scale.data.mixture import parse_paths
+from trp_scale.data.images.kept_for_tests import image_datasets, refuse_shared_images
 from trp_scale.distributed.environment import Environment
 from trp_scale.downstream.arguments import FinetuneArguments
 from trp_scale.downstream.result_tables import print_results
@@ -89,17 +87,10 @@ def refuse_learned_images(config: FinetuneConfig) -> None:
         DataError: a data set is missing or damaged.
         RefusedError: more than MOST_IN_COMMON of the test set is among them.
     """
-    test = config.datasets().get("downstream.test_path", "")
-    if not test or not isinstance(config, ImageTaskConfig):
-        return
-    shared = shared_by_paths(config.data.path, test)
-    rows = sum(open_image_dataset(each.path).samples.rows for each in parse_paths(test)) if shared else 0
-    if len(shared) > MOST_IN_COMMON * rows:
-        raise RefusedError(
-            f"--downstream.test_path {test}: {len(shared)} of its {rows} images are in --data.path {config.data.path}, "
-            f"for example {', '.join(shared[:3])}; it may share {MOST_IN_COMMON:.0%} with it: give images that are not "
-            "learned from, or none, and --data.validation_fraction holds some out"
-        )
+    if isinstance(config, ImageTaskConfig) and config.downstream.test_path:
+        train = image_datasets(config.data.path)
+        for test in image_datasets(config.downstream.test_path):
+            refuse_shared_images(train, test)
 
 
 def of_seed(arguments: FinetuneArguments, task: str, number: int, run_dir: Path) -> FinetuneArguments:
@@ -171,8 +162,8 @@ def run_seed(
     def build(config: Config, where: Environment) -> DownstreamTask:
         assert isinstance(config, FinetuneConfig)
         tasks.append(build_task(config, where))
-        if not earlier:
-            on_rank_zero(world, "comparing what is learned and measured", lambda: refuse_learned_images(config))
+        if len(tasks) == 1 and not earlier:  # each rank by itself: the first may be one that tells of the sizes alone
+            refuse_learned_images(config)
         check_same_data(run_dir, tasks[-1].sources.digest(), earlier)
         return tasks[-1]
 

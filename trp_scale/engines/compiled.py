@@ -8,8 +8,8 @@ needs one graph of each form of what is compiled. A graph more than that means t
 to stay, such as a shape: the run stands still while the graph is made, and again at the next change. Such graphs are
 counted, and named with the guard that failed.
 
-No graph is made for sizes that were not seen (`dynamic` False), but of lengths that `varying` names: torch would make
-one for all sizes as soon as a second comes, and which came second differs in a run that is resumed.
+Each size has a graph of its own (`dynamic` False), but for the dimensions that `varying` names. By default torch makes
+one for all sizes when a second comes. Which comes second differs in a run that is resumed, and so would its rounding.
 
 `training.activation_checkpointing`: what a block keeps for its backward pass, which makes the rest once more.
 """
@@ -33,13 +33,13 @@ from trp_scale.distributed.groups import Group
 Choice = tuple[Literal["none", "blocks"], str]
 
 MOST_GRAPHS = 64
-"""Of one piece of code; torch's 8 are too few where masks are learned: encoder, decoder and lessons have three each."""
+"""Of one piece of code. torch's own limit is 8; `mlo_mae_tiny` in bf16 needs 11."""
 
-MOST_SIZES = 8
-"""That a form has in a mode, where `sizes` names them, before one more is surplus."""
+MOST_LENGTHS = 8
+"""Of a form in a mode. A module may have a method `sequence_length`; one length more than these is surplus."""
 
 NEEDLESS_WARNINGS = ("TensorFloat32 tensor cores", "\\s*Online softmax is disabled")
-"""How those of torch begin that tell a user nothing: training.tf32 is a setting, the other is torch's own affair."""
+"""How two of torch's warnings begin, as patterns. Neither asks anything of a user: training.tf32 decides the first."""
 
 
 def choose(device: torch.device, zero_stage: int | None, reasons: Sequence[str], group: Group) -> Choice:
@@ -93,7 +93,7 @@ class Graphs:
         self._losses = torch.compile(losses_of, dynamic=False)
         self.made = 0
         self.surplus: list[str] = []
-        # torch's numbers of the graphs, by what was called and how, and by its size
+        # torch's numbers of the graphs, by what was called and how, then by its length
         self._graphs_of: dict[Any, dict[int | None, set[str]]] = {}
         self._noted = 0
         self._seconds_before = torch._dynamo.utils.calculate_time_spent()["total_wall_time"]
@@ -115,20 +115,20 @@ class Graphs:
             self.note(made, module, mode_of(module, type(objective), autocasts, batch.fields, batch.extras))
         return found
 
-    def note(self, number: int, module: nn.Module, mode: Any, size: int | None = None) -> None:
+    def note(self, number: int, module: nn.Module, mode: Any, length: int | None = None) -> None:
         """A call has led to `number` graphs.
 
         Args:
             module: what was called.
             mode: how (`mode_of`).
-            size: where the module says that sizes have graphs of their own, that of this call.
+            length: by the module's `sequence_length`, where it has one: each has a graph of its own.
         """
         self.made += number
         form = tuple((name, tuple(each.shape), each.dtype) for name, each in module.named_parameters())
-        graphs_of_sizes = self._graphs_of.setdefault((type(module), form, mode), {})
-        known = graphs_of_sizes.setdefault(size, set())
-        if known or len(graphs_of_sizes) > MOST_SIZES:
-            of_all = set[str]().union(*graphs_of_sizes.values())
+        graphs_of_lengths = self._graphs_of.setdefault((type(module), form, mode), {})
+        known = graphs_of_lengths.setdefault(length, set())
+        if known or len(graphs_of_lengths) > MOST_LENGTHS:
+            of_all = set[str]().union(*graphs_of_lengths.values())
             guards = "; ".join(failed_guards(known or of_all)) or "torch names no guard"
             self.surplus.append(f"{type(module).__name__} was compiled again for a mode that has a graph: {guards}")
         records = torch._dynamo.utils.get_compilation_metrics()
@@ -232,8 +232,9 @@ class Compiled:
         before = graphs_so_far()
         found = self.function(self.module, *arguments, **named)
         if made := graphs_so_far() - before:
-            size = self.module.sizes(*arguments, **named) if hasattr(self.module, "sizes") else None  # type: ignore[operator]
-            self.graphs.note(made, self.module, mode_of(self.module, arguments, named), size)
+            length_of = getattr(self.module, "sequence_length", None)
+            length = None if length_of is None else length_of(*arguments, **named)
+            self.graphs.note(made, self.module, mode_of(self.module, arguments, named), length)
         return found
 
 

@@ -64,9 +64,9 @@ class TransformerBlock(Block):  # type: ignore[misc]
         self.heads, self.head_size = heads, width // heads
         self.relative_positions = RelativePositions(width // heads) if relative else None
 
-    def sizes(self, tokens: Tensor, *others: object, **named: object) -> int:
-        """Tokens of a row, of which a run has few counts: those that are seen, and a whole image's. Each has a graph of
-        its own (engines/compiled.py)."""
+    def sequence_length(self, tokens: Tensor, *others: object, **named: object) -> int:
+        """Tokens of a row, T. A run has few lengths: of visible tokens, and of whole images. Each has a compiled graph
+        of its own (engines/compiled.py)."""
         return tokens.shape[1]
 
     def forward(

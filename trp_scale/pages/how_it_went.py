@@ -20,7 +20,7 @@ MOST_INCIDENTS = 200
 """Of which the page has a row; of more the latest."""
 
 LONG = 20
-"""Times the median: a step that took longer is not drawn."""
+"""Times the median. A step that took longer is not drawn: beside a first that compiled others would lie on the axis."""
 
 MOST_SKIPPED = 50
 """Skipped steps that are listed; of more the latest."""
@@ -35,7 +35,7 @@ def speed_section(run: RunRecord) -> Section:
     blocks: list[Block] = [
         *_plot(run, pace[0], "Throughput", unit=pace[1], note=f"Over all ranks{pace[2]}."),
         *_plot(run, "data_wait_share", "Waiting for data", unit="share", note="Share of a step's time, rank 0."),
-        *_step_plot(run),
+        *_plot(run, "step_seconds", "Time of a step", unit="s", most=LONG),
         *_plot(run, "peak_memory_bytes", "Memory", unit="GiB", note="Largest so far, rank 0.", scale=1 / GIB),
         *_plot(run, "model_flops_utilisation", "Share of the devices' bf16 peak", unit="share"),
     ]
@@ -51,24 +51,24 @@ def speed_section(run: RunRecord) -> Section:
     )
 
 
-def _plot(run: RunRecord, name: str, title: str, *, unit: str, note: str = "", scale: float = 1.0) -> Iterator[Plot]:
-    """The plot of a field, in the same colour on every page; none where it has no value or is 0 all the time."""
+def _plot(
+    run: RunRecord, name: str, title: str, *, unit: str, note: str = "", scale: float = 1.0, most: float | None = None
+) -> Iterator[Plot]:
+    """The plot of a field, in the same colour on every page; none where it has no value or is 0 all the time.
+
+    Args:
+        most: times the median: values above are left out, and the note says so.
+    """
     curve = run.curves.fields.get(name)
     if isinstance(curve, Curve) and len(curve) and any(curve.values):
+        if most is not None:
+            usual, longest = curve.below(most * median(curve.values)), max(curve.values)
+            if left_out := len(curve) - len(usual):
+                note += f"Left out: {left_out:,} of more than {most:g} times the median, the longest of "
+                note += f"{longest:,.1f} {unit}."
+            curve = usual
         line = Line(name=name, points=curve.scaled(scale).points(), colour=colours(FIELDS)[name])
         yield Plot(title=title, lines=[line], unit=unit, note=note, from_zero=True)
-
-
-def _step_plot(run: RunRecord) -> Iterator[Plot]:
-    """Of the time of a step: beside a first that compiled for a minute the others would lie on the axis."""
-    curve = run.curves.fields.get("step_seconds")
-    if not isinstance(curve, Curve) or not any(curve.values):
-        return
-    usual = curve.below(LONG * median(curve.values))
-    line = Line(name="step_seconds", points=usual.points(), colour=colours(FIELDS)["step_seconds"])
-    left_out, longest = len(curve) - len(usual), max(curve.values)
-    note = f"Left out: {left_out:,} of more than {LONG} times the median, the longest of {longest:,.1f} s."
-    yield Plot(title="Time of a step", lines=[line], unit="s", note=note if left_out else "", from_zero=True)
 
 
 FIELDS = (

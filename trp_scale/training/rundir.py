@@ -59,18 +59,16 @@ def create_run_directory(arguments: NamesDirectory, world: Group) -> Path:
     """Decide the run directory on rank 0 (--run_dir, or a new one under runs/), make it, and tell all ranks.
 
     Raises:
-        RefusedError: on every rank, when rank 0 cannot make it.
+        RefusedError: on every rank, when rank 0 cannot make it, or it holds a data set.
     """
     problem, path = None, Path()
     if world.rank == 0:
         path = arguments.run_dir or _unused(Path("runs"), arguments.recipe_name(), datetime.now())
         path = path.absolute()
         try:
-            if (path / "dataset.json").is_file():
-                raise RefusedError(f"--run_dir {path} holds a data set; give another directory")
             path.mkdir(parents=True, exist_ok=True)
-        except RefusedError as error:
-            problem = str(error)
+            if (path / "dataset.json").is_file():
+                problem = f"--run_dir {path} holds a data set; give another directory"
         except OSError as error:
             problem = f"--run_dir {path} cannot be made: {error.strerror}"
     problem, path = world.broadcast_object((problem, path))

@@ -172,7 +172,8 @@ def test_data_that_was_changed_is_not_taken_for_the_run_s_own(
     (tuned.parent / "data").rename(tmp_path / "away")
     try:
         images(tuned.parent / "data", range(200, 290))
-        assert cli.main(["evaluate", "--run", str(tuned), "--output", str(tmp_path / "new" / "own")]) == 2
+        new = ["--output", str(tmp_path / "new" / "own"), "--predictions", str(tmp_path / "new" / "own" / "said")]
+        assert cli.main(["evaluate", "--run", str(tuned), *new]) == 2
         said = capsys.readouterr().err
         assert f"the data at {tuned.parent / 'data'} is not what the run has learned from" in said
         assert not (tmp_path / "new").exists(), "a refused measurement leaves no directory"

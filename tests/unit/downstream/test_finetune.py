@@ -131,7 +131,7 @@ def test_images_that_are_learned_from_are_no_test(
     flags = tuning_flags(image_dataset, tmp_path / "run", "scratch", downstream__test_path=image_dataset)
     assert cli.main(["finetune", *flags]) == 2
     said = capsys.readouterr().err
-    assert f"--downstream.test_path {image_dataset}: 96 of its 96 images are in --data.path" in said
+    assert f"{image_dataset}: 96 of its 96 images are in the run's data" in said
 
 
 def test_a_data_set_is_no_run_directory(image_dataset: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -97,15 +97,17 @@ def test_a_graph_is_made_for_the_usual_length_whichever_came_first(monkeypatch: 
 
 
 class Sized(Blocks):
-    """Its inputs are of few sizes."""
+    """Its inputs are of few lengths."""
 
-    def sizes(self, inputs: Tensor, *others: object, **named: object) -> int:
+    def sequence_length(self, inputs: Tensor, *others: object, **named: object) -> int:
         return len(inputs)
 
 
 @pytest.mark.parametrize("order", [(5, 7), (7, 5)])
-def test_each_size_has_its_graph_whichever_came_first(monkeypatch: pytest.MonkeyPatch, order: tuple[int, int]) -> None:
-    """torch would make one graph for all sizes when the second comes, and a resumed run begins with another."""
+def test_each_length_has_its_graph_whichever_came_first(
+    monkeypatch: pytest.MonkeyPatch, order: tuple[int, int]
+) -> None:
+    """torch would make one graph for all lengths when the second comes, and a resumed run begins with another."""
     shapes: list[list[tuple[int | torch.SymInt, ...]]] = []
 
     def noting(graph: Any, inputs: list[Any]) -> Any:
@@ -122,12 +124,12 @@ def test_each_size_has_its_graph_whichever_came_first(monkeypatch: pytest.Monkey
     assert (len(shapes), graphs.made, graphs.surplus) == (2, 2, [])
 
 
-def test_many_sizes_are_compiled_and_named() -> None:
+def test_many_lengths_are_compiled_and_named() -> None:
     """torch by itself stops at eight graphs of a piece of code, and then runs it as it is."""
     module = Sized()
     graphs = compile_model(module, "whole")
     assert graphs is not None
-    lengths = range(2, 2 + compiled.MOST_SIZES + 4)
+    lengths = range(2, 2 + compiled.MOST_LENGTHS + 4)
     for length in lengths:
         module(torch.randn(length, 4))
     assert graphs.made == len(lengths)

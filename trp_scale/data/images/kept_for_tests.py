@@ -91,22 +91,17 @@ def refuse_shared_images(train: Sequence[ImageDataset], test: ImageDataset) -> i
     return len(shared)
 
 
-def shared_by_paths(train: str, test: str) -> list[str]:
-    """Images of the data sets `test` that are among those of `train`, both as --data.path has them: their "SHARD/KEY";
-    none where one of them is a data set of another kind.
+def image_datasets(paths: str) -> list[ImageDataset]:
+    """The data sets of images among those that `paths` names, as --data.path has them.
 
     Raises:
         DataError: a data set is missing or damaged.
     """
-    learned_from, measured = (
-        [
-            open_image_dataset(each.path, each.name)
-            for each in parse_paths(paths)
-            if read_json(each.path / "dataset.json").get("kind") == "image"
-        ]
-        for paths in (train, test)
-    )
-    return [key for dataset in measured for key in in_common(learned_from, dataset)]
+    return [
+        open_image_dataset(each.path, each.name)
+        for each in parse_paths(paths)
+        if read_json(each.path / "dataset.json").get("kind") == "image"
+    ]
 
 
 def _words(dataset: ImageDataset) -> Words:

@@ -203,10 +203,10 @@ class Cache:
             fcntl.flock(descriptor, fcntl.LOCK_UN)  # others may wait, and a fork may keep the descriptor
             return True
         except BaseException:
-            _part(place).unlink(missing_ok=True)
             close = True
-            if room_made:
-                with self._alone():
+            with self._alone():  # whoever counts the files meanwhile counts it, or has it taken off
+                _part(place).unlink(missing_ok=True)
+                if room_made:
                     (self.root / _USED).write_text(str(max(0, self._used() - size)))
             raise
         finally:
