@@ -21,7 +21,7 @@ from trp_scale.checkpoint.manager import load
 from trp_scale.checkpoint.resume import check_settings, cut_metrics, select
 from trp_scale.checkpoint.run_directory import incompleteness
 from trp_scale.checkpoint.tensor_file import CHUNK
-from trp_scale.config.finetuning import FinetuneConfig
+from trp_scale.config.finetuning import FinetuneConfig, ImageTaskConfig
 from trp_scale.distributed.groups import ALONE
 from trp_scale.downstream.comparison import compare_results
 from trp_scale.downstream.encoder_source import open_encoder
@@ -324,10 +324,12 @@ def of_encoder(write: Callable[[Path], None], config: Callable[[], FinetuneConfi
 
         def read() -> None:
             source = open_encoder(str(place))
-            source.adopt(config())
+            settings = config()
+            source.adopt(settings)
             source.read()
-            if not source.text:
-                source.image_weights(2)
+            if isinstance(settings, ImageTaskConfig):
+                settings.crops.size = 2 * settings.vision.patch_size
+                source.image_weights(settings)
 
         weights = place / "model.safetensors"
         targets = 2 * [Target(path=place / "config.json", kind="json")] + [Target(path=weights, kind="bytes")]

@@ -18,7 +18,7 @@ from trp_scale.checkpoint.document import DOCUMENT_NAME, read_document
 from trp_scale.checkpoint.durable import sync_directory
 from trp_scale.checkpoint.run_directory import CHECKPOINTS, Found, checkpoints, remove_leftovers, set_aside_later
 from trp_scale.checkpoint.tensor_file import CheckpointError, check_sound
-from trp_scale.config import WITHOUT_END, RefusedError
+from trp_scale.config import WITHOUT_END, Config, RefusedError
 from trp_scale.distributed.groups import Group
 from trp_scale.distributed.lease import LEASE
 from trp_scale.documents.json_files import json_lines, parse_json
@@ -244,6 +244,17 @@ def may_change(field: str) -> bool:
     return field in MAY_CHANGE or f"{field.partition('.')[0]}.*" in MAY_CHANGE
 
 
+def adopt_unrecorded(config: Config, stored: Mapping[str, Any]) -> None:
+    """Set, in place, what earlier versions computed where the settings that they stored do not say it.
+
+    Args:
+        config: of the run that continues.
+        stored: nested settings in its checkpoint or result.
+    """
+    if "decay_end" not in stored.get("optimizer", {}):
+        config.optimizer.decay_end = "last_step"
+
+
 def check_settings(
     stored: Mapping[str, Any],
     present: Mapping[str, Any],
@@ -253,7 +264,8 @@ def check_settings(
 ) -> list[str]:
     """Compare the settings of a checkpoint with those of the run that wants to go on from it.
 
-    A setting that the checkpoint does not know is newer than it, and had its default then.
+    A setting that the checkpoint does not know is newer than it, and had its default then (or the value of
+    `adopt_unrecorded`).
 
     Args:
         stored: nested settings in the checkpoint.
@@ -266,6 +278,7 @@ def check_settings(
     """
     now = _flat(present)
     default = from_dict({"upstream": present["upstream"]} if "upstream" in present else {"downstream": {}})
+    adopt_unrecorded(default, stored)
     before = {**{name: value for name, value in _flat(to_dict(default)).items() if name in now}, **_flat(stored)}
     same_data = stored_digest is not None and stored_digest == present_digest
     allowed: list[str] = []

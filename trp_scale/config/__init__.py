@@ -202,10 +202,13 @@ class OptimizerConfig(Section):
     warmup_steps: int = setting(10_000, at_least=0)
     """Steps of linear warm-up."""
     schedule: Literal["linear", "cosine", "constant", "inverse_sqrt"] = "linear"
-    """Shape after warm-up. linear and cosine go down to min_lr at the last step. inverse_sqrt falls with the root of
-    the step and, as constant, knows no last step: a run can be made longer (Vaswani et al. 2017, eq. 3)."""
+    """Shape after warm-up. linear and cosine decay to min_lr. inverse_sqrt falls with the root of the step and, as
+    constant, knows no last step: a run can be made longer (Vaswani et al. 2017, eq. 3)."""
     min_lr: float = setting(0.0, at_least=0)
-    """Learning rate at the last step; of inverse_sqrt the least."""
+    """Learning rate at the end of the decay; of inverse_sqrt the least."""
+    decay_end: Literal["after_last_step", "last_step"] = "after_last_step"
+    """Step at which linear and cosine reach min_lr. after_last_step: one step after the run, as in transformers and in
+    MAE's code, so that the last step still learns. last_step: the last step, as in runs without this setting."""
     clipping: float = setting(0.0, at_least=0)
     """Largest gradient norm; 0 = no clipping."""
     layer_decay: float = setting(1.0, above=0, at_most=1)

@@ -93,9 +93,11 @@ class ImageDownstreamConfig(DownstreamConfig):
     drop_path: float = setting(0.0, at_least=0, below=1)
     """Probability that the last block's branch is left out for an image. It grows linearly from 0 at the first block
     (Huang et al. 2016)."""
-    positions: Literal["recomputed", "interpolated"] = "recomputed"
-    """Fixed positions on a grid of another size than in pre-training. recomputed: sine and cosine of its own
-    coordinates. interpolated: the pre-training's grid, stretched (bicubic). Learned ones are always interpolated."""
+    positions: Literal["recomputed", "interpolated", "learned"] = "recomputed"
+    """Sine-cosine positions of an encoder, on a grid that may be larger than in pre-training. recomputed: sine and
+    cosine of the grid's own coordinates, fixed. interpolated: the pre-training grid, stretched (bicubic), fixed.
+    learned: the stretched grid is where they begin, and they are trained, as in the fine-tuning code of MAE and AdPE.
+    Positions that are weights already are always stretched and trained."""
     learned_positions: bool = False
     """Set by --from: the encoder's positions are weights (a supervised ViT's), not fixed sines and cosines."""
     pretraining_grid: int = 0
@@ -132,6 +134,11 @@ class ImageTaskConfig(FinetuneConfig):
     def grid(self) -> int:
         """Patches along each side of an image."""
         return self.crops.size // self.vision.patch_size
+
+    @property
+    def trains_positions(self) -> bool:
+        """Whether the encoder's positions are a parameter."""
+        return self.downstream.learned_positions or self.downstream.positions == "learned"
 
     def problems(self) -> Iterator[str]:
         size, patch_size = self.crops.size, self.vision.patch_size

@@ -14,7 +14,7 @@ from trp_scale.checkpoint.export import find_checkpoint
 from trp_scale.checkpoint.format import named_weights, read_full_state
 from trp_scale.checkpoint.initial_weights import FILE, stored_weights
 from trp_scale.config import Config, ModelConfig, RefusedError, TextModelConfig
-from trp_scale.config.finetuning import FinetuneConfig
+from trp_scale.config.finetuning import FinetuneConfig, ImageTaskConfig
 from trp_scale.config.upstream import AVERAGE
 from trp_scale.documents.fields import Fields
 from trp_scale.documents.json_files import read_object
@@ -64,11 +64,16 @@ class EncoderSource:
         average = AVERAGE if self.path.endswith(AVERAGE) else ""
         config.model.weights = self.path if self.checkpoint is None else f"{self.checkpoint}{average}"
 
-    def image_weights(self, grid: int) -> dict[str, Tensor]:
-        """The weights of an `ImageEncoder` of this grid: learned positions are stretched to it."""
+    def image_weights(self, config: ImageTaskConfig) -> dict[str, Tensor]:
+        """Weights of an `ImageEncoder` with these settings: learned positions are stretched to its grid; those that
+        are to be learned begin at the stretched sine-cosine ones."""
         weights = self.read()
         if "pos_embed" in weights:
-            weights["pos_embed"] = interpolated(weights["pos_embed"], grid)
+            weights["pos_embed"] = interpolated(weights["pos_embed"], config.grid)
+        elif config.trains_positions:
+            from trp_scale.models.image_encoder import sine_cosine_positions
+
+            weights["pos_embed"] = sine_cosine_positions(config)
         return weights
 
 

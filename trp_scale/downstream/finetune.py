@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from trp_scale.checkpoint.agreement import check_shared_directory, on_rank_zero
-from trp_scale.checkpoint.resume import check_settings
+from trp_scale.checkpoint.resume import adopt_unrecorded, check_settings
 from trp_scale.command_line import phase
 from trp_scale.config import Config, RefusedError
 from trp_scale.config.finetuning import FinetuneConfig, ImageTaskConfig
@@ -104,7 +104,7 @@ def of_seed(arguments: FinetuneArguments, task: str, number: int, run_dir: Path)
     return replace(arguments, config=config, run_dir=directory)
 
 
-def read_done(run_dir: Path, asked: dict[str, Any]) -> SeedResult | None:
+def read_done(run_dir: Path, config: Config) -> SeedResult | None:
     """The result of a run that was asked for in these settings; None where there is none, or it is of other steps: such
     a run goes on, if it can.
 
@@ -112,9 +112,11 @@ def read_done(run_dir: Path, asked: dict[str, Any]) -> SeedResult | None:
         RefusedError: the result is of other settings, another encoder's say.
     """
     done = read_seed(run_dir / RESULT_FILE)
-    if done is None or done.settings.get("training", {}).get("steps") != asked["training"]["steps"]:
+    if done is None or done.settings.get("training", {}).get("steps") != config.training.steps:
         return None
-    check_settings(done.settings, asked)
+    asked = copy.deepcopy(config)
+    adopt_unrecorded(asked, done.settings)
+    check_settings(done.settings, to_dict(asked))
     return done
 
 
@@ -151,7 +153,7 @@ def run_seed(
     assert run_dir is not None
     asked = to_dict(arguments.config)
     if arguments.resume != "never":
-        done = on_rank_zero(world, f"reading {run_dir}", lambda: read_done(run_dir, asked))
+        done = on_rank_zero(world, f"reading {run_dir}", lambda: read_done(run_dir, arguments.config))
         if done is not None:
             check_same_data(run_dir, done.data, earlier)
             return ExitStatus.DONE, done
@@ -178,6 +180,7 @@ def run_seed(
         with run.hooks.validation():
             metrics = measure(run.engine, task, run.sources.validation.windows())
         detail = metrics.pop("detail", {})
+        asked["optimizer"]["decay_end"] = run.config.optimizer.decay_end  # an earlier version's, of a run that it began
         found.append(
             SeedResult(
                 task=task.name,

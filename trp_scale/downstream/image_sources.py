@@ -80,7 +80,7 @@ def _positions_of_run(config: ImagePretrainConfig | ImageTaskConfig) -> dict[tup
     """A fine-tuned encoder with stretched fixed positions keeps those of its pre-training."""
     grid, learned = config.crops.size // config.vision.patch_size, False
     if isinstance(config, ImageTaskConfig):
-        learned = config.downstream.learned_positions
+        learned = config.trains_positions
         if not learned and config.downstream.positions == "interpolated":
             grid = config.downstream.pretraining_grid or grid
     return {("downstream", "pretraining_grid"): grid, ("downstream", "learned_positions"): learned}

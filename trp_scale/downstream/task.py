@@ -192,7 +192,7 @@ class ImageTask(TaskParts[ImageRun]):
         """Give a model the encoder of --from, if there is one."""
         if (path := self.config.model.weights) and path != SCRATCH:
             with naming_tensors(self.config.model):
-                take_encoder(model.encoder, open_encoder(path).image_weights(model.encoder.grid), path)
+                take_encoder(model.encoder, open_encoder(path).image_weights(self.config), path)
 
 
 def trained_on_is_there(config: ImageTaskConfig) -> bool:

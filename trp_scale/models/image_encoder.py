@@ -36,6 +36,16 @@ class EncoderShape(NamedTuple):
     blocks: int
 
 
+def sine_cosine_positions(config: ImageTaskConfig) -> Tensor:
+    """[1 + G^2, D] sine-cosine positions of the class token, which are zero, and of a grid of G x G patches: those of
+    its own coordinates, or the pre-training grid stretched (`downstream.positions`)."""
+    width, grid = config.model.hidden_size, config.grid
+    if config.downstream.positions != "recomputed":
+        grid = config.downstream.pretraining_grid or config.grid
+    positions = torch.cat([torch.zeros(1, width), sine_cosine(grid, width, config.vision.position_order).float()])
+    return interpolated(positions, config.grid)
+
+
 class ImageEncoder(nn.Module):
     """A vision transformer on square images of crops.size pixels, with a class token.
 
@@ -57,11 +67,11 @@ class ImageEncoder(nn.Module):
         self.head_size = width // model.heads
         self.patch_embed = nn.Linear(vision.patch_size**2 * CHANNELS, width)
         self.cls_token = nn.Parameter(torch.zeros(width))
-        if downstream.learned_positions:
+        if config.trains_positions:
             self.pos_embed = nn.Parameter(torch.zeros(1 + self.grid**2, width))
             self.register_buffer("fixed_positions", None, persistent=False)
         else:
-            self.register_buffer("fixed_positions", self._fixed(config), persistent=False)
+            self.register_buffer("fixed_positions", sine_cosine_positions(config), persistent=False)
         rates = torch.linspace(0.0, downstream.drop_path, blocks).tolist()
         self.blocks = nn.ModuleList(
             TransformerBlock(
@@ -75,14 +85,6 @@ class ImageEncoder(nn.Module):
             for rate in rates
         )
         self.norm = nn.LayerNorm(width, eps=model.layer_norm_eps) if norm else nn.Identity()
-
-    def _fixed(self, config: ImageTaskConfig) -> Tensor:
-        """[1 + G^2, D] the class token's, which are zero, and the patches'."""
-        width, grid = config.model.hidden_size, self.grid
-        if config.downstream.positions == "interpolated":
-            grid = config.downstream.pretraining_grid or self.grid
-        positions = torch.cat([torch.zeros(1, width), sine_cosine(grid, width, config.vision.position_order).float()])
-        return interpolated(positions, self.grid)
 
     @property
     def shape(self) -> EncoderShape:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from trp_scale.core.seeds import tensor_seed
+from trp_scale.models.positions import sine_cosine
 
 
 def initial_tensor(seed: int, name: str, shape: tuple[int, ...], std: float) -> Tensor:
@@ -236,7 +237,8 @@ def initialise(module: nn.Module, *, seed: int, std: float) -> None:
 
 def initialise_vision(module: nn.Module, *, seed: int, std: float) -> None:
     """The masked autoencoder's initialisation (He et al., A.1; Wu et al.): matrices xavier uniform, class and mask
-    tokens and embeddings normal with `std`, biases and relative tables 0, norm weights 1.
+    tokens and embeddings normal with `std`, biases and relative tables 0, norm weights 1; positions that are trained
+    begin at sines and cosines.
 
     Queries, keys and values are one matrix of 3 D rows, as there.
     """
@@ -262,6 +264,9 @@ def vision_weights(seed: int, name: str, parameter: nn.Parameter, std: float, *,
         return initial_tensor(seed, name, tuple(parameter.shape), std)
     if name.endswith(".table"):
         return 0.0
+    if name.endswith("pos_embed"):
+        rows, width = parameter.shape
+        return torch.cat([torch.zeros(1, width), sine_cosine(math.isqrt(rows - 1), width).float()])
     if parameter.ndim >= 2:
         return xavier_uniform_tensor(seed, name, tuple(parameter.shape), parts=parts)
     return 1.0 if name.endswith(".weight") else 0.0  # the only vectors called weight are the norms'

@@ -513,15 +513,16 @@ def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:
     """Learning rate of step `step` (from 0) of `steps`.
 
     Linear warm-up over `warmup_steps`: the first step has lr / warmup_steps, the last of the warm-up the full lr. After
-    it linear or cosine decay that reaches `min_lr` at the last step, decay with the root of the step, or none.
+    it linear or cosine decay to `min_lr`, decay with the root of the step, or none. The decay is that of transformers,
+    (steps - step) / (steps - warmup_steps), or reaches its end one step earlier (`decay_end`).
     """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
     if config.schedule == "inverse_sqrt":
         return max(config.min_lr, config.lr * math.sqrt(max(1, config.warmup_steps) / (step + 1)))
-    left = steps - 1 - config.warmup_steps
-    done = min(1.0, (step - config.warmup_steps) / left) if left > 0 else 1.0
     if config.schedule == "constant":
         return config.lr
+    decay_steps = steps - config.warmup_steps - (config.decay_end == "last_step")
+    done = min(1.0, (step - config.warmup_steps) / decay_steps) if decay_steps > 0 else 1.0
     factor = 1.0 - done if config.schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * done))
     return config.min_lr + (config.lr - config.min_lr) * factor

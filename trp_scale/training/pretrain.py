@@ -19,7 +19,7 @@ from trp_scale.checkpoint.agreement import check_shared_directory, on_rank_zero,
 from trp_scale.checkpoint.document import CheckpointDocument, read_document
 from trp_scale.checkpoint.engine_group import EngineGroup
 from trp_scale.checkpoint.manager import Content
-from trp_scale.checkpoint.resume import check_settings, select, take_back
+from trp_scale.checkpoint.resume import adopt_unrecorded, check_settings, select, take_back
 from trp_scale.checkpoint.run_directory import checkpoints
 from trp_scale.checkpoint.writer import CheckpointWriter
 from trp_scale.command_line import phase
@@ -211,6 +211,8 @@ class Run:
         torch.backends.cudnn.allow_tf32 = config.training.tf32
         selection = select(run_dir, arguments.resume if over is None else "auto", self.world)
         stored = self._stored(selection.checkpoint)
+        if stored is not None:
+            adopt_unrecorded(config, stored.config)
         document = ds_config.read(arguments.ds_config) if arguments.ds_config else None
         chosen: list[str] = []
         if config.training.compile == "auto":

@@ -10,6 +10,7 @@ import pytest
 import timm
 import torch
 from safetensors.torch import load_file, save_file
+from timm.layers import resample_abs_pos_embed
 from timm.models import save_for_hf
 from torch import Tensor
 from transformers import ViTMAEModel
@@ -28,9 +29,10 @@ from trp_scale.downstream.classification.model import ImageClassifier
 from trp_scale.downstream.classification.settings import ClassificationTaskConfig
 from trp_scale.downstream.encoder_source import open_encoder
 from trp_scale.downstream.task import take_encoder
+from trp_scale.engines.optimizer import decay_groups
 from trp_scale.models.image_encoder import ImageEncoder
 from trp_scale.models.patches import CHANNEL_DEVIATION, CHANNEL_MEAN, patchify
-from trp_scale.models.positions import PositionOrder
+from trp_scale.models.positions import PositionOrder, sine_cosine
 from trp_scale.recipes.loader import to_dict
 
 BERT = {
@@ -52,7 +54,7 @@ def taken(path: Path, grid: int = GRID, **downstream: Any) -> tuple[ImageEncoder
     source.adopt(settings)
     settings.crops.size = grid * settings.vision.patch_size
     encoder = ImageEncoder(settings).eval()
-    take_encoder(encoder, source.image_weights(grid), str(path))
+    take_encoder(encoder, source.image_weights(settings), str(path))
     return encoder, settings
 
 
@@ -143,6 +145,29 @@ def test_a_fine_tuned_run_with_stretched_positions_keeps_its_pre_trainings(tmp_p
     assert found.downstream.pretraining_grid == 3
     assert encoder.fixed_positions is not None and model.encoder.fixed_positions is not None
     assert encoder.fixed_positions.equal(model.encoder.fixed_positions)
+
+
+@pytest.mark.parametrize("grid", [GRID, GRID + 2])
+def test_learned_positions_begin_at_the_stretched_grid_and_get_a_gradient(tmp_path: Path, grid: int) -> None:
+    write_run(tmp_path, config(tokens="visible"))
+    fixed, _ = taken(tmp_path, grid, positions="interpolated")
+    encoder, settings = taken(tmp_path, grid, positions="learned")
+    before = torch.cat([torch.zeros(1, 24), sine_cosine(GRID, 24).float()])[None]
+    torch.testing.assert_close(encoder.pos_embed.detach(), resample_abs_pos_embed(before, [grid, grid])[0])
+    pixels = torch.randn(2, 3, grid * PATCH, grid * PATCH, generator=torch.Generator().manual_seed(1))
+    assert features(encoder, pixels).equal(features(fixed, pixels))
+    encoder(pixels)[0].square().sum().backward()
+    assert encoder.pos_embed.grad is not None and encoder.pos_embed.grad[1:].abs().min(dim=1).values.max() > 0
+    groups = decay_groups(encoder.named_parameters(), 0.05)
+    (decay,) = {group["weight_decay"] for group in groups for each in group["params"] if each is encoder.pos_embed}
+    assert decay == 0.0, "MAE's code spares positions"
+
+
+def test_a_run_that_has_learned_positions_hands_them_on(tmp_path: Path) -> None:
+    model = write_classifier(tmp_path, finetune_config(positions="learned"))
+    encoder, settings = taken(tmp_path)
+    assert settings.downstream.learned_positions
+    assert encoder.pos_embed.equal(model.encoder.pos_embed)
 
 
 def test_exports_of_a_run_are_the_run(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from tests.unit.models.encoder_peers import finetune_config, take_timm, timm_vit
 from tests.unit.models.small_images import GRID, PATCH, VALUES, config, small_model
 from tests.unit.models.vitmae_peer import vitmae
 from trp_scale.models.image_encoder import ImageEncoder, interpolated
+from trp_scale.models.initialise import initialise_vision
 from trp_scale.models.patches import patchify, unpatchify
 from trp_scale.models.positions import sine_cosine
 from trp_scale.upstreams.mae.model import MaskedAutoencoder
@@ -118,6 +119,14 @@ def test_fixed_positions_of_another_grid_are_recomputed_or_stretched() -> None:
     before = torch.cat([torch.zeros(1, width), sine_cosine(GRID, width).float()])[None]
     torch.testing.assert_close(stretched, resample_abs_pos_embed(before, [grid, grid])[0], rtol=0, atol=1e-6)
     assert (computed - stretched).abs().max() > 0.1
+
+
+def test_trained_positions_of_a_model_from_scratch_begin_at_sines_and_cosines() -> None:
+    encoder = ImageEncoder(finetune_config(positions="learned"))
+    initialise_vision(encoder, seed=0, std=0.02)
+    assert encoder.fixed_positions is None and encoder.pos_embed.requires_grad
+    torch.testing.assert_close(encoder.pos_embed[1:].double(), sine_cosine(GRID, 24), rtol=0, atol=1e-6)
+    assert not encoder.pos_embed[0].any()
 
 
 def test_drop_path_rates_are_timms() -> None:

@@ -6,6 +6,9 @@ import itertools
 from typing import Any
 
 import pytest
+import torch
+from transformers import get_cosine_schedule_with_warmup as cosine_with_warmup
+from transformers import get_linear_schedule_with_warmup as linear_with_warmup
 
 from trp_scale.config import OptimizerConfig
 from trp_scale.training.loop import learning_rate
@@ -26,26 +29,47 @@ def test_warm_up_rises_in_equal_parts_from_its_first_step_to_the_full_rate(sched
     assert found[9] == pytest.approx(PEAK, rel=1e-12) and max(found) <= PEAK * (1 + 1e-12)
 
 
+@pytest.mark.parametrize(("schedule", "theirs"), [("linear", linear_with_warmup), ("cosine", cosine_with_warmup)])
+@pytest.mark.parametrize("warmup", [0, 1, 10, 98])
+def test_decay_equals_transformers_schedule(schedule: str, theirs: Any, warmup: int) -> None:
+    optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=PEAK)
+    scheduler = theirs(optimizer, warmup, 100)
+    expected = []
+    for _ in range(100):
+        expected.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    assert rates(100, schedule=schedule, warmup_steps=warmup, min_lr=0.0)[warmup:] == pytest.approx(
+        expected[warmup:], rel=1e-9
+    )
+
+
+@pytest.mark.parametrize("schedule", ["linear", "cosine"])
+@pytest.mark.parametrize("steps", [1, 2, 100])
+def test_every_step_learns_without_a_least_rate(schedule: str, steps: int) -> None:
+    assert min(rates(steps, schedule=schedule, warmup_steps=0, min_lr=0.0)) > 0
+
+
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
 @pytest.mark.parametrize("warmup", [0, 1, 10, 98])
-def test_decay_starts_at_the_full_rate_and_reaches_the_least_at_the_last_step(schedule: str, warmup: int) -> None:
-    found = rates(100, schedule=schedule, warmup_steps=warmup)
+def test_decay_of_earlier_versions_reaches_the_least_rate_at_the_last_step(schedule: str, warmup: int) -> None:
+    found = rates(100, schedule=schedule, warmup_steps=warmup, decay_end="last_step")
     assert found[warmup] == pytest.approx(PEAK, rel=1e-12)
     assert found[-1] == pytest.approx(LEAST, rel=1e-9)
     assert all(later < earlier for earlier, later in itertools.pairwise(found[warmup:]))
 
 
 def test_linear_decay_loses_the_same_at_every_step() -> None:
-    found = rates(111, schedule="linear")
+    found = rates(110, schedule="linear")
     losses = [earlier - later for earlier, later in itertools.pairwise(found[10:])]
-    assert losses == pytest.approx([(PEAK - LEAST) / 100] * 100, rel=1e-9)
+    assert losses == pytest.approx([(PEAK - LEAST) / 100] * 99, rel=1e-9)
 
 
 def test_cosine_decay_is_half_way_in_the_middle_and_flat_at_both_ends() -> None:
-    found = rates(111, schedule="cosine")  # 100 steps of decay from step 10
+    found = rates(110, schedule="cosine")  # 100 steps of decay from step 10
     assert found[60] == pytest.approx((PEAK + LEAST) / 2, rel=1e-12)
     assert found[35] == pytest.approx(LEAST + (PEAK - LEAST) * (0.5 + 0.5 * 0.5**0.5), rel=1e-9)
-    assert found[10] - found[11] < (PEAK - LEAST) / 2000 and found[-2] - found[-1] < (PEAK - LEAST) / 2000
+    assert found[10] - found[11] < (PEAK - LEAST) / 1000 and found[-2] - found[-1] < (PEAK - LEAST) / 1000
 
 
 def test_constant_stays_at_the_full_rate() -> None:
@@ -69,9 +93,11 @@ def test_a_warm_up_as_long_as_the_run_never_decays(schedule: str, steps: int, wa
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine"])
-def test_a_run_of_one_step_or_one_step_of_decay_ends_at_the_least_rate(schedule: str) -> None:
-    assert rates(1, schedule=schedule, warmup_steps=0) == pytest.approx([LEAST])
-    assert rates(11, schedule=schedule)[-2:] == pytest.approx([PEAK, LEAST])
+def test_one_step_of_decay_has_the_full_rate_and_in_earlier_versions_the_least(schedule: str) -> None:
+    assert rates(1, schedule=schedule, warmup_steps=0) == pytest.approx([PEAK])
+    assert rates(11, schedule=schedule)[-2:] == pytest.approx([PEAK, PEAK])
+    assert rates(1, schedule=schedule, warmup_steps=0, decay_end="last_step") == pytest.approx([LEAST])
+    assert rates(11, schedule=schedule, decay_end="last_step")[-2:] == pytest.approx([PEAK, LEAST])
 
 
 @pytest.mark.parametrize("schedule", ["linear", "cosine", "constant"])

@@ -77,7 +77,7 @@ class ClassificationTask(ImageTask[ClassificationTaskConfig]):
     def model(self) -> nn.Module:
         model = ImageClassifier(self.config)
         if (path := self.config.model.weights) and path != SCRATCH:
-            weights = open_encoder(path).image_weights(model.encoder.grid)
+            weights = open_encoder(path).image_weights(self.config)
             if model.fc_norm is not None:
                 weights = {name: tensor for name, tensor in weights.items() if not name.startswith("norm.")}
             with naming_tensors(self.config.model):

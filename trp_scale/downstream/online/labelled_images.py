@@ -61,7 +61,7 @@ class LabelledImages:
             given = None
             if world.rank == 0:
                 source = encoder_of(self.run.config, NAME, lambda: weights)
-                given = source.image_weights(self.config.crops.size // self.config.vision.patch_size)
+                given = source.image_weights(self.config)
             made.append(FrozenEncoder(self.config, pooling="mean", device=self.run.device, weights=given))
 
         together(world, "making the probed encoder", make)

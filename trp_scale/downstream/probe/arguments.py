@@ -17,6 +17,7 @@ from trp_scale.downstream.arguments import SCRATCH
 
 Method = Literal["logistic", "linear", "knn"]
 Pooling = Literal["mean", "class"]
+FrozenPositions = Literal["recomputed", "interpolated"]
 
 
 @dataclass(kw_only=True)
@@ -88,6 +89,9 @@ class ProbeArguments(ReadsRuns):
     """For --from scratch: a recipe of images with the encoder's sizes; a run's config.yaml is one too."""
     image_size: int = 0
     """Side of the images in pixels, a multiple of the patches'; 0 = that of the pre-training."""
+    encoder_positions: FrozenPositions = "recomputed"
+    """Fixed positions on images of another size than in pre-training. recomputed: sine and cosine of their own
+    coordinates. interpolated: the pre-training grid, stretched (bicubic), as in MAE's code."""
     pooling: Pooling = "mean"
     """mean: of the patch tokens, normalised by the encoder's last norm. class: the class token."""
     per_class: int = 0

@@ -16,6 +16,7 @@ from trp_scale.config.images import ImagePretrainConfig
 from trp_scale.downstream.arguments import SCRATCH
 from trp_scale.downstream.classification.settings import ClassificationTaskConfig
 from trp_scale.downstream.encoder_source import open_encoder
+from trp_scale.downstream.probe.arguments import FrozenPositions
 from trp_scale.downstream.task import take_encoder
 from trp_scale.models.image_encoder import ImageEncoder
 from trp_scale.models.initialise import initialise_vision
@@ -29,7 +30,9 @@ NOT_OF_THE_WEIGHTS = ("weights", "weights_names", "dropout", "initializer_range"
 """Fields of `model` that say where an encoder came from or how it learns, not what it computes."""
 
 
-def encoder_config(path: str, *, recipe: str = "", size: int = 0, batch: int = BATCH) -> ClassificationTaskConfig:
+def encoder_config(
+    path: str, *, recipe: str = "", size: int = 0, batch: int = BATCH, positions: FrozenPositions = "recomputed"
+) -> ClassificationTaskConfig:
     """The settings of an encoder, and of the images that it is shown.
 
     Args:
@@ -37,11 +40,13 @@ def encoder_config(path: str, *, recipe: str = "", size: int = 0, batch: int = B
         recipe: for scratch.
         size: side of the images in pixels; 0 = that of the pre-training.
         batch: images of one forward pass.
+        positions: fixed ones on a grid of another size than in pre-training.
 
     Raises:
         RefusedError: no such encoder, one of text, or a size that patches do not fill.
     """
     config = ClassificationTaskConfig()
+    config.downstream.positions = positions
     if path == SCRATCH:
         found = load_recipe(recipe)
         if not isinstance(found, (ImagePretrainConfig, ImageTaskConfig)):
@@ -112,7 +117,7 @@ class FrozenEncoder:
         self.device = device or torch.device("cpu")
         path = config.model.weights
         if weights is None and path:
-            weights = open_encoder(path).image_weights(config.crops.size // config.vision.patch_size)
+            weights = open_encoder(path).image_weights(config)
         # What was fine-tuned on the mean of its tokens has no last norm.
         module = ImageEncoder(config, norm=weights is None or "norm.weight" in weights)
         if weights is None:

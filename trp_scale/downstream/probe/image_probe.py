@@ -80,7 +80,13 @@ class Probe:
     def settings(self, size: int) -> ClassificationTaskConfig:
         """Settings of the encoder and of the images that it is shown, `size` pixels wide."""
         arguments = self.arguments
-        config = encoder_config(arguments.from_, recipe=arguments.recipe, size=size, batch=arguments.batch_size)
+        config = encoder_config(
+            arguments.from_,
+            recipe=arguments.recipe,
+            size=size,
+            batch=arguments.batch_size,
+            positions=arguments.encoder_positions,
+        )
         config.data.path, config.data.workers = arguments.data, arguments.workers
         config.augmentation.measured, config.augmentation.centre_share = arguments.seen, arguments.centre_share
         return config

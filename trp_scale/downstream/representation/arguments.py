@@ -10,7 +10,7 @@ import tyro
 
 from trp_scale.command_line import ReadsRuns
 from trp_scale.config.upstream import Weights
-from trp_scale.downstream.probe.arguments import Pooling
+from trp_scale.downstream.probe.arguments import FrozenPositions, Pooling
 
 
 @dataclass(kw_only=True)
@@ -38,6 +38,9 @@ class RepresentArguments(ReadsRuns):
     """For --from scratch: a recipe of images with the encoder's sizes; a run's config.yaml is one too."""
     image_size: int = 0
     """Side of the images in pixels, a multiple of the patches'; 0 = that of the pre-training."""
+    encoder_positions: FrozenPositions = "recomputed"
+    """Fixed positions on images of another size than in pre-training. recomputed: sine and cosine of their own
+    coordinates. interpolated: the pre-training grid, stretched (bicubic), as in MAE's code."""
     seen: Literal["centre", "whole"] = "centre"
     """Part of an image that the encoder sees. centre: the central square, image_size of image_size / 0.875 pixels.
     whole: the whole image, squashed to a square."""

@@ -231,7 +231,9 @@ def represent(arguments: RepresentArguments) -> int:
     """
     _check(arguments)
     source = arguments.from_ + (AVERAGE if arguments.weights == "average" else "")
-    config = encoder_config(source, recipe=arguments.recipe, size=arguments.image_size)
+    config = encoder_config(
+        source, recipe=arguments.recipe, size=arguments.image_size, positions=arguments.encoder_positions
+    )
     config.augmentation.measured = arguments.seen
     block = read_block(arguments.block, config.model.layers)
     positions = read_positions(arguments.positions, config.crops.size // config.vision.patch_size)
