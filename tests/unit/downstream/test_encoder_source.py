@@ -151,7 +151,7 @@ def test_a_fine_tuned_run_with_stretched_positions_keeps_its_pre_trainings(tmp_p
 def test_learned_positions_begin_at_the_stretched_grid_and_get_a_gradient(tmp_path: Path, grid: int) -> None:
     write_run(tmp_path, config(tokens="visible"))
     fixed, _ = taken(tmp_path, grid, positions="interpolated")
-    encoder, settings = taken(tmp_path, grid, positions="learned")
+    encoder, _ = taken(tmp_path, grid, positions="learned")
     before = torch.cat([torch.zeros(1, 24), sine_cosine(GRID, 24).float()])[None]
     torch.testing.assert_close(encoder.pos_embed.detach(), resample_abs_pos_embed(before, [grid, grid])[0])
     pixels = torch.randn(2, 3, grid * PATCH, grid * PATCH, generator=torch.Generator().manual_seed(1))
