@@ -8,7 +8,6 @@ import errno
 import os
 import reprlib
 from collections.abc import Iterable
-from typing import ClassVar
 
 from trp_scale.exit_status import ExitStatus
 
@@ -22,7 +21,7 @@ class RefusedError(ValueError):
         status: that the command ends with.
     """
 
-    status: ClassVar[ExitStatus] = ExitStatus.REFUSED
+    status: ExitStatus = ExitStatus.REFUSED
 
 
 LONGEST_QUOTE = 200
@@ -36,6 +35,9 @@ NO_ROOM = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT))
 
 DENIED = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EEXIST, errno.ENAMETOOLONG)
 """Why a path cannot be used, whatever is done there."""
+
+FAILING = (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.ENOTCONN, errno.EREMOTEIO)
+"""Errors of storage that may be gone at the next start."""
 
 EXTRA_OF = {"deepspeed": "deepspeed", "timm": "vision", "torchvision": "vision"}
 """The extra that installs a package which whole modules are built on: of which no place asks whether it is there."""
@@ -70,8 +72,9 @@ def as_told(error: BaseException) -> tuple[ExitStatus, str]:
         where = "there" if said.endswith("'") else "where the command writes"  # a path in quotes, or none
         return ExitStatus.STORAGE, f"{said}; make room {where}, the same command goes on"
     if isinstance(error, RefusedError):
-        return error.status, str(error)
-    if isinstance(error, OSError) and error.errno in DENIED and isinstance(error.filename, str):
+        failing = isinstance(error.__cause__, OSError) and error.__cause__.errno in FAILING
+        return ExitStatus.FAILED if failing else error.status, str(error)
+    if isinstance(error, OSError) and error.errno in (*DENIED, *FAILING) and isinstance(error.filename, str):
         said = f"{shortened(error.filename)}: {error.strerror}"
         return ExitStatus.STORAGE, f"{said}; give another path, or see to it that this one can be used"
     package = (error.name or "").partition(".")[0] if isinstance(error, ModuleNotFoundError) else ""

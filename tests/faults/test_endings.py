@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.faulty_server import directory, faulty_server
 from tests.runs import flags, pretrain_here
 from trp_scale import cli
+from trp_scale.checkpoint.agreement import together
 from trp_scale.checkpoint.run_directory import checkpoints
 from trp_scale.core.batch import Batch
-from trp_scale.data.index import DataError
+from trp_scale.data.index import DataError, UnreadableError
+from trp_scale.data.remote.transfer import RemoteError, RemoteSetupError
 from trp_scale.distributed.groups import Group
 from trp_scale.distributed.lease import Lease
+from trp_scale.errors import RefusedError, as_told
 from trp_scale.exit_status import ExitStatus
 from trp_scale.training.agreement import StepAgreement
 
@@ -97,6 +103,65 @@ def test_a_mistake_of_the_user_ends_with_status_2(
     found = record(tmp_path)
     assert (found["status"], found["again"]) == (2, False)
     assert "optimizer.lr" in found["why"]
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_network_that_is_down_ends_with_status_1_and_is_waited_for_by_the_next_starts(
+    text_dataset: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int
+) -> None:
+    monkeypatch.setenv("TRP_SCALE_REMOTE_SECONDS", "0.5")
+    monkeypatch.setenv("TRP_SCALE_CACHE", str(tmp_path / "cache"))
+    run_dir = tmp_path / "run"
+    with faulty_server(directory(text_dataset.parent)) as (url, faults):
+        arguments = ["pretrain", *flags(f"{url}/{text_dataset.name}", run_dir, data__workers=workers)]
+        assert cli.main([*arguments, "--training.steps", "1"]) == ExitStatus.DONE
+        for tar in (tmp_path / "cache").rglob("*.tar"):
+            tar.unlink()
+        faults.of[".tar"] = ["500"] * 10_000
+        for _ in range(2):
+            assert cli.main([*arguments, "--training.steps", "3"]) == ExitStatus.FAILED
+            stop = record(run_dir)
+            assert (stop["status"], stop["again"]) == (1, True)
+
+
+def test_more_unreadable_blocks_than_allowed_end_with_status_1(text_dataset: Path, tmp_path: Path) -> None:
+    data, run_dir = tmp_path / "data", tmp_path / "run"
+    shutil.copytree(text_dataset, data)
+    for tar in sorted((data / "shards").glob("*.tar")):
+        content = bytearray(tar.read_bytes())
+        content[len(content) // 3 : 2 * len(content) // 3] = b"\xff" * (2 * len(content) // 3 - len(content) // 3)
+        tar.write_bytes(content)
+    assert cli.main(["pretrain", *flags(data, run_dir)]) == ExitStatus.FAILED
+    assert record(run_dir)["status"] == 1
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (RemoteError("s3://bucket/a.tar: not read within 300 s"), 1),
+        (RemoteSetupError("s3://bucket/a.tar: no permission"), 2),
+        (UnreadableError("11 blocks could not be read"), 1),
+        (DataError("dataset.json: not found"), 2),
+        (DataError("a.tar: cannot be read"), 2),
+    ],
+)
+@pytest.mark.parametrize("through_ranks", [False, True])
+def test_faults_of_the_world_have_status_1_and_mistakes_of_the_user_2(
+    error: RefusedError, status: int, through_ranks: bool
+) -> None:
+    def action() -> None:
+        raise error
+
+    with pytest.raises(RefusedError) as caught:
+        together(Group("world"), "looking", action) if through_ranks else action()
+    assert as_told(caught.value)[0] == status
+
+
+@pytest.mark.parametrize(("number", "status"), [(errno.EIO, 1), (errno.ESTALE, 1), (errno.ENOENT, 2)])
+def test_data_that_failing_storage_hides_is_no_mistake_of_the_user(number: int, status: int) -> None:
+    error = DataError("a.tar: cannot be read")
+    error.__cause__ = OSError(number, os.strerror(number), "a.tar")
+    assert as_told(error)[0] == status
 
 
 def test_unreadable_blocks_in_step_after_step_are_the_storage() -> None:

@@ -21,6 +21,7 @@ from tests.grids import always
 from tests.runs import essence, flags, lines
 from trp_scale.checkpoint.format import read_full_state
 from trp_scale.checkpoint.run_directory import checkpoint_path, checkpoints, incompleteness
+from trp_scale.distributed.stop import NOTICES
 from trp_scale.training.examine_run import examine_run
 
 SETTINGS: dict[str, Any] = {
@@ -194,7 +195,7 @@ def test_a_request_to_stop_at_a_random_place(
     whole, stopped, log = whole_runs(steps), tmp_path / "stopped", tmp_path / "log"
     arguments = flags(text_dataset, stopped, training__steps=steps, **SETTINGS)
     places = ["validation", *some(random_number, ["before the group", *CALLS], stops - 1)]
-    for given in chosen(random_number, [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT], places):
+    for given in chosen(random_number, [*NOTICES, signal.SIGINT], places):
         log.unlink(missing_ok=True)
         statuses = ranks(arguments, log, given)
         said = f"seed {seed}, {given}: {log.read_text(errors='replace')[-4000:]}"

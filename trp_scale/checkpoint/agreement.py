@@ -6,11 +6,12 @@ import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar, TypeVar
+from typing import TypeVar
 
 from trp_scale.checkpoint.tensor_file import CheckpointError
 from trp_scale.config import RefusedError
 from trp_scale.distributed.groups import Group
+from trp_scale.errors import as_told
 from trp_scale.exit_status import ExitStatus
 
 T = TypeVar("T")
@@ -19,7 +20,7 @@ T = TypeVar("T")
 class StorageError(CheckpointError):
     """The storage failed, and nothing else: full, read-only, or broken. It may work the next time."""
 
-    status: ClassVar[ExitStatus] = ExitStatus.STORAGE
+    status = ExitStatus.STORAGE
 
 
 class RankError(RuntimeError):
@@ -34,17 +35,20 @@ class Failure:
         refused: a traceback would say no more than the message.
         complete: the message itself says where and what, so that it needs no rank and no action in front.
         storage: it is one of storage.
+        status: that a refusal ends the command with.
     """
 
     message: str
     refused: bool
     complete: bool
     storage: bool = False
+    status: ExitStatus = ExitStatus.REFUSED
 
     @classmethod
     def of(cls, error: Exception) -> Failure:
         if isinstance(error, RefusedError):
-            return cls(str(error), refused=True, complete=True, storage=isinstance(error, StorageError))
+            storage = isinstance(error, StorageError)
+            return cls(str(error), refused=True, complete=True, storage=storage, status=as_told(error)[0])
         storage = isinstance(error, OSError)
         return cls(f"{type(error).__name__}: {error}", refused=storage, complete=False, storage=storage)
 
@@ -72,11 +76,15 @@ def together(group: Group, what: str, action: Callable[[], T]) -> list[T]:
         refused: type[CheckpointError] = (
             StorageError if all(failure.storage for failure in failures.values()) else CheckpointError
         )
-        if len(messages) == 1 and all(failure.complete for failure in failures.values()):
-            raise refused(messages.pop()) from cause
         kind = refused if all(failure.refused for failure in failures.values()) else RankError
         listed = "; ".join(f"rank {rank}: {failure.message}" for rank, failure in failures.items())
-        raise kind(f"{what} failed on {len(failures)} of {group.size} ranks: {listed}") from cause
+        text = f"{what} failed on {len(failures)} of {group.size} ranks: {listed}"
+        if len(messages) == 1 and all(failure.complete for failure in failures.values()):
+            kind, text = refused, messages.pop()
+        failure = kind(text)
+        if isinstance(failure, CheckpointError) and all(f.status is ExitStatus.FAILED for f in failures.values()):
+            failure.status = ExitStatus.FAILED
+        raise failure from cause
     return [value for _, value in gathered]  # type: ignore[misc]
 
 

@@ -25,15 +25,12 @@ from torch.utils.data import DataLoader, Dataset
 
 from trp_scale.core.batch import Batch
 from trp_scale.data.ahead import Share, StoredTars, TarsAhead, tars_ahead
-from trp_scale.data.index import DataError
+from trp_scale.data.index import UnreadableError
 from trp_scale.data.plan import Addresses, Blocks, Plan
 from trp_scale.data.remote.cache import use_of_caches
+from trp_scale.distributed.stop import STOP_SIGNALS
 
 logger = logging.getLogger(__name__)
-
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
-"""Signals that ask a run to stop. Process groups get them as a whole; only the training process may act on them."""
-
 
 LOOK_SECONDS = 1.0
 """A batch that does not come is asked for again after so long; between, it is seen whether workers live."""
@@ -216,7 +213,7 @@ class MicroBatches:
                 at = ranges.pending[0]
                 found = self._left_out(ranges) if at == lost_at else []
                 if at == lost_at and not found:
-                    raise DataError(
+                    raise UnreadableError(
                         f"{error}, again at the same rows, none of which ends a process by itself; look for a lack of "
                         "memory (dmesg), or take fewer --data.workers"
                     ) from error

@@ -18,6 +18,7 @@ from trp_scale.data.temporary import temporary_beside
 from trp_scale.documents.fields import Fields, Whole, record
 from trp_scale.documents.json_files import LARGEST_INDEX, can_be_written, parse_json, read_content, read_object
 from trp_scale.errors import RefusedError, quoted, shortened
+from trp_scale.exit_status import ExitStatus
 
 BINARY_INDEX = "index.bin"
 """One index of all tars of a folder (binary_index.py), beside them."""
@@ -28,6 +29,12 @@ INDEX_FORMAT = 2
 
 class DataError(RefusedError):
     """Stored data is missing, damaged or of another format; the message names the file and the place."""
+
+
+class UnreadableError(DataError):
+    """More rows of a job that is under way cannot be read than it allows: its storage or machine is at fault."""
+
+    status = ExitStatus.FAILED
 
 
 MOST_OF_A_REASON = 300

@@ -74,15 +74,11 @@ class Lease:
             self._path.unlink(missing_ok=True)
 
     def _taken(self) -> bool:
-        """Whether the lease is this process's now. A link has its name at once with all content, for one process."""
-        own = self._path.with_name(f".{LEASE}.{self._token}")
-        own.write_text(json.dumps({"token": self._token, **_this_process()}), encoding="utf-8")
+        """Whether the lease is this process's now."""
         try:
-            os.link(own, self._path)
+            write_exclusively(self._path, json.dumps({"token": self._token, **_this_process()}))
         except FileExistsError:
             return False
-        finally:
-            own.unlink(missing_ok=True)
         return True
 
     def _await_sign_of_life(self) -> None:
@@ -98,6 +94,7 @@ class Lease:
             if now is None:
                 return
             if now != changed:
+                holder = _read(self._path)  # it may have been created a moment ago
                 raise RefusedError(
                     f"{self._path.parent}: another run trains into this directory: process {holder.get('process')} on "
                     f"{holder.get('host')}, started {holder.get('started')}; allowed: stop it (touch "
@@ -113,7 +110,7 @@ class Lease:
             self._path.rename(aside)
             if _read(aside).get("token") != holder.get("token"):  # it was taken by another start meanwhile
                 with contextlib.suppress(FileExistsError):
-                    os.link(aside, self._path)
+                    write_exclusively(self._path, aside.read_text(encoding="utf-8"))
             aside.unlink(missing_ok=True)
 
     def _renew(self) -> None:
@@ -127,6 +124,22 @@ class Lease:
                     )
                     return
                 os.utime(self._path)
+
+
+def write_exclusively(path: Path, text: str) -> None:
+    """Create a file in one write. Hard links would give it its name with its content, and not every file system that
+    ranks share has them (gcsfuse, CIFS, exFAT).
+
+    Raises:
+        FileExistsError: the file exists; it is not touched.
+    """
+    with path.open("x", encoding="utf-8") as file:
+        try:
+            file.write(text)
+            file.flush()
+        except OSError:
+            path.unlink(missing_ok=True)
+            raise
 
 
 def holder_of(run_dir: Path) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from torch.distributed.distributed_c10d import PrefixStore, Store
 
 from trp_scale.distributed.gathering import AGENT_STORE, has_agent_store, no_answer, open_store, prefix, tcp_store
 from trp_scale.distributed.launchers import ATTEMPT, BEGAN, RankInfo, leave
-from trp_scale.distributed.stop import asked_early, listen_early, note_early
+from trp_scale.distributed.stop import STOP_SIGNALS, asked_early, handle_signals, listen_early, note_early
 from trp_scale.errors import RefusedError
 from trp_scale.exit_status import ExitStatus
 
@@ -103,8 +103,7 @@ class _ForkedRank:
         self._before: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> _ForkedRank:
-        numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
-        self._before = {number: signal.signal(number, self._pass_on) for number in numbers}
+        self._before = handle_signals(STOP_SIGNALS, self._pass_on)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -193,7 +192,7 @@ class _Others:
 
 def _be_a_rank(run: Callable[[int], int], attempt: int, began: float) -> NoReturn:
     """A forked process from here to its end."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    handle_signals([signal.SIGINT], signal.default_int_handler)
     listen_early()
     os.environ |= {ATTEMPT: str(attempt), BEGAN: str(began)}
     status: int = ExitStatus.FAILED
@@ -218,7 +217,7 @@ def _hold_store(info: RankInfo) -> None:
     own = os.getpid()
     if os.fork() == 0:
         try:
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):  # of Ctrl-C the whole group hears
+            for number in STOP_SIGNALS:  # of Ctrl-C the whole group hears
                 signal.signal(number, signal.SIG_IGN)
             store, problem = None, ""
             try:

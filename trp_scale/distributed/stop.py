@@ -13,7 +13,7 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -22,7 +22,10 @@ from typing import Any
 from trp_scale.exit_status import ExitStatus
 
 STOP_FILE = "STOP"
-_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+NOTICES = (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
+"""Signals by which schedulers and terminals announce the end of a run."""
+STOP_SIGNALS = (*NOTICES, signal.SIGINT)
+"""Signals that ask a run to stop after its step. One that the process inherits as ignored (`nohup`) stays ignored."""
 _SECONDS_BETWEEN_LOOKS = 1.0
 _SECONDS_OF_ONE_CTRL_C = 1.0
 _SECONDS_TO_RAISE = 5.0
@@ -47,11 +50,15 @@ def _note_time() -> None:
     _first_at = time.monotonic() if _first_at is None else _first_at
 
 
+def handle_signals(numbers: Iterable[signal.Signals], handler: Any) -> dict[signal.Signals, Any]:
+    """Install a handler for those of the signals that are not ignored; return the handlers before, to be put back."""
+    return {number: signal.signal(number, handler) for number in numbers if signal.getsignal(number) != signal.SIG_IGN}
+
+
 def listen_early() -> None:
     """Note requests from now on, for the `StopRequests` that come later: first thing of a command that trains."""
     with suppress(ValueError):  # not the main thread
-        for number in (signal.SIGTERM, signal.SIGUSR1):
-            signal.signal(number, lambda number, frame: note_early(signal.Signals(number)))
+        handle_signals(NOTICES, lambda number, frame: note_early(signal.Signals(number)))
 
 
 def note_early(number: signal.Signals) -> None:
@@ -68,7 +75,7 @@ def asked_early() -> str | None:
 class StopRequests:
     """Context that listens for requests to stop; the handlers found at entry are put back at exit.
 
-    SIGTERM, SIGUSR1 and the first Ctrl-C ask for a stop after the current step. A second Ctrl-C, at least a second
+    NOTICES and the first Ctrl-C ask for a stop after the current step. A second Ctrl-C, at least a second
     later, raises KeyboardInterrupt at once (launchers pass on a Ctrl-C that the process has already had, so two within
     a second are one); where this process waits for another rank, which hears no signal, it is ended.
 
@@ -109,7 +116,7 @@ class StopRequests:
 
     def __enter__(self) -> StopRequests:
         self._start = self._clock() if self._began is None else self._began
-        self._before = {number: signal.signal(number, self._hear) for number in _SIGNALS}
+        self._before = handle_signals(STOP_SIGNALS, self._hear)
         early = asked_early()
         self._reason = self._reason or early  # a signal may have come since the first line
         self._listener = _Listener()
@@ -196,7 +203,7 @@ class _Listener:
                 os._exit(ExitStatus.INTERRUPTED)  # the main thread has not raised: it waits for another rank
             for number in os.read(self._read, 64):
                 now = time.monotonic()
-                if number in _SIGNALS and self.heard is None:
+                if number in STOP_SIGNALS and self.heard is None:
                     self.heard = now
                 if number == signal.SIGINT:
                     if self._interrupted is not None and now - self._interrupted >= _SECONDS_OF_ONE_CTRL_C:

@@ -22,6 +22,7 @@ from trp_scale.core.batch import Batch
 from trp_scale.core.engine import Engine
 from trp_scale.core.hooks import Hook
 from trp_scale.core.run import RunContext
+from trp_scale.data.index import UnreadableError
 from trp_scale.data.mixture import MemberPath, parse_paths
 from trp_scale.data.plan import Blocks, HeldOutPlan, TrainPlan
 from trp_scale.data.rows import Rows
@@ -345,10 +346,10 @@ def refuse_unread(corrupt: Mapping[str, str], group: Group) -> None:
         corrupt: why some of this rank's could not be read, by their names.
 
     Raises:
-        RefusedError: there are any, on whatever rank.
+        UnreadableError: there are any, on whatever rank.
     """
     if unread := sorted(set().union(*group.gather_objects(set(corrupt)))):
-        raise RefusedError(
+        raise UnreadableError(
             f"{len(unread)} of the measured samples cannot be read ({', '.join(unread[:3])}), and the metric is that "
             "of all; copy or shard the data again"
         )

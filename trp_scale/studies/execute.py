@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from trp_scale.checkpoint.durable import write_json
+from trp_scale.distributed.stop import NOTICES, handle_signals
 from trp_scale.documents.fields import record
 from trp_scale.documents.json_files import read_object
 from trp_scale.downstream.results import RESULTS_FILE
@@ -156,8 +157,7 @@ class Executor:
         ended: dict[str, State | None] = {name: self._finished(name) for name in self.graph.nodes}
         ended = {name: state for name, state in ended.items() if state is not None}
         waiting = [name for name in names if name not in ended]
-        heard = (signal.SIGTERM, signal.SIGUSR1)
-        before = {number: signal.signal(number, lambda *_: self.stop()) for number in heard}
+        before = handle_signals(NOTICES, lambda *_: self.stop())
         try:
             with ThreadPoolExecutor(self.jobs) as pool:
                 self._schedule(pool, waiting, ended)
@@ -165,8 +165,8 @@ class Executor:
             self.stop()
             raise
         finally:
-            for number in heard:
-                signal.signal(number, before[number])
+            for number, handler in before.items():
+                signal.signal(number, handler)
         return {name: ended.get(name) for name in names}
 
     def stop(self) -> None:

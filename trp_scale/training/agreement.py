@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trp_scale.config import Config, RefusedError
 from trp_scale.core.batch import Batch
-from trp_scale.data.index import DataError
+from trp_scale.data.index import UnreadableError
 from trp_scale.distributed.groups import Group
 from trp_scale.recipes.loader import flat, to_dict
 
@@ -86,8 +86,8 @@ class StepAgreement:
             written: this rank's part of the checkpoint that is under way is over.
 
         Raises:
-            DataError: on every rank, when more blocks than allowed could not be read, or in more steps in a row; names
-                them.
+            UnreadableError: on every rank, when more blocks than allowed could not be read, or in more steps in a row;
+                names them.
         """
         found = {
             key: micro.reasons.get(key, "") for micro in window for key in micro.corrupt if key not in self.corrupt
@@ -98,7 +98,7 @@ class StepAgreement:
         new = self.count_corrupt(found) if corrupt > 0 else {}
         self.steps_in_a_row = self.steps_in_a_row + 1 if new else 0
         if self.steps_in_a_row > self.max_corrupt_steps:
-            raise DataError(
+            raise UnreadableError(
                 f"{self.steps_in_a_row} steps in a row met unreadable blocks, the last one {_listed(new)}; "
                 f"--reliability.max_corrupt_steps allows {self.max_corrupt_steps}: is the storage there?"
             )
@@ -132,14 +132,14 @@ class StepAgreement:
             the new ones of all ranks, by key, in order.
 
         Raises:
-            DataError: on every rank, when there are now more than allowed.
+            UnreadableError: on every rank, when there are now more than allowed.
         """
         of_all = {key: why for each in self.group.gather_objects(dict(found)) for key, why in each.items()}
         new = {key: of_all[key] for key in sorted(of_all) if key not in self.corrupt}
         self.corrupt.update(new)
         if len(self.corrupt) > self.max_corrupt_blocks:
             others = sorted(self.corrupt - new.keys())
-            raise DataError(
+            raise UnreadableError(
                 f"{len(self.corrupt)} blocks could not be read ({_listed({**dict.fromkeys(others, ''), **new})}); "
                 f"--data.max_corrupt_blocks allows {self.max_corrupt_blocks}; "
                 "trp-scale verify names the damaged bytes"

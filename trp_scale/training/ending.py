@@ -3,23 +3,24 @@
 {"why": "SIGTERM (rank 0)", "status": 0, "step": 120, "again": true, "advice": "...", "rank": 0, "at": "..."}
 
 `again` is true where the same command should simply be started once more: the run was asked to stop by a scheduler, or
-it broke and had come further than at its start, so that a fault that comes back does not start it for ever.
+it broke and had come further than at its start, so that a fault that comes back does not start it for ever. A network
+that is down for a run which has a checkpoint is waited for, however many starts that takes.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import os
 import socket
 import traceback
-from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 from trp_scale.checkpoint.run_directory import checkpoints
+from trp_scale.data.remote.transfer import RemoteError
+from trp_scale.distributed.lease import write_exclusively
 from trp_scale.distributed.stop import OF_A_PERSON
 from trp_scale.documents.json_files import read_object
 from trp_scale.errors import RefusedError, as_told
@@ -81,14 +82,16 @@ class Ending:
         """An error ends this rank, and with it the run. The first rank's record stays."""
         status, _ = as_told(error)
         if status is ExitStatus.REFUSED and self.finished_before and not self._got_on():
-            self._leave(self.finished_before, os.replace)
+            with contextlib.suppress(OSError):
+                (self.run_dir / STOP_RECORD).write_bytes(self.finished_before)
             return
         why = "".join(traceback.format_exception_only(error)).strip()
         self._write(
             why=why,
             step=step,
             status=status,
-            again=status is not ExitStatus.REFUSED and self._got_on(),
+            again=status is not ExitStatus.REFUSED
+            and (self._got_on() or (isinstance(error, RemoteError) and self.began_with >= 0)),
             advice=status.advice,
         )
 
@@ -100,20 +103,12 @@ class Ending:
         return _newest(self.run_dir) > self.began_with
 
     def _write(self, **fields: Any) -> None:
-        """Under its name at once and whole; not over that of another rank."""
+        """Write the record, unless another rank has."""
         place = {"rank": self.rank, "host": socket.gethostname()}
         now = datetime.now(timezone.utc).isoformat(timespec="seconds")
         document = {**fields, "why": str(fields["why"])[:2000], **place, "at": now}
-        self._leave((json.dumps(document, indent=1) + "\n").encode(), os.link)
-
-    def _leave(self, record: bytes, put: Callable[[Path, Path], None]) -> None:
-        """Put a record under its name: by os.link not over another rank's."""
-        own = self.run_dir / f".{STOP_RECORD}.{self.rank}"
         with contextlib.suppress(OSError):  # a full disk must not hide the error that is under way
-            own.write_bytes(record)
-            put(own, self.run_dir / STOP_RECORD)
-        with contextlib.suppress(OSError):
-            own.unlink(missing_ok=True)
+            write_exclusively(self.run_dir / STOP_RECORD, json.dumps(document, indent=1) + "\n")
 
 
 def _newest(run_dir: Path) -> int:

@@ -17,8 +17,9 @@ from pathlib import Path
 import pytest
 
 from tests.unit.data.stored import config_for, write_dataset
-from trp_scale.data.fetch import STOP_SIGNALS, start_worker_server
+from trp_scale.data.fetch import start_worker_server
 from trp_scale.data.sources import TrainSource
+from trp_scale.distributed.stop import STOP_SIGNALS
 from trp_scale.upstreams.base import open_sources
 
 ROOT = Path(__file__).parents[3]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import subprocess
@@ -16,6 +17,7 @@ import pytest
 from tests.runs import environment
 from trp_scale.distributed.lease import LEASE, Lease, holder_of
 from trp_scale.errors import RefusedError
+from trp_scale.training.ending import STOP_RECORD, Ending
 
 
 def quick(run_dir: Path, **settings: Any) -> Lease:
@@ -34,6 +36,17 @@ def test_a_second_start_is_refused_with_the_holders_name(tmp_path: Path) -> None
     assert not (tmp_path / LEASE).exists()
     with quick(tmp_path):
         assert not holder_of(tmp_path)["gone"]
+
+
+def test_it_needs_no_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", refuse)
+    with quick(tmp_path), pytest.raises(RefusedError), quick(tmp_path):
+        pass
+    Ending(run_dir=tmp_path, rank=0).hung(3, "rank 1 did not answer")
+    assert json.loads((tmp_path / STOP_RECORD).read_text())["step"] == 3
 
 
 def test_a_process_that_is_gone_holds_nothing(tmp_path: Path) -> None:

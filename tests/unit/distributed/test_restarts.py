@@ -86,7 +86,7 @@ def test_the_hours_of_a_run_begin_once(tmp_path: Path) -> None:
     assert outcome(run, tmp_path, restarts=1)[0] == 11
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR2])
 @pytest.mark.parametrize("fault", [False, True], ids=["it stops", "it breaks"])
 def test_a_request_to_stop_is_passed_on_and_nothing_starts_after_it(
     tmp_path: Path, number: signal.Signals, fault: bool

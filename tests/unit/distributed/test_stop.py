@@ -15,7 +15,7 @@ import pytest
 from tests.grids import always
 from tests.ranks import free_port
 from tests.runs import environment
-from trp_scale.distributed.stop import StopRequests
+from trp_scale.distributed.stop import NOTICES, STOP_SIGNALS, StopRequests, listen_early
 from trp_scale.exit_status import ExitStatus
 
 
@@ -31,12 +31,12 @@ class Clock:
 
 @pytest.fixture
 def clock() -> Iterator[Clock]:
-    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)]
+    before = [signal.getsignal(number) for number in STOP_SIGNALS]
     yield Clock()
-    assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)] == before
+    assert [signal.getsignal(number) for number in STOP_SIGNALS] == before
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU])
 def test_a_signal_is_a_request_and_no_more(clock: Clock, number: signal.Signals) -> None:
     with StopRequests(clock=clock) as stop:
         assert stop.requested() is None
@@ -44,6 +44,21 @@ def test_a_signal_is_a_request_and_no_more(clock: Clock, number: signal.Signals)
         assert stop.requested() == number.name
         os.kill(os.getpid(), signal.SIGTERM)
         assert stop.requested() == number.name  # the first reason is the one that is logged
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_a_signal_that_is_inherited_as_ignored_stays_ignored(clock: Clock, number: signal.Signals) -> None:
+    before = signal.signal(number, signal.SIG_IGN)
+    try:
+        listen_early()
+        with StopRequests(clock=clock) as stop:
+            os.kill(os.getpid(), number)
+            assert stop.requested() is None
+        assert signal.getsignal(number) == signal.SIG_IGN
+    finally:
+        signal.signal(number, before)
+        for other in NOTICES:
+            signal.signal(other, signal.SIG_DFL)
 
 
 def test_the_second_ctrl_c_is_immediate_unless_a_launcher_repeated_the_first(clock: Clock) -> None:
@@ -116,7 +131,7 @@ def said_by(code: str, *signals: signal.Signals, apart: float = 0.0) -> tuple[in
 EARLY = """
 import sys, time
 import trp_scale.cli as cli
-from trp_scale.distributed.stop import StopRequests
+from trp_scale.distributed.stop import NOTICES, STOP_SIGNALS, StopRequests, listen_early
 
 def imports(argv):
     print("ready", flush=True)
@@ -156,7 +171,7 @@ def test_a_request_ends_the_wait_for_other_ranks(rank: int) -> None:
 
 DEAF = """
 import ctypes
-from trp_scale.distributed.stop import StopRequests
+from trp_scale.distributed.stop import NOTICES, STOP_SIGNALS, StopRequests, listen_early
 
 with StopRequests():
     lock, library = ctypes.create_string_buffer(64), ctypes.CDLL(None)

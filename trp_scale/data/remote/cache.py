@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from trp_scale.data.remote.transfer import RemoteError, patience
+from trp_scale.data.remote.transfer import RemoteError, RemoteSetupError, patience
 from trp_scale.errors import RefusedError
 
 DIRECTORY, GIGABYTES = "TRP_SCALE_CACHE", "TRP_SCALE_CACHE_GB"
@@ -243,7 +243,7 @@ class Cache:
         with self._alone():
             bound, used = self.bound(), self._used()
             if size > bound:
-                raise RemoteError(
+                raise RemoteSetupError(
                     f"{place.name}: {size / 1e9:.3f} GB, the cache in {self.root} may take {bound / 1e9:.3f} GB; set "
                     f"{GIGABYTES} to more, or {DIRECTORY} to a larger disk"
                 )

@@ -29,6 +29,7 @@ from trp_scale.data.index import DataError
 from trp_scale.distributed.stop import signal_came_at
 from trp_scale.documents.json_files import LARGEST_INDEX
 from trp_scale.errors import RefusedError
+from trp_scale.exit_status import ExitStatus
 
 logger = logging.getLogger(__name__)
 
@@ -104,7 +105,15 @@ def file_system(url: str) -> tuple[Any, str]:
 
 
 class RemoteError(RefusedError):
-    """A file cannot be fetched. Not a `DataError`: no block is left out because the network is down."""
+    """A file cannot be fetched now. Not a `DataError`: no block is left out because the network is down."""
+
+    status = ExitStatus.FAILED
+
+
+class RemoteSetupError(RemoteError):
+    """A file cannot be fetched until the user changes credentials, the server or the size of the cache."""
+
+    status = ExitStatus.REFUSED
 
 
 class NotThereError(DataError):
@@ -230,7 +239,7 @@ class Remote:
         self._files.invalidate_cache()  # of listings, which are older
         entry = self._repeated(name, lambda seconds: self._asked("info", seconds, self._place(name)))
         if entry.get("size") is None:
-            raise RemoteError(f"{self.url}/{name}: the server does not say its size; copy the file to another one")
+            raise RemoteSetupError(f"{self.url}/{name}: the server does not say its size; copy the file to another one")
         return Stored(int(entry["size"]), _version(entry))
 
     def listed(self) -> dict[str, Stored] | None:
@@ -319,9 +328,9 @@ class Remote:
                 time.sleep(min(rest, 0.5))
             pause = min(2 * pause, LONGEST_PAUSE)
 
-    def _refused(self, where: str, error: Exception) -> RemoteError:
+    def _refused(self, where: str, error: Exception) -> RemoteSetupError:
         advice = _SIGN_IN.get(self._protocol, f"see fsspec's settings for {self._protocol}:// (FSSPEC_...)")
-        return RemoteError(f"{where}: no permission ({type(error).__name__}: {error}); {advice}")
+        return RemoteSetupError(f"{where}: no permission ({type(error).__name__}: {error}); {advice}")
 
 
 @functools.cache
