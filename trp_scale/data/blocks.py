@@ -237,13 +237,13 @@ def stored_size(path: Path) -> int | None:
     Raises:
         DataError: it is not there.
     """
+    store = find_store(path.parent)
+    if store is not None:  # a copy in the cache may be damaged
+        return store.size(path)
     try:
         return path.stat().st_size
     except OSError as error:
-        store = find_store(path.parent)
-        if store is None:
-            raise DataError(f"{path}: cannot be read ({error.strerror})") from error
-        return store.size(path)
+        raise DataError(f"{path}: cannot be read ({error.strerror})") from error
 
 
 def check_members(shard: Path, key: str, found: set[str], allowed: tuple[str, ...]) -> None:

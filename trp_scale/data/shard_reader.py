@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import math
 import mmap
+import os
 import zlib
 from collections import OrderedDict
 from typing import Any
@@ -19,7 +20,7 @@ import numpy.typing as npt
 
 from trp_scale.data.blocks import BlockTable
 from trp_scale.data.index import DataError
-from trp_scale.data.remote.tars import StoredPart, open_tar
+from trp_scale.data.remote.tars import StoredPart, drop_cached, open_tar
 from trp_scale.errors import RefusedError
 
 _LONGEST_HEADER = 4096
@@ -38,7 +39,8 @@ class ShardReader:
         self.table = table
         self._verify = verify
         self._keep = keep
-        self._maps: OrderedDict[StoredPart, mmap.mmap] = OrderedDict()
+        self._maps: OrderedDict[StoredPart, tuple[mmap.mmap, int]] = OrderedDict()  # with their inodes
+        self._fetched_again: set[StoredPart] = set()
         self._blocks: OrderedDict[int, tuple[npt.NDArray[Any], ...]] = OrderedDict()
         self._damaged: dict[int, str] = {}
 
@@ -59,7 +61,12 @@ class ShardReader:
         if block in self._damaged:
             raise DataError(self._damaged[block])
         try:
-            arrays = self._open(block)
+            try:
+                arrays = self._open(block)
+            except DataError:
+                if not self._drop_cached(block):
+                    raise
+                arrays = self._open(block)
         except DataError as error:
             self._damaged[block] = str(error)
             raise
@@ -67,6 +74,16 @@ class ShardReader:
         if len(self._blocks) > self._keep:
             self._blocks.popitem(last=False)
         return arrays
+
+    def _drop_cached(self, block: int) -> bool:
+        """Drop the cached copy of the block's tar, once in a process; `False` if nothing was dropped."""
+        stored = self.table.stored_part(block)
+        if stored in self._fetched_again or stored not in self._maps:
+            return False
+        self._fetched_again.add(stored)
+        dropped = drop_cached(stored, self._maps[stored][1])
+        del self._maps[stored]
+        return dropped
 
     def _open(self, block: int) -> tuple[npt.NDArray[Any], ...]:
         table = self.table
@@ -95,16 +112,17 @@ class ShardReader:
             try:
                 with open_tar(path, size, part) as file:
                     mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+                    inode = os.fstat(file.fileno()).st_ino
             except RefusedError:  # of the network, or there is no such tar
                 raise
             except (OSError, ValueError) as error:  # ValueError: an empty file cannot be mapped
                 raise DataError(f"{path}: cannot be mapped ({error})") from error
             if len(mapped) != expected:
                 raise DataError(f"{path}: {len(mapped)} bytes found, {expected} expected")
-            self._maps[stored] = mapped
+            self._maps[stored] = mapped, inode
             if len(self._maps) > self._keep:  # arrays in use keep theirs alive
                 self._maps.popitem(last=False)
-        return self._maps[stored]
+        return self._maps[stored][0]
 
 
 def parse_npy(content: memoryview, where: str) -> npt.NDArray[Any]:

@@ -29,7 +29,7 @@ from trp_scale.data.blocks import check_members, check_size, covered, shard_path
 from trp_scale.data.hashing import Integers
 from trp_scale.data.images.maps import StoredMaps, map_formats
 from trp_scale.data.index import DataError, index_path, read_index, read_index_document
-from trp_scale.data.remote.tars import StoredPart, TarStore, find_store, reads_parts, tar_descriptor
+from trp_scale.data.remote.tars import StoredPart, TarStore, drop_cached, find_store, reads_parts, tar_descriptor
 from trp_scale.documents.fields import LARGEST
 from trp_scale.errors import quoted, shortened
 
@@ -354,24 +354,46 @@ class SampleReader:
         self._keep = keep
         self._limit = 0
         self._store: TarStore | None = None
-        self._files: OrderedDict[int, tuple[int, int]] = OrderedDict()
+        self._files: OrderedDict[StoredPart, int] = OrderedDict()
+        self._fetched_again: set[StoredPart] = set()
 
     def __getstate__(self) -> dict[str, object]:
         return {**self.__dict__, "_files": OrderedDict(), "_limit": 0, "_store": None}
 
     def __del__(self) -> None:
-        for descriptor, _ in self._files.values():
+        for descriptor in self._files.values():
             os.close(descriptor)
 
     def members(self, sample: int) -> list[bytearray]:
         """The members of an image, in the order of the table's suffixes.
 
         Raises:
-            DataError: the tar is not there or is shorter than at the start, or a checksum differs.
+            DataError: the tar is not there or is shorter than at the start, or a checksum differs; also after a cached
+                copy was fetched again.
         """
+        stored = self._stored_part(sample)
+        try:
+            return self._read(stored, sample)
+        except DataError:
+            if not self._drop_cached(stored):
+                raise
+            return self._read(stored, sample)
+
+    def _drop_cached(self, stored: StoredPart) -> bool:
+        """Drop the cached copy of a tar, once in a process; `False` if nothing was dropped."""
+        if stored in self._fetched_again or stored not in self._files:
+            return False
+        self._fetched_again.add(stored)
+        descriptor = self._files.pop(stored)
+        try:
+            return drop_cached(stored, os.fstat(descriptor).st_ino)
+        finally:
+            os.close(descriptor)
+
+    def _read(self, stored: StoredPart, sample: int) -> list[bytearray]:
         table = self.table
         shard = table.shard_of(sample)
-        descriptor, start = self._open(shard, sample)
+        descriptor, start = self._open(stored), 0 if stored.part is None else stored.part.start
         contents = []
         for place, suffix in enumerate(table.suffixes):
             offset, length = int(table.offsets[sample, place]), int(table.lengths[sample, place])
@@ -395,30 +417,30 @@ class SampleReader:
         table = self.table
         return f"{table.shards[shard]}: image {sample - int(table.starts[shard])}, .{suffix}"
 
-    def _open(self, shard: int, sample: int) -> tuple[int, int]:
-        """A descriptor of the file that holds an image, and the byte of the tar with which it begins."""
+    def _stored_part(self, sample: int) -> StoredPart:
+        """The tar, or the part of it, that holds an image."""
         if not self._limit:
             self._choose()
-        block = range(0)
-        if self._blocks is not None:
-            first = self._blocks.first
-            number = int(np.searchsorted(first, sample, side="right"))
-            block = range(int(first[number - 1]), int(first[number]) if number < len(first) else self.table.rows)
-        file = shard if self._blocks is None else block.start
-        if file in self._files:
-            self._files.move_to_end(file)
-            return self._files[file]
-        path, size, part = self.table.shards[shard], int(self.table.sizes[shard]), None
-        if self._blocks is not None:
-            part = stored_part(self.table, block).part
+        if self._blocks is None:
+            shard = self.table.shard_of(sample)
+            return StoredPart(self.table.shards[shard], int(self.table.sizes[shard]))
+        first = self._blocks.first
+        number = int(np.searchsorted(first, sample, side="right"))
+        end = int(first[number]) if number < len(first) else self.table.rows
+        return stored_part(self.table, range(int(first[number - 1]), end))
+
+    def _open(self, stored: StoredPart) -> int:
+        """A descriptor of the file that holds a tar, or a part of it."""
+        if stored in self._files:
+            self._files.move_to_end(stored)
+            return self._files[stored]
         try:
-            descriptor = tar_descriptor(self._store, path, size, part)
+            self._files[stored] = tar_descriptor(self._store, *stored)
         except OSError as error:
-            raise DataError(f"{path}: cannot be opened ({error.strerror})") from error
-        self._files[file] = descriptor, 0 if part is None else part.start
+            raise DataError(f"{stored.tar}: cannot be opened ({error.strerror})") from error
         if len(self._files) > self._limit:
-            os.close(self._files.popitem(last=False)[1][0])
-        return self._files[file]
+            os.close(self._files.popitem(last=False)[1])
+        return self._files[stored]
 
     def _choose(self) -> None:
         """Once, when the first image is read: who opens the files, how many are kept open, and whether of tars or of

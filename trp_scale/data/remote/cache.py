@@ -137,14 +137,31 @@ class Cache:
             with suppress(FileNotFoundError):
                 descriptor = os.open(place, os.O_RDONLY)
                 os.utime(descriptor)
-                self.found += 1
-                return descriptor
+                status = os.fstat(descriptor)
+                if status.st_size == size:
+                    self.found += 1
+                    return descriptor
+                self.drop(place, status.st_ino)
+                os.close(descriptor)
             descriptor = self._claimed(place)
             if self._filled(place, descriptor, size, fetch):
                 self.fetched += 1
                 self.fetched_bytes += size
                 return descriptor
             os.close(descriptor)
+
+    def drop(self, place: Path, inode: int) -> None:
+        """Remove a file whose content is wrong, unless another process has replaced it.
+
+        Args:
+            place: below the root.
+            inode: of the wrong file, which the caller holds open or mapped.
+        """
+        with self._alone(), suppress(FileNotFoundError):
+            status = place.stat()
+            if status.st_ino == inode:
+                place.unlink()
+                (self.root / _USED).write_text(str(max(0, self._used() - status.st_size)))
 
     def keep(self, place: Path) -> bool:
         """Whether a file is there; it then counts as opened just now, so that others go before it."""
@@ -199,6 +216,7 @@ class Cache:
             self._make_room(place, descriptor, size)
             room_made = True
             fetch(descriptor)
+            os.fsync(descriptor)  # a power cut after the rename would leave a file of zeros under the name
             _part(place).replace(place)
             fcntl.flock(descriptor, fcntl.LOCK_UN)  # others may wait, and a fork may keep the descriptor
             return True

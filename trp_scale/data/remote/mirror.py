@@ -13,9 +13,11 @@ sizes, asks `Mirror` (tars.py). Of a local data set that is one look for remote.
 from __future__ import annotations
 
 import functools
+import os
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -25,8 +27,10 @@ from trp_scale.data.remote.cache import PART_MARK, Cache, cache_root, kept_as, l
 from trp_scale.data.remote.places import PLACES
 from trp_scale.data.remote.transfer import (
     AT_ONCE,
+    DataReplacedError,
     NotThereError,
     Remote,
+    RemoteSetupError,
     Stored,
     is_url,
     shared_remote,
@@ -109,13 +113,18 @@ class _Update:
             return bool(before)
         return name in listed and before.get(name) == [listed[name].size, listed[name].version]
 
+    def _is_whole(self, name: str, listed: dict[str, Stored] | None) -> bool:
+        """Whether a file is here, with the size that the server lists for it."""
+        path = self._directory / name
+        return path.exists() and (listed is None or path.stat().st_size == listed[name].size)
+
     def _tokenizer(self, listed: dict[str, Stored] | None) -> list[str]:
         if listed is None:
             return [f"tokenizer/{name}" for name in _TOKENIZER]
         return [name for name in listed if name.startswith("tokenizer/")]
 
     def _fetch(self, names: Iterable[str], listed: dict[str, Stored] | None, before: dict[str, Any]) -> None:
-        wanted = [n for n in names if not (self._kept(n, listed, before) and (self._directory / n).exists())]
+        wanted = [n for n in names if not (self._kept(n, listed, before) and self._is_whole(n, listed))]
         optional = listed is None
 
         def fetch(name: str) -> None:
@@ -154,6 +163,8 @@ class _Update:
         try:
             with temporary.open("wb") as file:
                 fill(file)
+                file.flush()
+                os.fsync(file.fileno())
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)
@@ -201,13 +212,13 @@ class Mirror:
         directory: of the data set.
         url: where it lies.
         cache: the cache that it is part of.
-        sizes: bytes of the files there, by name; None where a server did not list them.
+        files: size and version of the files there, by name; None where a server did not list them.
     """
 
     directory: Path
     url: str
     cache: Cache
-    sizes: dict[str, int] | None
+    files: dict[str, Stored] | None
 
     def open(self, tar: Path, size: int, part: range | None = None) -> int:
         """A descriptor of a tar, or of a file with a part of its bytes, which is fetched first if the cache does not
@@ -220,13 +231,29 @@ class Mirror:
         wanted = range(size) if part is None else part
 
         def fetch(descriptor: int) -> None:
-            self._fetch(descriptor, shared_remote(self.url), tar, wanted)
+            self._fetch(descriptor, shared_remote(self.url), tar, size, wanted)
 
         return self.cache.open(kept_as(tar, part), len(wanted), fetch)
 
-    def _fetch(self, descriptor: int, remote: Remote, tar: Path, wanted: range) -> None:
+    def _fetch(self, descriptor: int, remote: Remote, tar: Path, size: int, wanted: range) -> None:
         name = tar.relative_to(self.directory).as_posix()
         remote.read_into(descriptor, name, len(wanted), start=wanted.start)
+        known = Stored(size, "") if self.files is None else self.files.get(name, Stored(size, ""))
+        with suppress(RemoteSetupError):  # a server that does not say the size
+            now = remote.stored(name)
+            if now.size == size and known.version in ("", now.version):
+                return
+            listed = remote.listed() or {}  # a server may give versions of two kinds
+            if now.size == size and listed.get(name) == known:
+                return
+            raise DataReplacedError(
+                f"{remote.url}/{name}: replaced since this job began ({now.size} bytes now, {size} expected); "
+                "start the job again, or put the earlier data back"
+            )
+
+    def drop(self, tar: Path, part: range | None, inode: int) -> None:
+        """Remove the cached copy of a tar, or of a part, which is wrong."""
+        self.cache.drop(kept_as(tar, part), inode)
 
     def fetches(self, tar: Path) -> bool:
         """Every tar lies under the URL."""
@@ -246,7 +273,7 @@ class Mirror:
         remote = shared_remote(self.url).once()
         wanted = range(size) if part is None else part
         self.cache.fetch_ahead(
-            kept_as(tar, part), len(wanted), lambda descriptor: self._fetch(descriptor, remote, tar, wanted)
+            kept_as(tar, part), len(wanted), lambda descriptor: self._fetch(descriptor, remote, tar, size, wanted)
         )
 
     def room(self) -> int:
@@ -263,12 +290,12 @@ class Mirror:
         Raises:
             DataError: it is not there.
         """
-        if self.sizes is None:
+        if self.files is None:
             return None
         name = tar.relative_to(self.directory).as_posix()
-        if name not in self.sizes:
+        if name not in self.files:
             raise DataError(f"{self.url}/{name}: not found")
-        return self.sizes[name]
+        return self.files[name].size
 
 
 def find_mirror(directory: Path) -> Mirror | None:
@@ -288,7 +315,7 @@ def _read_mirror(marker: Path, _: int) -> Mirror:
         directory=marker.parent,
         url=read.url,
         cache=shared_cache(Path(read.cache)),
-        sizes=None if read.files is None else {name: size for name, (size, _) in read.files.items()},
+        files=None if read.files is None else {name: Stored(*each) for name, each in read.files.items()},
     )
 
 

@@ -111,11 +111,16 @@ class Places:
 
     def _fetch(self, known: Place, remote: Remote, name: str, wanted: range) -> Callable[[int], None]:
         def fetch(descriptor: int) -> None:
-            found = remote.stored(name)
-            self._refuse_changed(known, Place(place=known.place, size=found.size, version=found.version))
             remote.read_into(descriptor, name, len(wanted), start=wanted.start)
+            now = remote.stored(name)  # after reading: it may have been replaced meanwhile
+            self._refuse_changed(known, Place(place=known.place, size=now.size, version=now.version))
 
         return fetch
+
+    def drop(self, tar: Path, part: range | None, inode: int) -> None:
+        """Remove the cached copy of a tar, or of a part, which is wrong."""
+        cache = shared_cache(cache_root())
+        cache.drop(kept_as(_kept_as(self._known(tar), cache.root), part), inode)
 
     def keep(self, tar: Path, part: range | None = None) -> bool:
         """Whether a tar, or a part, is on this machine; of those in the cache others go before it."""

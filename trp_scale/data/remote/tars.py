@@ -3,6 +3,7 @@ own."""
 
 from __future__ import annotations
 
+import logging
 import os
 from pathlib import Path
 from typing import IO, NamedTuple, Protocol
@@ -10,6 +11,8 @@ from typing import IO, NamedTuple, Protocol
 from trp_scale.data.remote.mirror import find_mirror
 from trp_scale.data.remote.places import find_places
 from trp_scale.errors import RefusedError
+
+logger = logging.getLogger(__name__)
 
 PARTS = "TRP_SCALE_CACHE_PARTS"
 """Environment variable: whether the cache holds blocks in place of whole tars: auto (where it cannot hold the data
@@ -47,6 +50,10 @@ class TarStore(Protocol):
 
     def fetches(self, tar: Path) -> bool:
         """Whether a tar lies under a URL."""
+        ...
+
+    def drop(self, tar: Path, part: range | None, inode: int) -> None:
+        """Remove the cached copy of a tar, or of a part, which is wrong, so that it is fetched again."""
         ...
 
     def keep(self, tar: Path, part: range | None = None) -> bool:
@@ -104,6 +111,20 @@ def open_tar(tar: Path, size: int, part: range | None = None) -> IO[bytes]:
         DataError, RemoteError: as `TarStore.open`.
     """
     return os.fdopen(tar_descriptor(find_store(tar.parent), tar, size, part), "rb", buffering=0)
+
+
+def drop_cached(stored: StoredPart, inode: int) -> bool:
+    """Remove a cached copy that is damaged, so that it is fetched again; `False` if the tar is not under a URL.
+
+    Args:
+        inode: of the copy, which the caller holds open or mapped.
+    """
+    store = find_store(stored.tar.parent)
+    if store is None or not store.fetches(stored.tar):
+        return False
+    store.drop(stored.tar, stored.part, inode)
+    logger.warning("%s: the copy in the cache is damaged; it is fetched again", store.where(stored.tar))
+    return True
 
 
 def tar_descriptor(store: TarStore | None, tar: Path, size: int, part: range | None = None) -> int:

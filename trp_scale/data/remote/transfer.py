@@ -116,6 +116,10 @@ class RemoteSetupError(RemoteError):
     status = ExitStatus.REFUSED
 
 
+class DataReplacedError(RefusedError):
+    """The data set under a URL is another one now. Not a `DataError`: no block is left out for it."""
+
+
 class NotThereError(DataError):
     """There is no such file under the URL."""
 

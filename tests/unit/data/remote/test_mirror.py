@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ from trp_scale.data.index import DataError
 from trp_scale.data.mixture import parse_paths
 from trp_scale.data.remote import mirror
 from trp_scale.data.remote.mirror import local_directory
-from trp_scale.data.remote.transfer import RemoteError
+from trp_scale.data.remote.transfer import DataReplacedError, RemoteError
 from trp_scale.data.text.dataset import SUFFIXES
 from trp_scale.errors import RefusedError
 from trp_scale.upstreams.base import open_sources
@@ -103,6 +104,35 @@ def test_a_small_cache_reads_tars_again(stored: Path, monkeypatch: pytest.Monkey
     ours = steps(config_for(f"file://{stored}"), world=1, count=4)
     assert_same(ours, steps(config_for(stored), world=1, count=4))
     assert sum(path.stat().st_size for path in cache.rglob("*.tar")) <= 1.2 * max(sizes)
+
+
+@pytest.mark.parametrize("damage", [lambda content: content[:-512], lambda content: bytes(len(content))])
+def test_a_damaged_tar_of_the_cache_is_fetched_again(
+    stored: Path, cache: Path, damage: Callable[[bytes], bytes]
+) -> None:
+    url = f"file://{stored}"
+    expected = steps(config_for(url), world=1, count=4)
+    tars = sorted(cache.rglob("*.tar"))
+    for tar in tars:
+        tar.write_bytes(damage(tar.read_bytes()))
+    assert_same(steps(config_for(url), world=1, count=4), expected)
+    assert [tar.read_bytes() for tar in tars] == [path.read_bytes() for path in sorted(stored.rglob("*.tar"))]
+
+
+@pytest.mark.parametrize("listing", [True, False])
+def test_a_job_from_before_a_replacement_stores_nothing_of_the_new_data(
+    stored: Path, cache: Path, listing: bool
+) -> None:
+    with faulty_server(directory(stored.parent)) as (served, _):
+        url = f"file://{stored}" if listing else f"{served}/books"
+        before = open_sources(config_for(url), rank=0, world=1)
+        shutil.rmtree(stored)
+        write_dataset(stored, block_rows=[[5, 7, 9], [6, 2], [4, 3, 2, 8], [8, 1]], seed=1)
+        with pytest.raises(DataReplacedError):
+            before.train.next_window()
+        assert not list(cache.rglob("*.part")) and not (listing and list(cache.rglob("*.tar")))
+        look_again(local_directory(url))
+        assert_same(steps(config_for(url), world=1, count=4), steps(config_for(stored), world=1, count=4))
 
 
 def test_over_http_with_failures(stored: Path, cache: Path) -> None:
