@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,8 @@ from tests.ranks import Ranks
 from tests.runs import flags, lines, pretrain_here
 from tests.synthetic import TWO_RANKS, Layout, data_group, small_config, trainer_for
 from trp_scale.checkpoint.document import read_document
-from trp_scale.checkpoint.run_directory import checkpoints
+from trp_scale.checkpoint.format import read_full_state
+from trp_scale.checkpoint.run_directory import checkpoint_path, checkpoints
 from trp_scale.config import ReliabilityConfig
 from trp_scale.core.batch import Batch, TaskLosses
 from trp_scale.observe.incidents import read_incidents
@@ -124,6 +127,30 @@ def test_a_rollback_goes_on_from_the_checkpoint_with_the_rows_after_it(
     assert (last, read_document(path).cursors["train"]) == (12, (9 + 6) * 8)
     assert "going back because of the spike of step 8" in capsys.readouterr().out
     assert json.loads((tmp_path / "stop.json").read_text())["why"] == "finished"
+
+
+def test_a_stop_before_a_spike_changes_nothing(
+    text_dataset: Path, tmp_path: Path, spoilt_runs: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The checkpoint of the stop (7) is newer than the regular one (6), to which the run goes back."""
+    changes = {"training__steps": 12, "checkpoint__every": 3, "checkpoint__keep": 1, "reliability__spikes": "rollback"}
+    whole, stopped = tmp_path / "whole", tmp_path / "stopped"
+    assert pretrain_here(flags(text_dataset, whole, **changes, **SCORE)) == 0
+    context = Trainer.context
+
+    def stop_after_7(self: Trainer, window: list[Batch], counts: torch.Tensor) -> Any:
+        if self.state.step == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return context(self, window, counts)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "context", stop_after_7)
+        assert pretrain_here(flags(text_dataset, stopped, **changes, **SCORE)) == 0
+    assert [step for step, _ in checkpoints(stopped)] == [6, 7]
+    assert pretrain_here(flags(text_dataset, stopped, **changes, **SCORE)) == 0
+    assert spoilt_runs == [8, 8]
+    ours, theirs = (read_full_state(checkpoint_path(run, 12)) for run in (stopped, whole))
+    assert ours.keys() == theirs.keys() and all(ours[name].equal(theirs[name]) for name in ours)
 
 
 def test_the_rollbacks_of_a_start_are_limited(text_dataset: Path, tmp_path: Path, spoilt_runs: list[int]) -> None:

@@ -41,7 +41,7 @@ class Selection:
     notices: tuple[str, ...]
 
 
-def select(run_dir: Path, resume: str, group: Group) -> Selection:
+def select(run_dir: Path, resume: str, group: Group, every: int = 1) -> Selection:
     """Decide what to start from; all ranks together. Every byte of what is taken has been compared with its checksum,
     each file by one rank, so that a run goes on from the newest checkpoint that can be read at all.
 
@@ -50,6 +50,7 @@ def select(run_dir: Path, resume: str, group: Group) -> Selection:
     Args:
         resume: "auto" = the newest whole checkpoint of run_dir, or a fresh start where there is none at all;
             "never" = a fresh start in an empty directory; else the path of a checkpoint or of a run directory.
+        every: "auto" takes only checkpoints of steps that are multiples of it.
     Raises:
         RefusedError: on every rank: "never" and the directory is not empty; a checkpoint given by its path that is not
             whole; no whole one among those of a directory.
@@ -59,7 +60,7 @@ def select(run_dir: Path, resume: str, group: Group) -> Selection:
         return on_rank_zero(group, what, lambda: _fresh(run_dir))
     if resume == "auto":
         on_rank_zero(group, what, lambda: remove_leftovers(run_dir))
-        found = newest_whole(run_dir, group)
+        found = newest_whole(run_dir, group, every)
         if found.path is None and not found.warnings:
             return Selection(checkpoint=None, notices=(f"no checkpoint in {run_dir}: starting from step 0",))
         if found.path is None:
@@ -80,13 +81,13 @@ def select(run_dir: Path, resume: str, group: Group) -> Selection:
     return Selection(checkpoint=found.path, notices=(*found.warnings, f"resuming from {found.path}"))
 
 
-def newest_whole(run_dir: Path, group: Group) -> Found:
+def newest_whole(run_dir: Path, group: Group, every: int = 1) -> Found:
     """The newest checkpoint of which every byte is as it was written; all ranks together. The warnings name newer ones
     that are not, and how many steps are lost with them."""
     passed: list[tuple[int, Path, str]] = []
     taken: Path | None = None
     at = 0
-    for step, path in reversed(on_rank_zero(group, f"looking into {run_dir}", lambda: checkpoints(run_dir))):
+    for step, path in reversed(on_rank_zero(group, f"looking into {run_dir}", lambda: checkpoints(run_dir, every))):
         problem = damage(path, group)
         if problem is None:
             taken, at = path, step

@@ -39,9 +39,13 @@ def temporary_path(run_dir: Path, step: int) -> Path:
     return run_dir / CHECKPOINTS / f".step_{step:08d}.tmp"
 
 
-def checkpoints(run_dir: Path) -> list[tuple[int, Path]]:
-    """(step, directory) of all checkpoints under their final names, complete or not, oldest first."""
-    return _of_steps(run_dir / CHECKPOINTS)
+def checkpoints(run_dir: Path, every: int = 1) -> list[tuple[int, Path]]:
+    """(step, directory) of the checkpoints under their final names, complete or not, oldest first.
+
+    Args:
+        every: only steps that are multiples of it: a stop or a best figure may have written others.
+    """
+    return [(step, path) for step, path in _of_steps(run_dir / CHECKPOINTS) if step % every == 0]
 
 
 def _of_steps(directory: Path) -> list[tuple[int, Path]]:
@@ -113,12 +117,14 @@ class Kept:
         every: each one whose step is a multiple of it; 0 = none.
         before: the newest sound one of an earlier step than this, where it is not 0: a fault began there.
         best: that of this step; 0: none for this reason.
+        regular: the newest sound one whose step is a multiple of it, which a rollback needs; 0: none for this reason.
     """
 
     newest: int
     every: int = 0
     before: int = 0
     best: int = 0
+    regular: int = 0
 
 
 def retain(
@@ -144,12 +150,15 @@ def retain(
     staying = {path for earlier, path in before if kept.every and earlier % kept.every == 0} | set(spared)
     staying |= {path for earlier, path in before if earlier == kept.best}
     wanted, pinned = kept.newest - 1, False
+    has_regular = not kept.regular or step % kept.regular == 0
     for earlier, path in before:
         needed = not pinned and 0 < earlier < kept.before
-        if (wanted > 0 or needed) and problem_of(path) is None:
+        is_regular = not has_regular and earlier % kept.regular == 0
+        if (wanted > 0 or needed or is_regular) and problem_of(path) is None:
             staying.add(path)
             wanted -= 1
             pinned = pinned or needed
+            has_regular = has_regular or is_regular
     removed = [path for _, path in reversed(before) if path not in staying]
     for path in removed:
         hidden = path.with_name(f".{path.name}.old")

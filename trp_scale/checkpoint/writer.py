@@ -303,7 +303,9 @@ class CheckpointWriter:
             step=content.step,
             final=final,
             temporary=temporary,
-            kept=Kept(newest=settings.keep, every=settings.keep_every, before=before, best=best),
+            kept=Kept(
+                newest=settings.keep, every=settings.keep_every, before=before, best=best, regular=settings.every
+            ),
             facts=content.facts(self.group),
             hooks=hooks,
         )

@@ -260,7 +260,7 @@ class ReliabilityConfig(Section):
     spikes: Literal["ignore", "warn", "skip", "rollback"] = "warn"
     """What follows on a step whose loss, or a task's, or whose gradient norm is far above those of the last 128 steps:
     warn: a line in incidents.jsonl. skip: the step also moves nothing. rollback: the run also goes back to the newest
-    checkpoint before it, and on with the rows after it."""
+    checkpoint of a multiple of checkpoint.every before it, and on with the rows after it."""
     spike_score: float = setting(10.0, above=0)
     """Robust z-score, of logarithms, from which a step is a spike; it also has at least twice the median."""
     max_rollbacks: int = setting(3, at_least=0)

@@ -209,7 +209,11 @@ class Run:
             torch.use_deterministic_algorithms(True)
         torch.set_float32_matmul_precision("high" if config.training.tf32 else "highest")
         torch.backends.cudnn.allow_tf32 = config.training.tf32
-        selection = select(run_dir, arguments.resume if over is None else "auto", self.world)
+        selection = (
+            select(run_dir, arguments.resume, self.world)
+            if over is None
+            else select(run_dir, "auto", self.world, config.checkpoint.every)
+        )
         stored = self._stored(selection.checkpoint)
         if stored is not None:
             adopt_unrecorded(config, stored.config)
@@ -360,11 +364,16 @@ class Run:
             mark=self._mark,
             incidents=self.incidents,
             spikes=self.spikes,
-            can_go_back=lambda: on_rank_zero(self.world, "going back", lambda: bool(checkpoints(self.run_dir))),
+            can_go_back=self._can_roll_back,
             checkpoints=self.checkpoints,
             best=self.best,
             state=self.state,
         )
+
+    def _can_roll_back(self) -> bool:
+        """Whether a regular checkpoint exists: one that a stop wrote would lead elsewhere than the run without it."""
+        every = self.config.checkpoint.every
+        return every > 0 and on_rank_zero(self.world, "going back", lambda: bool(checkpoints(self.run_dir, every)))
 
     def _mark(self) -> Callable[[], None]:
         """Note where the sources are; what is returned goes back there."""

@@ -43,6 +43,9 @@ def kept(run_dir: Path, keeper: Keeper, *steps: int, **rules: int) -> list[int]:
         ({"before": 10}, [50, 60]),
         ({"before": 55}, [50, 60]),
         ({"before": 25, "every": 30, "newest": 1}, [20, 30, 60]),
+        ({"newest": 1, "regular": 20}, [60]),
+        ({"newest": 1, "regular": 40}, [40, 60]),
+        ({"newest": 1, "regular": 7}, [60]),
     ],
 )
 def test_these_stay(tmp_path: Path, rules: dict[str, int], left: list[int]) -> None:
