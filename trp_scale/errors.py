@@ -3,10 +3,13 @@ command."""
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import errno
 import os
 import reprlib
+import sys
+import tempfile
 from collections.abc import Iterable
 
 from trp_scale.exit_status import ExitStatus
@@ -65,12 +68,28 @@ def said_by(error: BaseException) -> str:
     return shortened(lines[0] if lines else type(error).__name__)
 
 
+def scarcest_space() -> str:
+    """The path with the least free space of those that this command may write to, with its free bytes."""
+    words = [word.partition("=")[2] or word for word in sys.argv[1:]]
+    paths = [*words, os.environ.get("TRP_SCALE_CACHE") or ".", tempfile.gettempdir(), "/dev/shm", "."]
+    free: dict[str, int] = {}
+    for path in paths:
+        with contextlib.suppress(OSError, ValueError):
+            directory = path if os.path.isdir(path) else os.path.dirname(path)  # noqa: PTH112, PTH120 - any text
+            if directory and os.access(directory, os.W_OK):
+                disk = os.statvfs(directory)
+                free[directory] = disk.f_frsize * disk.f_bavail
+    path = min(free, key=lambda name: free[name])
+    hint = " (shared memory; docker: --shm-size)" if path == "/dev/shm" else ""
+    return f"{path}{hint}: {free[path] >> 10:,} KiB free"
+
+
 def as_told(error: BaseException) -> tuple[ExitStatus, str]:
     """The status that an error ends a command with, and the line that says all of it; empty: its traceback does."""
     if any(words in str(error) for words in NO_ROOM):
-        said = said_by(error)
-        where = "there" if said.endswith("'") else "where the command writes"  # a path in quotes, or none
-        return ExitStatus.STORAGE, f"{said}; make room {where}, the same command goes on"
+        text = next((line for line in str(error).splitlines() if any(word in line for word in NO_ROOM)), "")
+        where = "there" if text.endswith("'") else f"in {scarcest_space()}"  # a path in quotes, or none
+        return ExitStatus.STORAGE, f"{shortened(text.strip())}; make room {where}; the same command goes on"
     if isinstance(error, RefusedError):
         failing = isinstance(error.__cause__, OSError) and error.__cause__.errno in FAILING
         return ExitStatus.FAILED if failing else error.status, str(error)

@@ -152,7 +152,8 @@ class Batch:
             if rest := -taken % ALIGNMENT:
                 parts.append(PADDING[:rest])
                 size += rest
-        buffer = torch.cat(parts)
+        # Shared here, not by the thread that feeds the queue: there an error would be lost with the batch.
+        buffer = torch.cat(parts).share_memory_()  # type: ignore[no-untyped-call]
         return replace(self, fields={}, keys=torch.empty(0), wire=Wire(buffer=buffer, layout=layout))
 
     def pin_memory(self) -> Batch:

@@ -29,6 +29,7 @@ from trp_scale.data.index import UnreadableError
 from trp_scale.data.plan import Addresses, Blocks, Plan
 from trp_scale.data.remote.cache import use_of_caches
 from trp_scale.distributed.stop import STOP_SIGNALS
+from trp_scale.errors import RefusedError
 
 logger = logging.getLogger(__name__)
 
@@ -211,6 +212,11 @@ class MicroBatches:
                 return
             except WorkerLostError as error:  # noqa: PERF203 - it is rare
                 at = ranges.pending[0]
+                if lost_at is None and not _survives(multiprocessing.get_context("forkserver"), _do_nothing):
+                    raise RefusedError(
+                        "loader workers end when they import the main script (their errors are above); allowed: a "
+                        'script whose calls are under if __name__ == "__main__":, or --data.workers 0'
+                    ) from error
                 found = self._left_out(ranges) if at == lost_at else []
                 if at == lost_at and not found:
                     raise UnreadableError(
@@ -306,9 +312,9 @@ class MicroBatches:
         context = multiprocessing.get_context("forkserver")
         found = []
         for each in tuple(ranges.pending):
-            if _survives(context, self._fetcher, each):
+            if _survives(context, _make, self._fetcher, each):
                 continue
-            ends = [at for at in each if not _survives(context, self._fetcher, range(at, at + 1))]
+            ends = [at for at in each if not _survives(context, _make, self._fetcher, range(at, at + 1))]
             found += ends
             self._fetcher.leave_out(ends)
         return found
@@ -333,9 +339,9 @@ class MicroBatches:
             gc.collect()
 
 
-def _survives(context: Any, fetcher: Fetcher, positions: range) -> bool:
-    """Whether a process that makes this batch comes to its end; an error of the data is one."""
-    process = context.Process(target=_make, args=(fetcher, positions), daemon=True)
+def _survives(context: Any, action: Callable[..., None], *arguments: Any) -> bool:
+    """Whether a process that performs an action comes to its end; an error of the data is one."""
+    process = context.Process(target=action, args=arguments, daemon=True)
     process.start()
     process.join(TRIAL_SECONDS)
     alive = process.is_alive()
@@ -343,6 +349,10 @@ def _survives(context: Any, fetcher: Fetcher, positions: range) -> bool:
         process.kill()
         process.join()
     return not alive and process.exitcode == 0
+
+
+def _do_nothing() -> None:
+    pass
 
 
 def _make(fetcher: Fetcher, positions: range) -> None:

@@ -29,6 +29,10 @@ _PAUSE_SECONDS = 0.1
 _ALL_HERE = "all here"
 
 
+PORT_OF = {"deepspeed": "deepspeed --master_port PORT ...", "torchrun": "torchrun --master_port PORT ..."}
+"""How a launcher is told its port; it does not read MASTER_PORT."""
+
+
 def gather(info: RankInfo, *, timeout: timedelta, first_report: float = FIRST_REPORT_SECONDS) -> Store:
     """The store that the ranks of this run share, once all of them are there. Collective.
 
@@ -130,7 +134,7 @@ def open_store(info: RankInfo, timeout: timedelta) -> Store:
             raise
         raise RefusedError(
             f"port {info.master_port} of {socket.gethostname()} is taken, by another run or by what is left of "
-            "one; give this one a port of its own (MASTER_PORT, or --master_port of the launcher)"
+            f"one; give this one a free port ({PORT_OF.get(info.launcher, 'set MASTER_PORT')})"
         ) from None
 
 

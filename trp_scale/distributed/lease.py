@@ -116,6 +116,9 @@ class Lease:
     def _renew(self) -> None:
         while not self._done.wait(self._renewed_each):
             with contextlib.suppress(OSError):  # storage that does not answer now may later
+                if not self._path.parent.is_dir():
+                    self._lost(f"{self._path.parent}: the run directory was removed while the run trained into it")
+                    return
                 found = _read(self._path)
                 if found and found.get("token") != self._token:
                     self._lost(
