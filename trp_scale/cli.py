@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from typing import NoReturn
 
 import trp_scale
-from trp_scale.command_line import HELP
+from trp_scale.command_line import HELP, clean_text
 from trp_scale.commands.refusals import run
 from trp_scale.distributed.launchers import leave
 from trp_scale.distributed.stop import listen_early
 from trp_scale.errors import RefusedError, nearest
 from trp_scale.exit_status import ExitStatus
+from trp_scale.outlet import EscapedStream
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,12 @@ COMMANDS: dict[str, dict[str, Command]] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status (exit_status.py)."""
-    arguments = list(sys.argv[1:] if argv is None else argv)
+    arguments = [clean_text(word) for word in (sys.argv[1:] if argv is None else argv)]
+    with redirect_stdout(EscapedStream(sys.stdout)), redirect_stderr(EscapedStream(sys.stderr)):  # type: ignore[type-var]
+        return _main(arguments)
+
+
+def _main(arguments: Sequence[str]) -> int:
     if not arguments or arguments[0] in HELP:
         return run(lambda: _usage(ExitStatus.DONE if arguments else ExitStatus.REFUSED))
     if arguments[0] == "--version":
@@ -139,8 +147,25 @@ def _refuse(name: str, commands: dict[str, Command]) -> int:
     raise RefusedError(f"{name!r} is no command of trp-scale{nearest(name, commands)}; allowed: {', '.join(commands)}")
 
 
+def _open_closed_streams() -> None:
+    """Lead standard streams that were closed (`>&-`) nowhere, before files take their descriptors."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if not _is_open(number):
+            os.open(os.devnull, os.O_RDWR)  # takes the lowest number that is free
+            setattr(sys, name, os.fdopen(number, "r" if number == 0 else "w", closefd=False))
+
+
+def _is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
+
+
 def console(*command: str) -> NoReturn:
     """The console command, and the scripts in launch/ and data_tools/, which name their command."""
+    _open_closed_streams()
     if [*command, *sys.argv[1:]][:1] in (["pretrain"], ["finetune"]):
         listen_early()  # before the seconds of imports
     leave(main([*command, *sys.argv[1:]]))

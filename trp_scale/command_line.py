@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import json
 import os
 import re
 import sys
@@ -24,6 +25,28 @@ from trp_scale.config.settings import Section, Settings, was
 from trp_scale.errors import RefusedError
 
 Arguments = TypeVar("Arguments")
+
+CREDENTIALS = "TRP_SCALE_URL_CREDENTIALS"
+"""Environment variable with NAME:PASSWORD by SCHEME://HOST, of URLs that this process or its parent was given."""
+
+_USERINFO = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://)([^/\s,]*)@([^/\s,]*)")
+
+
+def clean_text(text: str) -> str:
+    """Return a flag or setting without what must not be stored: `~` is expanded, and name and password are taken out of
+    URLs. `credentials_of` gives them to requests, also in processes that this one starts."""
+    text = re.sub(r"(^|[=,])~(?=/|$)", lambda match: match[1] + os.path.expanduser("~"), text)  # noqa: PTH111
+    if credentials := {scheme + host: userinfo for scheme, userinfo, host in _USERINFO.findall(text)}:
+        os.environ[CREDENTIALS] = json.dumps(json.loads(os.environ.get(CREDENTIALS, "{}")) | credentials)
+    return _USERINFO.sub(r"\1\3", text)
+
+
+def credentials_of(url: str) -> str:
+    """Return NAME:PASSWORD for a URL; empty if none were given."""
+    scheme, _, rest = url.partition("://")
+    userinfo: str = json.loads(os.environ.get(CREDENTIALS, "{}")).get(f"{scheme}://{rest.partition('/')[0]}", "")
+    return userinfo
+
 
 Modules = Annotated[tyro.conf.UseAppendAction[list[str]], tyro.conf.arg(metavar="FILE.py|NAME")]
 

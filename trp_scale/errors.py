@@ -68,8 +68,12 @@ def said_by(error: BaseException) -> str:
     return shortened(lines[0] if lines else type(error).__name__)
 
 
+FULL_BYTES = 64 << 20
+"""A disk with less free space counts as full: what did not fit has been removed again, perhaps."""
+
+
 def scarcest_space() -> str:
-    """The path with the least free space of those that this command may write to, with its free bytes."""
+    """Where there is no room: the path with the least free space of those that this command may write to."""
     words = [word.partition("=")[2] or word for word in sys.argv[1:]]
     paths = [*words, os.environ.get("TRP_SCALE_CACHE") or ".", tempfile.gettempdir(), "/dev/shm", "."]
     free: dict[str, int] = {}
@@ -80,15 +84,17 @@ def scarcest_space() -> str:
                 disk = os.statvfs(directory)
                 free[directory] = disk.f_frsize * disk.f_bavail
     path = min(free, key=lambda name: free[name])
+    if free[path] > FULL_BYTES:
+        return "where the command writes"
     hint = " (shared memory; docker: --shm-size)" if path == "/dev/shm" else ""
-    return f"{path}{hint}: {free[path] >> 10:,} KiB free"
+    return f"in {path}{hint}: {free[path] >> 10:,} KiB free"
 
 
 def as_told(error: BaseException) -> tuple[ExitStatus, str]:
     """The status that an error ends a command with, and the line that says all of it; empty: its traceback does."""
     if any(words in str(error) for words in NO_ROOM):
         text = next((line for line in str(error).splitlines() if any(word in line for word in NO_ROOM)), "")
-        where = "there" if text.endswith("'") else f"in {scarcest_space()}"  # a path in quotes, or none
+        where = "there" if text.endswith("'") else scarcest_space()  # a path in quotes, or none
         return ExitStatus.STORAGE, f"{shortened(text.strip())}; make room {where}; the same command goes on"
     if isinstance(error, RefusedError):
         failing = isinstance(error.__cause__, OSError) and error.__cause__.errno in FAILING

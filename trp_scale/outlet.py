@@ -4,9 +4,36 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from typing import Any, TextIO
 
 logger = logging.getLogger(__name__)
+
+_STYLES = r"\x1b\[[0-9;]*m|\x1b\[(?:1A|2K|\?25[lh])"
+"""Sequences by which rich colours text and redraws a display."""
+_CONTROL = r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]"
+
+
+class EscapedStream:
+    """Standard output or error of a command. Control characters are escaped: texts of files and names of paths may hold
+    sequences that change the terminal's title, clipboard or lines.
+
+    Args:
+        stream: that is written to; styles of our own pass if it is a terminal.
+    """
+
+    def __init__(self, stream: TextIO) -> None:
+        self._stream = stream
+        styles = _STYLES if stream.isatty() else "(?!)"
+        self._pattern = re.compile(f"({styles})|{_CONTROL}")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    def write(self, text: str) -> int:
+        """Write the text escaped; return the number of characters of the text."""
+        self._stream.write(self._pattern.sub(lambda match: match[1] or f"\\x{ord(match[0]):02x}", text))
+        return len(text)
 
 
 class Outlet:

@@ -93,6 +93,7 @@ def _export(source: Path, output: Path, *, to: str, image_size: int, weights: We
             )
         )
         for path in temporary.iterdir():
+            path.chmod(temporary.stat().st_mode & 0o666)  # safetensors writes files that their owner alone can read
             with path.open("rb") as file:
                 os.fsync(file.fileno())
         temporary.replace(output)

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
+from trp_scale.command_line import clean_text
 from trp_scale.config import Config, PretrainConfig, RefusedError, nearest
 from trp_scale.config.components import (
     LISTED,
@@ -118,6 +119,8 @@ def recipe_path(name_or_path: str, said_by: str = "--recipe", said: str | None =
     """
     path, words = Path(name_or_path), f"{said_by} {said or name_or_path}"
     if not _is_name(name_or_path):
+        if not path.is_dir() and path.suffix.lower() not in (".yaml", ".yml"):  # a message may quote what a file holds
+            raise RefusedError(f"{words}: not a recipe; allowed: a recipe's name, or the path of a .yaml file")
         if path.is_file():
             return path
         if path.is_dir():
@@ -443,13 +446,13 @@ def _value(kind: Any, value: object) -> object:
         return [_value(get_args(kind)[0], item) for item in value]
     if get_origin(kind) in (UnionType, Union):  # float | None, int | Literal["auto"]
         return _value_of_any(get_args(kind), value)
-    if kind is Path and isinstance(value, str):
-        return Path(value)
+    if isinstance(value, str) and kind in (Path, str):
+        return kind(clean_text(value))
     if kind is float and number:
         return float(value)  # type: ignore[arg-type]
     if kind is int and number and abs(value) < LARGEST and float(value).is_integer():  # type: ignore[arg-type]
         return int(value)  # type: ignore[call-overload]
-    if kind in (bool, str) and isinstance(value, kind):
+    if kind is bool and isinstance(value, bool):
         return value
     raise TypeError(_allowed(kind))
 

@@ -288,7 +288,7 @@ def known_studies() -> list[str]:
 def _extended(name: str, by: Path) -> Path:
     """The file that `extends` names: of the package, or beside the one that extends it."""
     for path in (FILES / f"{name}.yaml", by.parent / name):
-        if path.is_file():
+        if path.is_file() and path.suffix in (".yaml", ".yml"):  # a message may quote what a file holds
             return path
     raise RefusedError(f"{by} extends {name!r}: there is no such study; allowed: a study of the package, or a path")
 

@@ -25,6 +25,7 @@ import torch
 
 import trp_scale
 from trp_scale.checkpoint.agreement import on_rank_zero
+from trp_scale.command_line import clean_text
 from trp_scale.config import Config, RefusedError
 from trp_scale.distributed.environment import RankInfo
 from trp_scale.distributed.groups import Group
@@ -120,7 +121,7 @@ def write_environment(
     if world.rank == 0:
         found = {
             "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "command": list(sys.orig_argv),
+            "command": [clean_text(word) for word in sys.orig_argv],
             "directory": str(Path.cwd()),
             "engine": engine,
             "zero_stage": zero_stage,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -95,6 +96,17 @@ def test_a_tokenizer_elsewhere_is_found_by_its_name(tmp_path: Path) -> None:
     with pytest.raises(RefusedError, match=f"no tokenizer at .*run/tokenizer or {tmp_path}/data"):
         export(tmp_path / "run", tmp_path / "again")
     assert not (tmp_path / "again").exists()
+
+
+def test_others_can_read_an_export(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", our_weights())
+    before = os.umask(0o022)
+    try:
+        export(tmp_path / "run", tmp_path / "exported")
+    finally:
+        os.umask(before)
+    modes = {path.name: path.stat().st_mode & 0o777 for path in (tmp_path / "exported").iterdir()}
+    assert modes == dict.fromkeys(modes, 0o644) and "model.safetensors" in modes
 
 
 def test_a_directory_that_is_not_empty_is_left_alone(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import re
@@ -11,16 +12,19 @@ import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import trp_scale
 from trp_scale import cli
-from trp_scale.command_line import OTHER_NAMES, read
+from trp_scale.command_line import CREDENTIALS, OTHER_NAMES, credentials_of, read
 from trp_scale.commands.refusals import run
 from trp_scale.config import RefusedError
+from trp_scale.errors import as_told
 from trp_scale.exit_status import ExitStatus
+from trp_scale.outlet import EscapedStream
 from trp_scale.recipes.loader import dump, load_recipe
 
 ROOT = Path(__file__).parents[3]
@@ -417,3 +421,65 @@ def test_what_is_for_rendered_scenes_is_refused_with_images(
     argv = ["shard-images", "--inputs", str(tmp_path), "--output", str(tmp_path / "out"), flag, "32"]
     assert cli.main(argv) == 2
     assert f"{flag} 32 is for --embedded scenes" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("closed", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_command_needs_no_open_stream(closed: str, tmp_path: Path) -> None:
+    made = tmp_path / "settings"
+    command = f"{sys.executable} -m trp_scale recipes pos_bert_tiny {closed}; echo $? > {made}"
+    subprocess.run(["bash", "-c", command], cwd=ROOT, env=dict(os.environ), timeout=60, check=True, capture_output=True)
+    assert made.read_text() == "0\n"
+
+
+@pytest.mark.parametrize("is_terminal", [False, True])
+def test_control_characters_of_files_do_not_reach_the_terminal(is_terminal: bool) -> None:
+    stream = io.StringIO()
+    stream.isatty = lambda: is_terminal  # type: ignore[method-assign]
+    escaped = EscapedStream(stream)
+    print("a\x1b]0;title\x07b \x1b]52;c;cm0=\x07 \x1b[2J\x9b1m tab\tend", file=escaped)
+    assert stream.getvalue() == "a\\x1b]0;title\\x07b \\x1b]52;c;cm0=\\x07 \\x1b[2J\\x9b1m tab\tend\n"
+
+
+def test_all_that_a_command_prints_is_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "stop.json").write_text(json.dumps({"why": "\x1b]0;title\x07", "status": 1, "step": 3, "again": False}))
+    for argv in (["doctor", str(tmp_path)], ["report", "--run", f"{tmp_path}/\x1b]0;title\x07"]):
+        cli.main(argv)
+        printed = capsys.readouterr()
+        assert "title" in printed.out + printed.err and "\x1b" not in printed.out + printed.err
+
+
+def test_the_home_directory_is_expanded_and_credentials_leave_the_settings(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setenv(CREDENTIALS, "{}")
+    recipe = tmp_path / "mine.yaml"
+    recipe.write_text("extends: pos_bert_tiny\ncheckpoint: {mirror: 's3://key:secret@bucket/run'}\n")
+    path = "a:1=~/books,b:2=https://alice:p%40ss@host:8443/data"
+    assert cli.main(["pretrain", "--recipe=~/mine.yaml", f"--data.path={path}", "--print_config"]) == 0
+    printed = capsys.readouterr().out
+    assert f"path: a:1={tmp_path}/books,b:2=https://host:8443/data\n" in printed
+    assert "mirror: s3://bucket/run" in printed
+    assert credentials_of("https://host:8443/data/shards") == "alice:p%40ss" and not credentials_of("https://other/a")
+    assert credentials_of("s3://bucket/run") == "key:secret"
+
+
+@pytest.mark.parametrize("place", ["/etc/passwd", "../passwd", "passwd.txt"])
+def test_a_recipe_shows_nothing_of_other_files(place: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for path in (tmp_path / "passwd", tmp_path / "below" / "passwd.txt"):
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("a secret of another file")
+    recipe = tmp_path / "below" / "mine.yaml"
+    recipe.write_text(f"extends: {place}\n")
+    assert cli.main(["recipes", str(recipe)]) == ExitStatus.REFUSED
+    assert "secret" not in capsys.readouterr().err
+
+
+def test_a_full_disk_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    real = os.statvfs(tmp_path)
+    small = SimpleNamespace(f_frsize=1024, f_bavail=3)
+    monkeypatch.setattr(os, "statvfs", lambda path: small if str(path) == str(tmp_path) else real)
+    monkeypatch.setattr(sys, "argv", ["trp-scale", "shard-text", f"--output={tmp_path}/data"])
+    status, line = as_told(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
+    assert status == ExitStatus.STORAGE and f"{tmp_path}: 3 KiB" in line

@@ -24,7 +24,9 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any, TypeVar
+from urllib.parse import unquote
 
+from trp_scale.command_line import credentials_of
 from trp_scale.data.index import DataError
 from trp_scale.distributed.stop import signal_came_at
 from trp_scale.documents.json_files import LARGEST_INDEX
@@ -95,8 +97,17 @@ def file_system(url: str) -> tuple[Any, str]:
     """
     import fsspec
 
+    userinfo, options = credentials_of(url), dict[str, Any](skip_instance_cache=True)
+    place = url
+    if userinfo and url.startswith(("http://", "https://")):
+        import aiohttp
+
+        user, _, password = userinfo.partition(":")
+        options["client_kwargs"] = {"auth": aiohttp.BasicAuth(unquote(user), unquote(password))}
+    elif userinfo:
+        place = url.replace("://", f"://{userinfo}@", 1)
     try:
-        return fsspec.core.url_to_fs(url, skip_instance_cache=True)  # type: ignore[no-any-return]
+        return fsspec.core.url_to_fs(place, **options)  # type: ignore[no-any-return]
     except ImportError as error:
         raise RefusedError(f"{url}: {error}; {_EXTRA}") from error
     except ValueError as error:

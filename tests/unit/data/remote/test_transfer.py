@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import gzip
 import os
 import random
@@ -10,14 +11,16 @@ import sys
 import threading
 import time
 import tracemalloc
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
 from tests.faulty_server import Answer, directory, faulty_server
+from trp_scale.command_line import CREDENTIALS, clean_text
 from trp_scale.data.index import DataError
 from trp_scale.data.remote import transfer
-from trp_scale.data.remote.transfer import Remote, RemoteError, is_url
+from trp_scale.data.remote.transfer import Remote, RemoteError, RemoteSetupError, is_url
 from trp_scale.distributed import stop
 from trp_scale.errors import RefusedError
 
@@ -201,3 +204,21 @@ def test_seconds_that_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("TRP_SCALE_REMOTE_SECONDS", wrong)
         with pytest.raises(RefusedError, match=rf"TRP_SCALE_REMOTE_SECONDS: '{wrong}' found, .* above 0 allowed"):
             Remote("file:///tmp")
+
+
+def test_credentials_go_with_requests_and_into_no_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CREDENTIALS, "{}")
+    (tmp_path / "file").write_bytes(b"content")
+    serve = directory(tmp_path)
+
+    def protected(method: str, path: str, headers: Mapping[str, str], content: bytes) -> Answer:
+        expected = "Basic " + base64.b64encode(b"alice:p@ss").decode()
+        return (
+            serve(method, path, headers, content) if headers.get("Authorization") == expected else Answer(401, {}, b"")
+        )
+
+    with faulty_server(protected) as (url, _):
+        assert Remote(clean_text(url.replace("://", "://alice:p%40ss@"))).read("file") == b"content"
+        with pytest.raises(RemoteSetupError) as caught:
+            Remote(clean_text(url.replace("://", "://alice:wrong@"))).read("file")
+        assert "wrong" not in str(caught.value)
