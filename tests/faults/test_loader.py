@@ -6,6 +6,8 @@ import logging
 import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +17,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.runs import environment
 from tests.unit.data.stored import config_for, write_dataset
 from trp_scale.core.batch import Batch
 from trp_scale.data import fetch
@@ -83,6 +86,19 @@ def test_what_ends_workers_and_no_process_by_itself_is_an_error(monkeypatch: pyt
     with pytest.raises(DataError, match="again at the same rows, none of which ends a process by itself"):
         list(loader)
     loader.close()
+
+
+def test_workers_that_cannot_start_are_refused(tmp_path: Path, text_dataset: Path) -> None:
+    """A script without a guarded main."""
+    script = tmp_path / "script.py"
+    settings = {"data": {"path": str(text_dataset), "workers": 2}, "training": {"steps": 3}}
+    call = f"trp_scale.pretrain('pos_bert_tiny', run_dir={str(tmp_path / 'run')!r}, **{settings!r})"
+    script.write_text(f"import trp_scale\n{call}\n")
+    process = subprocess.run(
+        [sys.executable, str(script)], env=environment(), capture_output=True, text=True, timeout=90, check=False
+    )
+    assert process.returncode == 1 and "RefusedError" in process.stderr.splitlines()[-1]
+    assert "__main__" in process.stderr.splitlines()[-1]
 
 
 @pytest.fixture

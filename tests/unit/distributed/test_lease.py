@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -47,6 +48,20 @@ def test_it_needs_no_hard_links(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         pass
     Ending(run_dir=tmp_path, rank=0).hung(3, "rank 1 did not answer")
     assert json.loads((tmp_path / STOP_RECORD).read_text())["step"] == 3
+
+
+def test_a_removed_run_directory_ends_the_run(tmp_path: Path) -> None:
+    run_dir, messages, ended = tmp_path / "run", list[str](), threading.Event()
+    run_dir.mkdir()
+
+    def end(message: str) -> None:
+        messages.append(message)
+        ended.set()
+
+    with quick(run_dir, lost=end):
+        shutil.rmtree(run_dir)
+        assert ended.wait(10)
+    assert str(run_dir) in messages[0]
 
 
 def test_a_process_that_is_gone_holds_nothing(tmp_path: Path) -> None:
