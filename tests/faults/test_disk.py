@@ -200,7 +200,7 @@ def test_a_command_without_room_ends_with_one_line(
         assert cli.main(argv) == ExitStatus.STORAGE
         said = capsys.readouterr().err.strip().splitlines()[-1]
         assert said.startswith("error: ") and "No space left on device" in said
-        assert re.search(r"; make room (there|where the command writes), the same command goes on$", said)
+        assert re.search(r"; make room (there|where the command writes); the same command goes on$", said)
 
 
 def test_no_room_for_the_summary_and_the_report_at_the_end(

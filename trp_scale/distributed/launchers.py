@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
+import multiprocessing.util
 import os
 import re
-import shutil
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -244,8 +243,9 @@ def leave(status: int) -> NoReturn:
     """End this process, once its command has closed what it opened, without the interpreter's shutdown: a thread of
     gloo's that lets go of a tensor in the middle of that ends a run that went well with SIGABRT (seen with FSDP2 on two
     ranks of a loaded machine)."""
-    # multiprocessing's finalizer, which would remove the directory of its sockets, does not run.
-    shutil.rmtree(getattr(multiprocessing.current_process(), "_config", {}).get("tempdir") or "", ignore_errors=True)
+    for finalizer in list(multiprocessing.util._finalizer_registry.values()):  # type: ignore[attr-defined]
+        if finalizer._callback is multiprocessing.util._remove_temp_dir:  # type: ignore[attr-defined]
+            finalizer()  # removes the directory of the sockets, in the process that made it
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):  # nobody reads it any more; what was done stays done
             stream.flush()

@@ -15,7 +15,8 @@ import pytest
 from tests.grids import always
 from tests.ranks import free_port
 from tests.runs import environment
-from trp_scale.distributed.stop import NOTICES, STOP_SIGNALS, StopRequests, listen_early
+from trp_scale.distributed import stop
+from trp_scale.distributed.stop import STOP_SIGNALS, StopRequests, listen_early
 from trp_scale.exit_status import ExitStatus
 
 
@@ -30,7 +31,9 @@ class Clock:
 
 
 @pytest.fixture
-def clock() -> Iterator[Clock]:
+def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
+    monkeypatch.setattr(stop, "_first_at", None)
+    monkeypatch.setattr(stop, "_early", [])
     before = [signal.getsignal(number) for number in STOP_SIGNALS]
     yield Clock()
     assert [signal.getsignal(number) for number in STOP_SIGNALS] == before
@@ -38,35 +41,35 @@ def clock() -> Iterator[Clock]:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU])
 def test_a_signal_is_a_request_and_no_more(clock: Clock, number: signal.Signals) -> None:
-    with StopRequests(clock=clock) as stop:
-        assert stop.requested() is None
+    with StopRequests(clock=clock) as requests:
+        assert requests.requested() is None
         os.kill(os.getpid(), number)
-        assert stop.requested() == number.name
+        assert requests.requested() == number.name
         os.kill(os.getpid(), signal.SIGTERM)
-        assert stop.requested() == number.name  # the first reason is the one that is logged
+        assert requests.requested() == number.name  # the first reason is the one that is logged
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)
 def test_a_signal_that_is_inherited_as_ignored_stays_ignored(clock: Clock, number: signal.Signals) -> None:
-    before = signal.signal(number, signal.SIG_IGN)
+    before = {other: signal.getsignal(other) for other in STOP_SIGNALS}
+    signal.signal(number, signal.SIG_IGN)
     try:
         listen_early()
-        with StopRequests(clock=clock) as stop:
+        with StopRequests(clock=clock) as requests:
             os.kill(os.getpid(), number)
-            assert stop.requested() is None
+            assert requests.requested() is None
         assert signal.getsignal(number) == signal.SIG_IGN
     finally:
-        signal.signal(number, before)
-        for other in NOTICES:
-            signal.signal(other, signal.SIG_DFL)
+        for other, handler in before.items():
+            signal.signal(other, handler)
 
 
 def test_the_second_ctrl_c_is_immediate_unless_a_launcher_repeated_the_first(clock: Clock) -> None:
-    with StopRequests(clock=clock) as stop:
+    with StopRequests(clock=clock) as requests:
         os.kill(os.getpid(), signal.SIGINT)
         clock.now += 0.2
         os.kill(os.getpid(), signal.SIGINT)
-        reason = stop.requested()
+        reason = requests.requested()
         assert reason is not None
         assert reason.startswith("Ctrl-C")
         clock.now += 5
@@ -75,38 +78,38 @@ def test_the_second_ctrl_c_is_immediate_unless_a_launcher_repeated_the_first(clo
 
 
 def test_ctrl_c_after_a_sigterm_is_still_the_first(clock: Clock) -> None:
-    with StopRequests(clock=clock) as stop:
+    with StopRequests(clock=clock) as requests:
         os.kill(os.getpid(), signal.SIGTERM)
         clock.now += 5
         os.kill(os.getpid(), signal.SIGINT)
-        assert stop.requested() == "SIGTERM"
+        assert requests.requested() == "SIGTERM"
 
 
 def test_the_time_limit_counts_from_entry(clock: Clock) -> None:
-    stop = StopRequests(max_hours=0.5, clock=clock)
+    requests = StopRequests(max_hours=0.5, clock=clock)
     clock.now += 3600
-    with stop:
+    with requests:
         clock.now += 1799
-        assert stop.requested() is None
+        assert requests.requested() is None
         clock.now += 1
-        assert stop.requested() == "--training.max_hours 0.5 are over"
+        assert requests.requested() == "--training.max_hours 0.5 are over"
 
 
 def test_the_file_is_looked_for_once_a_second_and_taken_away(clock: Clock, tmp_path: Path) -> None:
-    with StopRequests(tmp_path, clock=clock) as stop:
-        assert stop.requested() is None
+    with StopRequests(tmp_path, clock=clock) as requests:
+        assert requests.requested() is None
         (tmp_path / "STOP").touch()
         clock.now += 0.5
-        assert stop.requested() is None
+        assert requests.requested() is None
         clock.now += 0.6
-        assert stop.requested() == f"the file {tmp_path / 'STOP'}"
+        assert requests.requested() == f"the file {tmp_path / 'STOP'}"
     assert not (tmp_path / "STOP").exists()
 
 
 def test_only_rank_0_looks_for_the_file(clock: Clock, tmp_path: Path) -> None:
     (tmp_path / "STOP").touch()
-    with StopRequests(tmp_path, rank=1, clock=clock) as stop:
-        assert stop.requested() is None
+    with StopRequests(tmp_path, rank=1, clock=clock) as requests:
+        assert requests.requested() is None
     assert (tmp_path / "STOP").exists()
 
 

@@ -28,6 +28,7 @@ from trp_scale.distributed.groups import Group
 from trp_scale.downstream.classification.model import ImageClassifier
 from trp_scale.downstream.classification.task import Accuracy, ClassificationTask, places
 from trp_scale.downstream.results import read_results
+from trp_scale.exit_status import ExitStatus
 from trp_scale.observe.throughput import classifier_step_flops
 
 NAMES = tuple(f"class {number}" for number in range(12))
@@ -239,6 +240,6 @@ def test_measured_images_that_cannot_be_read_give_no_figure(
         downstream__epochs=0,
         training__steps=1,
     )
-    assert cli.main(["finetune", *flags]) == 2
+    assert cli.main(["finetune", *flags]) == ExitStatus.FAILED
     assert "1 of the measured samples cannot be read (image-000000/n00002)" in capsys.readouterr().err
     assert not (tmp_path / "run" / "results.json").exists()
