@@ -108,22 +108,22 @@ COMMANDS: dict[str, dict[str, Command]] = {
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status (exit_status.py)."""
-    arguments = [clean_text(word) for word in (sys.argv[1:] if argv is None else argv)]
+    words = sys.argv[1:] if argv is None else argv
     with redirect_stdout(EscapedStream(sys.stdout)), redirect_stderr(EscapedStream(sys.stderr)):  # type: ignore[type-var]
-        return _main(arguments)
+        return run(lambda: _main([clean_text(word) for word in words]))
 
 
 def _main(arguments: Sequence[str]) -> int:
     if not arguments or arguments[0] in HELP:
-        return run(lambda: _usage(ExitStatus.DONE if arguments else ExitStatus.REFUSED))
+        return _usage(ExitStatus.DONE if arguments else ExitStatus.REFUSED)
     if arguments[0] == "--version":
         print(f"trp-scale {trp_scale.__version__}")
         return 0
     name, rest = arguments[0], arguments[1:]
     commands = {name: command for group in COMMANDS.values() for name, command in group.items()}
     if name not in commands:
-        return run(lambda: _refuse(name, commands))
-    return run(lambda: commands[name](rest))
+        return _refuse(name, commands)
+    return commands[name](rest)
 
 
 def _usage(status: ExitStatus) -> int:

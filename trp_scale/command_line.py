@@ -22,7 +22,7 @@ import tyro
 
 from trp_scale.config.components import find, kinds_beside, load_module, names, preparation_sections
 from trp_scale.config.settings import Section, Settings, was
-from trp_scale.errors import RefusedError
+from trp_scale.errors import RefusedError, escaped
 
 Arguments = TypeVar("Arguments")
 
@@ -34,7 +34,13 @@ _USERINFO = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://)([^/\s,]*)@([^/\s,]*)")
 
 def clean_text(text: str) -> str:
     """Return a flag or setting without what must not be stored: `~` is expanded, and name and password are taken out of
-    URLs. `credentials_of` gives them to requests, also in processes that this one starts."""
+    URLs. `credentials_of` gives them to requests, also in processes that this one starts.
+
+    Raises:
+        RefusedError: a name that is not UTF-8, which no document, table or checkpoint could hold.
+    """
+    if escaped(text) != text:
+        raise RefusedError(f"{escaped(text)}: a name that is not UTF-8 cannot be stored; rename it")
     text = re.sub(r"(^|[=,])~(?=/|$)", lambda match: match[1] + os.path.expanduser("~"), text)  # noqa: PTH111
     if credentials := {scheme + host: userinfo for scheme, userinfo, host in _USERINFO.findall(text)}:
         os.environ[CREDENTIALS] = json.dumps(json.loads(os.environ.get(CREDENTIALS, "{}")) | credentials)

@@ -62,6 +62,11 @@ def shortened(text: str, most: int = LONGEST_QUOTE) -> str:
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
+def escaped(text: str) -> str:
+    """Text that can be stored: bytes of a file name that are not UTF-8 become \\udcXX."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
 def said_by(error: BaseException) -> str:
     """The first line of what another library says, or the error's name: its messages may quote a file at length."""
     lines = str(error).strip()[: 4 * LONGEST_QUOTE].splitlines()

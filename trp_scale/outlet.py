@@ -11,12 +11,12 @@ logger = logging.getLogger(__name__)
 
 _STYLES = r"\x1b\[[0-9;]*m|\x1b\[(?:1A|2K|\?25[lh])"
 """Sequences by which rich colours text and redraws a display."""
-_CONTROL = r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]"
+_CONTROL = r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\ud800-\udfff]"
 
 
 class EscapedStream:
     """Standard output or error of a command. Control characters are escaped: texts of files and names of paths may hold
-    sequences that change the terminal's title, clipboard or lines.
+    sequences that change the terminal's title, clipboard or lines. So are bytes of a name that are not UTF-8.
 
     Args:
         stream: that is written to; styles of our own pass if it is a terminal.
@@ -32,7 +32,7 @@ class EscapedStream:
 
     def write(self, text: str) -> int:
         """Write the text escaped; return the number of characters of the text."""
-        self._stream.write(self._pattern.sub(lambda match: match[1] or f"\\x{ord(match[0]):02x}", text))
+        self._stream.write(self._pattern.sub(lambda match: match[1] or ascii(match[0])[1:-1], text))
         return len(text)
 
 

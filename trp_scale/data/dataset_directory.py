@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import os
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +9,6 @@ from trp_scale.data.index import DataError, read_fields
 from trp_scale.documents.fields import is_plain_name
 from trp_scale.documents.json_files import read_object
 from trp_scale.errors import quoted, said_by
-
-SAMPLED_BYTES = 65536
 
 
 def is_dataset_directory(path: Path) -> bool:
@@ -76,23 +72,3 @@ def check_rows(rows: Any, first: int, last: int, said: str) -> None:
         rows.data.table.slice(first, last - first).validate(full=True)
     except Exception as error:  # pyarrow's
         raise DataError(f"{said}: rows {first} to {last - 1} are damaged ({said_by(error)}); save it again") from error
-
-
-def files_fingerprint(files: list[Path]) -> bytes:
-    """Digest of the ends and the middle of files: changed content is noticed without reading all of it."""
-    digest = hashlib.sha256()
-    for file in files:
-        if not os.access(file, os.R_OK):
-            digest.update(b"unreadable")
-            continue
-        with file.open("rb") as stream:
-            length = os.fstat(stream.fileno()).st_size
-            for start in sorted({0, max(0, length // 2 - SAMPLED_BYTES // 2), max(0, length - SAMPLED_BYTES)}):
-                stream.seek(start)
-                digest.update(stream.read(SAMPLED_BYTES))
-    return digest.digest()
-
-
-def directory_fingerprint(path: Path) -> str:
-    """The fingerprint of all files of a directory."""
-    return files_fingerprint(sorted(file for file in path.rglob("*") if file.is_file())).hex()

@@ -3,15 +3,21 @@ files, or nothing, lie in place of a data set."""
 
 from __future__ import annotations
 
+import errno
+import hashlib
+import os
 import shlex
+import stat
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from itertools import islice
 from pathlib import Path
+from typing import BinaryIO
 
 from trp_scale.config.components import names
 from trp_scale.data.dataset_directory import is_dataset_directory
 from trp_scale.data.index import DataError
+from trp_scale.errors import escaped, shortened
 
 TEXT_SUFFIXES = (".txt", ".text", ".md")
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
@@ -19,6 +25,9 @@ PARQUET = ".parquet"
 GZIP = ".gz"
 IMAGE_SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm")
 """Files of a folder that are taken for images, in capitals too; others are not looked at."""
+
+SAMPLED_BYTES = 65536
+"""Bytes at each of three places of a file that its fingerprint is of."""
 
 LOOKED_THROUGH = 1000
 """Entries of a folder that tell what it holds; it may hold millions."""
@@ -45,6 +54,88 @@ def require_dataset(directory: Path, said: str = "") -> None:
         raise DataError(f"{said or directory}: {_in_place_of_one(directory)}")
 
 
+def walk_files(folder: Path, left_out: Counter[str] | None = None) -> Iterator[tuple[str, int]]:
+    """Yield (path relative to the folder, bytes) of all files, also below linked folders. A link that leads to nothing
+    has -1 bytes.
+
+    Args:
+        left_out: counts hidden files and folders, and links to a folder that the link lies in.
+
+    Raises:
+        DataError: a folder cannot be read.
+    """
+    around = {(status.st_dev, status.st_ino) for status in map(os.stat, (folder, *folder.resolve().parents))}
+    yield from _walk(folder, "", Counter() if left_out is None else left_out, around)
+
+
+def _walk(folder: Path, prefix: str, left_out: Counter[str], around: set[tuple[int, int]]) -> Iterator[tuple[str, int]]:
+    """Yield what `walk_files` does; `around`: the numbers of the folder and of those that it lies in."""
+    try:
+        entries = list(os.scandir(folder))
+    except OSError as error:
+        raise DataError(f"{folder}: cannot be read ({error.strerror}); its files would be left out") from error
+    for entry in entries:
+        name = prefix + entry.name
+        if entry.name.startswith("."):
+            left_out["hidden"] += 1
+            continue
+        try:
+            status = entry.stat()
+        except OSError:  # a link to nothing, or to itself: named as unreadable when its turn comes
+            yield name, -1
+            continue
+        number = status.st_dev, status.st_ino
+        if not stat.S_ISDIR(status.st_mode):
+            yield name, status.st_size
+        elif number in around:
+            left_out["link to a folder around it"] += 1
+        else:
+            yield from _walk(Path(entry.path), f"{name}/", left_out, {*around, number})
+
+
+def all_files(folder: Path, left_out: Counter[str] | None = None) -> list[Path]:
+    """The paths of all files of a folder (`walk_files`), sorted."""
+    return sorted(folder / name for name, _ in walk_files(folder, left_out))
+
+
+def open_regular(path: str | Path) -> BinaryIO:
+    """Open a file for reading.
+
+    Raises:
+        OSError: also for a pipe, which would be waited for, and for a device, which may have no end.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise OSError(errno.EINVAL, "not a regular file", str(path))
+    return os.fdopen(descriptor, "rb")
+
+
+def files_fingerprint(files: list[Path]) -> bytes:
+    """Digest of the ends and the middle of files: changed content is noticed without reading all of it."""
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(b"".join(_sampled(file)))
+    return digest.digest()
+
+
+def _sampled(file: Path) -> Iterator[bytes]:
+    try:
+        with open_regular(file) as stream:
+            length = os.fstat(stream.fileno()).st_size
+            for start in sorted({0, max(0, length // 2 - SAMPLED_BYTES // 2), max(0, length - SAMPLED_BYTES)}):
+                stream.seek(start)
+                yield stream.read(SAMPLED_BYTES)
+    except OSError:
+        yield b"unreadable"
+
+
+def listed_files(kinds: Counter[str]) -> str:
+    """What a message says of files that are left out, by suffix or by the reason why."""
+    most = kinds.most_common(5)
+    return ", ".join(f"{count} {escaped(shortened(kind)) or 'without a suffix'}" for kind, count in most) or "nothing"
+
+
 def kind_of(file: Path) -> str:
     """text, image or tar; of others the suffix, empty where there is none."""
     name = file.name.lower()
@@ -52,7 +143,7 @@ def kind_of(file: Path) -> str:
         return "text"
     if name.endswith(IMAGE_SUFFIXES):
         return "image"
-    return "tar" if name.endswith(".tar") else file.suffix
+    return "tar" if file.name.endswith(".tar") else file.suffix
 
 
 def modality_folders(folder: Path) -> Mapping[str, Path]:
@@ -92,7 +183,8 @@ def _in_place_of_one(place: Path) -> str:
             return f"no data set, but there are such in it; give one: {', '.join(within[:10])}"
         if folders := modality_folders(place):
             return f"no data set, but folders of {', '.join(folders)}; shard them: {modality_command(folders)}"
-    files = [path for path in islice(place.rglob("*"), LOOKED_THROUGH) if path.is_file()] or [place]
+    files = [place / name for name, _ in islice(walk_files(place), LOOKED_THROUGH)] if place.is_dir() else [place]
+    files = [path for path in files if path.is_file()] or [place]
     if files == [place] and place.is_dir():
         return "an empty directory; allowed: one that trp-scale shard-text, shard-images or index wrote"
     kind = Counter(map(kind_of, files)).most_common(1)[0][0]
@@ -102,10 +194,11 @@ def _in_place_of_one(place: Path) -> str:
     if kind == "tar" and not _holds_images(first):
         return f"{there}; tars are read if they hold images: unpack these, then {_sharded('text', Path('FOLDER'))}"
     if kind in ("text", "image"):
-        return f"{there}; {_sharded(kind, place)}"
+        return f"{there}; {_sharded(kind, place.parent if kind == 'image' and not place.is_dir() else place)}"
     if kind == "tar":
-        output = "" if place.is_dir() else " --output DIR"
-        return f"{there}; tars of images are read where they lie, after: trp-scale index {_word(place)}{output}"
+        tars = first.parent if place.is_dir() else place
+        output = "" if tars == place and place.is_dir() else " --output DIR"
+        return f"{there}; tars of images are read where they lie, after: trp-scale index {_word(tars)}{output}"
     return f"{there}; text, JSON lines, parquet and images can be sharded (trp-scale shard-text, shard-images)"
 
 

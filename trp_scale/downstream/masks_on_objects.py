@@ -27,7 +27,7 @@ from trp_scale.modalities.semseg import VOID
 
 METRIC = "on_objects"
 """Figure of a choice of masks: of the masked pixels, void ones left out, the share that shows an object; the mean over
-images. By chance it is the share of objects in the images."""
+images that show any. By chance it is the share of objects in these images."""
 
 HIDDEN = "of_objects"
 """Of the pixels of objects, the share that is masked; the mean over images that show any."""
@@ -39,10 +39,17 @@ OWN, BEFORE = "masks", "masks before the first lesson"
 
 @dataclass
 class Places:
-    """Where one choice of masks lies. Attributes: on_objects, of_objects: of each image."""
+    """Where one choice of masks lies.
+
+    Attributes:
+        on_objects, of_objects, by_chance: of each image that shows objects.
+        left_out: images without objects, or whose masked patches are void.
+    """
 
     on_objects: list[float] = field(default_factory=list)
     of_objects: list[float] = field(default_factory=list)
+    by_chance: list[float] = field(default_factory=list)
+    left_out: int = 0
 
     def add(self, objects: Tensor, valid: Tensor, masked: Tensor) -> None:
         """Take in a micro-batch.
@@ -53,8 +60,11 @@ class Places:
         """
         hidden, seen = objects.gather(1, masked).sum(1), valid.gather(1, masked).sum(1)  # [R]
         whole = objects.sum(1)
-        self.on_objects += (hidden / seen)[seen > 0].tolist()
-        self.of_objects += (hidden / whole)[whole > 0].tolist()
+        measured = (whole > 0) & (seen > 0)
+        self.on_objects += (hidden / seen)[measured].tolist()
+        self.of_objects += (hidden / whole)[measured].tolist()
+        self.by_chance += (whole / valid.sum(1))[measured].tolist()
+        self.left_out += int((~measured).sum())
 
 
 def measure_masks(trained: TrainedImages, data: str, background: Sequence[str], rows: int = 0) -> Results:
@@ -89,13 +99,11 @@ def measure_masks(trained: TrainedImages, data: str, background: Sequence[str], 
     if network is not None:  # a curriculum has a ratio of its own at the end
         split = split_at(trained.config.training.steps - 1, trained.config)
     found: dict[str, Places] = {}
-    areas: list[float] = []
     with torch.no_grad():
         for batch in _batches(opened, config, rows):
             valid = batch["semseg"] != VOID  # [R, S, S]
             objects = valid & ~torch.isin(batch["semseg"], ground)
             shares = _by_patch(objects, size), _by_patch(valid, size)  # [R, N] each
-            areas += (shares[0].sum(1) / shares[1].sum(1).clamp(min=1e-9)).tolist()
             if network is None or untrained is None:
                 seed = trained.config.training.seed
                 choices = {OWN: torch.stack([random_scores(seed, key, count) for key in batch.keys.tolist()])}
@@ -105,9 +113,8 @@ def measure_masks(trained: TrainedImages, data: str, background: Sequence[str], 
                 choices = {OWN: network(embeddings), BEFORE: untrained(embeddings)}
             for name, scores in choices.items():
                 found.setdefault(name, Places()).add(*shares, select(scores, split).masked)
-    if not any(areas):
+    if not any(places.on_objects for places in found.values()):
         raise RefusedError(f"--background {','.join(background)}: {data} shows nothing else; name fewer classes")
-    chance = float(np.mean(areas))
     return Results(
         recipe=trained.config.upstream,
         encoder=str(trained.checkpoint),
@@ -123,9 +130,14 @@ def measure_masks(trained: TrainedImages, data: str, background: Sequence[str], 
                         metrics={
                             METRIC: float(np.mean(places.on_objects)),
                             HIDDEN: float(np.mean(places.of_objects)),
-                            "by_chance": chance,
+                            "by_chance": float(np.mean(places.by_chance)),
                         },
-                        detail={"images": len(areas), "masked": split.masked, "patches": count},
+                        detail={
+                            "images": len(places.on_objects),
+                            "images_left_out": places.left_out,
+                            "masked": split.masked,
+                            "patches": count,
+                        },
                         judged=False,  # more of it is no better or worse
                     )
                 ]

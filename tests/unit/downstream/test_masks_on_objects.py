@@ -33,13 +33,15 @@ def measured(run: Path, data: Path, output: Path, background: str, *more: str) -
 
 
 def test_shares_of_patches_that_are_known() -> None:
-    """Void pixels are in neither share, and an image without objects in the second is left out."""
+    """Void pixels are in no share, and an image without objects is in no average."""
     places = Places()
     objects = torch.tensor([[1.0, 0.5, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]])
     valid = torch.tensor([[1.0, 1.0, 1.0, 0.0], [1.0, 1.0, 1.0, 1.0]])
     places.add(objects, valid, torch.tensor([[1, 2, 3], [0, 1, 2]]))
-    assert places.on_objects == pytest.approx([0.25, 0.0])
+    assert places.on_objects == pytest.approx([0.25])
     assert places.of_objects == pytest.approx([1 / 3])
+    assert places.by_chance == pytest.approx([0.5])
+    assert places.left_out == 1
 
 
 def test_masks_lie_on_objects_and_ground_together(run: Path, image_dataset: Path, tmp_path: Path) -> None:
@@ -48,7 +50,7 @@ def test_masks_lie_on_objects_and_ground_together(run: Path, image_dataset: Path
     assert list(on_objects) == ["masks", "masks before the first lesson"]
     for name, task in on_objects.items():
         assert task.mean + on_ground[name].mean == pytest.approx(1.0, abs=1e-6)
-        assert task.detail[0] == {"images": 96, "masked": 12, "patches": 16}
+        assert task.detail[0] == {"images": 96, "images_left_out": 0, "masked": 12, "patches": 16}
         assert not task.judged
     rendered = [render_scene(0, number, 32).segmentation >= 2 for number in range(96)]
     assert on_objects["masks"].metrics["by_chance"][0] == pytest.approx(np.mean(rendered), abs=1e-6)

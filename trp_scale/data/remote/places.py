@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from trp_scale.data.index import DataError, read_fields, write_json
+from trp_scale.data.raw_files import open_regular
 from trp_scale.data.remote.cache import cache_root, kept_as, shared_cache
 from trp_scale.data.remote.transfer import Remote, is_url, shared_remote, url_directory
 from trp_scale.documents.fields import FileName, Whole
@@ -57,7 +58,8 @@ def look_at(place: str) -> Place:
         found = remote.stored(name)
         return Place(place=place, size=found.size, version=found.version)
     try:
-        status = os.stat(place)  # noqa: PTH116 - a place is text
+        with open_regular(place) as stream:
+            status = os.fstat(stream.fileno())
     except OSError as error:
         raise DataError(f"{place}: cannot be read ({error.strerror})") from error
     return Place(place=place, size=status.st_size, version=str(status.st_mtime_ns))

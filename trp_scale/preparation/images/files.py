@@ -5,16 +5,22 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 
 from trp_scale.data.images.maps import map_formats, read_names
 from trp_scale.data.images.reader import CLASS, IMAGE, known_suffixes, ordered_suffixes
 from trp_scale.data.index import DataError
-from trp_scale.data.raw_files import IMAGE_SUFFIXES, modality_command, modality_folders
+from trp_scale.data.raw_files import (
+    IMAGE_SUFFIXES,
+    listed_files,
+    modality_command,
+    modality_folders,
+    open_regular,
+    walk_files,
+)
 from trp_scale.data.remote.transfer import is_url
+from trp_scale.errors import escaped
 from trp_scale.modalities import modalities as known_modalities
 from trp_scale.preparation.images.samples import (
     Listing,
@@ -22,6 +28,7 @@ from trp_scale.preparation.images.samples import (
     Part,
     Sample,
     UnusableError,
+    listed_members,
     plain_key,
     without_duplicates,
 )
@@ -45,7 +52,7 @@ class FileSource:
 
 def _read(part: Part) -> bytes:
     try:
-        with open(part.path, "rb") as stream:  # noqa: PTH123 - a path of the listing, kept as text
+        with open_regular(part.path) as stream:
             if part.length < 0:
                 return stream.read()
             stream.seek(part.offset)
@@ -67,8 +74,12 @@ def list_folder(folder: Path, modalities: dict[str, Path]) -> Listing:
         DataError: no images, images both in the folder and in sub-folders, sub-folders that are modalities, or two
             maps of one image.
     """
-    files = sorted(_walk(folder, ""))
+    left_out: Counter[str] = Counter()
+    files = sorted(walk_files(folder, left_out))
     images = [(name, size) for name, size in files if name.lower().endswith(IMAGE_SUFFIXES)]
+    left_out.update(Path(name).suffix for name, _ in sorted(set(files) - set(images)))
+    if left_out:
+        log.warning("--inputs %s: left out: %s", folder, listed_files(left_out))
     if not images:
         raise DataError(f"--inputs {folder}: no file there ends in {', '.join(IMAGE_SUFFIXES)}")
     flat = [name for name, _ in images if "/" not in name]
@@ -90,13 +101,14 @@ def list_folder(folder: Path, modalities: dict[str, Path]) -> Listing:
     maps = {map_formats()[name].suffix: _maps(name, path, digest) for name, path in modalities.items()}
     samples, skipped = [], []
     for name, _ in images:
-        place = f"{folder}/{name}"
+        path = f"{folder}/{name}"
+        place = escaped(path)
         stem = name.rpartition(".")[0]
         missing = [suffix for suffix, found in maps.items() if stem not in found]
         if missing:
             skipped.append(("no_map", place))
             continue
-        parts = [("jpg", Part(place, 0, -1)), *((suffix, Part(found[stem], 0, -1)) for suffix, found in maps.items())]
+        parts = [("jpg", Part(path, 0, -1)), *((suffix, Part(found[stem], 0, -1)) for suffix, found in maps.items())]
         label = numbers[name.partition("/")[0]] if classes else None
         samples.append(Sample(plain_key(stem), place, label, parts=tuple(parts)))
     samples, twice = without_duplicates(samples)
@@ -104,26 +116,10 @@ def list_folder(folder: Path, modalities: dict[str, Path]) -> Listing:
         source=FileSource(),
         samples=samples,
         suffixes=ordered_suffixes({"jpg", *(["cls"] if classes else []), *maps}),
-        classes=classes,
+        classes=None if classes is None else list(map(escaped, classes)),
         fingerprint=digest.hexdigest(),
         skipped=skipped + twice,
     )
-
-
-def _walk(folder: Path, prefix: str) -> Iterator[tuple[str, int]]:
-    """(path relative to the first folder, size) of every file that is not hidden."""
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            if entry.name.startswith("."):
-                continue
-            if entry.is_dir():
-                yield from _walk(Path(entry.path), f"{prefix}{entry.name}/")
-            else:
-                try:
-                    size = entry.stat().st_size
-                except OSError:  # a link to nothing: named as unreadable when its turn comes
-                    size = -1
-                yield prefix + entry.name, size
 
 
 def _maps(modality: str, folder: Path, digest: hashlib._Hash) -> dict[str, str]:
@@ -133,7 +129,7 @@ def _maps(modality: str, folder: Path, digest: hashlib._Hash) -> dict[str, str]:
         DataError: two files for one image.
     """
     found: dict[str, str] = {}
-    for name, size in sorted(_walk(folder, "")):
+    for name, size in sorted(walk_files(folder)):
         if name.lower().endswith(known_modalities()[modality].file_suffixes):
             digest.update(f"{name}\0{size}\0".encode("utf-8", "surrogateescape"))
             stem = name.rpartition(".")[0]
@@ -190,12 +186,12 @@ def list_tars(tars: list[Path], class_names: str) -> Listing:
     if IMAGE not in suffixes:
         raise DataError(f"--inputs {tars[0]}: no .jpg, .jpeg or .png member in {len(tars)} tars")
     if ignored:
-        log.warning("members that are left out: %s", ", ".join(f"{n} .{suffix}" for suffix, n in ignored.most_common()))
+        log.warning("members that are left out: %s", listed_members(ignored))
     # Some writers count from 0 in each tar: then the tar's name is part of the key.
     repeated = len({key for _, key in groups}) < len(groups)
     samples = []
     for (tar, key), parts in groups.items():
-        place = f"{tar}:{key}"
+        place = escaped(f"{tar}:{key}")
         reason = _lacking(parts, suffixes)
         if reason:
             skipped.append((reason, place))
@@ -227,20 +223,23 @@ def _read_headers(
 ) -> None:
     """Add the members of a tar to `groups`, by (tar, key) and by what they are stored as."""
     try:
-        stream = tar.open("rb")
+        stream = open_regular(tar)
     except OSError as error:
         raise DataError(f"--inputs {tar}: cannot be opened ({error.strerror})") from error
     with stream:
         for member in tar_members(f"--inputs {tar}", stream):
-            if not member.plain:
+            if member.kind == "folder":
                 continue
-            stored = stored_as.get(member.suffix)
+            stored = stored_as.get("" if member.hidden else member.suffix)
             if stored is None:
-                ignored[member.suffix] += 1
+                ignored["" if member.hidden else escaped(member.suffix)] += 1
+                continue
+            if not member.plain:
+                skipped.append(("not_a_file", escaped(f"{tar}:{member.name}")))
                 continue
             parts = groups.setdefault((tar, member.key), {})
             if stored in parts:
-                skipped.append(("duplicate_key", f"{tar}:{member.name}"))
+                skipped.append(("duplicate_key", escaped(f"{tar}:{member.name}")))
                 continue
             parts[stored] = Part(str(tar), member.offset, member.length)
             digest.update(f"{member.name}\0{member.length}\0{member.checksum}\0".encode("utf-8", "surrogateescape"))

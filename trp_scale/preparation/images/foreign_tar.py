@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 from trp_scale.data.images.reader import CLASS, IMAGE
 from trp_scale.data.index import Block, DataError, Member
 from trp_scale.documents.json_files import parse_json
-from trp_scale.errors import quoted, shortened
+from trp_scale.errors import escaped, quoted, shortened
 from trp_scale.preparation.images.reencode import open_image
 from trp_scale.preparation.images.samples import SKIP_REASONS, UnusableError, plain_key
 from trp_scale.preparation.images.tar_members import TarMember, tar_members
@@ -24,8 +24,8 @@ from trp_scale.preparation.sharding.workers import begun
 IMAGE_MEMBERS = ("jpg", "jpeg", "png", "webp")
 """Suffixes of images."""
 
-FORMATS = ("JPEG", "PNG", "WEBP")
-"""Pillow's names of what a run decodes."""
+FORMATS = ("JPEG", "MPO", "PNG", "WEBP")
+"""Pillow's names of what a run decodes; MPO: a JPEG with further pictures behind it, as phones write."""
 
 AUTO, NONE = "auto", "none"
 
@@ -79,7 +79,7 @@ class ReadTar:
         blocks: its images in the order of their first members; the image is the member "jpg" whatever its format, what
             holds the class the member "cls".
         skipped: (reason, place) of each key that is left out.
-        ignored: number of members that are not read, by suffix.
+        ignored: number of members that are not read, by suffix; "": those that are hidden or have none.
         pixels: of all images.
     """
 
@@ -115,23 +115,25 @@ def read_tar(
         check: called with the place and the content of each image.
 
     Raises:
-        DataError: not a tar, one that is cut short, a key that comes twice, two images under one key, a link in place
-            of a file, or a class that is no number; or what `check` raises.
+        DataError: not a tar, one that is cut short, a key that comes twice, two images under one key, or a class that
+            is no number; or what `check` raises.
     """
     found = ReadTar()
     samples: dict[str, _Sample] = {}
     for member in tar_members(where, stream):
-        part = choice.part(member.suffix)
-        if not member.suffix or (not part and not member.plain):
+        if member.kind == "folder":
             continue
-        sample = samples.setdefault(member.key, _Sample())
+        suffix = "" if member.hidden else member.suffix
+        part = choice.part(suffix) if suffix else ""
+        sample = samples.setdefault(member.key, _Sample()) if suffix else _Sample()
         if not part:
-            found.ignored[member.suffix] += 1
+            found.ignored[escaped(suffix)] += 1
             continue
         place = f"{where}: {shortened(member.name)}"
         _refuse_second(where, member, sample.members.get(part))
         if not member.plain:
-            raise DataError(f"{place}: a link, a folder or a sparse file; a file expected. Write the tar anew")
+            sample.unusable = UnusableError("not_a_file", member.kind)
+            continue
         content = _content(place, stream, member)
         sample.members[part], sample.checksums[part] = member, zlib.crc32(content)
         if part == CLASS:
@@ -223,11 +225,13 @@ def _pixels(content: bytes, max_pixels: int) -> int:
 
 def _add(found: ReadTar, place: str, key: str, sample: _Sample, choice: MemberChoice) -> None:
     """Add a sample to the blocks, or to what is left out."""
-    reason = "no_image" if IMAGE not in sample.members else ""
-    if not reason and sample.unusable is not None:
+    reason = ""
+    if sample.unusable is not None:
         reason = sample.unusable.reason
         place = f"{place} ({sample.unusable.detail})" if sample.unusable.detail else place
-    if not reason and CLASS in choice.suffixes and CLASS not in sample.members:
+    elif IMAGE not in sample.members:
+        reason = "no_image"
+    elif CLASS in choice.suffixes and CLASS not in sample.members:
         reason = "no_class"
     if reason:
         found.skipped.append((reason, place))

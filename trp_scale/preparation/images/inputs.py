@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from trp_scale.data.dataset_directory import check_rows, directory_fingerprint, is_dataset_directory, load_dataset
+from trp_scale.data.dataset_directory import check_rows, is_dataset_directory, load_dataset
 from trp_scale.data.images.png import write_png
 from trp_scale.data.images.reader import CLASS, IMAGE, ordered_suffixes
 from trp_scale.data.index import DataError
-from trp_scale.data.raw_files import kind_of
+from trp_scale.data.raw_files import all_files, files_fingerprint, kind_of, open_regular
 from trp_scale.modalities import modalities
 from trp_scale.modalities.base import MapFiles, Modality
 from trp_scale.preparation.images.files import list_folder, list_tars, tars_on_disk
@@ -175,8 +175,9 @@ class DirectorySource:
         image, label = row[self._image_column], row[self._label_column] if self._label_column else None
         if isinstance(image, dict) and image.get("bytes") is None and image.get("path"):
             try:
-                image = Path(image["path"]).read_bytes()
-            except OSError as error:
+                with open_regular(image["path"]) as stream:
+                    image = stream.read()
+            except (OSError, ValueError) as error:  # ValueError: a name with a zero byte
                 raise UnusableError("unreadable") from error
         content = image["bytes"] if isinstance(image, dict) else image
         if not isinstance(content, bytes):
@@ -216,7 +217,7 @@ def list_directory(path: str, split: str, image_column: str, label_column: str) 
         samples=[Sample(f"row-{row:08d}", f"{path}:{row}", None, row) for row in range(len(rows))],
         suffixes=("jpg", "cls") if label_column else ("jpg",),
         classes=list(feature.names) if feature is not None and hasattr(feature, "names") else None,
-        fingerprint=directory_fingerprint(Path(path)),
+        fingerprint=files_fingerprint(all_files(Path(path))).hex(),
     )
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
@@ -15,6 +17,7 @@ from trp_scale.modalities.base import MapFiles
 
 SKIP_REASONS = {
     "unreadable": "the file cannot be opened or read",
+    "not_a_file": "a link to what is not in the tar, a sparse or a special file",
     "empty": "no bytes",
     "not_an_image": "no image format that is read (JPEG, PNG, WebP, BMP, GIF, TIFF, PPM)",
     "damaged": "truncated, or broken inside",
@@ -114,10 +117,16 @@ class Listing:
 
 def plain_key(name: str) -> str:
     """A key without dots (WebDataset's suffix begins at the first) and within LONGEST_KEY bytes, unique to the name."""
-    key = _NOT_PLAIN.sub(lambda found: "".join(f"%{byte:02X}" for byte in found[0].encode()), name)
+    key = _NOT_PLAIN.sub(lambda found: "".join(f"%{byte:02X}" for byte in os.fsencode(found[0])), name)
     if len(key) > LONGEST_KEY:
-        key = f"{key[: LONGEST_KEY - 17].rstrip('/')}-{hashlib.blake2b(name.encode(), digest_size=8).hexdigest()}"
+        key = f"{key[: LONGEST_KEY - 17].rstrip('/')}-{hashlib.blake2b(os.fsencode(name), digest_size=8).hexdigest()}"
     return key
+
+
+def listed_members(ignored: Mapping[str, int]) -> str:
+    """What a message says of members that are not read, by suffix; "": those that are hidden or have none."""
+    most = Counter(ignored).most_common(20)
+    return ", ".join(f"{count} {f'.{suffix}' if suffix else 'hidden or without a suffix'}" for suffix, count in most)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import glob
 import itertools
+import os
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from pathlib import Path, PurePosixPath
 from trp_scale.data.index import DataError
 from trp_scale.data.remote.transfer import is_url, shared_remote
 from trp_scale.documents.json_files import read_lines
-from trp_scale.errors import quoted, shortened
+from trp_scale.errors import escaped, quoted, shortened
 
 MOST = 1_000_000
 """Tars of one pattern, or of one text file."""
@@ -85,8 +86,12 @@ def find_tars(item: str) -> list[str]:
         DataError: there are none, or one is compressed or no tar.
         RemoteError: a URL cannot be listed.
     """
-    found = [tar for each in expand_braces(item) for tar in _of(each, item)]
-    return list(dict.fromkeys(found))
+    names = [item] if os.path.exists(item) else expand_braces(item)  # noqa: PTH110 - any text
+    found = list(dict.fromkeys(tar for each in names for tar in _of(each, item)))
+    for tar in found:
+        if escaped(tar) != tar:
+            raise DataError(f"{escaped(tar)}: a name that is not UTF-8 cannot be stored; rename it")
+    return found
 
 
 def _of(each: str, item: str) -> list[str]:
@@ -96,11 +101,11 @@ def _of(each: str, item: str) -> list[str]:
         return [each] if each.endswith(".tar") else _of_remote_folder(each.rstrip("/"))
     path = Path(each)
     if path.is_dir():
-        tars = [str(tar.absolute()) for tar in sorted(path.glob("*.tar"))]
+        tars = [str(tar.absolute()) for tar in sorted(path.glob("*.tar")) if not tar.name.startswith(".")]
         if not tars:
             raise DataError(f"{each}: no .tar in it; compressed ones are not read, as no image could be read alone")
         return tars
-    if path.suffix == ".tar" and not glob.has_magic(each):
+    if path.suffix == ".tar" and (path.is_file() or not glob.has_magic(each)):
         return [str(path.absolute())]  # looked for when it is read: a tar of the braces that is missing is named
     if path.is_file():
         return _of_list(path)

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from trp_scale.data.dataset_directory import files_fingerprint
 from trp_scale.data.index import DataError
+from trp_scale.data.raw_files import files_fingerprint
 from trp_scale.modalities.base import PseudoLabels
 from trp_scale.preparation.pseudo_labels.settings import labelled
 

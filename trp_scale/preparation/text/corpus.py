@@ -20,10 +20,19 @@ from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Literal
 
-from trp_scale.data.dataset_directory import files_fingerprint, is_dataset_directory, load_dataset
+from trp_scale.data.dataset_directory import is_dataset_directory, load_dataset
 from trp_scale.data.index import DataError
-from trp_scale.data.raw_files import GZIP, JSON_SUFFIXES, PARQUET, TEXT_SUFFIXES
-from trp_scale.errors import said_by, shortened
+from trp_scale.data.raw_files import (
+    GZIP,
+    JSON_SUFFIXES,
+    PARQUET,
+    TEXT_SUFFIXES,
+    all_files,
+    files_fingerprint,
+    listed_files,
+    open_regular,
+)
+from trp_scale.errors import said_by
 
 _RATIO = 3
 """Bytes of text in a byte of a gzipped file, about: its end alone would tell, and not above 4 GB."""
@@ -127,10 +136,11 @@ def _find(item: str, kind: str) -> Iterator[tuple[Path, Kind]]:
             yield path, "dataset"
             return
         known = (*TEXT_SUFFIXES, *JSON_SUFFIXES, PARQUET) if kind == "auto" else ("",)
-        files = sorted(file for file in path.rglob("*") if not file.is_dir())
-        found = [file for file in files if file.name.removesuffix(GZIP).endswith(known)]
-        others = Counter(file.suffix or file.name for file in files) - Counter(file.suffix for file in found)
-        listed = ", ".join(f"{count} {shortened(suffix)}" for suffix, count in others.most_common(5)) or "nothing"
+        others: Counter[str] = Counter()
+        files = all_files(path, others)
+        found = [file for file in files if file.name.lower().removesuffix(GZIP).endswith(known)]
+        others.update(file.suffix or file.name for file in sorted(set(files) - set(found)))
+        listed = listed_files(others)
         if not found:
             raise DataError(
                 f"input {item}: no file in this folder ends in {', '.join(known)}, with {GZIP} behind it or not; "
@@ -138,12 +148,12 @@ def _find(item: str, kind: str) -> Iterator[tuple[Path, Kind]]:
             )
         if others:
             log.warning(
-                "input %s: left out, by their suffixes: %s; --format text takes all files for text", item, listed
+                "input %s: left out: %s; --format text takes all files that are not hidden for text", item, listed
             )
     elif path.exists() or path.is_symlink():
         found = [path]
     else:
-        found = sorted(Path(name) for name in glob.glob(item, recursive=True) if not Path(name).is_dir())  # noqa: PTH207
+        found = sorted(map(Path, glob.glob(item, recursive=True)))  # noqa: PTH207
         if not found and "://" in item:
             raise DataError(f"input {item}: a URL; text is sharded from files of this machine: copy it here first")
         if not found:
@@ -152,6 +162,9 @@ def _find(item: str, kind: str) -> Iterator[tuple[Path, Kind]]:
                 "downloaded"
             )
     for file in found:
+        if file.is_dir():
+            yield from _find(str(file), kind)
+            continue
         if kind == "auto" and file.suffix.lower() in TABLES:
             log.warning(
                 "input %s: a table, taken for plain text with all its columns; JSON lines and parquet have a column of "
@@ -163,9 +176,10 @@ def _find(item: str, kind: str) -> Iterator[tuple[Path, Kind]]:
 
 def _kind(file: Path, kind: str) -> Kind:
     if kind == "auto":
-        if file.name.endswith(PARQUET):
+        name = file.name.lower()
+        if name.endswith(PARQUET):
             return "parquet"
-        return "jsonl" if file.name.removesuffix(GZIP).endswith(JSON_SUFFIXES) else "text"
+        return "jsonl" if name.removesuffix(GZIP).endswith(JSON_SUFFIXES) else "text"
     for known in ("text", "jsonl", "parquet"):
         if kind == known:
             return known
@@ -173,12 +187,12 @@ def _kind(file: Path, kind: str) -> Kind:
 
 
 def _files(path: Path, kind: Kind) -> list[Path]:
-    return sorted(file for file in path.rglob("*") if file.is_file()) if kind == "dataset" else [path]
+    return all_files(path) if kind == "dataset" else [path]
 
 
 def is_gzipped(path: str, kind: Kind) -> bool:
     """Whether a file of this name and kind has to be unpacked."""
-    return kind in ("text", "jsonl") and path.endswith(GZIP)
+    return kind in ("text", "jsonl") and path.lower().endswith(GZIP)
 
 
 def _size(path: Path, kind: Kind) -> int:
@@ -215,7 +229,7 @@ def _cut(path: Path, kind: Kind, size: int, limit: int, split: str) -> Iterator[
 def _next_start(path: Path, kind: Kind, nominal: int, size: int) -> int:
     """First byte at or after `nominal` where a document may begin: after a blank line if one is near, else a line."""
     try:
-        with path.open("rb") as stream:
+        with open_regular(path) as stream:
             stream.seek(nominal)
             window = stream.read(WINDOW)
             blank = _BLANK_LINE.search(window) if kind == "text" else None
@@ -257,6 +271,7 @@ def open_parquet(path: str):  # type: ignore[no-untyped-def]  # pyarrow is an ex
     except ImportError as error:
         raise DataError(f"input {path}: reading parquet needs `pip install trp-scale[datasets]`") from error
     try:
+        open_regular(path).close()
         return parquet.ParquetFile(path, memory_map=True)
     except (OSError, ValueError, pyarrow.ArrowException) as error:
         raise DataError(f"input {path}: not a parquet file that can be read ({said_by(error)})") from error

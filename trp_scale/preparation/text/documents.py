@@ -13,6 +13,7 @@ from itertools import chain
 from typing import IO, Any
 
 from trp_scale.data.dataset_directory import check_rows, load_dataset
+from trp_scale.data.raw_files import open_regular
 from trp_scale.documents.json_files import parse_json
 from trp_scale.errors import RefusedError, quoted
 from trp_scale.preparation.text.corpus import LARGEST_SHARD, Portion, Span, open_parquet
@@ -150,7 +151,7 @@ def _read_file(span: Span, settings: ReadSettings) -> Iterator[Document | Skippe
     before = cache(partial(_lines_before, span))
     passed = 0
     try:
-        with gzip.open(span.path, "rb") if span.gzipped else open(span.path, "rb") as stream:  # noqa: PTH123
+        with open_regular(span.path) as file, gzip.open(file, "rb") if span.gzipped else file as stream:
             head = stream.read(4)
             if kind := next((kind for first, kind in _SIGNATURES.items() if head.startswith(first)), ""):
                 yield Skipped(kind, span.path)
@@ -237,7 +238,7 @@ def _lines_before(span: Span) -> int:
     if span.gzipped:
         return 0
     count = 0
-    with open(span.path, "rb") as stream:  # noqa: PTH123
+    with open_regular(span.path) as stream:
         left = span.start
         while left > 0 and (block := stream.read(min(left, 1 << 20))):
             count += block.count(b"\n")

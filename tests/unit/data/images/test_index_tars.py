@@ -352,7 +352,7 @@ JPEG = of_format(0, "jpg")
             (),
             r"two images under one key.*--image jpg",
         ),
-        (link, (), r"a\.jpg: a link, a folder or a sparse file; a file expected"),
+        (link, (), r"1 not_a_file .*: a \(link\) \(not_a_file\)"),
         (lambda tar: (add(tar, "a.jpg", JPEG), add(tar, "a.cls", b"cat")), (), r"a\.cls: class 'cat' found, a whole"),
         (lambda tar: (add(tar, "a.jpg", JPEG), add(tar, "a.cls", b"-1")), (), r"a\.cls: class '-1' found, a whole"),
         (

@@ -141,7 +141,7 @@ def test_what_no_suffix_tells_is_left_out_and_said(tmp_path: Path, caplog: pytes
     for name in ("a.txt", "b.rst", "c.rst", "README"):
         (tmp_path / name).write_text("One.")
     assert texts(read(tmp_path)) == ["One."]
-    assert "left out, by their suffixes: 2 .rst, 1 README; --format text takes all" in caplog.text
+    assert "left out: 2 .rst, 1 README; --format text takes all" in caplog.text
 
 
 @pytest.mark.parametrize(
