@@ -22,7 +22,7 @@ import tyro
 
 from trp_scale.config.components import find, kinds_beside, load_module, names, preparation_sections
 from trp_scale.config.settings import Section, Settings, was
-from trp_scale.errors import RefusedError, escaped
+from trp_scale.errors import RefusedError, escape_name
 
 Arguments = TypeVar("Arguments")
 
@@ -39,8 +39,8 @@ def clean_text(text: str) -> str:
     Raises:
         RefusedError: a name that is not UTF-8, which no document, table or checkpoint could hold.
     """
-    if escaped(text) != text:
-        raise RefusedError(f"{escaped(text)}: a name that is not UTF-8 cannot be stored; rename it")
+    if escape_name(text) != text:
+        raise RefusedError(f"{escape_name(text)}: a name that is not UTF-8 cannot be stored; rename it")
     text = re.sub(r"(^|[=,])~(?=/|$)", lambda match: match[1] + os.path.expanduser("~"), text)  # noqa: PTH111
     if credentials := {scheme + host: userinfo for scheme, userinfo, host in _USERINFO.findall(text)}:
         os.environ[CREDENTIALS] = json.dumps(json.loads(os.environ.get(CREDENTIALS, "{}")) | credentials)

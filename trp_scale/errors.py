@@ -62,7 +62,7 @@ def shortened(text: str, most: int = LONGEST_QUOTE) -> str:
     return text if len(text) <= most else f"{text[: most - 3]}..."
 
 
-def escaped(text: str) -> str:
+def escape_name(text: str) -> str:
     """Text that can be stored: bytes of a file name that are not UTF-8 become \\udcXX."""
     return text.encode("utf-8", "backslashreplace").decode("utf-8")
 
@@ -78,7 +78,7 @@ FULL_BYTES = 64 << 20
 
 
 def scarcest_space() -> str:
-    """Where there is no room: the path with the least free space of those that this command may write to."""
+    """Return where there is no room: the path with the least free space of those that this command may write to."""
     words = [word.partition("=")[2] or word for word in sys.argv[1:]]
     paths = [*words, os.environ.get("TRP_SCALE_CACHE") or ".", tempfile.gettempdir(), "/dev/shm", "."]
     free: dict[str, int] = {}

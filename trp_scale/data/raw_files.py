@@ -17,7 +17,7 @@ from typing import BinaryIO
 from trp_scale.config.components import names
 from trp_scale.data.dataset_directory import is_dataset_directory
 from trp_scale.data.index import DataError
-from trp_scale.errors import escaped, shortened
+from trp_scale.errors import escape_name, shortened
 
 TEXT_SUFFIXES = (".txt", ".text", ".md")
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
@@ -115,11 +115,11 @@ def files_fingerprint(files: list[Path]) -> bytes:
     """Digest of the ends and the middle of files: changed content is noticed without reading all of it."""
     digest = hashlib.sha256()
     for file in files:
-        digest.update(b"".join(_sampled(file)))
+        digest.update(b"".join(_read_samples(file)))
     return digest.digest()
 
 
-def _sampled(file: Path) -> Iterator[bytes]:
+def _read_samples(file: Path) -> Iterator[bytes]:
     try:
         with open_regular(file) as stream:
             length = os.fstat(stream.fileno()).st_size
@@ -130,10 +130,12 @@ def _sampled(file: Path) -> Iterator[bytes]:
         yield b"unreadable"
 
 
-def listed_files(kinds: Counter[str]) -> str:
-    """What a message says of files that are left out, by suffix or by the reason why."""
+def list_counts(kinds: Counter[str]) -> str:
+    """List files that are left out by suffix, or by the reason why, for a message."""
     most = kinds.most_common(5)
-    return ", ".join(f"{count} {escaped(shortened(kind)) or 'without a suffix'}" for kind, count in most) or "nothing"
+    return (
+        ", ".join(f"{count} {escape_name(shortened(kind)) or 'without a suffix'}" for kind, count in most) or "nothing"
+    )
 
 
 def kind_of(file: Path) -> str:

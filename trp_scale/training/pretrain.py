@@ -162,6 +162,14 @@ def guarded(
             raise
 
 
+def _set_arithmetic(config: Config) -> None:
+    if config.training.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses to be deterministic
+        torch.use_deterministic_algorithms(True)
+    torch.set_float32_matmul_precision("high" if config.training.tf32 else "highest")
+    torch.backends.cudnn.allow_tf32 = config.training.tf32
+
+
 class PassedOver(NamedTuple):
     """What a run that goes back to a checkpoint takes with it. Attributes: cursors: rows consumed of each source;
     rollbacks: of this start."""
@@ -204,16 +212,9 @@ class Run:
         self.world = environment.world
         self.guard, self.over = guard, over
         require_same_settings(self.world, config)
-        if config.training.deterministic:
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # without it cuBLAS refuses to be deterministic
-            torch.use_deterministic_algorithms(True)
-        torch.set_float32_matmul_precision("high" if config.training.tf32 else "highest")
-        torch.backends.cudnn.allow_tf32 = config.training.tf32
-        selection = (
-            select(run_dir, arguments.resume, self.world)
-            if over is None
-            else select(run_dir, "auto", self.world, config.checkpoint.every)
-        )
+        _set_arithmetic(config)
+        every = 1 if over is None else config.checkpoint.every
+        selection = select(run_dir, "auto" if over else arguments.resume, self.world, every)
         stored = self._stored(selection.checkpoint)
         if stored is not None:
             adopt_unrecorded(config, stored.config)

@@ -13,14 +13,14 @@ from trp_scale.data.images.reader import CLASS, IMAGE, known_suffixes, ordered_s
 from trp_scale.data.index import DataError
 from trp_scale.data.raw_files import (
     IMAGE_SUFFIXES,
-    listed_files,
+    list_counts,
     modality_command,
     modality_folders,
     open_regular,
     walk_files,
 )
 from trp_scale.data.remote.transfer import is_url
-from trp_scale.errors import escaped
+from trp_scale.errors import escape_name
 from trp_scale.modalities import modalities as known_modalities
 from trp_scale.preparation.images.samples import (
     Listing,
@@ -28,7 +28,7 @@ from trp_scale.preparation.images.samples import (
     Part,
     Sample,
     UnusableError,
-    listed_members,
+    list_members,
     plain_key,
     without_duplicates,
 )
@@ -79,7 +79,7 @@ def list_folder(folder: Path, modalities: dict[str, Path]) -> Listing:
     images = [(name, size) for name, size in files if name.lower().endswith(IMAGE_SUFFIXES)]
     left_out.update(Path(name).suffix for name, _ in sorted(set(files) - set(images)))
     if left_out:
-        log.warning("--inputs %s: left out: %s", folder, listed_files(left_out))
+        log.warning("--inputs %s: left out: %s", folder, list_counts(left_out))
     if not images:
         raise DataError(f"--inputs {folder}: no file there ends in {', '.join(IMAGE_SUFFIXES)}")
     flat = [name for name, _ in images if "/" not in name]
@@ -102,7 +102,7 @@ def list_folder(folder: Path, modalities: dict[str, Path]) -> Listing:
     samples, skipped = [], []
     for name, _ in images:
         path = f"{folder}/{name}"
-        place = escaped(path)
+        place = escape_name(path)
         stem = name.rpartition(".")[0]
         missing = [suffix for suffix, found in maps.items() if stem not in found]
         if missing:
@@ -116,7 +116,7 @@ def list_folder(folder: Path, modalities: dict[str, Path]) -> Listing:
         source=FileSource(),
         samples=samples,
         suffixes=ordered_suffixes({"jpg", *(["cls"] if classes else []), *maps}),
-        classes=None if classes is None else list(map(escaped, classes)),
+        classes=None if classes is None else list(map(escape_name, classes)),
         fingerprint=digest.hexdigest(),
         skipped=skipped + twice,
     )
@@ -186,12 +186,12 @@ def list_tars(tars: list[Path], class_names: str) -> Listing:
     if IMAGE not in suffixes:
         raise DataError(f"--inputs {tars[0]}: no .jpg, .jpeg or .png member in {len(tars)} tars")
     if ignored:
-        log.warning("members that are left out: %s", listed_members(ignored))
+        log.warning("members that are left out: %s", list_members(ignored))
     # Some writers count from 0 in each tar: then the tar's name is part of the key.
     repeated = len({key for _, key in groups}) < len(groups)
     samples = []
     for (tar, key), parts in groups.items():
-        place = escaped(f"{tar}:{key}")
+        place = escape_name(f"{tar}:{key}")
         reason = _lacking(parts, suffixes)
         if reason:
             skipped.append((reason, place))
@@ -232,14 +232,14 @@ def _read_headers(
                 continue
             stored = stored_as.get("" if member.hidden else member.suffix)
             if stored is None:
-                ignored["" if member.hidden else escaped(member.suffix)] += 1
+                ignored["" if member.hidden else escape_name(member.suffix)] += 1
                 continue
             if not member.plain:
-                skipped.append(("not_a_file", escaped(f"{tar}:{member.name}")))
+                skipped.append(("not_a_file", escape_name(f"{tar}:{member.name}")))
                 continue
             parts = groups.setdefault((tar, member.key), {})
             if stored in parts:
-                skipped.append(("duplicate_key", escaped(f"{tar}:{member.name}")))
+                skipped.append(("duplicate_key", escape_name(f"{tar}:{member.name}")))
                 continue
             parts[stored] = Part(str(tar), member.offset, member.length)
             digest.update(f"{member.name}\0{member.length}\0{member.checksum}\0".encode("utf-8", "surrogateescape"))

@@ -15,7 +15,7 @@ from typing import Any, BinaryIO
 from trp_scale.data.images.reader import CLASS, IMAGE
 from trp_scale.data.index import Block, DataError, Member
 from trp_scale.documents.json_files import parse_json
-from trp_scale.errors import escaped, quoted, shortened
+from trp_scale.errors import escape_name, quoted, shortened
 from trp_scale.preparation.images.reencode import open_image
 from trp_scale.preparation.images.samples import SKIP_REASONS, UnusableError, plain_key
 from trp_scale.preparation.images.tar_members import TarMember, tar_members
@@ -127,7 +127,7 @@ def read_tar(
         part = choice.part(suffix) if suffix else ""
         sample = samples.setdefault(member.key, _Sample()) if suffix else _Sample()
         if not part:
-            found.ignored[escaped(suffix)] += 1
+            found.ignored[escape_name(suffix)] += 1
             continue
         place = f"{where}: {shortened(member.name)}"
         _refuse_second(where, member, sample.members.get(part))

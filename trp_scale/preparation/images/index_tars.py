@@ -48,7 +48,7 @@ from trp_scale.preparation.images.foreign_tar import (
     ReadTar,
     read_tar,
 )
-from trp_scale.preparation.images.samples import listed_members
+from trp_scale.preparation.images.samples import list_members
 from trp_scale.preparation.images.tar_members import tar_members
 from trp_scale.preparation.images.tar_places import find_tars, names_of
 from trp_scale.preparation.sharding.job import (
@@ -348,7 +348,7 @@ def _finish(config: IndexTars, tars: Sequence[_Tar], choice: MemberChoice) -> li
         if report.images:
             used.append(tar)
     if total.ignored:
-        log.info("members that are not read: %s", listed_members(total.ignored))
+        log.info("members that are not read: %s", list_members(total.ignored))
     check_skipped("images", total.images, total, REASONS, config.max_skipped)
     if not total.images:
         raise DataError(f"{config.tars}: no image in {len(tars)} tars; {', '.join(IMAGE_MEMBERS)} are looked for")

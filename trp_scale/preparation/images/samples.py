@@ -123,8 +123,8 @@ def plain_key(name: str) -> str:
     return key
 
 
-def listed_members(ignored: Mapping[str, int]) -> str:
-    """What a message says of members that are not read, by suffix; "": those that are hidden or have none."""
+def list_members(ignored: Mapping[str, int]) -> str:
+    """List members that are not read by suffix, for a message; "": those that are hidden or have none."""
     most = Counter(ignored).most_common(20)
     return ", ".join(f"{count} {f'.{suffix}' if suffix else 'hidden or without a suffix'}" for suffix, count in most)
 

@@ -70,7 +70,7 @@ def tar_members(where: str, stream: BinaryIO) -> Iterator[TarMember]:
             else:
                 yield member
         if links:
-            yield from _resolved(stream, links)
+            yield from _resolve_links(stream, links)
     except DataError:
         raise
     except (OSError, ValueError, OverflowError, tarfile.TarError) as error:  # numbers that no file has, too
@@ -114,7 +114,7 @@ def _member(entry: tarfile.TarInfo) -> TarMember:
     )
 
 
-def _resolved(stream: BinaryIO, links: list[tuple[TarMember, str]]) -> Iterator[TarMember]:
+def _resolve_links(stream: BinaryIO, links: list[tuple[TarMember, str]]) -> Iterator[TarMember]:
     """The links with the content that they lead to, which takes a second look at all headers."""
     targets = {posixpath.normpath(link.name): target for link, target in links}
     ends = [target for _, target in links]

@@ -13,7 +13,7 @@ from pathlib import Path, PurePosixPath
 from trp_scale.data.index import DataError
 from trp_scale.data.remote.transfer import is_url, shared_remote
 from trp_scale.documents.json_files import read_lines
-from trp_scale.errors import escaped, quoted, shortened
+from trp_scale.errors import escape_name, quoted, shortened
 
 MOST = 1_000_000
 """Tars of one pattern, or of one text file."""
@@ -89,8 +89,8 @@ def find_tars(item: str) -> list[str]:
     names = [item] if os.path.exists(item) else expand_braces(item)  # noqa: PTH110 - any text
     found = list(dict.fromkeys(tar for each in names for tar in _of(each, item)))
     for tar in found:
-        if escaped(tar) != tar:
-            raise DataError(f"{escaped(tar)}: a name that is not UTF-8 cannot be stored; rename it")
+        if escape_name(tar) != tar:
+            raise DataError(f"{escape_name(tar)}: a name that is not UTF-8 cannot be stored; rename it")
     return found
 
 

@@ -27,7 +27,7 @@ from trp_scale.config.settings import Section, range_problems, sections
 from trp_scale.data.index import DataError, index_path, read_fields, read_index, read_json, write_json
 from trp_scale.data.temporary import remove_leftovers
 from trp_scale.documents.fields import Fields, record
-from trp_scale.errors import MOST_PROBLEMS, escaped, quoted, shortened
+from trp_scale.errors import MOST_PROBLEMS, escape_name, quoted, shortened
 from trp_scale.preparation.binary_index import write_dataset_index
 from trp_scale.preparation.sharding.lock import only_run
 from trp_scale.preparation.sharding.parts import Part, SpreadSettings, all_parts, begun_parts, missing_parts, unfinished
@@ -108,7 +108,7 @@ class PortionReport:
         """Count what cannot be used, and list it while there is room."""
         self.skipped[reason] = self.skipped.get(reason, 0) + 1
         if len(self.skipped_places) < MAX_LISTED:
-            self.skipped_places.append((why or reason, escaped(place)))
+            self.skipped_places.append((why or reason, escape_name(place)))
 
     def add(self, other: PortionReport) -> None:
         """Add the counts of another portion."""

@@ -29,7 +29,7 @@ from trp_scale.data.raw_files import (
     TEXT_SUFFIXES,
     all_files,
     files_fingerprint,
-    listed_files,
+    list_counts,
     open_regular,
 )
 from trp_scale.errors import said_by
@@ -140,7 +140,7 @@ def _find(item: str, kind: str) -> Iterator[tuple[Path, Kind]]:
         files = all_files(path, others)
         found = [file for file in files if file.name.lower().removesuffix(GZIP).endswith(known)]
         others.update(file.suffix or file.name for file in sorted(set(files) - set(found)))
-        listed = listed_files(others)
+        listed = list_counts(others)
         if not found:
             raise DataError(
                 f"input {item}: no file in this folder ends in {', '.join(known)}, with {GZIP} behind it or not; "
