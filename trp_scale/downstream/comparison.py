@@ -8,13 +8,14 @@ import importlib.util
 import math
 import statistics
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
 from trp_scale.config import RefusedError
 from trp_scale.downstream.results import Results, TaskResult, constant_of, judged_together, read_results
+from trp_scale.observe.metrics import worst_task
 
 LEAST_SEEDS = 2
 """Fewest seeds of a paired test."""
@@ -154,6 +155,10 @@ class Comparison:
         found = (constant_of(task) for task in self.rows[key] if task is not None)
         return next((value for value in found if value is not None), None)
 
+    def count(self, key: RowKey) -> int | None:
+        """What was measured of a row (`TaskResult.count`), of runs that differ the least; None: not known."""
+        return min((task.count for task in self.rows[key] if task is not None and task.count is not None), default=None)
+
     @property
     def beside(self) -> list[str]:
         """Names of the tasks that no run has judged."""
@@ -194,9 +199,11 @@ def compare_results(named: Mapping[str, Results]) -> Comparison:
 
 
 def worst_of(tasks: Mapping[RowKey, TaskResult]) -> RowKey:
-    """The task that is worst, of those that are judged together; the first of equal ones."""
-    sign = -1.0 if next(iter(tasks)).lower_is_better else 1.0
-    return min(tasks, key=lambda key: sign * tasks[key].mean)
+    """The task that is worst, of those that are judged together (observe/metrics.py: worst_task)."""
+    losses = {key: task.mean if key.lower_is_better else -task.mean for key, task in tasks.items()}
+    worst = worst_task(losses, {key: task.count for key, task in tasks.items()})
+    assert worst is not None, "there are tasks, and each has a mean"
+    return worst
 
 
 def _rows(named: Mapping[str, Results]) -> dict[RowKey, list[TaskResult | None]]:
@@ -224,11 +231,16 @@ def _kinds(rows: Mapping[RowKey, Sequence[TaskResult | None]]) -> list[list[RowK
 
 def _summaries(keys: Sequence[RowKey], rows: Mapping[RowKey, Sequence[TaskResult | None]]) -> list[Summary]:
     columns = zip(*(rows[key] for key in keys), strict=True)
-    means = [[task.mean for task in column if task is not None] for column in columns]
-    whole = [column if len(column) == len(keys) else None for column in means]
+    whole = [{key: task for key, task in zip(keys, column, strict=True) if task is not None} for column in columns]
+    kinds: list[tuple[str, Callable[[Mapping[RowKey, TaskResult]], float]]] = [
+        ("average", lambda tasks: statistics.fmean(task.mean for task in tasks.values())),
+        ("worst", lambda tasks: tasks[worst_of(tasks)].mean),
+    ]
     return [
-        Summary(name=name, split=keys[0].split, values=[None if column is None else take(column) for column in whole])
-        for name, take in (("average", statistics.fmean), ("worst", min))
+        Summary(
+            name=name, split=keys[0].split, values=[take(tasks) if len(tasks) == len(keys) else None for tasks in whole]
+        )
+        for name, take in kinds
     ]
 
 

@@ -26,6 +26,7 @@ from trp_scale.downstream.comparison import (
     compare_results,
 )
 from trp_scale.downstream.results import Results, TaskResult
+from trp_scale.observe.metrics import FEWEST
 
 BASELINE, THIS_RUN, CONSTANT_COLUMN = "baseline", "this run", "constant"
 
@@ -37,7 +38,7 @@ LEFT_COLUMNS = 3
 
 CSV_COLUMNS = (
     *("task", "metric", "lower_is_better", "split", "run", "encoder", "recipe", "seeds", "values", "mean", "spread"),
-    *("worst", "difference", "paired_seeds", "test", "p", "p_holm"),
+    *("worst", "difference", "paired_seeds", "test", "p", "p_holm", "count"),
 )
 
 
@@ -124,25 +125,28 @@ def _csv_line(comparison: Comparison, key: RowKey, number: int, task: TaskResult
         "" if difference is None else repr(difference.value),
         *(("", "", "") if test is None else (test.seeds, test.test, repr(test.p))),
         "" if difference is None or difference.corrected is None else repr(difference.corrected),
+        "" if task.count is None else task.count,
     ]
 
 
 def figure_rows(comparison: Comparison) -> Rows:
-    """Tasks x runs: mean, spread and seeds; average and worst below them. Where it is known, what a constant prediction
-    reaches stands before the runs."""
+    """Tasks x runs: mean, spread and seeds; average and worst below them. Where they are known, the number of measured
+    elements and what a constant prediction reaches stand before the runs."""
     constants = {key: comparison.constant(key) for key in comparison.rows}
-    known = any(value is not None for value in constants.values())
-    rows: Rows = [_header([CONSTANT_COLUMN, *comparison.runs] if known else comparison.runs)]
+    beside = {
+        "count": {key: f"{count:,}" for key in comparison.rows if (count := comparison.count(key)) is not None},
+        CONSTANT_COLUMN: {key: _number(value) for key, value in constants.items() if value is not None},
+    }
+    beside = {name: column for name, column in beside.items() if column}
+    rows: Rows = [_header([*beside, *comparison.runs])]
     for key, row in comparison.rows.items():
-        cells = _left(key)
-        if known:
-            cells.append(Cell(text=_number(constants[key])))
+        cells = _left(key) + [Cell(text=column.get(key, "-")) for column in beside.values()]
         for number, task in enumerate(row):
             worst = (key, number) in comparison.worst
             cells.append(Cell(text="-" if task is None else figure(task, worst), bold=worst))
         rows.append(cells)
     for summary in comparison.summaries:
-        blank = [Cell(text="")] if known else []
+        blank = [Cell(text="") for _ in beside]
         rows.append([*_summary_left(summary), *blank, *(Cell(text=_number(value)) for value in summary.values)])
     return rows
 
@@ -212,8 +216,8 @@ def legend(comparison: Comparison) -> list[str]:
         )
     if comparison.worst:
         lines.append(
-            "worst: the run's lowest mean of those where more is better, on one split; an error is worst only among "
-            "tasks of the same metric"
+            f"worst: the run's lowest mean of those where more is better, on one split, of {FEWEST} elements or more "
+            "where any has as many; an error is worst only among tasks of the same metric"
         )
     if beside := comparison.beside:
         lines.append(f"never worst: {', '.join(beside)}, which stand beside the tasks that are judged")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -78,6 +78,20 @@ class TaskResult:
     detail: list[dict[str, Any]] = field(default_factory=list)
     rows: str = ""
     judged: bool = True
+
+    @property
+    def count(self) -> int | None:
+        """Elements, images or rows that were measured, of seeds that differ the fewest; None: not known."""
+        counts = [count for detail in self.detail if (count := _measured(detail)) is not None]
+        return min(counts, default=None)
+
+
+def _measured(detail: Mapping[str, Any]) -> int | None:
+    for name in ("elements", "images", "rows"):
+        if type(detail.get(name)) is int:
+            return int(detail[name])
+    parts = [_measured(part) for part in detail.values() if isinstance(part, Mapping)]
+    return sum(count for count in parts if count is not None) or None
 
 
 @dataclass(kw_only=True)

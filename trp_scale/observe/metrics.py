@@ -14,11 +14,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 from trp_scale.config import RefusedError
 from trp_scale.documents.fields import PartOf, Whole, record
 from trp_scale.documents.json_files import json_lines, parse_json
+
+Name = TypeVar("Name")
 
 METRICS_FILE = "metrics.jsonl"
 
@@ -316,11 +318,24 @@ class RunHistory:
         return self.data_wait_seconds / self.training_seconds if self.training_seconds else None
 
 
-def worst(losses: Mapping[str, float | None], outside: Iterable[str]) -> str | None:
-    """The task with the largest loss among those in the maximum, None when there is none."""
+FEWEST = 30
+"""Elements below which a task's figure is noise: it is not put into words, and not the worst if another has as many."""
+
+
+def worst_task(
+    losses: Mapping[Name, float | None], counts: Mapping[Name, int | None], outside: Iterable[Name] = ()
+) -> Name | None:
+    """Return the task with the largest loss among those with FEWEST elements or more; of all if none has as many; None
+    if there is none. The first of equal ones. Every table and figure that names a worst task asks here.
+
+    Args:
+        counts: measured elements, or rows; None: not known, and taken for enough.
+        outside: tasks that take no part in the maximum.
+    """
     left_out = set(outside)
     inside = {name: loss for name, loss in losses.items() if loss is not None and name not in left_out}
-    return max(inside, key=lambda name: inside[name]) if inside else None
+    enough = [name for name in inside if (count := counts.get(name)) is None or count >= FEWEST]
+    return max(enough or inside, key=lambda name: inside[name], default=None)
 
 
 def task_history(name: str, start: float | None, lines: Iterable[Mapping[str, Any]]) -> TaskHistory:
@@ -384,11 +399,9 @@ def read_history(run_dir: Path, also: Callable[[Mapping[str, Any]], None] = lamb
     losses = [line["loss"] for line in recent if line.get("loss") is not None]
     history.loss_end = statistics.fmean(losses) if losses else None
     history.tasks = {name: task_history(name, start, recent) for name, start in starts.items()}
-    # A task that balancer.min_count kept out in all these steps is not the worst for its few elements' sake.
-    unweighted = {name for name, task in history.tasks.items() if task.weight == 0.0}
-    left_out = history.outside_tasks | unweighted
-    history.worst_task = worst({name: task.end for name, task in history.tasks.items()}, left_out)
-    history.first_worst_task = worst(starts, left_out)
+    counts, outside = {name: task.count for name, task in history.tasks.items()}, history.outside_tasks
+    history.worst_task = worst_task({name: task.end for name, task in history.tasks.items()}, counts, outside)
+    history.first_worst_task = worst_task(starts, counts, outside)
     for name, values in columns.items():
         setattr(history, name, statistics.median(values) if values else None)
     return history

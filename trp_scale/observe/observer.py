@@ -16,7 +16,7 @@ from typing import Any
 
 from trp_scale.config import Config
 from trp_scale.documents.json_files import read_object
-from trp_scale.observe.metrics import MetricsWriter, finite, read_history, worst
+from trp_scale.observe.metrics import MetricsWriter, finite, read_history, worst_task
 from trp_scale.observe.progress import Display, open_display
 from trp_scale.observe.records import RunInfo, StepRecord
 from trp_scale.observe.report import REPORT_FILE, SUMMARY_FILE, report, report_table
@@ -90,8 +90,9 @@ class Observer:
         logged = self.wants(record.step) or not record.applied
         self._first = False
         speed = self.info.positions_per_step / max(statistics.fmean(self._seconds), 1e-9)
-        losses = {name: task.loss for name, task in record.tasks.items() if task.weight != 0.0}
-        self._display.update(record, speed, worst(losses, self.info.outside_tasks))
+        losses = {name: task.loss for name, task in record.tasks.items()}
+        counts = {name: task.count for name, task in record.tasks.items()}
+        self._display.update(record, speed, worst_task(losses, counts, self.info.outside_tasks))
         if not record.applied:
             is_finite = math.isfinite(record.loss) and math.isfinite(record.grad_norm)
             why = "are far above those of the last steps" if is_finite else "are not finite"
@@ -105,7 +106,7 @@ class Observer:
                 self._write_held()
 
     def validation(self, step: int, losses: Mapping[str, Any]) -> None:
-        """Losses over the held-out split after `step`: {"loss": total, "tasks": {name: {"loss", "count"}}}."""
+        """Losses over the held-out split after `step`, as `validate` gives them."""
         if not self.enabled:
             return
         self._made = True

@@ -17,11 +17,15 @@ from trp_scale.documents.fields import Fields, PartOf, Whole, record
 from trp_scale.documents.json_files import read_object
 from trp_scale.documents.yaml_files import read_yaml
 from trp_scale.errors import RefusedError
-from trp_scale.observe.metrics import LastLesson, RunHistory, TaskHistory, end_begins, read_history
+from trp_scale.observe.metrics import FEWEST, LastLesson, RunHistory, TaskHistory, end_begins, read_history
 
 SUMMARY_FILE = "summary.json"
 REPORT_FILE = "report.txt"
 REPORT_WIDTH = 100
+
+
+RANDOM_MASKS = "random masks, no weights"
+"""Of the held-out loss where masks are learned: it is not what the training loss measures."""
 
 
 def number(value: float | None, digits: int = 4, sign: bool = False) -> str:
@@ -109,7 +113,8 @@ def report_lines(run_dir: Path, history: RunHistory, summary: Mapping[str, Any])
         lines.append(f"rows: {', '.join(f'{name} {count:,}' for name, count in rows.items())}")
     lines.append(f"loss {number(history.loss_start)} -> {number(history.loss_end)}{_in_per_cent(history)}")
     if history.validation is not None:
-        lines.append(f"validation loss {number(history.validation.get('loss'))} at step {history.validation_step}")
+        loss = number(history.validation.get("loss"))
+        lines.append(f"{held_out_name(history)}: {loss} at step {history.validation_step}")
     if (best := summary.get("best")) and best["step"]:
         place = run_dir / "checkpoints" / f"step_{best['step']:08d}"
         lines.append(f"best {best['figure']} {number(best['value'])} at step {best['step']}: {place}")
@@ -142,10 +147,6 @@ def report_lines(run_dir: Path, history: RunHistory, summary: Mapping[str, Any])
     return lines
 
 
-FEWEST = 30
-"""Elements at the end below which a task's change is noise, and is not put into words."""
-
-
 def changes_in_words(history: RunHistory) -> list[str]:
     """Which of the tasks in the balance got better from start to end, and which worse; nothing for a single task."""
     known = {
@@ -162,18 +163,26 @@ def changes_in_words(history: RunHistory) -> list[str]:
     enough = f" with {FEWEST} elements or more" if all_of > len(known) else ""
     lines = [f"better: {len(better)} of {len(known)} tasks{enough}{_named(better, 3)}"]
     if worse:
-        even = 1.0 / len(known)
+        weights = [task.weight or 0.0 for name, task in history.tasks.items() if name not in history.outside_tasks]
+        even = sum(weights) / len(weights) * (1 - 1e-6)  # equal weights differ by rounding
         light = sum((task.weight or 0.0) < even for task in worse.values())
         which = "they have" if light == len(worse) > 1 else "it has" if light == len(worse) else f"{light} of them have"
-        why = f"; {which} less than an even share of the weight, which goes to harder tasks" if light else ""
+        why = f"; {which} less than an even share of the weight" if light else ""
         lines.append(f"worse: {len(worse)}{_named(worse, 3)}{why}")
     return lines
 
 
+def held_out_name(history: RunHistory) -> str:
+    """Return what a run's held-out loss is, where it is not what the run minimises."""
+    parts = ["mean of the balanced tasks"] * (len(history.tasks) > 1) + [RANDOM_MASKS] * (history.lesson is not None)
+    return f"held-out loss ({'; '.join(parts)})" if parts else "held-out loss"
+
+
 def _in_per_cent(history: RunHistory) -> str:
-    """How far the loss has moved, where there is one task: of several, tasks are told one by one."""
+    """How far the loss has moved, where there is one task: of several, tasks are told one by one. Nothing where masks
+    are learned: at the end the loss is that of other patches."""
     start, end = history.loss_start, history.loss_end
-    if len(history.tasks) != 1 or not start or end is None or end == start:
+    if len(history.tasks) != 1 or history.lesson is not None or not start or end is None or end == start:
         return ""
     return f": {'better' if end < start else 'worse'} by {abs(end - start) / abs(start):.0%}"
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 from trp_scale.errors import shortened
 from trp_scale.observe.metrics import end_begins
-from trp_scale.observe.report import changes_in_words, lesson_line
+from trp_scale.observe.report import RANDOM_MASKS, changes_in_words, held_out_name, lesson_line
 from trp_scale.pages.curves import MOST_POINTS, Curve, Points
 from trp_scale.pages.document import Cell, Section, Table, figure_text, number_cell
 from trp_scale.pages.figures import Colour, Line, Plot, colours
@@ -54,7 +54,7 @@ def tasks_section(run: RunRecord) -> Section:
     several = len(run.history.tasks) > 1
     plots = [Plot(title="Training loss", lines=lines_of(run.curves.losses, colour_of, worst))]
     held_out = {name: {task: one for task, one in own.items() if task} for name, own in run.curves.held_out.items()}
-    titles = {"loss": "Held-out loss"}
+    titles = {"loss": f"Held-out loss ({RANDOM_MASKS})" if run.history.lesson is not None else "Held-out loss"}
     for name, own in sorted(held_out.items(), key=lambda item: item[0] != "loss"):
         if lines := lines_of(own, colour_of, worst):
             unit = "share" if name == "accuracy" else ""
@@ -80,7 +80,8 @@ def task_table(run: RunRecord) -> Table:
     measured = (history.validation or {}).get("tasks", {})
     figures = [name for name, own in run.curves.held_out.items() if any(own)]
     head = ["task", "start", "end", "change", "in %", "weight", "elements"]
-    head += ["held out" if name == "loss" else words(name) for name in figures]
+    loss = f"held out ({RANDOM_MASKS})" if history.lesson is not None else "held out"
+    head += [loss if name == "loss" else words(name) for name in figures]
     rows = []
     for name, task in history.tasks.items():
         share = task.change / task.start if task.change is not None and task.start else None
@@ -136,10 +137,11 @@ def _optimizer_plots(run: RunRecord) -> Iterator[Plot]:
     fields = run.curves.fields
     if len(run.history.tasks) > 1 and len(total := fields.get("loss", Curve())):
         lines = [Line(name="training", points=total.points(), colour=loss)]
-        if len(own := run.curves.held_out.get("loss", {}).get("", Curve())):
-            lines.append(Line(name="held out, mean of the balanced tasks", points=own.points(), colour=held_out))
         note = "The weighted sum that is minimised moves with the weights too."
         yield Plot(title="Loss in all", lines=lines, note=note)
+        if len(own := run.curves.held_out.get("loss", {}).get("", Curve())):
+            lines = [Line(name="held out", points=own.points(), colour=held_out)]
+            yield Plot(title=held_out_name(run.history).capitalize(), lines=lines)
     for name, title, colour in (("lr", "Learning rate", rate), ("grad_norm", "Norm of the gradient", norm)):
         curve = fields.get(name)
         if isinstance(curve, Curve) and len(curve):
@@ -159,7 +161,7 @@ def lead(run: RunRecord) -> list[str]:
     found += [_sentence(line) for line in changes_in_words(history)]
     own = run.curves.held_out.get("loss", {}).get("", Curve())
     if len(own):
-        found.append(_held_out(own))
+        found.append(_held_out(own, held_out_name(run.history)))
     if history.lesson is not None:
         found.append(_sentence(lesson_line(history.lesson)))
     if history.skipped_steps:
@@ -181,13 +183,13 @@ def _moved(start: float, end: float) -> str:
     return f"{'fell' if end < start else 'rose'} from {figure_text(start)} to {figure_text(end)} ({change:+.0%})"
 
 
-def _held_out(curve: Curve) -> str:
+def _held_out(curve: Curve, name: str) -> str:
     """Where it began and is, and its lowest value where that is earlier."""
     last, first = curve.values[-1], curve.values[0]
     if len(curve) == 1:
-        return f"On held-out rows the loss is {figure_text(last)}, after step {curve.steps[-1]:,.0f}."
+        return f"The {name} is {figure_text(last)} after step {curve.steps[-1]:,.0f}."
     best = min(range(len(curve)), key=lambda place: curve.values[place])
-    found = f"On held-out rows the loss {_moved(first, last)} from step {curve.steps[0]:,.0f} to {curve.steps[-1]:,.0f}"
+    found = f"The {name} {_moved(first, last)} from step {curve.steps[0]:,.0f} to {curve.steps[-1]:,.0f}"
     if curve.values[best] < last - 0.005 * abs(last):
         found += f", and was lowest, {figure_text(curve.values[best])}, at step {curve.steps[best]:,.0f}"
     return f"{found}."

@@ -102,6 +102,8 @@ def _figures_table(graph: Graph, outcome: Outcome, judge: str, places: Sequence[
         f"mean and half of its {LEVEL:.0%} interval over {_listed(runs)} pre-training seeds; bold: the best mean",
         *_parts(outcome, places),
     ]
+    if counts := [f"{row} {metrics[row].count:,}" for row in metrics if metrics[row].count is not None]:
+        notes.append(f"measured on: {', '.join(counts)}")
     if judge in graph.scale.judges and (left_out := graph.scale.judges[judge].left_out):
         notes.append(f"average and worst leave out {', '.join(left_out)}")
     title = judge if judge != ALL else "all judges of the outcome"

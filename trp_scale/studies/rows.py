@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from trp_scale.downstream.results import TaskResult, judged_together
+from trp_scale.observe.metrics import worst_task
 from trp_scale.studies.study import AVERAGE, WORST
 
 
@@ -21,6 +22,7 @@ class Row:
         lower_is_better: of the metric.
         values: by seed of the judging; of average and worst, one: over the tasks' means.
         judged: False: a second measurement of a task, beside its own row; in no average and never the worst.
+        count: measured rows; None: not known.
     """
 
     metric: str
@@ -28,6 +30,7 @@ class Row:
     lower_is_better: bool
     values: Sequence[float]
     judged: bool = True
+    count: int | None = None
 
     @property
     def sign(self) -> float:
@@ -49,6 +52,7 @@ def rows_of(tasks: Sequence[TaskResult]) -> dict[str, Row]:
             lower_is_better=task.lower_is_better,
             values=list(task.values),
             judged=task.judged,
+            count=task.count,
         )
         for task in tasks
     }
@@ -61,12 +65,14 @@ def rows_of(tasks: Sequence[TaskResult]) -> dict[str, Row]:
 def summaries(rows: Mapping[str, Row]) -> dict[str, Row]:
     """Average and worst of rows that are judged together."""
     first = next(iter(rows.values()))
-    means = [row.mean for row in rows.values()]
+    counts = {name: row.count for name, row in rows.items()}
+    worst = worst_task({name: -row.sign * row.mean for name, row in rows.items()}, counts)
+    assert worst is not None, "there are rows, and each has a mean"
     metric = first.metric if len({row.metric for row in rows.values()}) == 1 else "of the tasks' own"
     return {
         name: Row(metric=metric, split=first.split, lower_is_better=first.lower_is_better, values=[value])
         for name, value in (
-            (AVERAGE, statistics.fmean(means)),
-            (WORST, max(means) if first.lower_is_better else min(means)),
+            (AVERAGE, statistics.fmean(row.mean for row in rows.values())),
+            (WORST, rows[worst].mean),
         )
     }

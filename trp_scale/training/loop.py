@@ -24,6 +24,7 @@ from trp_scale.core.objective import Objective, task_losses
 from trp_scale.core.run import RunContext
 from trp_scale.data.fetch import StoppedWaitingError
 from trp_scale.observe.incidents import Incidents
+from trp_scale.observe.metrics import worst_task
 from trp_scale.observe.observer import Observer
 from trp_scale.observe.records import FINISHED, StepRecord, TaskRecord
 from trp_scale.training.agreement import StepAgreement
@@ -474,7 +475,7 @@ def validate(
     Returns:
         None if it was left; else
         {"loss": mean over the balanced tasks that occur, or where none is balanced over all that do; None if none does,
-         "worst_task": the balanced task with the largest loss,
+         "worst_task": of the balanced tasks (observe/metrics.py: worst_task),
          "tasks": {name: {"loss": mean over its elements or None, "count": elements,
                           "accuracy": share of them that are right, where the objective knows}}}
     """
@@ -504,7 +505,7 @@ def validate(
     known = {name: loss for name, loss in balanced.items() if loss is not None}
     return {
         "loss": sum(known.values()) / len(known) if known else None,
-        "worst_task": max(known, key=lambda name: known[name]) if known else None,
+        "worst_task": worst_task(known, {name: tasks[name]["count"] for name in known}),
         "tasks": tasks,
     }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -283,3 +283,21 @@ def test_results_against_a_baseline_are_a_comparison() -> None:
         print_results(run(task("cola", [0.6, 0.7])), run(task("cola", [0.5, 0.5])), console)
     printed = capture.get()
     assert "this run less baseline" in printed and "+0.1500 (p " in printed
+
+
+def test_a_task_of_few_elements_is_not_the_worst() -> None:
+    def counted(name: str, value: float, detail: dict[str, Any]) -> TaskResult:
+        one = SeedResult(task=name, metric="accuracy", split="dev", lower_is_better=False, seed=0, metrics={})
+        return join([replace(one, metrics={"accuracy": value}, detail=detail)])
+
+    parts = {"matched": {"rows": 30}, "mismatched": {"rows": 40}}
+    both = run(counted("few", 0.1, {"images": 12}), counted("many", 0.5, parts), counted("more", 0.9, {"elements": 99}))
+    found = compare_results({"a": both})
+    assert found.worst == {(key("many"), 0)} and found.summaries[1].values == [0.5]
+    assert markdown(found).splitlines()[2:4] == [
+        "| few | accuracy | dev | 12 | 0.1000 (1) |",
+        "| many | accuracy | dev | 70 | **0.5000 (1) worst** |",
+    ]
+    assert [row["count"] for row in csv.DictReader(io.StringIO(csv_text(found)))] == ["12", "70", "99"]
+    rare = compare_results({"a": run(counted("few", 0.1, {"images": 12}), counted("fewer", 0.2, {"images": 2}))})
+    assert rare.worst == {(key("few"), 0)}, "where none has as many, all count"

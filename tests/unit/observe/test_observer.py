@@ -16,7 +16,7 @@ from rich.console import Console
 from tests.unit.observe.small_run import TASKS, record
 from trp_scale.config import Config, RefusedError
 from trp_scale.observe import Observer, RunInfo, TaskRecord, report
-from trp_scale.observe.metrics import read_history
+from trp_scale.observe.metrics import read_history, worst_task
 from trp_scale.observe.report import report_table
 
 
@@ -134,7 +134,7 @@ def test_validation_is_part_of_its_step(start: Callable[..., Observer], config: 
     assert lines[1]["validation"] == losses
     assert lines[1]["loss"] == pytest.approx(4.8)
     assert observer.close("finished")["validation"] == losses
-    assert "validation loss 3.0000 at step 2" in report(tmp_path / "run")
+    assert "held-out loss (mean of the balanced tasks): 3.0000 at step 2" in report(tmp_path / "run")
 
 
 def test_a_validation_that_never_came_loses_no_line(
@@ -254,7 +254,7 @@ def test_a_rare_task_s_weight_is_of_the_steps_that_had_it(start: Callable[..., O
     summary = observer.close("finished")
     assert summary["tasks"]["verb"] == {"start": 7.0, "end": 7.0, "weight": 0.5, "count": 2}
     assert summary["tasks"]["other"] == {"start": None, "end": None, "weight": None, "count": 0}
-    assert summary["worst_task"] == "verb"
+    assert summary["worst_task"] == "noun", "two elements say too little"
 
 
 def test_a_killed_run_has_a_report(start: Callable[..., Observer], tmp_path: Path) -> None:
@@ -342,8 +342,22 @@ def test_the_report_says_whose_masks_the_learned_ones_are(start: Callable[..., O
         "learned masks: 25.0% of the patches are those of the untrained network, 87.5% those before the last of 3"
         in text
     )
+    observer.validation(2, {"loss": 0.5, "tasks": {"noun": {"loss": 0.5, "count": 100}}})
+    text = " ".join(report(tmp_path / "run").split())
+    assert "held-out loss (mean of the balanced tasks; random masks, no weights): 0.5000" in text
     observer.step(record(3))
     assert "learned masks" not in report(tmp_path / "run")
+
+
+def test_the_worst_task_is_one_of_enough_elements() -> None:
+    losses = {"rare": 9.0, "hard": 5.0, "easy": 1.0, "outside": 8.0, "absent": None}
+    counts = {"rare": 29, "hard": 30, "easy": 100, "outside": 100, "absent": 0}
+    assert worst_task(losses, counts, {"outside"}) == "hard"
+    assert worst_task(losses, {"hard": None, **dict.fromkeys(("rare", "easy"), 3)}, {"outside"}) == "hard"
+    assert worst_task({"rare": 9.0, "rarer": 10.0}, {"rare": 3, "rarer": 1}) == "rarer", (
+        "where none has as many, of all"
+    )
+    assert worst_task({"absent": None}, {"absent": 0}) is None
 
 
 def test_a_directory_without_metrics_is_named(tmp_path: Path) -> None:
@@ -359,8 +373,8 @@ def test_a_broken_line_is_named(tmp_path: Path) -> None:
 
 def test_a_task_that_min_count_keeps_out_is_not_the_worst(start: Callable[..., Observer], tmp_path: Path) -> None:
     observer = start()
-    noun = TaskRecord(loss=6.0, weight=0.0, count=1)
-    observer.step(record(1, tasks=dict(record(1).tasks) | {"noun": noun}))
+    tasks = {"noun": TaskRecord(loss=6.0, weight=0.0, count=1), "verb": TaskRecord(loss=4.0, weight=1.0, count=30)}
+    observer.step(record(1, tasks=dict(record(1).tasks) | tasks))
     assert observer.close("finished")["worst_task"] == "verb"
 
 

@@ -28,11 +28,12 @@ from trp_scale.config.metric_plots import MetricPlot, describe_metrics
 from trp_scale.errors import RefusedError
 from trp_scale.pages import document
 from trp_scale.pages.document import page_text
-from trp_scale.pages.figures import data_of
+from trp_scale.pages.figures import Plot, data_of
 from trp_scale.pages.next_commands import exported_to
 from trp_scale.pages.picture_files import pictures_section
 from trp_scale.pages.record import read_run
 from trp_scale.pages.run import run_page
+from trp_scale.pages.tasks import optimizer_section
 from trp_scale.recipes.loader import load_recipe
 
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(20)
@@ -295,3 +296,16 @@ def test_a_directory_that_takes_no_files_is_no_error(text_run: Path, capsys: pyt
     (text_run / ".report.html.tmp").mkdir()
     assert cli.main(["report", "--run", str(text_run)]) == 0
     assert "report.html: not written (Is a directory)" in capsys.readouterr().out
+
+
+def test_a_plot_shows_figures_that_measure_the_same(tmp_path: Path) -> None:
+    """The weighted sum that is minimised and the mean of held-out tasks have axes of their own."""
+    lines = [{**each, "validation": {"loss": 2.0, "tasks": {}}} for each in text_lines(4)]
+    run = read_run(write(tmp_path / "run", iter(lines)))
+    plots = {
+        plot.title: [line.name for line in plot.lines]
+        for plot in optimizer_section(run).blocks
+        if isinstance(plot, Plot)
+    }
+    assert plots["Loss in all"] == ["training"]
+    assert plots["Held-out loss (mean of the balanced tasks)"] == ["held out"]
