@@ -23,7 +23,7 @@ STEPS = 5
 
 BALANCING: dict[str, dict[str, Any]] = {
     "random": {"kind": "random"},
-    "group_dro": {"kind": "group_dro", "rate": 0.3, "adjustment": 1.0},
+    "group_dro": {"kind": "group_dro", "rate": 0.3, "adjustment": 1.0, "group_sizes": "batch"},
     "multimae": {"kind": "uncertainty", "lr": 0.05},
     "kendall": {"kind": "uncertainty", "lr": 0.05, "form": "kendall"},
     "dwa": {"kind": "dwa", "interval_steps": 2, "temperature": 0.05, "total": "paper"},

@@ -15,6 +15,9 @@ from trp_scale.balancing.settings import GroupDroSettings
 from trp_scale.core.hooks import StepContext
 from trp_scale.core.run import RunContext
 
+COUNTED_ROWS = 2048
+"""Training rows in which the groups are counted."""
+
 
 class GroupDro(GlobalLossBalancer):
     """q_t <- q_t exp(rate (L_t + C / sqrt(n_t))), normalised; then the batch is weighed by q.
@@ -34,10 +37,16 @@ class GroupDro(GlobalLossBalancer):
         # Logarithms: a share of e^-1000 comes back, one that was rounded to 0 would not.
         start = -math.log(max(1, len(self.objective.balanced)))
         self.log_shares = torch.where(self.balanced, start, self.vector(-torch.inf))
+        self.group_sizes = None
+        if settings.adjustment and settings.group_sizes == "data_set":
+            train = run.sources.train
+            batch = train.first_rows(min(COUNTED_ROWS, train.rows)).to(self.device)
+            self.group_sizes = self.objective.count(batch) * (train.rows / batch.rows)  # [T]
 
     def raised(self, losses: Tensor, counts: Tensor) -> Tensor:
         """[T] log q + rate (scaled loss + C / sqrt(n)), not normalised."""
-        adjustment = self.settings.adjustment / counts.clamp(min=1).sqrt()
+        sizes = counts if self.group_sizes is None else self.group_sizes
+        adjustment = self.settings.adjustment / sizes.clamp(min=1).sqrt()
         return self.log_shares + self.settings.rate * (self.scaled(losses) + adjustment)
 
     def weights_of(self, ctx: StepContext, losses: Tensor, counts: Tensor, eligible: Tensor) -> Tensor:

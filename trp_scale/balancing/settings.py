@@ -151,7 +151,10 @@ class GroupDroSettings(GlobalLossSettings):
     rate: float = setting(0.01, above=0, was="group_dro_rate")
     """Step size of the weights' ascent, eta_q of Sagawa et al."""
     adjustment: float = setting(0.0, at_least=0, was="group_dro_adjustment")
-    """C of the adjustment C / sqrt(n_t) that is added to each loss, n_t elements of the global batch."""
+    """C of the adjustment C / sqrt(n_t) that is added to each loss; n_t: size of the group."""
+    group_sizes: Literal["data_set", "batch"] = "data_set"
+    """n_t of the adjustment. data_set: elements of the task in the training rows, as Sagawa et al. have it; of more
+    than 2,048 rows, the first ones are counted. batch: elements in the global batch, as before 2026-11-27."""
 
 
 @component("balancer", "uncertainty", "trp_scale.balancing.uncertainty:Uncertainty")

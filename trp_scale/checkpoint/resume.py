@@ -254,6 +254,9 @@ def adopt_unrecorded(config: Config, stored: Mapping[str, Any]) -> None:
     """
     if "decay_end" not in stored.get("optimizer", {}):
         config.optimizer.decay_end = "last_step"
+    balancer: Any = getattr(config, "balancer", None)
+    if hasattr(balancer, "group_sizes") and "group_sizes" not in stored.get("balancer", {}):
+        balancer.group_sizes = "batch"
 
 
 def check_settings(

@@ -156,7 +156,7 @@ class Comparison:
         return next((value for value in found if value is not None), None)
 
     def count(self, key: RowKey) -> int | None:
-        """What was measured of a row (`TaskResult.count`), of runs that differ the least; None: not known."""
+        """Return what was measured of a row (`TaskResult.count`), of runs that differ the least; None: not known."""
         return min((task.count for task in self.rows[key] if task is not None and task.count is not None), default=None)
 
     @property

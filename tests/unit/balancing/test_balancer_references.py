@@ -60,7 +60,7 @@ def dwa_case(total: str) -> Case:
 
 CASES = {
     "group_dro": Case(
-        settings={"kind": "group_dro", "rate": 0.3, "adjustment": 0.7},
+        settings={"kind": "group_dro", "rate": 0.3, "adjustment": 0.7, "group_sizes": "batch"},
         reference=lambda: group_dro(TASKS, rate=0.3, adjustment=0.7),
     ),
     "uncertainty multimae": Case(

@@ -22,7 +22,7 @@ STEPS = 8
 SETTINGS: dict[str, dict[str, Any]] = {
     "group_dro": {"kind": "group_dro", "rate": 0.5},
     "group_dro lagged": {"kind": "group_dro", "estimate": "lagged", "loss_ema": 0.5, "scale": "initial"},
-    "group_dro micro": {"kind": "group_dro", "estimate": "micro", "adjustment": 1.0},
+    "group_dro micro": {"kind": "group_dro", "estimate": "micro", "adjustment": 1.0, "group_sizes": "batch"},
     "uncertainty": {"kind": "uncertainty", "lr": 0.05},
     "uncertainty scaled": {"kind": "uncertainty", "form": "kendall", "scale": "initial"},
     "dwa": {"kind": "dwa", "interval_steps": 2},

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
-from tests.unit.balancing.toy import ToyObjective, Twins, balancer, batch, given, take_step
+from tests.unit.balancing.toy import ToyObjective, Twins, balancer, batch, given, stand_in_run, take_step
+from trp_scale.balancing.group_dro import GroupDro
+from trp_scale.checkpoint.resume import adopt_unrecorded
+from trp_scale.config.components import settings_of
 from trp_scale.core.batch import Batch
+from trp_scale.core.hooks import build_hooks
+from trp_scale.upstreams.pos_bert.settings import PosBertConfig
 
 THREE = ToyObjective(tasks=("a", "b", "c"))
 
@@ -22,7 +29,7 @@ def weights_of(weigher: Any, *history: dict[int, float]) -> list[list[float]]:
 
 
 def dro(**settings: Any) -> Any:
-    return balancer(THREE, "group_dro", **{"rate": 0.5, **settings})
+    return balancer(THREE, "group_dro", **{"rate": 0.5, "group_sizes": "batch", **settings})
 
 
 def shares(powers: dict[int, float]) -> list[float]:
@@ -73,6 +80,29 @@ def test_the_adjustment_is_of_the_elements_of_the_global_batch() -> None:
     assert found == pytest.approx(shares({0: 0.5 * (1 + 2 / 3), 1: 0.5 * (1 + 2.0)}), rel=1e-14)
     twins = take_step(dro(adjustment=2.0), THREE, given, window, group=Twins()).weights
     assert twins == pytest.approx(shares({0: 0.5 * (1 + 2 / 18**0.5), 1: 0.5 * (1 + 2.0 / 2**0.5)}), rel=1e-14)
+
+
+def test_the_adjustment_is_of_the_elements_of_the_training_set() -> None:
+    """As in the code of Sagawa et al., where a group's size is that of the whole training set."""
+
+    class Train:
+        rows = 4096
+
+        def first_rows(self, count: int) -> Batch:
+            assert count == 2048
+            return batch({0: [1.0] * 1536, 1: [1.0] * 512})
+
+    settings = settings_of("balancer", "group_dro", rate=0.5, adjustment=2.0)
+    sources = SimpleNamespace(train=Train())
+    weigher = cast(GroupDro, build_hooks(replace(stand_in_run(settings, THREE), sources=sources)).balancer)
+    found = take_step(weigher, THREE, given, [batch({0: [1.0] * 4, 1: [1.0]})]).weights
+    assert found == pytest.approx(shares({0: 0.5 * (1 + 2 / 3072**0.5), 1: 0.5 * (1 + 2 / 1024**0.5)}), rel=1e-14)
+
+
+def test_a_run_of_an_earlier_version_keeps_the_batch_s_sizes() -> None:
+    config = PosBertConfig(balancer=settings_of("balancer", "group_dro"))
+    adopt_unrecorded(config, {"balancer": {"kind": "group_dro"}, "optimizer": {"decay_end": "last_step"}})
+    assert config.balancer.group_sizes == "batch"
 
 
 def test_the_losses_are_scaled_and_smoothed_as_minimax_s_are() -> None:
