@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import select
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -103,7 +104,7 @@ class StopRequests:
         began: float | None = None,
     ) -> None:
         self._file = run_dir / STOP_FILE if run_dir is not None and rank == 0 else None
-        self._max_hours = max_hours
+        self._rank, self._max_hours = rank, max_hours
         self._launchers = launchers
         self._clock = clock
         self._began, self._start = began, clock()
@@ -164,9 +165,13 @@ class StopRequests:
                 raise KeyboardInterrupt
             if first:
                 self._interrupted = self._clock()
-            name = "Ctrl-C (once more: stop without a checkpoint)"
+            name = "Ctrl-C"
         if self._reason is None:
             self._reason = name
+            hint = "; Ctrl-C once more: at once, without a checkpoint" * (number == signal.SIGINT)
+            with suppress(OSError, RuntimeError):  # RuntimeError: in the middle of another print
+                if self._rank == 0:
+                    print(f"{name}: stopping after this step, with a checkpoint{hint}", file=sys.stderr, flush=True)
 
 
 class _Listener:

@@ -7,6 +7,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,7 @@ class TaskResult:
     rows: str = ""
     judged: bool = True
 
-    @property
+    @cached_property
     def count(self) -> int | None:
         """Elements, images or rows that were measured, of seeds that differ the fewest; None: not known."""
         counts = [count for detail in self.detail if (count := _measured(detail)) is not None]

@@ -113,6 +113,9 @@ ZERO = frozenset(
 )
 """The same for the block zero_optimization."""
 
+FORMER_OFFLOADS = {"cpu_offload": "offload_optimizer", "cpu_offload_params": "offload_param"}
+"""Keys of zero_optimization that older files have, and the blocks that took their places."""
+
 DEEPSPEED_AUTO = frozenset({"data_types.keep_in_fp32_modules"})
 """Paths at which DeepSpeed itself knows the word "auto"."""
 
@@ -197,8 +200,11 @@ def _wrong_shape(document: Document) -> Iterator[str]:
         if not isinstance(document.get(name, {}), dict):
             yield f"{name} is {quoted(document[name])}; allowed: a block"
     zero = document.get("zero_optimization", {})
-    for key in zero if isinstance(zero, dict) else ():
-        if key not in ZERO:
+    for key in list(zero) if isinstance(zero, dict) else ():
+        if (instead := FORMER_OFFLOADS.get(key)) is not None:
+            if zero.pop(key) is not False:
+                yield f'zero_optimization.{key} is a former key; allowed: false, or {instead}: {{"device": "cpu"}}'
+        elif key not in ZERO:
             close = nearest(key, ZERO).replace("did you mean ", "did you mean zero_optimization.")
             yield f"zero_optimization.{key}: unknown or not supported{close}"
         elif key.startswith("offload_") and not isinstance(zero[key] or {}, dict):

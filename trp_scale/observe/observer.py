@@ -242,6 +242,7 @@ class Observer:
         summary = {
             "exit_reason": reason,
             "steps": history.last_step,
+            "steps_asked": self.config.training.steps,
             "start_step": self.info.start_step,
             "wall_seconds": time.monotonic() - self._began,
             "tokens": history.last_step * self.info.positions_per_step,

@@ -61,6 +61,7 @@ class PlainDisplay:
         self._began = time.monotonic()
         self._paced: tuple[int, float] | None = None  # the first step that was shown, which may have compiled, and when
         self._next = 0.0
+        self._shown: list[str] = []
 
     def update(self, record: StepRecord, positions_per_second: float, worst_task: str | None) -> None:
         now = time.monotonic()
@@ -75,8 +76,10 @@ class PlainDisplay:
             a_step = (now - self._paced[1]) / (record.step - self._paced[0])
             said += f"  left {timedelta(seconds=round(a_step * (self._steps - record.step)))}"
         self.message(f"step {record.step}/{self._steps}  {self._standing.steps()}  {said}")
-        for line in self._standing.more():
-            self.message(f"  {line}")
+        before, self._shown = self._shown, list(self._standing.more())
+        for line in self._shown:
+            if line not in before:
+                self.message(f"  {line}")
 
     def line(self, line: Mapping[str, Any]) -> None:
         self._standing.line(line)

@@ -69,6 +69,8 @@ class _Summary(PartOf):
     """What is read of summary.json."""
 
     exit_reason: str = ""
+    steps_asked: Whole = 0
+    goes_on: str = ""
     description: str = ""
     rows: dict[str, Whole] | None = None
     loader_workers: Whole = 0
@@ -88,7 +90,7 @@ def task_table(history: RunHistory) -> Table:
         "task was there (losses weighted by counts); elements: in those steps"
     )
     validation = (history.validation or {}).get("tasks", {})
-    held_out = {"held out": "loss"} if validation else {}
+    held_out = {"held\nout": "loss"} if validation else {}
     held_out |= {"right": "accuracy"} if any("accuracy" in task for task in validation.values()) else {}
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, caption=caption, caption_justify="left")
     table.add_column("task", no_wrap=True)
@@ -98,9 +100,12 @@ def task_table(history: RunHistory) -> Table:
     for name, task in history.tasks.items():
         is_worst = name == history.worst_task and len(history.tasks) > 1
         cells = [name, number(task.start), number(task.end), number(task.change, sign=True)]
-        cells += [number(task.weight), f"{task.count:,}"]
+        # Within 80 columns, whatever was counted.
+        cells += [number(task.weight), f"{task.count:,}" if task.count < 10**6 else f"{task.count / 1e6:,.1f}M"]
         measured = validation.get(name, {})
-        cells += [number(measured.get(figure)) for figure in held_out.values()]
+        shares = measured.get("accuracy")
+        percent = {"accuracy": "-" if shares is None else f"{shares:.1%}"}
+        cells += [percent.get(figure) or number(measured.get(figure)) for figure in held_out.values()]
         table.add_row(*cells, "worst" if is_worst else "", style="bold red" if is_worst else None)
     return table
 
@@ -108,7 +113,10 @@ def task_table(history: RunHistory) -> Table:
 def report_lines(run_dir: Path, history: RunHistory, summary: Mapping[str, Any]) -> list[str]:
     """The sentences under the table."""
     ended = summary.get("exit_reason", "no summary.json: still running, or killed")
-    lines = [f"steps {history.last_step} ({ended})"]
+    asked = summary.get("steps_asked", history.last_step)
+    lines = [f"steps {history.last_step}{f' of {asked}' if asked > history.last_step else ''} ({ended})"]
+    if goes_on := summary.get("goes_on"):
+        lines.append(f"newest checkpoint: {goes_on}")
     if rows := summary.get("rows"):
         lines.append(f"rows: {', '.join(f'{name} {count:,}' for name, count in rows.items())}")
     lines.append(f"loss {number(history.loss_start)} -> {number(history.loss_end)}{_in_per_cent(history)}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import hashlib
+import re
 import sys
 import threading
 import time
@@ -95,7 +96,7 @@ def server_of(page: RunningPage, port: int) -> ThreadingHTTPServer:
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            if self.headers.get("Host", "").rpartition(":")[0] not in OWN_NAMES:
+            if re.sub(r":\d+$", "", self.headers.get("Host", "")).lower() not in OWN_NAMES:
                 self.send_error(HTTPStatus.FORBIDDEN)
                 return
             path = self.path.partition("?")[0]

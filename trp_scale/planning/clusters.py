@@ -156,7 +156,9 @@ def gpu_of(name: str) -> Gpu:
         RefusedError: there is none of that name.
     """
     if name not in GPUS:
-        raise RefusedError(f"--gpu {name}: not known{nearest(name, GPUS)}; allowed: {', '.join(GPUS)}")
+        kinds = ", ".join(kind for kind in GPUS if kind.startswith(f"{name}-"))
+        said = f"its kinds are {kinds}" if kinds else f"not known{nearest(name, GPUS)}"
+        raise RefusedError(f"--gpu {name}: {said}; allowed: {', '.join(GPUS)}")
     return GPUS[name]
 
 

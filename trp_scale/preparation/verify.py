@@ -58,7 +58,7 @@ def verify_dataset(directory: Path) -> Verified:
     for place in ("shards", *second):
         if (binary := find_index(directory / place)) is not None:
             binary.verify()
-    blocks = rows = size = 0
+    entries = blocks = rows = size = 0
     seen: set[str] = set()
     places = find_places(directory / "shards")
     for name in dataset["shards"]:
@@ -72,10 +72,11 @@ def verify_dataset(directory: Path) -> Verified:
             if places is None and block.key in seen:  # tars of others may each count from 0
                 raise DataError(f"{shard}: block {shortened(block.key)}: the key is used twice in the data set")
             seen.add(block.key)
-        blocks += len(index.blocks)
+        entries += len(index.blocks)
+        blocks += -(-len(index.blocks) // dataset.get("rows_per_block", 1)) if kind is images else len(index.blocks)
         rows += sum(block.rows for block in index.blocks)
         size += index.size
-    for what, found in (("blocks", blocks), ("rows", rows)):
+    for what, found in (("blocks", entries), ("rows", rows)):
         if dataset.get(what, found) != found:
             raise DataError(
                 f"{directory / 'dataset.json'}: {quoted(dataset[what])} {what} written there, {found} found"

@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import shlex
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import datetime, timezone
@@ -22,7 +24,7 @@ from trp_scale.checkpoint.manager import Content
 from trp_scale.checkpoint.resume import adopt_unrecorded, check_settings, select, take_back
 from trp_scale.checkpoint.run_directory import checkpoints
 from trp_scale.checkpoint.writer import CheckpointWriter
-from trp_scale.command_line import phase
+from trp_scale.command_line import clean_text, phase
 from trp_scale.config import Config, RefusedError
 from trp_scale.core.hooks import build_hooks
 from trp_scale.core.run import RunContext
@@ -330,8 +332,13 @@ class Run:
             self.start_up()
             if (why := self.checkpoints.given_up()) and why != self.ended:
                 self.ended = f"{self.ended}; {why}"
-            best = {} if self.best is None else {"best": self.best.state()}
-            self.observer.close(self.ended, {**self.start_up.figures(), **best})
+            beside: dict[str, Any] = {} if self.best is None else {"best": self.best.state()}
+            if not nothing_left(self.ended) and (kept := checkpoints(self.run_dir)):
+                words = [clean_text(word) for word in sys.orig_argv]
+                named = any(word.partition("=")[0] == "--run_dir" for word in words)
+                words += [] if named else ["--run_dir", str(self.run_dir)]
+                beside["goes_on"] = f"{kept[-1][1]}; go on from it with: {shlex.join(words)}"
+            self.observer.close(self.ended, {**self.start_up.figures(), **beside})
             if self.state.step >= self.config.training.steps or nothing_left(self.ended):
                 then()
         finally:

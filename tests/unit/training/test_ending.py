@@ -32,7 +32,7 @@ def record(run_dir: Path) -> dict[str, Any]:
         ("SIGTERM (rank 3)", 0, True),
         ("its launcher, process 12, is gone", 0, True),
         ("--training.max_hours 1 are over", 0, True),
-        ("Ctrl-C (once more: stop without a checkpoint)", 0, False),
+        ("Ctrl-C", 0, False),
         ("the file /runs/a/STOP", 0, False),
         ("11 steps skipped, --training.max_skipped_steps allows 10", 3, False),
     ],

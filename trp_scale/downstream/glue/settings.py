@@ -71,9 +71,9 @@ class GlueTaskConfig(FinetuneConfig):
 
     def tasks(self, named: str) -> list[str]:
         named = named or self.downstream.task
-        if named == "all":
+        tasks = [name.strip().lower().replace("-", "") for name in named.split(",") if name.strip()]
+        if tasks == ["all"]:
             return list(GLUE_TASKS)
-        tasks = [name.strip() for name in named.split(",") if name.strip()]
         wrong = [name for name in tasks if name not in (*GLUE_TASKS, "wnli")]
         if wrong or not tasks:
             raise RefusedError(
