@@ -21,6 +21,7 @@ from trp_scale.config import RefusedError
 from trp_scale.config.components import find, named
 from trp_scale.config.upstream import Weights
 from trp_scale.documents.json_files import read_object
+from trp_scale.observe.metrics import name_seed_runs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,7 +142,7 @@ def find_checkpoint(source: Path) -> Path:
     found = newest_complete(source)
     if found.path is None:
         why = "; ".join(found.warnings) or "expected a run directory with checkpoints/step_..., or a checkpoint"
-        raise RefusedError(f"{source}: no weights to read: {why}")
+        raise RefusedError(f"{source}: no weights to read: {why}{name_seed_runs(source)}")
     if (noted := _found.get()) is not None:
         noted.append(found.path)
     return found.path

@@ -21,6 +21,7 @@ from trp_scale.documents.json_files import read_object
 from trp_scale.downstream.arguments import SCRATCH
 from trp_scale.errors import quoted
 from trp_scale.models.positions import interpolated
+from trp_scale.observe.metrics import name_seed_runs
 from trp_scale.recipes.loader import from_dict
 
 POSITION_NUMBERS = "embeddings.position_ids"
@@ -99,7 +100,7 @@ def open_encoder(path: str) -> EncoderSource:
         raise RefusedError(
             f"--from {path}: allowed: a run directory (with checkpoints/), a checkpoint, a directory with config.json "
             f"and {FILE} (transformers' BERT or ViTMAE, timm's ViT), or the word {SCRATCH}; names on a "
-            "hub are not downloaded"
+            f"hub are not downloaded{name_seed_runs(place)}"
         )
     said = f"--from {path}: config.json"
     found = read_object(description, said=said)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -72,11 +73,20 @@ def finetune(arguments: FinetuneArguments) -> int:
                     of_task.append(result)
                 found.append(join(of_task))
         results = Results(recipe=arguments.recipe, encoder=arguments.from_, tasks=found)
-        on_rank_zero(world, f"writing {run_dir}", lambda: write_json(run_dir / RESULTS_FILE, results))
+        on_rank_zero(world, f"writing {run_dir}", lambda: add_results(run_dir, results))
         if world.rank == 0:
             print_results(results, baseline)
             print(run_dir / RESULTS_FILE)
     return ExitStatus.DONE
+
+
+def add_results(run_dir: Path, results: Results) -> None:
+    """Write results.json, with the rows of other tasks that the same recipe and encoder have there."""
+    if (run_dir / RESULTS_FILE).is_file():
+        before, names = read_results(run_dir), {task.task for task in results.tasks}
+        if (before.recipe, before.encoder) == (results.recipe, results.encoder):
+            results.tasks = [*(task for task in before.tasks if task.task not in names), *results.tasks]
+    write_json(run_dir / RESULTS_FILE, results)
 
 
 def refuse_learned_images(config: FinetuneConfig) -> None:
@@ -195,5 +205,11 @@ def run_seed(
         )
         on_rank_zero(world, f"writing {run_dir}", lambda: write_json(run_dir / RESULT_FILE, found[0]))
 
-    _, status = trained(make, measured)
+    try:
+        _, status = trained(make, measured)
+    except RefusedError:
+        with suppress(OSError):  # not empty, or removed by another rank
+            run_dir.rmdir()
+            run_dir.parent.rmdir()
+        raise
     return status, found[0] if found else None

@@ -196,6 +196,12 @@ class _Line(PartOf):
     multilevel: LastLesson | None = None
 
 
+def name_seed_runs(directory: Path) -> str:
+    """Return the words that name the runs in a directory of `trp-scale finetune`; empty if there are none."""
+    paths = sorted(str(path.parent) for path in directory.glob("*/seed_*/config.yaml"))
+    return f"; fine-tuned runs are in it, give one: {', '.join(paths[:10])}" if paths else ""
+
+
 def read_metrics(run_dir: Path) -> Iterator[dict[str, Any]]:
     """The lines of a run's metrics.jsonl, oldest first; a torn last line is left out.
 
@@ -204,7 +210,8 @@ def read_metrics(run_dir: Path) -> Iterator[dict[str, Any]]:
     """
     path = Path(run_dir) / METRICS_FILE
     if not path.exists():
-        raise RefusedError(f"{path} does not exist: {run_dir} is not a run directory, or the run made no step")
+        what = f"{run_dir} is not a run directory, or the run made no step{name_seed_runs(Path(run_dir))}"
+        raise RefusedError(f"{path} does not exist: {what}")
     for number, text in json_lines(path):
         if not text.endswith(b"\n"):
             return

@@ -13,9 +13,10 @@ import pytest
 import timm
 import torch
 import transformers
+from PIL import Image
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import ViTMAEForPreTraining
+from transformers import ViTImageProcessor, ViTMAEForPreTraining
 
 from tests.unit.checkpoint.fake_engine import FakeEngine, save_step
 from tests.unit.models.small_images import GRID, PATCH, config, crops, small_model
@@ -25,7 +26,7 @@ from trp_scale.checkpoint.tensor_file import CheckpointError
 from trp_scale.cli import main
 from trp_scale.config import Config, RefusedError
 from trp_scale.downstream.encoder_source import open_encoder
-from trp_scale.models.patches import patchify
+from trp_scale.models.patches import CHANNEL_DEVIATION, CHANNEL_MEAN, patchify
 from trp_scale.recipes.loader import to_dict
 from trp_scale.upstreams.mae.model import MaskedAutoencoder
 from trp_scale.upstreams.mae.settings import MaeConfig
@@ -55,6 +56,10 @@ def test_transformers_loads_it_and_computes_the_same(tmp_path: Path, target: Any
     assert not any(report.values()), report
     assert (peer.config.norm_pix_loss, peer.config.mask_ratio) == (target == "normalised", 0.75)
     assert peer.config.layer_norm_eps == 1e-6
+    processor = ViTImageProcessor.from_pretrained(tmp_path / "hf")
+    assert (processor.size["height"], processor.resample) == (settings.crops.size, Image.Resampling.BICUBIC)
+    white = processor(Image.new("RGB", (9, 5), "white"), return_tensors="pt")["pixel_values"]
+    torch.testing.assert_close(white[0, :, 0, 0], (1 - torch.tensor(CHANNEL_MEAN)) / torch.tensor(CHANNEL_DEVIATION))
     batch = crops(2, dtype=torch.float32)
     images, noise = images_and_noise(batch)
     with torch.no_grad():

@@ -8,10 +8,13 @@ from pathlib import Path
 import pytest
 
 from tests.runs import SMALL_IMAGES, image_flags, pretrain_here
+from tests.unit.data.images.stored import sample, write_images
 from trp_scale import cli
 from trp_scale.config import RefusedError
 from trp_scale.downstream.arguments import parse_finetune
-from trp_scale.downstream.results import read_results
+from trp_scale.downstream.finetune import add_results
+from trp_scale.downstream.glue.settings import GlueTaskConfig
+from trp_scale.downstream.results import Results, SeedResult, join, read_results
 from trp_scale.training import pretrain as training
 
 KEPT = ("model.", "crops.", "batch.", "logging.", "data.workers", "vision.patch")
@@ -157,3 +160,36 @@ def test_a_source_is_asked_for(image_dataset: Path, tmp_path: Path) -> None:
     place = flags.index("--from")
     with pytest.raises(RefusedError, match="--from is missing"):
         parse_finetune(flags[:place] + flags[place + 2 :])
+
+
+def test_results_of_other_tasks_stay(tmp_path: Path) -> None:
+    def results(encoder: str, **values: float) -> Results:
+        seeds = [
+            SeedResult(task=t, metric="a", split="dev", lower_is_better=False, seed=0, metrics={"a": value})
+            for t, value in values.items()
+        ]
+        return Results(recipe="glue", encoder=encoder, tasks=[join([one]) for one in seeds])
+
+    add_results(tmp_path, results("run", rte=0.5, cola=0.3))
+    add_results(tmp_path, results("run", sst2=0.9, cola=0.4))
+    assert {task.task: task.mean for task in read_results(tmp_path).tasks} == {"rte": 0.5, "sst2": 0.9, "cola": 0.4}
+    add_results(tmp_path, results("another", sst2=0.8))
+    assert [task.task for task in read_results(tmp_path).tasks] == ["sst2"]
+
+
+def test_a_refused_run_leaves_no_empty_folder(tmp_path: Path) -> None:
+    unlabelled = write_images(tmp_path / "data", [[sample(0, 20, 20)]])
+    assert cli.main(["finetune", *tuning_flags(unlabelled, tmp_path / "run", "scratch")]) == 2
+    assert not [path for path in (tmp_path / "run").rglob("*") if path.is_dir()]
+
+
+def test_runs_within_a_directory_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "tuned" / "rte" / "seed_3").mkdir(parents=True)
+    (tmp_path / "tuned" / "rte" / "seed_3" / "config.yaml").touch()
+    for words in (["report", "--run"], ["export", "--to", "timm", "--output", "x", "--run"], ["represent", "--from"]):
+        assert cli.main([*words, str(tmp_path / "tuned")]) == 2
+        assert f"give one: {tmp_path}/tuned/rte/seed_3\n" in capsys.readouterr().err
+
+
+def test_glue_names_in_any_case() -> None:
+    assert GlueTaskConfig().tasks("CoLA,SST-2") == ["cola", "sst2"] and "rte" in GlueTaskConfig().tasks("All")

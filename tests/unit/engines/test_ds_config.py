@@ -236,6 +236,7 @@ def test_sizes_follow_the_width_of_the_model() -> None:
         ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": 0}}, "zero_hpz_partition_size is 0; allowed: "),
         ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": "auto"}}, 'zero_hpz_partition_size is "auto"'),
         ({"train_batchsize": 256}, "train_batchsize: unknown or not supported; did you mean train_batch_size?"),
+        ({"zero_optimization": {"stage": 2, "cpu_offload": True}}, 'allowed: false, or offload_optimizer: {"device"'),
         ({"zero_optimization": {"stages": 2}}, "did you mean zero_optimization.stage?"),
         ({"data_efficiency": {"enabled": True}}, "data_efficiency: unknown or not supported"),
     ],
@@ -244,6 +245,11 @@ def test_a_contradiction_is_refused_with_both_values(document: dict[str, Any], e
     message = refusal(document)
     assert message.startswith("x.json cannot be used with this recipe (1 reason(s))")
     assert expected in message
+
+
+def test_former_keys_that_are_false_are_taken_out() -> None:
+    former = {"stage": 2, "cpu_offload": False, "cpu_offload_params": False}
+    assert resolved({"zero_optimization": former})["zero_optimization"].keys() & former.keys() == {"stage"}
 
 
 def test_all_contradictions_are_listed_at_once() -> None:

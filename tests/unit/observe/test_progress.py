@@ -31,9 +31,16 @@ def test_plain_lines_come_every_ten_seconds_and_at_the_end(monkeypatch: pytest.M
     now = [100.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
     display = PlainDisplay(20, RunInfo(positions_per_step=1000), console=console)
+    tasks = {"noun": {"loss": 5.0, "accuracy": 0.061}}
     for step in range(1, 21):
         now[0] += 3.0 if step > 1 else 43.0
+        if step in (4, 12):
+            display.line({"step": step, "validation": {"loss": 5.25 - 0.01 * step, "tasks": tasks}})
         display.update(record(step), 2000.0, "noun")
+    assert output(console).count("right of those held out: noun 6.1%") == 1, "what is as before is not said again"
+    assert (
+        output(console).count("held out 5.2100 at step 4") == output(console).count("held out 5.1300 at step 12") == 1
+    )
     shown = [int(found) for found in re.findall(r"^step (\d+)/20", output(console), flags=re.MULTILINE)]
     assert shown == [1, 5, 9, 13, 17, 20]
     first, second = output(console).splitlines()[:2]

@@ -42,13 +42,18 @@ def get(run: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Get]:
 
         def ask(path: str, host: str = "localhost") -> str:
             address = f"http://{HOST}:{server.server_address[1]}{path}"
-            request = urllib.request.Request(address, headers={"Host": f"{host}:1"})
+            request = urllib.request.Request(address, headers={"Host": host})
             with urllib.request.urlopen(request, timeout=20) as answer:
                 return str(answer.read().decode())
 
         yield ask
         server.shutdown()
         thread.join()
+
+
+@pytest.mark.parametrize("host", ["localhost", "LocalHost:8000", "127.0.0.1", "[::1]:1"])
+def test_its_own_names_are_answered(get: Get, host: str) -> None:
+    assert "up to step 3." in get("/", host)
 
 
 def test_the_page_changes_when_the_run_gets_on(run: Path, get: Get) -> None:

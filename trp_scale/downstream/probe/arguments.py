@@ -84,7 +84,7 @@ class ProbeArguments(ReadsRuns):
     """Shards of the images that accuracy is measured on: the same classes, other images. None = what
     --validation_fraction holds out of --data."""
     method: Method = "logistic"
-    """logistic: fast. linear: by MAE's protocol. knn: nearest neighbours, nothing is learned."""
+    """logistic: fast. linear: as MAE probes with --pooling class and --linear.crops fresh. knn: nothing is learned."""
     recipe: Annotated[str, tyro.conf.arg(metavar="NAME|PATH")] = ""
     """For --from scratch: a recipe of images with the encoder's sizes; a run's config.yaml is one too."""
     image_size: int = 0

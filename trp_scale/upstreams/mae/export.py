@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor, nn
-from transformers import ViTMAEConfig
+from transformers import ViTImageProcessor, ViTMAEConfig
 
 from trp_scale.checkpoint.export import Export
 from trp_scale.checkpoint.format import read_full_state
@@ -123,7 +124,7 @@ def write_encoder(
 
 
 def write_vitmae(asked: Export) -> None:
-    """Write the whole autoencoder for `ViTMAEForPreTraining.from_pretrained`.
+    """Write the whole autoencoder for `ViTMAEForPreTraining.from_pretrained`, and its image processor.
 
     Raises:
         RefusedError: ViTMAE has no such model.
@@ -142,6 +143,12 @@ def write_vitmae(asked: Export) -> None:
     stored = read_weights(asked.checkpoint, MaskedAutoencoder(config), asked.state)
     weights = to_vitmae(stored, patch_size=vision.patch_size, grid=grid, order=vision.position_order)
     vitmae_config(config).save_pretrained(asked.directory)
+    ViTImageProcessor(
+        size={"height": config.crops.size, "width": config.crops.size},
+        resample=Image.Resampling[config.crops.interpolation.upper()],
+        image_mean=list(CHANNEL_MEAN),
+        image_std=list(CHANNEL_DEVIATION),
+    ).save_pretrained(asked.directory)
     # Not the model's save_pretrained: what transformers 5.23 calls the decoder's layers in a file, older ones reject.
     save_file(weights, asked.directory / "model.safetensors", metadata={"format": "pt"})
 

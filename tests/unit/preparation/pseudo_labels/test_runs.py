@@ -56,7 +56,7 @@ def test_labels_lie_beside_their_images_as_the_loader_wants_them(whole: Path) ->
     assert (depth["scale"], depth["larger_is"], depth["directory"]) == (None, "nearer", "depth")
     for entry in (depth, semseg):
         assert (entry["exact"], entry["labels"], entry["unreadable"], entry["clipped_pixels"]) == (False, 9, 0, 0)
-    assert verify_dataset(whole).blocks == 9
+    assert verify_dataset(whole).rows == 9
     opened = open_image_dataset(whole, used=DIRECTORIES)
     assert [table.rows for table in opened.aligned] == [9, 9]
     assert isinstance(opened.maps[0], StoredDepth) and opened.maps[0].larger_is == "nearer"
