@@ -102,7 +102,7 @@ def _member(entry: tarfile.TarInfo) -> TarMember:
     folder, slash, file = entry.name.removeprefix("./").rpartition("/")
     stem, _, suffix = file.partition(".")
     kinds = {"folder": entry.isdir(), "link": entry.issym() or entry.islnk(), "sparse file": entry.issparse()}
-    kind = next((kind for kind, found in kinds.items() if found), "file" if entry.isreg() else "special file")
+    kind = next((kind for kind, is_it in kinds.items() if is_it), "file" if entry.isreg() else "special file")
     return TarMember(
         name=entry.name,
         key=folder + slash + stem,
