@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -74,8 +73,3 @@ class Group:
 
 ALONE = Group("data")
 """A group of this process only."""
-
-
-def host_device() -> torch.device:
-    """Where small vectors that the host reads live: they are reduced without waiting for the accelerator."""
-    return torch.device("cpu")

@@ -127,12 +127,6 @@ class Counted:
         made = without_content(lambda: NETWORKS[masks.network](self.config))  # type: ignore[arg-type]
         return sum(each.numel() for each in made.parameters())
 
-    @cached_property
-    def crop_bytes(self) -> int:
-        """Of a row, as a loader hands it over."""
-        batch = self.outline.rows(1)
-        return sum(field.nbytes for field in batch.fields.values())
-
     def _over(self, ranks: int, split: bool) -> Counted:
         """What one of the ranks that share its matrices, and may split its tokens, has; itself on one."""
         if ranks == 1:

@@ -21,8 +21,6 @@ from trp_scale.training.micro_size import WORKSPACE
 
 MASTER = 4
 """Bytes of a number of the optimizer's: weights, gradients and each moment."""
-AUTOCAST_CACHE = 2
-"""Bytes a parameter of the bf16 copies that autocast keeps of weights; they are among what a forward pass saves."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,8 +28,6 @@ the directory of the input or of the data set NAME."""
 AVERAGE, WORST = "average", "worst"
 """Rows over the tasks of a judge that are judged together."""
 
-BUDGETS = ("steps", "time")
-
 
 @dataclass(frozen=True, kw_only=True)
 class Source:

@@ -186,7 +186,11 @@ def test_a_refused_run_leaves_no_empty_folder(tmp_path: Path) -> None:
 def test_runs_within_a_directory_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "tuned" / "rte" / "seed_3").mkdir(parents=True)
     (tmp_path / "tuned" / "rte" / "seed_3" / "config.yaml").touch()
-    for words in (["report", "--run"], ["export", "--to", "timm", "--output", "x", "--run"], ["represent", "--data", "x", "--output", "y", "--from"]):
+    for words in (
+        ["report", "--run"],
+        ["export", "--to", "timm", "--output", "x", "--run"],
+        ["represent", "--data", "x", "--output", "y", "--from"],
+    ):
         assert cli.main([*words, str(tmp_path / "tuned")]) == 2
         assert f"give one: {tmp_path}/tuned/rte/seed_3\n" in capsys.readouterr().err
 

@@ -46,7 +46,7 @@ def test_the_agreement_of_hosts_grows_with_the_ranks() -> None:
 
 
 def test_an_unknown_gpu_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(RefusedError, match=r"--gpu a100: its kinds are a100-40, a100-80; allowed"):
+    with pytest.raises(RefusedError, match=r"a100: its kinds"):
         gpu_of("a100")
     with pytest.raises(RefusedError, match=r"--gpu h10: not known; did you mean h100.*allowed: a100-40, a100-80, h100"):
         gpu_of("h10")

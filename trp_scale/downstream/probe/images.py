@@ -14,7 +14,7 @@ from trp_scale.data.fetch import BatchBuilder
 from trp_scale.data.plan import HeldOutPlan, TrainPlan
 from trp_scale.data.sources import TrainSource, ValidationSource
 from trp_scale.data.split import held_out
-from trp_scale.distributed.groups import ALONE, Group
+from trp_scale.distributed.groups import Group
 from trp_scale.downstream.classification.batch import MeasuredImages, TrainingImages
 from trp_scale.downstream.classification.settings import ClassificationTaskConfig
 from trp_scale.downstream.classification.task import LabelledImages, open_labelled
@@ -75,10 +75,6 @@ class ProbedImages:
         """This rank's micro-batches of all images as they are measured, in stored order, each image once; the last ones
         are filled with rows of row_weights 0."""
         return self.once(self.every_block(), group)
-
-    def held_out_batches(self, fraction: float, group: Group = ALONE) -> Iterator[Batch]:
-        """As `batches`, of what is held out."""
-        return self.once(self.held_blocks(fraction), group)
 
     def once(self, chosen: BlockMasks, group: Group) -> Iterator[Batch]:
         """As `batches`, of the blocks that are chosen in each data set."""

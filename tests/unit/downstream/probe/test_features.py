@@ -164,13 +164,13 @@ def test_what_is_held_out_is_what_a_run_holds_out(images: ProbedImages) -> None:
         *blocks.rows.tolist(),
     }
     features = extract(FrozenEncoder(small_config(), pooling="mean"), images.batches(ALONE))[0]
-    unseen = extract(FrozenEncoder(small_config(), pooling="mean"), images.held_out_batches(0.3))[0]
+    unseen = extract(FrozenEncoder(small_config(), pooling="mean"), images.once(images.held_blocks(0.3), ALONE))[0]
     assert np.allclose(features[held], unseen, atol=1e-6)
 
 
 def test_training_sources_leave_out_what_is_held_out(images: ProbedImages) -> None:
     """One epoch of each: all other images once, whole or as crops that differ between epochs."""
-    measured = {int(key) for batch in images.held_out_batches(0.3) for key in batch.keys if key >= 0}
+    measured = {int(key) for batch in images.once(images.held_blocks(0.3), ALONE) for key in batch.keys if key >= 0}
     every = {int(key) for batch in images.batches(ALONE) for key in batch.keys if key >= 0}
     whole, crops = images.in_order(ALONE, 0.3), images.random_crops(ALONE, 0.3, smallest=0.08, batch=8, seed=3)
     for source in (whole, crops):
