@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -136,3 +138,20 @@ def test_constraints_are_names_and_versions_only() -> None:
         assert name.replace("-", "").replace("_", "").replace(".", "").isalnum(), pin
         assert all(part.isalnum() for part in version.split(".")), pin
         assert marker in ("", 'python_version < "3.11"', 'python_version >= "3.11"'), pin
+
+
+def test_pretraining_takes_a_free_port_unless_one_is_given(project: Path) -> None:
+    """29500, the launcher's own, may be another run's."""
+    assert setup(project).returncode == 0
+
+    def port(*given: str) -> int:
+        words = ["make", "-n", "pretrain", f"PYTHON={project / 'python'}", *given]
+        environment = {"PATH": os.environ["PATH"], "REAL_PYTHON": sys.executable}
+        shown = subprocess.run(
+            words, cwd=project, env=environment, capture_output=True, text=True, timeout=60, check=True
+        )
+        return int(re.findall(r"--master_port (\d+)", shown.stdout)[-1])
+
+    assert port("MASTER_PORT=29500") == 29500
+    with socket.socket() as probe:
+        probe.bind(("", port()))

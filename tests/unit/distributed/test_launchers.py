@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
 from trp_scale.config import RefusedError
@@ -193,3 +197,22 @@ def test_variables_that_cannot_be_are_refused(environ: dict[str, str], expected:
 )
 def test_the_first_host_of_slurms_notation(nodes: str, first: str) -> None:
     assert first_host(nodes) == first
+
+
+def test_a_process_that_leaves_removes_its_own_socket_directory_alone(tmp_path: Path) -> None:
+    """A forked one has its parent's, which other processes still use."""
+    script = f"""
+import os, tempfile
+from multiprocessing import util
+tempfile.tempdir = {str(tmp_path)!r}
+from trp_scale.distributed.launchers import leave
+print(util.get_temp_dir(), flush=True)
+if os.fork() == 0:
+    leave(0)
+os.wait()
+print(os.path.isdir(util.get_temp_dir()), flush=True)
+leave(0)
+"""
+    shown = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
+    made, is_there = shown.stdout.split()
+    assert is_there == "True" and made.startswith(str(tmp_path)) and not list(tmp_path.iterdir())
