@@ -137,6 +137,19 @@ def test_folders_of_images(tree: Path, caplog: pytest.LogCaptureFixture) -> None
     assert "left out: 2 hidden, 1 link to a folder around it, 1 .JSONL, 1 .txt, 1 without a suffix" in caplog.text
 
 
+def test_maps_that_are_not_used(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    for folder in ("images", "depth"):
+        (tmp_path / folder).mkdir()
+        for name in ("0", "1", "notes"):
+            path = tmp_path / folder / f"{name}{'.txt' if name == 'notes' else '.png'}"
+            path.write_bytes(of_format(0, "png"))
+    (tmp_path / "images" / "1.png").unlink()
+    with caplog.at_level(logging.WARNING):
+        list_folder(tmp_path / "images", {"depth": tmp_path / "depth"})
+    assert f"--modality depth={tmp_path}/depth: left out: 1 .txt" in caplog.text
+    assert f"1 maps (.depth.png) are of no image, such as {tmp_path}/depth/1.png" in caplog.text
+
+
 def test_a_fingerprint_sees_linked_folders(tree: Path) -> None:
     before = files_fingerprint(all_files(tree))
     (tree / "linked" / "B.JSONL").write_text(json.dumps({"text": "Six."}))
@@ -172,7 +185,9 @@ def test_advice_is_what_a_command_accepts(tmp_path: Path) -> None:
         require_dataset(tmp_path / "hidden")
 
 
-def test_names_that_are_not_utf8(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_names_that_are_not_utf8(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Names of files are stored escaped; what a user gives is refused before the work."""
     (tmp_path / "in" / NOT_UTF8).mkdir(parents=True)
     (tmp_path / "in" / NOT_UTF8 / f"{NOT_UTF8}.jpg").write_bytes(of_format(0, "jpg"))
@@ -194,3 +209,5 @@ def test_names_that_are_not_utf8(tmp_path: Path, capsys: pytest.CaptureFixture[s
     capsys.readouterr()
     assert main(["shard-text", "--inputs", "a.txt", "--output", NOT_UTF8]) == 2
     assert capsys.readouterr().err == "error: caf\\udce9: a name that is not UTF-8 cannot be stored; rename it\n"
+    monkeypatch.chdir(tmp_path / "in" / NOT_UTF8)
+    assert main(["report"]) == 2

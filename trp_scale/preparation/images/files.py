@@ -100,6 +100,9 @@ def list_folder(folder: Path, modalities: dict[str, Path]) -> Listing:
         digest.update(f"{name}\0{size}\0".encode("utf-8", "surrogateescape"))
     maps = {map_formats()[name].suffix: _maps(name, path, digest) for name, path in modalities.items()}
     samples, skipped = [], []
+    for suffix, paths in maps.items():
+        if unused := paths.keys() - {name.rpartition(".")[0] for name, _ in images}:
+            log.warning("%d maps (.%s) are of no image, such as %s", len(unused), suffix, paths[min(unused)])
     for name, _ in images:
         path = f"{folder}/{name}"
         place = escape_name(path)
@@ -129,8 +132,11 @@ def _maps(modality: str, folder: Path, digest: hashlib._Hash) -> dict[str, str]:
         DataError: two files for one image.
     """
     found: dict[str, str] = {}
-    for name, size in sorted(walk_files(folder)):
-        if name.lower().endswith(known_modalities()[modality].file_suffixes):
+    left_out: Counter[str] = Counter()
+    for name, size in sorted(walk_files(folder, left_out)):
+        if not name.lower().endswith(known_modalities()[modality].file_suffixes):
+            left_out[Path(name).suffix] += 1
+        else:
             digest.update(f"{name}\0{size}\0".encode("utf-8", "surrogateescape"))
             stem = name.rpartition(".")[0]
             if stem in found:
@@ -139,6 +145,8 @@ def _maps(modality: str, folder: Path, digest: hashlib._Hash) -> dict[str, str]:
                     "leave one of them"
                 )
             found[stem] = f"{folder}/{name}"
+    if left_out:
+        log.warning("--modality %s=%s: left out: %s", modality, folder, list_counts(left_out))
     return found
 
 

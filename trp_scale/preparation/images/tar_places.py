@@ -122,7 +122,7 @@ def _of_remote_folder(url: str) -> list[str]:
     listed = shared_remote(url).listed()
     if listed is None:
         raise DataError(f"{url}: this server lists no files; give the tars, as {url}/train-{{000000..000146}}.tar")
-    tars = sorted(name for name in listed if name.endswith(".tar") and "/" not in name)
+    tars = sorted(name for name in listed if name.endswith(".tar") and "/" not in name and name[0] != ".")
     if not tars:
         raise DataError(f"{url}: no .tar among {len(listed)} files there")
     return [f"{url}/{name}" for name in tars]
