@@ -99,15 +99,19 @@ def task_table(history: RunHistory) -> Table:
     table.add_column("", no_wrap=True, min_width=5)
     for name, task in history.tasks.items():
         is_worst = name == history.worst_task and len(history.tasks) > 1
-        cells = [name, number(task.start), number(task.end), number(task.change, sign=True)]
+        cells = [name, _loss(task.start), _loss(task.end), number(task.change, sign=True)]
         # Within 80 columns, whatever was counted.
         cells += [number(task.weight), f"{task.count:,}" if task.count < 10**6 else f"{task.count / 1e6:,.1f}M"]
         measured = validation.get(name, {})
         shares = measured.get("accuracy")
         percent = {"accuracy": "-" if shares is None else f"{shares:.1%}"}
-        cells += [percent.get(figure) or number(measured.get(figure)) for figure in held_out.values()]
+        cells += [percent.get(figure) or _loss(measured.get(figure)) for figure in held_out.values()]
         table.add_row(*cells, "worst" if is_worst else "", style="bold red" if is_worst else None)
     return table
+
+
+def _loss(value: float | None) -> str:
+    return number(value, 4 if value is None or abs(value) < 10 else 3)
 
 
 def report_lines(run_dir: Path, history: RunHistory, summary: Mapping[str, Any]) -> list[str]:

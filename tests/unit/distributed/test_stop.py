@@ -64,6 +64,16 @@ def test_a_signal_that_is_inherited_as_ignored_stays_ignored(clock: Clock, numbe
             signal.signal(other, handler)
 
 
+def test_a_request_is_acknowledged_on_the_screen(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    with StopRequests(clock=clock) as requests:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert requests.requested() == "Ctrl-C", "the hint is no reason"
+        assert capsys.readouterr().err.startswith("Ctrl-C: stopping after this step, with a checkpoint; Ctrl-C once")
+    with StopRequests(clock=clock, rank=1):
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert capsys.readouterr().err == "", "one rank speaks"
+
+
 def test_the_second_ctrl_c_is_immediate_unless_a_launcher_repeated_the_first(clock: Clock) -> None:
     with StopRequests(clock=clock) as requests:
         os.kill(os.getpid(), signal.SIGINT)

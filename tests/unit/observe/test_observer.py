@@ -204,8 +204,8 @@ def test_held_out_accuracies_have_a_column(tmp_path: Path) -> None:
     head, noun, verb = (
         next(line for line in report(tmp_path).splitlines() if word in line) for word in ("task  ", "noun ", "verb ")
     )
-    assert head.split()[-3:] == ["held", "out", "right"]
-    assert noun.split()[6:8] == ["5.2500", "0.1250"]
+    assert head.split()[-2:] == ["out", "right"]
+    assert noun.split()[6:8] == ["5.2500", "12.5%"]
     assert verb.split()[6:8] == ["4.7500", "-"]
     del held_out["tasks"]["noun"]["accuracy"]  # type: ignore[index]
     (tmp_path / "metrics.jsonl").write_text(json.dumps(line) + "\n", encoding="utf-8")
@@ -358,6 +358,27 @@ def test_the_worst_task_is_one_of_enough_elements() -> None:
         "where none has as many, of all"
     )
     assert worst_task({"absent": None}, {"absent": 0}) is None
+
+
+def test_a_stopped_run_says_how_far_it_is_and_how_it_goes_on(start: Callable[..., Observer], tmp_path: Path) -> None:
+    observer = start()
+    observer.step(record(1))
+    observer.close("Ctrl-C", {"goes_on": "run/checkpoints/step_00000001; go on from it with: trp-scale pretrain"})
+    lines = report(tmp_path / "run").splitlines()
+    assert "steps 1 of 20 (Ctrl-C)" in lines
+    assert "newest checkpoint: run/checkpoints/step_00000001; go on from it with: trp-scale pretrain" in lines
+
+
+def test_the_table_fits_80_columns(config: Config, info: RunInfo, tmp_path: Path) -> None:
+    """With every column, the longest of our names, and as many elements as a long run has."""
+    names = ("interjection", "next_sentence")
+    observer = Observer(tmp_path / "run", config, names, info)
+    tasks = {name: TaskRecord(loss=10.0, weight=0.5, count=123_456_789) for name in names}
+    observer.step(record(1, tasks=tasks))
+    held_out = {name: {"loss": 10.0, "count": 9, "accuracy": 1.0} for name in names}
+    observer.validation(1, {"loss": 1.0, "tasks": held_out})
+    table = [line for line in report(tmp_path / "run").splitlines() if line.startswith((" ", "─"))]
+    assert len(table) == 5 and max(map(len, table)) <= 80 and "123.5M" in table[-1]
 
 
 def test_a_directory_without_metrics_is_named(tmp_path: Path) -> None:

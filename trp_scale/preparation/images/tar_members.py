@@ -15,10 +15,6 @@ LONGEST_HEADER = 1 << 20
 the process for want of memory, and records that all later members repeat took 1 GB for each MB of the tar."""
 
 
-_LONGEST_CHAIN = 40
-"""Links that lead to links, as in Linux."""
-
-
 class TarMember(NamedTuple):
     """One entry of a tar.
 
@@ -118,7 +114,7 @@ def _resolve_links(stream: BinaryIO, links: list[tuple[TarMember, str]]) -> Iter
     """The links with the content that they lead to, which takes a second look at all headers."""
     targets = {posixpath.normpath(link.name): target for link, target in links}
     ends = [target for _, target in links]
-    for _ in range(_LONGEST_CHAIN):
+    for _ in range(40):  # links that lead to links, as many as Linux follows
         ends = [targets.get(end, end) for end in ends]
     wanted = set(ends)
     files = {name: _member(entry) for entry in _entries(stream) if (name := posixpath.normpath(entry.name)) in wanted}
