@@ -111,8 +111,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = sys.argv[1:] if argv is None else argv
     with redirect_stdout(EscapedStream(sys.stdout)), redirect_stderr(EscapedStream(sys.stderr)):  # type: ignore[type-var]
         # Paths are stored absolute, so the working directory's name has to be one that can be stored, too.
-        place = os.getcwd() if os.path.exists(".") else ""  # noqa: PTH109, PTH110 - it may be gone
-        return run(lambda: _main([clean_text(word) for word in (place, *words)][1:]))
+        directory = os.getcwd() if os.path.exists(".") else ""  # noqa: PTH109, PTH110 - it may be gone
+        return run(lambda: _main([clean_text(word) for word in (directory, *words)][1:]))
 
 
 def _main(arguments: Sequence[str]) -> int:
