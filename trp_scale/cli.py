@@ -6,7 +6,7 @@ import importlib
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import redirect_stderr, redirect_stdout
+from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass
 from typing import NoReturn
 
@@ -110,12 +110,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status (exit_status.py)."""
     words = sys.argv[1:] if argv is None else argv
     with redirect_stdout(EscapedStream(sys.stdout)), redirect_stderr(EscapedStream(sys.stderr)):  # type: ignore[type-var]
-        # Paths are stored absolute, so the working directory's name has to be one that can be stored, too.
-        directory = os.getcwd() if os.path.exists(".") else ""  # noqa: PTH109, PTH110 - it may be gone
-        return run(lambda: _main([clean_text(word) for word in (directory, *words)][1:]))
+        return run(lambda: _main(list(map(clean_text, words))))
 
 
 def _main(arguments: Sequence[str]) -> int:
+    with suppress(FileNotFoundError):  # it may be gone
+        clean_text(os.getcwd())  # noqa: PTH109 - paths are stored absolute, by its name
     if not arguments or arguments[0] in HELP:
         return _usage(ExitStatus.DONE if arguments else ExitStatus.REFUSED)
     if arguments[0] == "--version":
