@@ -8,6 +8,7 @@ from pathlib import Path
 
 from trp_scale.checkpoint.durable import write_text
 from trp_scale.errors import shortened
+from trp_scale.observe.report import held_out_name
 from trp_scale.pages.curves import Curve
 from trp_scale.pages.document import INSTALL, Page, can_draw, figure_text, page_text
 from trp_scale.pages.hooks import method_sections
@@ -73,7 +74,9 @@ def tiles(run: RunRecord) -> list[tuple[str, str, str]]:
         found.append((f"worst task: {worst}", figure_text(task.end), f"from {figure_text(task.start)}"))
     held_out = run.curves.held_out.get("loss", {}).get("", Curve())
     if len(held_out):
-        found.append(("held-out loss", figure_text(held_out.values[-1]), f"after step {held_out.steps[-1]:,.0f}"))
+        found.append(
+            (held_out_name(history), figure_text(held_out.values[-1]), f"after step {held_out.steps[-1]:,.0f}")
+        )
     if (speed := _speed(run)) is not None:
         found.append(speed)
     if history.data_wait_share is not None:
