@@ -132,10 +132,8 @@ def _read_samples(file: Path) -> Iterator[bytes]:
 
 def list_counts(kinds: Counter[str]) -> str:
     """List files that are left out by suffix, or by the reason why, for a message."""
-    most = kinds.most_common(5)
-    return (
-        ", ".join(f"{count} {escape_name(shortened(kind)) or 'without a suffix'}" for kind, count in most) or "nothing"
-    )
+    named = (f"{n} {escape_name(shortened(kind)) or 'without a suffix'}" for kind, n in kinds.most_common(5))
+    return ", ".join(named) or "nothing"
 
 
 def kind_of(file: Path) -> str:
