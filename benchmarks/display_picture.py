@@ -19,7 +19,7 @@ from rich.console import Console, RenderableType
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from trp_scale.config.images import ImagePretrainConfig
-from trp_scale.observe.metrics import read_metrics, worst
+from trp_scale.observe.metrics import read_metrics, worst_task
 from trp_scale.observe.progress import LiveDisplay
 from trp_scale.observe.records import RunInfo, StepRecord, TaskRecord
 from trp_scale.observe.report import read_summary
@@ -84,8 +84,9 @@ def frames_of(run: Path, count: int) -> Iterator[list[list[tuple[str, str]]]]:
         for number, line in enumerate(lines, 1):
             now[0] += line["step_seconds"]
             record = record_of(line)
-            losses = {name: task.loss for name, task in record.tasks.items() if task.weight != 0.0}
-            display.update(record, line["tokens_per_second"], worst(losses, info.outside_tasks))
+            losses = {name: task.loss for name, task in record.tasks.items()}
+            counts = {name: task.count for name, task in record.tasks.items()}
+            display.update(record, line["tokens_per_second"], worst_task(losses, counts, info.outside_tasks))
             display.line(line)
             if number in wanted:
                 yield rows_of(shown, display.drawn())
