@@ -15,9 +15,6 @@ from trp_scale.balancing.settings import GroupDroSettings
 from trp_scale.core.hooks import StepContext
 from trp_scale.core.run import RunContext
 
-COUNTED_ROWS = 2048
-"""Training rows in which the groups are counted."""
-
 
 class GroupDro(GlobalLossBalancer):
     """q_t <- q_t exp(rate (L_t + C / sqrt(n_t))), normalised; then the batch is weighed by q.
@@ -40,7 +37,7 @@ class GroupDro(GlobalLossBalancer):
         self.group_sizes = None
         if settings.adjustment and settings.group_sizes == "data_set":
             train = run.sources.train
-            batch = train.first_rows(min(COUNTED_ROWS, train.rows)).to(self.device)
+            batch = train.first_rows(min(2048, train.rows)).to(self.device)
             self.group_sizes = self.objective.count(batch) * (train.rows / batch.rows)  # [T]
 
     def raised(self, losses: Tensor, counts: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from trp_scale.downstream.comparison import Comparison, compare_results, names
 from trp_scale.downstream.result_tables import Rows, compare, difference_rows, figure_rows, legend
 from trp_scale.downstream.results import RESULTS_FILE, read_results
 from trp_scale.errors import RefusedError, shortened
-from trp_scale.observe.metrics import METRICS_FILE
+from trp_scale.observe.metrics import METRICS_FILE, TaskHistory
 from trp_scale.pages.curves import Curve
 from trp_scale.pages.document import Block, Cell, Page, Section, Sentences, Table, number_cell, page_text, plotly_source
 from trp_scale.pages.figures import Colour, Line, Plot, colours
@@ -133,7 +133,8 @@ def _end_figures(compared: Compared) -> Iterator[Section]:
     tasks = _tasks(compared)
     several = any(len(run.history.tasks) > 1 for run in runs.values())
     columns: list[tuple[str, Callable[[RunRecord], float | None], bool]] = [
-        *([("worst task", _worst_loss, True)] if several else []),
+        *([("worst task", lambda run: getattr(_worst_task(run), "end", None), True)] if several else []),
+        *([("its elements", lambda run: getattr(_worst_task(run), "count", None), False)] if several else []),
         *((task, _end_of(task), True) for task in tasks),
         ("held-out loss", lambda run: _last(run.curves.held_out.get("loss", {}).get("", Curve())), True),
         ("steps", lambda run: run.history.last_step, False),
@@ -170,9 +171,8 @@ def _tasks(compared: Compared) -> list[str]:
     return list(dict.fromkeys(task for run in compared.runs.values() for task in run.history.tasks))
 
 
-def _worst_loss(run: RunRecord) -> float | None:
-    worst = run.history.worst_task
-    return run.history.tasks[worst].end if worst is not None else None
+def _worst_task(run: RunRecord) -> TaskHistory | None:
+    return run.history.tasks.get(run.history.worst_task or "")
 
 
 def _end_of(task: str) -> Callable[[RunRecord], float | None]:

@@ -50,6 +50,7 @@ def test_curves_of_pre_training_lie_over_each_other(tmp_path: Path, capsys: pyte
     assert read.sections == ["end", "curves", "settings"]
     noun = figures_of(text)[titles_of(text).index("noun: training loss")]
     assert [(trace["name"], len(trace["x"])) for trace in data_of(noun)] == [("one", 20), ("other", 12)]
+    assert "its elements" in read.words, "the worst task's loss stands beside what it is the mean of"
     assert "training.steps" in read.words and "model.layers" not in read.words
     assert "finished" in read.words and "end not known" in read.words
 
