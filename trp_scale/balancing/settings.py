@@ -154,7 +154,7 @@ class GroupDroSettings(GlobalLossSettings):
     """C of the adjustment C / sqrt(n_t) that is added to each loss; n_t: size of the group."""
     group_sizes: Literal["data_set", "batch"] = "data_set"
     """n_t of the adjustment. data_set: elements of the task in the training rows, as Sagawa et al. have it; of more
-    than 2,048 rows, the first ones are counted. batch: elements in the global batch, as before 2026-11-27."""
+    than 2,048 rows, the first are counted and scaled. batch: elements in the global batch, as before 2026-11-27."""
 
 
 @component("balancer", "uncertainty", "trp_scale.balancing.uncertainty:Uncertainty")

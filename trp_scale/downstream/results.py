@@ -83,15 +83,15 @@ class TaskResult:
     @cached_property
     def count(self) -> int | None:
         """Elements, images or rows that were measured, of seeds that differ the fewest; None: not known."""
-        counts = [count for detail in self.detail if (count := _measured(detail)) is not None]
+        counts = [count for detail in self.detail if (count := _count_measured(detail)) is not None]
         return min(counts, default=None)
 
 
-def _measured(detail: Mapping[str, Any]) -> int | None:
+def _count_measured(detail: Mapping[str, Any]) -> int | None:
     for name in ("elements", "images", "rows"):
         if type(detail.get(name)) is int:
             return int(detail[name])
-    parts = [_measured(part) for part in detail.values() if isinstance(part, Mapping)]
+    parts = [_count_measured(part) for part in detail.values() if isinstance(part, Mapping)]
     return sum(count for count in parts if count is not None) or None
 
 

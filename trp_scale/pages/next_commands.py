@@ -12,6 +12,7 @@ from trp_scale.errors import shortened
 from trp_scale.observe.picture_files import PICTURES
 from trp_scale.pages.document import Block, Cell, Commands, Section, Sentences, Table
 from trp_scale.pages.record import RunRecord
+from trp_scale.training.rundir import continue_command
 
 
 def settings_section(run: RunRecord) -> Section:
@@ -54,9 +55,8 @@ def next_commands(run: RunRecord) -> Iterator[tuple[str, str]]:
         yield "Follow it while it goes on:", f"trp-scale watch {path}{modules}"
     if run.state.goes_on and run.command:
         where = run.start.directory or "where it was started"
-        named = any(word.partition("=")[0] == "--run_dir" for word in run.command)
-        again = [*run.command, *([] if named else ["--run_dir", str(run.run_dir.resolve())])]
-        yield f"Go on from its newest checkpoint, in {where} and under the same launcher:", shlex.join(again)
+        command = continue_command(run.command, run.run_dir.resolve())
+        yield f"Go on from its newest checkpoint, in {where} and under the same launcher:", command
     yield "Examine the run: which checkpoints are whole, where it would go on:", f"trp-scale doctor {path}"
     if run.fine_tuning:
         return

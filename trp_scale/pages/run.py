@@ -72,11 +72,9 @@ def tiles(run: RunRecord) -> list[tuple[str, str, str]]:
     if (worst := worst_task(run)) is not None:
         task = history.tasks[worst]
         found.append((f"worst task: {worst}", figure_text(task.end), f"from {figure_text(task.start)}"))
-    held_out = run.curves.held_out.get("loss", {}).get("", Curve())
-    if len(held_out):
-        found.append(
-            (held_out_name(history), figure_text(held_out.values[-1]), f"after step {held_out.steps[-1]:,.0f}")
-        )
+    loss = run.curves.held_out.get("loss", {}).get("", Curve())
+    if len(loss):
+        found.append((held_out_name(history), figure_text(loss.values[-1]), f"after step {loss.steps[-1]:,.0f}"))
     if (speed := _speed(run)) is not None:
         found.append(speed)
     if history.data_wait_share is not None:

@@ -157,8 +157,8 @@ def gpu_of(name: str) -> Gpu:
     """
     if name not in GPUS:
         kinds = ", ".join(kind for kind in GPUS if kind.startswith(f"{name}-"))
-        said = f"its kinds are {kinds}" if kinds else f"not known{nearest(name, GPUS)}"
-        raise RefusedError(f"--gpu {name}: {said}; allowed: {', '.join(GPUS)}")
+        problem = f"its kinds are {kinds}" if kinds else f"not known{nearest(name, GPUS)}"
+        raise RefusedError(f"--gpu {name}: {problem}; allowed: {', '.join(GPUS)}")
     return GPUS[name]
 
 

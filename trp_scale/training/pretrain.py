@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import shlex
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -334,10 +333,8 @@ class Run:
                 self.ended = f"{self.ended}; {why}"
             beside: dict[str, Any] = {} if self.best is None else {"best": self.best.state()}
             if not nothing_left(self.ended) and (kept := checkpoints(self.run_dir)):
-                words = [clean_text(word) for word in sys.orig_argv]
-                named = any(word.partition("=")[0] == "--run_dir" for word in words)
-                words += [] if named else ["--run_dir", str(self.run_dir)]
-                beside["goes_on"] = f"{kept[-1][1]}; go on from it with: {shlex.join(words)}"
+                command = rundir.continue_command([clean_text(word) for word in sys.orig_argv], self.run_dir)
+                beside["goes_on"] = f"{kept[-1][1]}; go on from it with: {command}"
             self.observer.close(self.ended, {**self.start_up.figures(), **beside})
             if self.state.step >= self.config.training.steps or nothing_left(self.ended):
                 then()

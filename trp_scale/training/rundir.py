@@ -13,9 +13,11 @@ from __future__ import annotations
 import json
 import os
 import platform
+import shlex
 import socket
 import subprocess
 import sys
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from importlib import metadata
 from pathlib import Path
@@ -90,6 +92,13 @@ def refuse_runs(run_dir: Path, pattern: str, what: str, world: Group) -> None:
     """
     if on_rank_zero(world, f"looking into {run_dir}", lambda: any(run_dir.glob(pattern))):
         raise RefusedError(f"--run_dir {run_dir} holds {what}; give another one")
+
+
+def continue_command(words: Sequence[str], run_dir: Path) -> str:
+    """Return the command that continues a run: the words of its start, which may have left its directory to chance."""
+    named = any(word.partition("=")[0] == "--run_dir" for word in words)
+    directory = run_dir.parents[1] if run_dir.name.startswith("seed_") else run_dir  # finetune: RUN/TASK/seed_N
+    return shlex.join([*words, *([] if named else ["--run_dir", str(directory)])])
 
 
 def write_config(run_dir: Path, config: Config, world: Group) -> None:

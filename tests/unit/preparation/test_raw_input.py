@@ -194,7 +194,7 @@ def test_advice_is_what_a_command_accepts(tmp_path: Path) -> None:
         require_dataset(tmp_path / "0.jpg")
     (tmp_path / "hidden" / ".git").mkdir(parents=True)
     (tmp_path / "hidden" / ".git" / "a.txt").write_text("One.")
-    with pytest.raises(DataError, match="an empty directory"):
+    with pytest.raises(DataError, match="empty directory"):
         require_dataset(tmp_path / "hidden")
 
 

@@ -96,3 +96,10 @@ def test_git_state_is_that_of_a_checkout_that_tracks_the_package(tmp_path: Path)
     assert rundir.git_state(package) == {"commit": git("rev-parse", "HEAD"), "dirty": False}
     (package / "__init__.py").write_text("a = 2\n", encoding="utf-8")
     assert rundir.git_state(package) == {"commit": git("rev-parse", "HEAD"), "dirty": True}
+
+
+def test_the_command_that_continues_a_run_names_its_directory() -> None:
+    started = Path("runs/mae-1")
+    assert rundir.continue_command(["trp-scale", "pretrain"], started) == "trp-scale pretrain --run_dir runs/mae-1"
+    assert rundir.continue_command(["pretrain", "--run_dir=my runs"], started) == "pretrain '--run_dir=my runs'"
+    assert rundir.continue_command(["finetune"], Path("runs/glue-1/rte/seed_3")) == "finetune --run_dir runs/glue-1"
