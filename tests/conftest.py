@@ -17,6 +17,7 @@ import pytest
 from tests.fixtures import small_image_dataset, small_text_dataset
 from tests.ranks import Ranks
 from tests.young_objects import look_through_young_objects
+from trp_scale.distributed import stop
 
 # No example may fail for being slow: the machine decides that, not the code.
 hypothesis.settings.register_profile("untimed", deadline=None)
@@ -49,6 +50,13 @@ def pytest_runtest_teardown(item: pytest.Function, nextitem: pytest.Function | N
         for name, ranks in RANKS.items():
             if name not in nextitem.fixturenames:
                 ranks.close()
+
+
+@pytest.fixture(autouse=True)
+def no_signal_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A signal that another test sent to this process is none to this test."""
+    monkeypatch.setattr(stop, "_first_at", None)
+    monkeypatch.setattr(stop, "_early", [])
 
 
 @pytest.fixture(scope="session")

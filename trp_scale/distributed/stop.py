@@ -51,6 +51,11 @@ def _note_time() -> None:
     _first_at = time.monotonic() if _first_at is None else _first_at
 
 
+def _forget_time() -> None:
+    global _first_at
+    _first_at = None
+
+
 def handle_signals(numbers: Iterable[signal.Signals], handler: Any) -> dict[signal.Signals, Any]:
     """Install a handler for those of the signals that are not ignored; return the handlers before, to be put back."""
     return {number: signal.signal(number, handler) for number in numbers if signal.getsignal(number) != signal.SIG_IGN}
@@ -131,6 +136,7 @@ class StopRequests:
             self._listener = None
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        _forget_time()  # the next run of a notebook's process was not asked to stop
 
     def requested(self) -> str | None:
         """Why this rank wants to stop, for the log; None while it does not. The first reason stays."""

@@ -6,23 +6,16 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from trp_scale.distributed.launchers import RankInfo, discover
 from trp_scale.distributed.restarts import with_restarts
-from trp_scale.distributed.stop import StopRequests, _early, asked_early, launchers_of
+from trp_scale.distributed.stop import StopRequests, asked_early, launchers_of
 
 Run = Callable[[int], int]
-
-
-@pytest.fixture(autouse=True)
-def heard() -> Iterator[None]:
-    """Forgets the requests of a test."""
-    yield
-    _early.clear()
 
 
 def outcome(run: Run, tmp_path: Path, restarts: int = 2) -> tuple[int, list[str]]:

@@ -31,9 +31,7 @@ class Clock:
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[Clock]:
-    monkeypatch.setattr(stop, "_first_at", None)
-    monkeypatch.setattr(stop, "_early", [])
+def clock() -> Iterator[Clock]:
     before = [signal.getsignal(number) for number in STOP_SIGNALS]
     yield Clock()
     assert [signal.getsignal(number) for number in STOP_SIGNALS] == before
@@ -93,6 +91,15 @@ def test_ctrl_c_after_a_sigterm_is_still_the_first(clock: Clock) -> None:
         clock.now += 5
         os.kill(os.getpid(), signal.SIGINT)
         assert requests.requested() == "SIGTERM"
+
+
+def test_the_next_run_of_a_process_was_not_asked_to_stop(clock: Clock) -> None:
+    with StopRequests(clock=clock):
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.signal_came_at() is not None
+    assert stop.signal_came_at() is None
+    with StopRequests(clock=clock) as requests:
+        assert requests.requested() is None
 
 
 def test_the_time_limit_counts_from_entry(clock: Clock) -> None:
